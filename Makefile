@@ -1,0 +1,43 @@
+# make train   set up .venv and run the default job          make test    set up and run the tests
+# make setup   only .venv       make lint    ruff and mypy   make bench   the CPU benchmarks
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: setup train test lint bench clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.installed
+
+# A system python without ensurepip (Debian's, without python3-venv) still has pip: let that one fill the environment.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than 3.11"; echo "  why  shardwise needs Python 3.11 or newer"; echo "  fix  make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "setup    installing into $(VENV) (once)"
+	@$(PIP) install --constraint constraints.txt 'setuptools>=77'
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "setup    installing the test tools into $(VENV) (once)"
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+train: $(VENV)/.installed
+	@$(BIN)/shardwise train
+
+test: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(VENV)/.installed-dev
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,0 +1,168 @@
+"""Checkpoints: safetensors and JSON in a directory that appears in one rename, complete or not at all.
+
+    checkpoints/step-200/  manifest.json  weights.safetensors  optimizer.safetensors  rng.safetensors
+
+The manifest holds the step, free-form state, and a SHA-256 digest and size for every file. Loading checks them. No pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from shardwise.checkpoint import listing
+from shardwise.checkpoint.listing import MANIFEST, step_of
+from shardwise.errors import Exit, UserError
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    def manifest(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise damaged(self.path / MANIFEST, str(error)) from None
+
+    def verify(self) -> None:
+        """Every file is there, with the size and digest it was committed with."""
+        for name, about in self.manifest()["files"].items():
+            file = self.path / name
+            if not file.exists():
+                raise damaged(file, "the file is missing")
+            if file.stat().st_size != about["bytes"]:
+                raise damaged(file, f"it has {file.stat().st_size} bytes of {about['bytes']}")
+            if digest(file) != about["sha256"]:
+                raise damaged(file, "its digest does not match the manifest")
+
+    def load(self, group: str) -> Tensors:
+        try:
+            return load_file(self.path / f"{group}.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise damaged(self.path / f"{group}.safetensors", str(error)) from None
+
+
+def save(parent: Path, step: int, groups: dict[str, Tensors], state: dict[str, Any], keep: int) -> Checkpoint:
+    """Commit the checkpoint of a step; then drop all but the newest `keep`."""
+    for leftover in parent.glob(".step-*.partial"):  # of a process that was killed while it wrote
+        shutil.rmtree(leftover, ignore_errors=True)
+    checkpoint = write(parent / f"step-{step}", step, groups, state)
+    for old in committed(parent)[keep:]:
+        shutil.rmtree(old.path, ignore_errors=True)
+    return checkpoint
+
+
+def write(final: Path, step: int, groups: dict[str, Tensors], state: dict[str, Any]) -> Checkpoint:
+    """Write all groups beside `final` and give them that name with one rename."""
+    temporary = final.parent / f".{final.name}.partial"
+    try:
+        temporary.mkdir(parents=True)
+        files = {}
+        for group, tensors in groups.items():
+            file = temporary / f"{group}.safetensors"
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+            _sync(file)
+            files[file.name] = {"bytes": file.stat().st_size, "sha256": digest(file)}
+        manifest = {"schema": 1, "step": step, "files": files, "state": state}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        _sync(temporary / MANIFEST)
+        if final.exists():  # the same step written again after a resume
+            shutil.rmtree(final)
+        os.replace(temporary, final)
+        _sync(final.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(
+            f"could not write the checkpoint of step {step}",
+            why=f"{error}",
+            fix="free some space or fix the permissions, then `shardwise resume`: older checkpoints are untouched",
+        ) from None
+    return Checkpoint(final, step)
+
+
+def committed(parent: Path) -> list[Checkpoint]:
+    """Committed checkpoints, newest first."""
+    return [Checkpoint(path, step_of(path) or 0) for path in listing.committed(parent)]
+
+
+def newest_good(parent: Path, *, verify: bool = True, at_step: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint whose digests hold, and a line for each damaged one that was passed over."""
+    skipped = []
+    candidates = [c for c in committed(parent) if at_step is None or c.step == at_step]
+    if at_step is not None and not candidates:
+        known = ", ".join(str(c.step) for c in committed(parent)) or "none"
+        raise UserError(
+            f"there is no checkpoint of step {at_step}", why=f"checkpoints are there for steps: {known}", fix="choose one"
+        )
+    for checkpoint in candidates:
+        try:
+            if verify:
+                checkpoint.verify()
+            return checkpoint, skipped
+        except UserError as error:
+            if at_step is not None:
+                raise
+            skipped.append(f"passing over {checkpoint.path.name}: {error.why}")
+    return None, skipped
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]) -> Tensors:
+    """An optimizer's state as flat named tensors: `exp_avg/layers.0.attention.q.weight`."""
+    return {
+        f"{key}/{names[parameter]}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], tensors: Tensors
+) -> None:
+    """Put saved state back, on the parameter's device; counters such as `step` stay where the optimizer wants them."""
+    by_name = {name: parameter for parameter, name in names.items()}
+    for full_key, value in tensors.items():
+        key, name = full_key.split("/", 1)
+        parameter = by_name[name]
+        optimizer.state[parameter][key] = value.to(parameter.device) if value.ndim else value
+
+
+def digest(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def damaged(file: Path, why: str) -> UserError:
+    return UserError(
+        f"checkpoint file {file} is damaged",
+        why=why,
+        fix="`shardwise resume RUN --from STEP` with an older step; `ls` the checkpoints folder shows them",
+        code=Exit.USER_MISTAKE,
+    )
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or directory to disk, so that the rename cannot come first."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:  # Windows cannot open directories
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

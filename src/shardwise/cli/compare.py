@@ -1,0 +1,98 @@
+"""`shardwise compare`: two runs side by side, what differs in their configs first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Exit
+
+if TYPE_CHECKING:
+    from shardwise.run.rundir import RunDir
+
+HELP = "Two runs side by side: what differs in their configs, and their losses, speed and memory."
+REPORTS = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", help="a run directory, a name, or `last`")
+    parser.add_argument("b", help="another")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.run.rundir import find_run
+
+    a, b = find_run(args.a, args.runs), find_run(args.b, args.runs)
+    settings, figures, shared = _settings(a, b), {"a": _figures(a), "b": _figures(b)}, _shared_losses(a, b)
+    if args.json:
+        report = {"schema": 1, "a": str(a.path), "b": str(b.path), "settings": settings, "figures": figures, "losses": shared}
+        print(json.dumps(report, indent=1))
+        return Exit.DONE
+    _print(a, b, settings, figures, shared)
+    return Exit.DONE
+
+
+def _settings(a: RunDir, b: RunDir) -> dict[str, list[Any]]:
+    from shardwise.config.load import load_config
+
+    left, right = load_config(a.config).config, load_config(b.config).config
+    return {
+        f"{section.name}.{key.name}": [x, y]
+        for section in fields(left)
+        for key in fields(getattr(left, section.name))
+        if (x := getattr(getattr(left, section.name), key.name)) != (y := getattr(getattr(right, section.name), key.name))
+        and (section.name, key.name) != ("run", "name")
+    }
+
+
+def _figures(run: RunDir) -> dict[str, float | None]:
+    steps = list(run.steps().values())
+    evaluations = [line["eval_loss"] for line in run.lines() if "eval_loss" in line]
+    timed = steps[1:] or steps
+
+    def middle(key: str) -> float | None:
+        return statistics.median(line[key] for line in timed) if timed else None
+
+    return {
+        "steps": len(steps),
+        "last loss": steps[-1]["loss"] if steps else None,
+        "held-out loss": evaluations[-1] if evaluations else None,
+        "tok/s (median)": middle("tokens_per_s"),
+        "step_s (median)": middle("step_s"),
+        "mfu (median)": middle("mfu"),
+        "peak memory, GiB": max(line["peak_memory_bytes"] for line in steps) / 2**30 if steps else None,
+    }
+
+
+def _shared_losses(a: RunDir, b: RunDir) -> dict[str, Any]:
+    left, right = a.steps(), b.steps()
+    shared = sorted(left.keys() & right.keys())
+    if not shared:
+        return {"shared_steps": 0}
+    differences = {step: abs(left[step]["loss"] - right[step]["loss"]) for step in shared}
+    first = next((step for step in shared if differences[step] > 0), None)
+    return {"shared_steps": len(shared), "largest_difference": max(differences.values()), "first_different_step": first}
+
+
+def _print(a: RunDir, b: RunDir, settings: dict, figures: dict, shared: dict) -> None:
+    width = max([len(a.name), len(b.name), 14])
+    label = max([18, *(len(key) for key in settings)])
+    print(f"{'':<{label}}  {a.name:>{width}}  {b.name:>{width}}")
+    for key, (x, y) in settings.items():
+        print(f"{key:<{label}}  {x!s:>{width}}  {y!s:>{width}}")
+    for key in figures["a"]:
+        x, y = (f"{figures[side][key]:.6g}" if figures[side][key] is not None else "-" for side in "ab")
+        print(f"{key:<{label}}  {x:>{width}}  {y:>{width}}")
+    if not shared["shared_steps"]:
+        print("losses   no step in common")
+    elif shared["first_different_step"] is None:
+        print(f"losses   equal to the last digit over {shared['shared_steps']} steps")
+    else:
+        print(
+            f"losses   differ by at most {shared['largest_difference']:.2g} over {shared['shared_steps']} shared steps, "
+            f"first at step {shared['first_different_step']}"
+        )

@@ -1,0 +1,58 @@
+"""`shardwise convert`: weights of one format into another. Both directions stream tensor by tensor and end in one rename."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import Exit, UserError
+
+if TYPE_CHECKING:
+    from shardwise.run.weights import Weights
+
+HELP = "Turn a Hugging Face directory into Shardwise's own format, or a run or checkpoint into Hugging Face's."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a run, a checkpoint directory, a model directory or a hub id")
+    parser.add_argument("--to", choices=["hf", "shardwise"], required=True)
+    parser.add_argument("--out", required=True, metavar="DIR", help="a directory that does not exist yet")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="number format (default: unchanged)")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.run.weights import find_weights
+
+    convert(find_weights(args.source, args.runs), args.to, Path(args.out), args.dtype)
+    return Exit.DONE
+
+
+def convert(weights: Weights, to: str, out: Path, dtype_name: str | None) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} already exists", why="nothing is overwritten", fix="choose another --out")
+    import torch
+
+    from shardwise.checkpoint import store
+    from shardwise.config.units import format_bytes, format_count
+    from shardwise.model.huggingface import save_model
+    from shardwise.run.build import TOKENIZER_FILES, copy_tokenizer
+
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = names[dtype_name] if dtype_name else weights.stored_dtype()
+    model = weights.load(torch.device("cpu"), dtype)
+    folder = weights.tokenizer_dir
+    if to == "hf":
+        extra = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()] if folder else []
+        save_model(model, out, dtype=dtype, extra_files=extra)
+    else:
+        state = {"model": weights.spec.to_dict()}
+        store.write(out, 0, {"weights": dict(model.state_dict())}, state)
+        if folder:
+            copy_tokenizer(folder, out / "tokenizer")
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    print(f"wrote    {out}: {weights.spec.name}, {format_count(weights.spec.num_parameters)} parameters, {format_bytes(size)}")
+    if not folder:
+        print("note     the model reads bytes, so there is no tokenizer to write")
+    print(f'next     shardwise generate {out} --prompt "..."')

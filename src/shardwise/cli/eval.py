@@ -1,0 +1,85 @@
+"""`shardwise eval`: loss and perplexity on held-out text, in one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+from shardwise.errors import Exit, UserError
+
+HELP = "Loss and perplexity of a run or a model directory on its held-out text, or on data.source=…"
+REPORTS = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a run, `last`, a checkpoint directory, a model directory or a hub id")
+    parser.add_argument("--batches", type=int, default=None, metavar="N", help="at most N batches (default: all)")
+    parser.add_argument("--split", choices=["validation", "train"], default="validation")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from shardwise.config.load import load_config
+    from shardwise.data.corpus import open_corpus
+    from shardwise.run.build import CACHE
+    from shardwise.run.weights import find_weights
+
+    weights = find_weights(args.source, args.runs)
+    run_config = Path(args.runs) / weights.name / "config.toml"
+    base = run_config if weights.config and run_config.is_file() else None
+    config = load_config(base, args.overrides).config
+    if weights.config and base is None:  # a run outside --runs: its own settings, with the words on top
+        config = replace(weights.config, data=config.data) if args.overrides else weights.config
+    corpus = open_corpus(
+        config.data,
+        seq_len=config.train.seq_len,
+        seed=config.train.seed,
+        vocab=weights.spec.vocab,
+        model_dir=weights.tokenizer_dir,
+        cache_dir=Path(config.run.dir) / CACHE,
+        progress=True,
+    )
+    sequences = corpus.validation if args.split == "validation" else corpus.train
+
+    import torch
+
+    from shardwise.run.evaluate import evaluate, perplexity
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = min(8, max(1, sequences.num_sequences))
+    model = weights.load(device)
+    loss = evaluate(
+        model,
+        sequences,
+        global_batch=batch,
+        rows=range(batch),
+        micro_batch=batch,
+        device=device,
+        max_batches=args.batches,
+        progress=not args.json,
+    )
+    if loss is None:
+        raise UserError(
+            "there is nothing to evaluate on",
+            why="the corpus has no held-out part",
+            fix="data.validation_fraction=0.05, or --split train",
+        )
+    report = {
+        "schema": 1,
+        "source": args.source,
+        "data": corpus.description,
+        "split": args.split,
+        "sequences": sequences.num_sequences,
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "unigram_loss": corpus.unigram_entropy(),
+    }
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print(f"eval     {args.source} on {corpus.description} ({args.split}, {sequences.num_sequences} sequences)")
+        print(f"loss     {loss:.4f} nats per token (unigram {report['unigram_loss']:.4f}), perplexity {perplexity(loss):.3f}")
+    return Exit.DONE

@@ -1,0 +1,111 @@
+"""`shardwise generate`: sample text from a run, a checkpoint or a model directory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Exit, UserError
+
+if TYPE_CHECKING:
+    from shardwise.data.tokenizer import Tokenizer
+    from shardwise.model.decoder import Decoder
+    from shardwise.run.generate import Sampling
+    from shardwise.run.weights import Weights
+
+HELP = "Sample text from a run, a checkpoint or a Hugging Face directory."
+REPORTS = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a run, `last`, a checkpoint directory, a model directory or a hub id")
+    parser.add_argument("--prompt", default=None, help="text to continue (default: standard input, or nothing)")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top-p", type=float, default=0.95, help="sample among the likeliest tokens up to this probability")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--chat", action="store_true", help="a conversation through the model's chat template")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.run.weights import find_weights
+
+    _check(args)
+    weights = find_weights(args.source, args.runs)
+    tokenizer = weights.tokenizer()
+    import torch
+
+    from shardwise.run.generate import Sampling
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = weights.load(device)
+    sampling = Sampling(args.temperature, args.top_p, args.seed)
+    if args.chat:
+        return _chat(args, model, tokenizer, weights, sampling)
+    text = args.prompt if args.prompt is not None else ("" if sys.stdin.isatty() else sys.stdin.read())
+    prompt = tokenizer.encode_prompt(text) or [tokenizer.separator]
+    if args.json:
+        completion = "".join(_pieces(model, tokenizer, prompt, args.max_tokens, sampling))
+        print(json.dumps({"schema": 1, "prompt": text, "completion": completion}))
+        return Exit.DONE
+    print(text, end="", flush=True)
+    for piece in _pieces(model, tokenizer, prompt, args.max_tokens, sampling):
+        print(piece, end="", flush=True)
+    print()
+    return Exit.DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, bad, range_ in (
+        ("--temperature", args.temperature < 0, "0 or more"),
+        ("--top-p", not 0 < args.top_p <= 1, "above 0, at most 1"),
+        ("--max-tokens", args.max_tokens < 1, "1 or more"),
+    ):
+        if bad:
+            raise UserError(f"{name} is out of range", why=f"it must be {range_}", fix="leave it out for the default")
+
+
+def _pieces(
+    model: Decoder, tokenizer: Tokenizer, prompt: list[int], max_tokens: int, sampling: Sampling
+) -> Iterator[str]:
+    from shardwise.run.generate import generate
+
+    stream = tokenizer.stream()
+    for token in generate(model, prompt, max_tokens, sampling, frozenset({tokenizer.separator})):
+        yield stream.push(token)
+    yield stream.finish()
+
+
+def _chat(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, weights: Weights, sampling: Sampling) -> int:
+    """Turn by turn; with --prompt one turn, else until end of input."""
+    from shardwise.data.chat import open_template
+
+    custom = weights.config.data.chat_template if weights.config else None
+    template = open_template(custom, weights.tokenizer_dir, tokenizer)
+    messages: list[dict[str, Any]] = []
+    while True:
+        if args.prompt is not None:
+            said: str | None = args.prompt if not messages else None
+        else:
+            said = _ask()
+        if said is None:
+            return Exit.DONE
+        messages.append({"role": "user", "content": said})
+        prompt = tokenizer.encode(template.prompt(messages))
+        answer = ""
+        for piece in _pieces(model, tokenizer, prompt, args.max_tokens, sampling):
+            answer += piece
+            print(piece, end="", flush=True)
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _ask() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None

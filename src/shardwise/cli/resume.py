@@ -1,0 +1,37 @@
+"""`shardwise resume`: go on from a run's newest good checkpoint, on the same or another number of processes."""
+
+from __future__ import annotations
+
+import argparse
+
+from shardwise.errors import Exit, UserError
+
+HELP = "Go on from the newest good checkpoint. parallel, memory, comm, run and checkpoint keys may change freely."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory, a name, or `last`")
+    parser.add_argument("--from", dest="from_step", type=int, metavar="STEP", help="a certain checkpoint")
+    parser.add_argument("--allow", action="append", default=[], metavar="KEY", help="a key that may change, such as train.steps")
+    parser.add_argument("--nproc", "--nproc-per-node", type=int, metavar="N", help="processes on this machine")
+    parser.add_argument("--exclude", metavar="HOST", help="leave a machine out (multi-node runs; not available yet)")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.run.rundir import find_run
+    from shardwise.run.start import continue_run, start, write_run
+
+    if args.exclude:
+        raise UserError(
+            "`--exclude` is not available yet", why="runs use one machine in this version", fix="leave it out"
+        )
+    found = find_run(args.run, args.runs)
+    job = continue_run(found, args.overrides, args.allow, args.nproc)
+    last = max(found.steps(), default=0)
+    if found.state() == "finished" and last >= job.plan.num_steps and args.from_step is None:
+        print(f"run      {found.path} has finished its {last} steps")
+        print(f"next     shardwise resume {found.path} --allow train.steps train.steps={2 * last}")
+        return Exit.DONE
+    write_run(found, job)
+    return start(found, job, args.from_step)

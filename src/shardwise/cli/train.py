@@ -1,0 +1,102 @@
+"""`shardwise train`: the default run without a config, or the run a config describes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import Exit
+
+if TYPE_CHECKING:
+    from shardwise.run.rundir import RunDir
+    from shardwise.run.start import Job
+
+HELP = "Plan what is left open, start the local processes and train. Without a config: a small model on Python's own library."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="a TOML file; `shardwise init` writes one")
+    parser.add_argument("--nproc", "--nproc-per-node", type=int, metavar="N", help="processes on this machine")
+    parser.add_argument("--dry-run", action="store_true", help="resolve, plan and show the first sample; train nothing")
+    parser.add_argument("--resume", choices=["auto"], help="auto: go on if this run has a checkpoint, else start it")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.config.load import load_config
+    from shardwise.launch.ranks import started_by_torchrun
+    from shardwise.run.start import join_torchrun, make_job, new_run, start
+
+    _check_nproc(args.nproc)
+    loaded = load_config(args.config, args.overrides)
+    if args.resume and loaded.config.run.name is None:  # one line must always mean the same run
+        name = Path(args.config).stem if args.config else "default"
+        loaded = replace(loaded, config=replace(loaded.config, run=replace(loaded.config.run, name=name)))
+
+    def prepare(nproc: int | None) -> tuple[RunDir, Job]:
+        if args.resume:
+            found = _existing(loaded.config.run.dir, loaded.config.run.name or "")
+            if found:
+                return found, _continue(found, args, nproc)
+        job = make_job(loaded, nproc, progress=sys.stdout.isatty())
+        return new_run(job), job
+
+    if started_by_torchrun():
+        return join_torchrun(lambda world: prepare(world)[0])
+    if args.dry_run:
+        return _dry_run(make_job(loaded, args.nproc, progress=sys.stdout.isatty()))
+    found, job = prepare(args.nproc)
+    if found.state() == "finished":
+        print(f"run      {found.path} is finished; nothing to do")
+        return Exit.DONE
+    return start(found, job)
+
+
+def _check_nproc(nproc: int | None) -> None:
+    from shardwise.errors import UserError
+
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc {nproc} starts nothing", why="a run needs at least one process", fix="--nproc 1")
+
+
+def _existing(parent: str, name: str) -> RunDir | None:
+    from shardwise.run.rundir import RunDir
+
+    run = RunDir(Path(parent) / name)
+    return run if run.config.is_file() else None
+
+
+def _continue(found: RunDir, args: argparse.Namespace, nproc: int | None) -> Job:
+    from shardwise.run.start import continue_run, write_run
+
+    job = continue_run(found, args.overrides, allow=(), nproc=nproc)
+    write_run(found, job)
+    return job
+
+
+def _dry_run(job: Job) -> int:
+    """Everything that would happen, without torch: resolved config, plan, predicted memory, the first sample."""
+    from shardwise.config.units import format_bytes, format_count
+    from shardwise.config.write import resolved_text
+    from shardwise.data.show import rendered_rows
+    from shardwise.plan.predict import predict_memory
+    from shardwise.plan.resolve import rank_memory_limit
+
+    plan, spec = job.plan, job.spec
+    print(resolved_text(job.resolved.config, job.origins()))
+    memory = predict_memory(spec, plan, job.resolved.config.optimizer.name)
+    limit = rank_memory_limit(job.resolved.config, job.machine, plan)
+    print(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {spec.num_layers} layers")
+    print(f"plan     {plan.layout} {plan.precision}: {plan.reason}")
+    print(
+        f"batch    {plan.global_batch} sequences x {plan.seq_len} tokens = {plan.micro_batch} micro x "
+        f"{plan.num_microbatches} accumulated x {plan.dp} ranks; {plan.num_steps} steps"
+    )
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
+    print(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
+    print(f"corpus   {job.corpus.description}")
+    print("sample   (the first sequence of step 1)")
+    print(rendered_rows(job.corpus, 1))
+    return Exit.DONE

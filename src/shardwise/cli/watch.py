@@ -1,0 +1,92 @@
+"""`shardwise watch`: follow a run from another terminal; it reads the run directory and never touches the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Exit
+
+if TYPE_CHECKING:
+    from shardwise.run.rundir import RunDir
+
+HELP = "Follow a run in the terminal until it ends; after a failure, show the verdict."
+REPORTS = True
+POLL_S = 0.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory, a name, or `last`")
+    parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
+    parser.add_argument("--once", action="store_true", help="print the present state and leave")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.run.rundir import find_run
+
+    found = find_run(args.run, args.runs)
+    if args.json:
+        print(json.dumps({"schema": 1, **_snapshot(found)}, indent=1))
+        return Exit.DONE
+    if args.once or not found.is_locked():
+        _print_state(found)
+        return Exit.DONE
+    return _follow(found)
+
+
+def _snapshot(found: RunDir) -> dict[str, Any]:
+    from shardwise.cli.runs import summary
+
+    steps = found.steps()
+    return {**summary(found), "last": steps[max(steps)] if steps else None, "event": found.last_event()}
+
+
+def _follow(found: RunDir) -> int:
+    """New lines as they appear; on a terminal one block that is drawn anew."""
+    from shardwise.run.view import View
+
+    view = View(found.read_plan().get("num_steps", 1), None)
+    seen = 0
+    try:
+        while True:
+            running = found.is_locked()
+            steps = list(found.steps().values())
+            for line in steps[seen:]:
+                view.step(line)
+            seen = len(steps)
+            if not running:
+                break
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        view.close()
+        print("watch    left; the run goes on")
+        return Exit.DONE
+    view.close()
+    _print_state(found)
+    return Exit.DONE
+
+
+def _print_state(found: RunDir) -> None:
+    from shardwise.run.clock import KINDS, verdict
+    from shardwise.run.view import format_rate, sparkline
+
+    state, steps, plan = found.state(), list(found.steps().values()), found.read_plan()
+    print(f"run      {found.path}: {state}, {len(steps)} of {plan.get('num_steps', '?')} steps, {plan.get('layout', '?')}")
+    if steps:
+        print(f"loss     {steps[-1]['loss']:.4f}  {sparkline([line['loss'] for line in steps])}")
+        keys = [*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s"]
+        recent = steps[-50:]
+        where = {key: sum(line[key] for line in recent) for key in keys}
+        rate = sum(line["tokens"] for line in recent) / max(where["step_s"], 1e-9)
+        print(f"speed    {format_rate(rate)} tok/s; {verdict(where)}")
+    event = found.last_event() or {}
+    if state in ("failed", "stopped", "unfinished"):
+        why = event.get("why") or "it ended without a last word (killed, or the machine went down)"
+        print(f"why      {why}")
+        for file in sorted(found.crash.glob("*.txt")):
+            last = file.read_text(encoding="utf-8").strip().splitlines()[-1:]
+            print(f"crash    {file}: {''.join(last)}", file=sys.stdout)
+        print(f"do       shardwise resume {found.path}")

@@ -1,0 +1,37 @@
+"""Asks the CUDA driver which GPUs there are; one line per GPU: memory, capability, name. Run by machine.py as a process.
+
+Uses only ctypes and the driver's own library, so it needs neither torch nor nvidia-smi and sees exactly the devices that
+torch would see.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CUdevice_attribute values of the driver interface
+
+
+def main() -> int:
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return 1
+    count = ctypes.c_int()
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 1
+    for index in range(count.value):
+        device, memory = ctypes.c_int(), ctypes.c_size_t()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        name = ctypes.create_string_buffer(256)
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+        driver.cuDeviceGetName(name, len(name), device)
+        driver.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, device)
+        print(memory.value, major.value, minor.value, name.value.decode(), sep="\t")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

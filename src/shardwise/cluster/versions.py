@@ -1,0 +1,43 @@
+"""Which libraries are here, and the line that installs the ones that are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+CORE = ("torch", "numpy", "safetensors", "tokenizers", "rich")
+
+# distribution(s) that provide it, what it is for, how to get it
+OPTIONAL = (
+    (("pyarrow",), "reads .parquet", "pip install 'shardwise[parquet]'"),
+    (("tensorboard",), "logger", "pip install 'shardwise[tensorboard]'"),
+    (("wandb",), "logger", "pip install 'shardwise[wandb]'"),
+    (("mlflow-skinny", "mlflow"), "logger", "pip install 'shardwise[mlflow]'"),
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    name: str
+    version: str | None
+    purpose: str = ""
+    install: str = ""
+
+
+def core_libraries() -> list[Library]:
+    return [Library(name, _version(name), install="pip install shardwise") for name in CORE]
+
+
+def optional_libraries() -> list[Library]:
+    found = []
+    for names, purpose, install in OPTIONAL:
+        version = next((version for name in names if (version := _version(name))), None)
+        found.append(Library(names[0], version, purpose, install))
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

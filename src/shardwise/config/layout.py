@@ -1,0 +1,93 @@
+"""The layout string: one line that says how a model is split, the same in tables, logs, `--why-not` and configs.
+
+    dp=128 zero=3 tp=4 sp pp=2 schedule=1f1b recompute=selective
+
+Words stand in any order, separated by spaces; `sp` may stand alone; a precision may stand as one word (`fp32`). Values
+are checked by the keys they stand for, so an axis that is not built yet is refused there. Invariant: what
+`format_layout` prints, `parse_layout` reads back to the same keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from shardwise.config.keys import all_keys
+from shardwise.config.schema import MemoryConfig, ParallelConfig
+from shardwise.errors import UserError
+
+# Words of the string, in the order they are printed -> config keys.
+WORDS = {
+    "dp": "parallel.dp",
+    "zero": "parallel.zero",
+    "replicate": "parallel.replicate",
+    "tp": "parallel.tp",
+    "sp": "parallel.sequence",
+    "cp": "parallel.cp",
+    "cp_kind": "parallel.cp_kind",
+    "pp": "parallel.pp",
+    "schedule": "parallel.schedule",
+    "virtual_stages": "parallel.virtual_stages",
+    "split": "parallel.split",
+    "ep": "parallel.ep",
+    "recompute": "memory.recompute",
+    "offload": "memory.offload",
+    "precision": "memory.precision",
+}
+_ALSO = {"sequence": "sp"}
+
+
+def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
+    """Config key -> the text of its value, for each word of the string."""
+    found: dict[str, str] = {}
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        name = _ALSO.get(name, name)
+        if not equals and name in (all_keys()["memory.precision"].choices or ()):
+            name, value = "precision", name
+        elif not equals and name == "sp":
+            value = "true"
+        if name not in WORDS:
+            close = difflib.get_close_matches(name, WORDS, n=1)
+            fix = f"did you mean `{close[0]}`?" if close else "for example `dp=2 zero=0`"
+            why = f"a layout has the words: {', '.join(WORDS)}"
+            raise UserError(f"unknown word `{word}` in the layout `{text}`", why=why, fix=fix, where=where)
+        if not value:
+            why = f"`{name}` needs a value"
+            raise UserError(f"`{word}` in the layout has no value", why=why, fix=f"for example `{name}=2`", where=where)
+        key = WORDS[name]
+        if found.get(key, value) != value:
+            why = f"it is {found[key]} and {value}"
+            raise UserError(f"`{name}` is set twice in the layout `{text}`", why=why, fix="keep one", where=where)
+        found[key] = value
+    if not found:
+        why = "it has no words"
+        raise UserError("the layout is empty", why=why, fix="for example `dp=2 zero=0`, or leave it out", where=where)
+    return found
+
+
+def format_layout(parallel: ParallelConfig, memory: MemoryConfig | None = None) -> str:
+    """The string for a layout; what is `auto`, 1 or does not apply is left out, dp is always said."""
+    words = [f"dp={parallel.dp}"]
+    if parallel.zero not in ("auto", 0):
+        words.append(f"zero={parallel.zero}")
+    if parallel.replicate not in ("auto", 1):
+        words.append(f"replicate={parallel.replicate}")
+    if parallel.tp not in ("auto", 1):
+        words.append(f"tp={parallel.tp}")
+    if parallel.sequence is True:
+        words.append("sp")
+    if parallel.cp not in ("auto", 1):
+        words += [f"cp={parallel.cp}", f"cp_kind={parallel.cp_kind}"]
+    if parallel.pp not in ("auto", 1):
+        words += [f"pp={parallel.pp}", f"schedule={parallel.schedule}"]
+        if parallel.virtual_stages > 1:
+            words.append(f"virtual_stages={parallel.virtual_stages}")
+        if parallel.split != "auto":
+            words.append(f"split={','.join(str(layers) for layers in parallel.split)}")
+    if parallel.ep not in ("auto", 1):
+        words.append(f"ep={parallel.ep}")
+    if memory is not None and memory.recompute != "none":
+        words.append(f"recompute={memory.recompute}")
+    if memory is not None and memory.offload != "none":
+        words.append(f"offload={memory.offload}")
+    return " ".join(words)

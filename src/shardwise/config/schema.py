@@ -1,0 +1,251 @@
+"""Every config key, in one place: type, default, allowed values, unit and help.
+
+Sections are frozen dataclasses and each part of the program receives its own section, never the whole `Config`.
+`setting()` attaches what the loader, `shardwise init` and the reference docs need. A key or value that is described but
+not built yet carries `later=` / `available=` and is refused as "not available yet", never ignored.
+"""
+
+# ruff: noqa: RUF009  (setting() returns a dataclass field, which is what the rule asks for)
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Auto = Literal["auto"]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    available: tuple[Any, ...] | None = None,
+    unit: Literal["binary", "decimal", "bytes", "time", "rate"] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    later: bool = False,
+) -> Any:
+    """A dataclass field with its documentation.
+
+    choices    every value the key will ever take        available  the values that work today (default: all)
+    unit       how strings like "8k" or "5m" are read    low, high  inclusive bounds     above  exclusive lower bound
+    later      the whole key is refused unless left at its default
+    """
+    about = dict(
+        help=help, choices=choices, available=available, unit=unit, low=low, high=high, above=above, later=later
+    )
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is trained."""
+
+    preset: str = setting("tiny", "a named model; `shardwise explain presets` lists them")
+    path: str | None = setting(None, "a Hugging Face directory or hub id in the local cache; replaces `preset`")
+    attention: str = setting("auto", "attention kernel", choices=("auto", "sdpa", "math", "flex"))
+    overrides: tuple[tuple[str, Any], ...] = setting(
+        (), "ModelSpec fields given in [model], for example num_layers = 4"
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What it is trained on."""
+
+    source: str | tuple[str, ...] = setting(
+        "python", "file(s), directories, prepared directories, or `python` (the standard library's sources)"
+    )
+    tokenizer: str = setting("auto", "`bytes`, a tokenizer.json, or `auto` (the model directory's own, else bytes)")
+    mix: tuple[float, ...] | None = setting(None, "one weight per source; default: by size")
+    validation_fraction: float = setting(0.01, "share of documents held out for evaluation", low=0.0, high=0.5)
+    packing: str = setting(
+        "auto",
+        "`stream` cuts the token stream into sequences, `whole` keeps documents whole and pads; auto: whole for chat",
+        choices=("auto", "stream", "whole"),
+    )
+    document_mask: bool = setting(False, "documents packed into one sequence do not attend to each other")
+    chat_template: str | None = setting(None, "a Jinja chat template file; default: the model directory's own")
+    text_field: str = setting("text", "the field of .jsonl and .parquet rows that holds plain text")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how much per step."""
+
+    steps: int | None = setting(None, "optimizer steps; set one of steps, tokens, epochs", low=1)
+    tokens: int | None = setting(None, "training length in tokens", unit="decimal", low=1)
+    epochs: float | None = setting(None, "training length in passes over the data", above=0)
+    global_batch: int | None = setting(None, "sequences per optimizer step over all ranks", low=1)
+    global_batch_tokens: int | None = setting(None, "the same in tokens, instead of global_batch", unit="binary", low=1)
+    micro_batch: int | Auto = setting("auto", "sequences per forward pass; `auto` finds the largest that fits", low=1)
+    seq_len: int = setting(256, "tokens per sequence", unit="binary", low=2)
+    seed: int = setting(0, "draws weights and the order of the data", low=0)
+    clip: float | None = setting(1.0, "largest global gradient norm; 0 turns clipping off", low=0.0)
+    eval_every: int = setting(0, "steps between evaluations; 0: only at the end", low=0)
+    eval_batches: int = setting(8, "global batches per evaluation", low=1)
+    sample_every: int = setting(0, "steps between text samples; 0: only at the end", low=0)
+    sample_prompt: str | None = setting(None, "prompt of those samples; default: the start of a held-out document")
+    time_limit: float | None = setting(None, "stop cleanly and resumably after this long", unit="time", above=0)
+    deterministic: bool = setting(False, "only deterministic kernels; slower on GPUs")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How weights move."""
+
+    name: str = setting(
+        "adamw",
+        "update rule",
+        choices=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adamw8bit"),
+        available=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop"),
+    )
+    lr: float = setting(3e-3, "peak learning rate", above=0)
+    betas: tuple[float, float] = setting((0.9, 0.95), "Adam's averages; momentum and RMSProp use the first")
+    eps: float = setting(1e-8, "Adam's denominator", above=0)
+    weight_decay: float = setting(0.1, "on matrices only", low=0.0)
+    schedule: str = setting("cosine", "shape of the learning rate", choices=("cosine", "wsd", "linear", "constant"))
+    warmup: float = setting(0.05, "steps of linear warm-up (>= 1), or a share of the run (< 1)", low=0.0)
+    min_lr: float = setting(0.1, "final learning rate as a share of the peak", low=0.0, high=1.0)
+    decay: float = setting(0.2, "wsd: share of the run spent decaying at the end", above=0.0, high=1.0)
+    lr_scaling: str = setting(
+        "none", "scale lr with global_batch / reference_batch", choices=("none", "linear", "sqrt")
+    )
+    reference_batch: int | None = setting(None, "the global batch that `lr` was tuned for", low=1)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How one model becomes many. What you set is a constraint; the rest is `auto`."""
+
+    dp: int | Auto = setting("auto", "data-parallel ranks", low=1)
+    zero: int | Auto = setting("auto", "ZeRO stage", low=0, high=3, available=(0, "auto"))
+    replicate: int | Auto = setting("auto", "replicas of the sharded model (hybrid sharding)", low=1, later=True)
+    tp: int | Auto = setting("auto", "tensor-parallel ranks", low=1, available=(1, "auto"))
+    sequence: bool | Auto = setting("auto", "sequence parallelism inside tp (alias sp)", available=(False, "auto"))
+    cp: int | Auto = setting("auto", "context-parallel ranks", low=1, available=(1, "auto"))
+    cp_kind: str = setting("ring", "how context-parallel ranks attend", choices=("ring", "ulysses"), later=True)
+    pp: int | Auto = setting("auto", "pipeline stages", low=1, available=(1, "auto"))
+    schedule: str = setting(
+        "1f1b", "pipeline schedule", choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"), later=True
+    )
+    virtual_stages: int = setting(1, "pipeline stages per rank", low=1, later=True)
+    split: tuple[int, ...] | Auto = setting("auto", "layers per stage", later=True)
+    ep: int | Auto = setting("auto", "expert-parallel ranks", low=1, available=(1, "auto"))
+    strategy: str = setting(
+        "collective",
+        "how gradients meet",
+        choices=("collective", "parameter-server", "local-steps"),
+        available=("collective",),
+    )
+    fill_bubbles: str | None = setting(None, "side work for idle pipeline slots", later=True)
+    layout: str | None = setting(None, "a layout string such as `dp=2`; sets the keys above")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Number formats, and what is kept, computed again or moved out."""
+
+    precision: str = setting(
+        "auto",
+        "number formats of weights and compute",
+        choices=("auto", "fp64", "fp32", "bf16", "fp16", "bf16-true", "fp16-true", "fp8"),
+        available=("auto", "fp64", "fp32", "bf16-true"),
+    )
+    limit: int | Auto = setting(
+        "auto", "memory one rank may use; `auto`: the device's or the cgroup's", unit="bytes", low=1
+    )
+    recompute: str = setting(
+        "none",
+        "what backward computes again",
+        choices=("none", "full", "selective", "sqrt", "every-K"),
+        available=("none",),
+    )
+    offload: str = setting(
+        "none", "what lives in CPU memory", choices=("none", "optimizer", "all", "nvme"), available=("none",)
+    )
+    offload_to: str = setting("cpu", "where offloaded state lives", choices=("cpu", "nvme"), available=("cpu",))
+    offload_dir: str | None = setting(None, "directory for NVMe offload", later=True)
+    activation_offload: bool = setting(False, "activations wait in CPU memory", later=True)
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Small trained matrices beside frozen weights."""
+
+    kind: str = setting(
+        "none", "train small adapters instead of all weights", choices=("none", "lora", "qlora"), available=("none",)
+    )
+    rank: int = setting(16, "adapter rank", low=1, later=True)
+    alpha: float = setting(32.0, "adapter scale", above=0, later=True)
+    dropout: float = setting(0.0, "adapter dropout", low=0.0, high=1.0, later=True)
+    targets: tuple[str, ...] = setting(("q", "k", "v", "o"), "layers that get adapters; wildcards allowed", later=True)
+    train_also: tuple[str, ...] = setting((), "full parameters trained beside the adapters", later=True)
+    path: str | None = setting(None, "start from an existing adapter", later=True)
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """How processes talk."""
+
+    backend: str = setting("auto", "process-group backend", choices=("auto", "gloo", "nccl"))
+    interface: str | None = setting(None, "network interface; default: loopback for local runs")
+    timeout: float = setting(300.0, "how long a collective may wait", unit="time", above=0)
+    all_reduce: str = setting(
+        "auto",
+        "all-reduce algorithm",
+        choices=("auto", "backend", "ring", "tree", "butterfly", "rabenseifner", "hierarchical"),
+        available=("auto", "backend"),
+    )
+    quantize_weights: str = setting("none", "compressed weight gathers", choices=("none", "int8"), available=("none",))
+    quantize_gradients: str = setting(
+        "none", "compressed gradient reductions", choices=("none", "int4", "int8"), available=("none",)
+    )
+    secondary_shard: int | None = setting(None, "ranks per node that keep a second shard", later=True)
+    bucket: int = setting(25 * 2**20, "gradient bytes per all-reduce", unit="bytes", low=1)
+    staleness: int = setting(0, "steps a worker may run ahead", low=0, later=True)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When state is saved and how much of it is kept."""
+
+    every: int | str = setting(
+        "auto", "steps between checkpoints, a time such as 5m, or `auto` (every 5 minutes and at the end)"
+    )
+    keep: int = setting(2, "newest checkpoints to keep", low=1)
+    background: bool = setting(False, "write while training goes on", later=True)
+    verify: bool = setting(True, "check every digest when loading")
+    peers: int = setting(0, "copies in other nodes' memory", low=0, later=True)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run writes and how it reacts."""
+
+    dir: str = setting("runs", "where run directories go")
+    name: str | None = setting(None, "name of this run; default: the model's name and a number")
+    loggers: tuple[str, ...] = setting(
+        ("jsonl",), "where metrics go", choices=("jsonl", "tensorboard", "wandb", "mlflow")
+    )
+    on_nan: str = setting("stop", "what a loss that is not a number does", choices=("stop", "skip"))
+    max_restarts: int = setting(0, "automatic restarts after a failure", low=0, later=True)
+    replan: bool = setting(False, "plan again when machines are lost", later=True)
+    spares: int = setting(0, "processes kept ready", low=0, later=True)
+    profile: str | None = setting(None, "steps to trace, such as 10:13", later=True)
+    events_every: int = setting(10, "steps between sampled events; 0: none", low=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    adapter: AdapterConfig = AdapterConfig()
+    comm: CommConfig = CommConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()

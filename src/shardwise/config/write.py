@@ -1,0 +1,131 @@
+"""A config as text: the resolved file of a run, and the commented file of `shardwise init`.
+
+Invariant: what is written here loads again as an equal `Config`; nothing is ever half written. Read next: load.py.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.keys import Key, all_keys, keys_of, section_classes
+from shardwise.config.schema import Config
+from shardwise.config.values import example, shown
+from shardwise.errors import UserError
+
+_COMMENT_COLUMN = 44
+
+
+def write_config(config: Config, origins: Mapping[str, str], path: str | Path) -> None:
+    """Every key with its value; each line ends in where the value came from. Unset keys stand as comments."""
+    write_atomically(path, resolved_text(config, origins))
+
+
+def resolved_text(config: Config, origins: Mapping[str, str]) -> str:
+    lines = ["# The resolved configuration: every key, and where its value came from."]
+    for section in section_classes():
+        lines += ["", f"[{section}]"]
+        values = getattr(config, section)
+        entries = {key.name: (getattr(values, key.name), key.default) for key in keys_of(section)}
+        if section == "model":
+            entries |= {name: (value, None) for name, value in config.model.overrides}
+        for name, (value, default) in entries.items():
+            origin = _one_line(origins.get(f"{section}.{name}", "default"))
+            # A path replaces the preset, and naming both is refused: the preset is not written then.
+            replaced = (section, name) == ("model", "preset") and config.model.path is not None
+            unset = replaced or (value is None and default is None)
+            text = f"# {name} =" if unset else f"{name} = {shown(value)}"
+            lines.append(f"{text:<{_COMMENT_COLUMN}}  # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def commented_config(config: Config | None = None) -> str:
+    """Every key that works today, with what it means and its value; for people to edit."""
+    config = config or Config()
+    lines = [
+        "# A Shardwise configuration. Every value below is the default unless you changed it;",
+        "# delete what you do not need. Any key can also be set on the command line: train.steps=500",
+    ]
+    for section, cls in section_classes().items():
+        keys = [key for key in keys_of(section) if is_built(key)]
+        if not keys:
+            continue
+        lines += ["", "", f"[{section}]" + (f"  # {cls.__doc__}" if cls.__doc__ else "")]
+        for key in keys:
+            written = _explained(key, getattr(getattr(config, section), key.name))
+            if key.dotted == "model.preset" and config.model.path is not None:
+                written[-1] = f"# {written[-1]}"  # a path replaces it, and naming both is refused
+            lines += ["", *written]
+        if section == "model":
+            lines += ["", "# any field of the model's shape, for example", "# num_layers = 4"]
+            lines += [f"{name} = {shown(value)}" for name, value in config.model.overrides]
+    missing = [key.dotted for key in all_keys().values() if not is_built(key)]
+    lines += ["", "", "# Not available yet in this version:", *_wrapped(missing)]
+    return "\n".join(lines) + "\n"
+
+
+def is_built(key: Key) -> bool:
+    """Whether setting this key can change anything today."""
+    if key.later:
+        return False
+    return key.available is None or sum(value != "auto" for value in key.available) > 1
+
+
+def _explained(key: Key, value: Any) -> list[str]:
+    about = [f"# {key.help}"]
+    takes = key.available or key.choices
+    if takes:
+        about.append(f"# one of: {', '.join(str(choice) for choice in takes)}")
+    unset = value is None and key.default is None
+    return [*about, f"# {key.name} = {example(key)}" if unset else f"{key.name} = {with_unit(key, value)}"]
+
+
+def with_unit(key: Key, value: Any) -> str:
+    """A value as a person would write it: 26214400 bytes as "25MiB", 300 seconds as "5m"."""
+    if key.unit == "bytes" and isinstance(value, int) and value % 2**20 == 0:
+        return f'"{value // 2**20}MiB"'
+    if key.unit == "time" and isinstance(value, float) and value % 60 == 0:
+        return f'"{value / 60:.0f}m"'
+    return shown(value)
+
+
+def _wrapped(names: list[str]) -> list[str]:
+    lines, line = [], "#  "
+    for name in names:
+        if len(line) + len(name) > 110:
+            lines.append(line)
+            line = "#  "
+        line += f" {name}"
+    return [*lines, line]
+
+
+def _one_line(text: str) -> str:
+    """File names may hold anything; a TOML comment may not hold control characters."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """All of the file or none of it: a temporary neighbour, then one rename."""
+    path = Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; a config is to be read
+        os.replace(temporary, path)
+    except OSError as problem:
+        raise UserError(
+            f"cannot write {path}",
+            why=f"the system says: {problem.strerror or problem}",
+            fix="check that the directory exists, may be written to and has space left",
+        ) from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

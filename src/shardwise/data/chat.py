@@ -1,0 +1,244 @@
+"""Conversations to text by a chat template, and which parts of that text carry loss.
+
+Templates are the Jinja files that come with a model; they run in jinja2's sandbox. Loss is on the assistant's answers
+only, end-of-turn token included. Where the template marks answers itself (`{% generation %}`), its marks are used;
+otherwise the conversation is rendered up to each answer and past it, and the difference is the answer. Invariant: an
+answer whose place cannot be found this way is counted and left without loss, never guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.rows import Document, Message, document_of_row
+from shardwise.data.tokenizer import Span, Tokenizer
+from shardwise.errors import UserError
+
+# Used when the model brings no template: every turn is headed by its role, answers end with the end-of-text token.
+DEFAULT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if not loop.first %}{{ "\\n" }}{% endif -%}
+### {{ message.role }}
+{{ message.content }}{% if message.role == "assistant" %}{{ eos_token }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "\\n### assistant\\n" }}{% endif -%}
+"""
+
+BUILT_IN = "built-in chat template"
+
+# Noncharacters that bracket `{% generation %}` blocks while rendering; removed from the text afterwards.
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    text: str
+    answers: list[Span]
+    num_lost: int  # answers whose place in the text is not stable
+
+
+class ChatTemplate:
+    """A compiled template with the special strings its model defines."""
+
+    def __init__(self, template: str, special_strings: dict[str, str], *, origin: str):
+        self.template, self.special_strings, self.origin = template, special_strings, origin
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.template, self.special_strings], sort_keys=True).encode()).hexdigest()
+
+    def prompt(self, messages: list[Message]) -> str:
+        """The text a model should continue with its answer."""
+        return self._render(messages, add_generation_prompt=True)[0]
+
+    def render(self, messages: list[Message]) -> Rendered:
+        """The whole conversation and the character spans of its answers."""
+        text, marked = self._render(messages)
+        if marked:
+            return Rendered(text, marked, num_lost=0)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        found = [self._answer_span(messages, index, text) for index in turns]
+        spans = [span for span in found if span is not None]
+        return Rendered(text, spans, num_lost=len(turns) - len(spans))
+
+    def _answer_span(self, messages: list[Message], index: int, text: str) -> Span | None:
+        """From the end of the generation prompt to the end of the turn, if both stand in `text` as rendered alone."""
+        try:
+            before = self._render(messages[:index])[0]
+            prompt = self.prompt(messages[:index])
+            through = text if index == len(messages) - 1 else self._render(messages[: index + 1])[0]
+        except UserError:  # the whole conversation is fine but its beginning alone is not, as when nobody asked first
+            return None
+        # A template may render an old turn differently from the newest one (dropping its reasoning, for instance).
+        start = _length_in_common(prompt, through)
+        if not text.startswith(through) or start < len(before.rstrip()):
+            return None
+        answer = through[start:]
+        content = messages[index]["content"]
+        closed = answer.rstrip()
+        # Whitespace after an end-of-turn token belongs to the template; after bare content it is the end of the turn.
+        if isinstance(content, str) and not closed.endswith(content.rstrip()):
+            answer = closed
+        return (start, start + len(answer)) if answer else None
+
+    def _render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
+        import jinja2
+
+        try:
+            raw = self._compiled.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **self.special_strings
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise UserError(
+                "the chat template refuses a conversation",
+                why=f"{error} (roles: {', '.join(str(message['role']) for message in messages)})",
+                fix="repair the row, or give another template: data.chat_template=FILE",
+                where=self.origin,
+            ) from None
+        return _without_marks(raw) if OPEN in raw else (raw, [])
+
+    @cached_property
+    def _compiled(self) -> Any:
+        import jinja2
+
+        try:
+            return _environment().from_string(self.template)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                "the chat template is not valid Jinja",
+                why=str(error.message),
+                fix="repair the template, or give another: data.chat_template=FILE",
+                where=f"{self.origin}:{error.lineno}",
+            ) from None
+
+
+def open_template(path: str | None, model_dir: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template file the user named, else the model's own, else the built-in one."""
+    if path is not None:
+        file = Path(path).expanduser()
+        return ChatTemplate(_read(file), tokenizer.special_strings, origin=str(file))
+    places = [model_dir, tokenizer.path.parent if tokenizer.path else None]
+    for directory in (place for place in places if place is not None):
+        own = directory / "chat_template.jinja"
+        if own.is_file():
+            return ChatTemplate(_read(own), tokenizer.special_strings, origin=str(own))
+        for file in (directory / "tokenizer_config.json", directory / "chat_template.json"):
+            text = _template_in(file)
+            if text is not None:
+                return ChatTemplate(text, tokenizer.special_strings, origin=str(file))
+    return ChatTemplate(DEFAULT_TEMPLATE, tokenizer.special_strings, origin=BUILT_IN)
+
+
+def render(
+    row: list[Message] | dict[str, Any], template: ChatTemplate, tokenizer: Tokenizer
+) -> tuple[list[int], list[int]]:
+    """Ids and loss mask of one conversation, given as messages or as a row (prompt and response, for example)."""
+    fields = {"messages": row} if isinstance(row, list) else row
+    document = document_of_row(fields, text_field="text", origin="row", num_bytes=0)
+    ids, mask, _ = encode_conversations([document], template, tokenizer)
+    return ids.tolist(), mask.tolist()
+
+
+def encode_conversations(
+    documents: list[Document], template: ChatTemplate, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, int]]:
+    """All conversations' ids in one array with their loss mask; then their lengths and the number of lost answers."""
+    rendered = [template.render(_clean(document.messages or [])) for document in documents]
+    encoded = tokenizer.encode_spans([one.text for one in rendered], [one.answers for one in rendered])
+    all_ids, all_masks = [], []
+    for ids, mask in encoded:
+        # Documents end with the separator. One that the template did not write is not an answer: no loss on it.
+        closed = len(ids) > 0 and ids[-1] == tokenizer.separator
+        all_ids.append(ids if closed else np.append(ids, ids.dtype.type(tokenizer.separator)))
+        all_masks.append(mask if closed else np.append(mask, np.uint8(0)))
+    lengths = np.array([len(ids) for ids in all_ids], dtype=np.int64)
+    return np.concatenate(all_ids), np.concatenate(all_masks), (lengths, sum(one.num_lost for one in rendered))
+
+
+def _length_in_common(one: str, other: str) -> int:
+    if other.startswith(one):
+        return len(one)
+    return next((at for at, (left, right) in enumerate(zip(one, other)) if left != right), min(len(one), len(other)))
+
+
+def _clean(messages: list[Message]) -> list[Message]:
+    """Without the characters that mark structure: NUL (the byte separator) and the two brackets."""
+    cleaned = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str) and any(mark in content for mark in ("\0", OPEN, CLOSE)):
+            message = {**message, "content": content.replace("\0", "").replace(OPEN, "").replace(CLOSE, "")}
+        cleaned.append(message)
+    return cleaned
+
+
+def _without_marks(raw: str) -> tuple[str, list[Span]]:
+    pieces: list[str] = []
+    spans: list[Span] = []
+    length = 0
+    for position, chunk in enumerate(raw.split(OPEN)):
+        inside, closed, outside = chunk.partition(CLOSE) if position else ("", "", chunk)
+        if closed:
+            spans.append((length, length + len(inside)))
+        pieces += [inside, outside]
+        length += len(inside) + len(outside)
+    return "".join(pieces), spans
+
+
+def _environment() -> Any:
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlocks(Extension):
+        """`{% generation %} ... {% endgeneration %}` renders its body between the two brackets."""
+
+        tags = {"generation"}  # noqa: RUF012 -- jinja2 reads it as a class attribute
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            first = nodes.Output([nodes.TemplateData(OPEN)], lineno=line)
+            last = nodes.Output([nodes.TemplateData(CLOSE)], lineno=line)
+            return [first, *body, last]
+
+    def refuse(message: str) -> None:
+        from jinja2 import TemplateError
+
+        raise TemplateError(message)
+
+    # No strftime_now: a prepared corpus must not depend on the day. Templates that ask "is defined" use their own date.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    return environment
+
+
+def _template_in(path: Path) -> str | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if isinstance(found, list):  # several named templates: the one called "default"
+        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read the chat template {path}",
+            why=getattr(error, "strerror", None) or str(error),
+            fix="give the path of a Jinja file, or leave data.chat_template out",
+        ) from None

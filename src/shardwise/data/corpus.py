@@ -1,0 +1,263 @@
+"""From the `[data]` section to rows that can be trained on: the one call the rest of the program makes.
+
+Prepared directories are used as they are. Everything else is prepared once into the cache, under a name that is a digest
+of the file listing (sizes and modification times), the tokenizer and the settings, and reused silently afterwards.
+Invariant: what comes back holds no token id beyond the model's vocabulary and at least one training sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.config.schema import DataConfig
+from shardwise.data.chat import ChatTemplate, open_template
+from shardwise.data.prepare import prepare
+from shardwise.data.sequences import Layout, Sequences
+from shardwise.data.shards import SCHEMA, TokenStore, is_prepared
+from shardwise.data.sources import MAX_TEXT_BYTES, ROW_SUFFIXES, Source, find_source
+from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.errors import UserError
+
+UNIGRAM_SAMPLE = 8_000_000
+UNIGRAM_BLOCK = 2**16
+SPLIT_SEED = 0  # the held-out documents are the same for every training seed
+VALIDATION_SEED = 0
+
+
+@dataclass
+class Corpus:
+    """Everything there is to train on. `notes` are lines worth showing a person once."""
+
+    tokenizer: Tokenizer
+    stores: list[TokenStore]
+    train: Sequences
+    validation: Sequences
+    packing: str
+    template: ChatTemplate
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.num_bytes for store in self.stores)
+
+    @property
+    def description(self) -> str:
+        title = self.stores[0].title if len(self.stores) == 1 else f"{len(self.stores)} sources"
+        return f"{title}, {human_bytes(self.num_bytes)}"
+
+    def unigram_entropy(self) -> float:
+        """Nats per token of a model that knows only how frequent each token is, from a sample of the training tokens.
+
+        What a network must beat before it has learned anything about order.
+        """
+        counts = np.zeros(max(store.max_token for store in self.stores) + 1, dtype=np.float64)
+        total = sum(store.train.num_tokens for store in self.stores)
+        for store in self.stores:
+            split = store.train
+            num_blocks = -(-split.num_tokens // UNIGRAM_BLOCK)
+            stride = max(1, round(total / UNIGRAM_SAMPLE))
+            for block in range(0, num_blocks, stride):
+                start, end = block * UNIGRAM_BLOCK, min(split.num_tokens, (block + 1) * UNIGRAM_BLOCK)
+                tokens = split.tokens(start, end)
+                if split.has_mask:
+                    tokens = tokens[split.mask(start, end)]
+                counts += np.bincount(tokens, minlength=len(counts))
+        share = counts[counts > 0] / counts.sum()
+        return float(-(share * np.log(share)).sum())
+
+    def held_out_start(self, num_tokens: int) -> list[int]:
+        """The first tokens of a held-out document (of a training one if none is held out): a prompt for samples."""
+        splits = [store.validation for store in self.stores] + [store.train for store in self.stores]
+        split = next(split for split in splits if split.num_documents)
+        end = min(int(split.documents[1]) - 1, num_tokens)
+        return split.tokens(0, end).tolist()
+
+
+def open_corpus(
+    data: DataConfig, *, seq_len: int, seed: int, vocab: int, model_dir: Path | None, cache_dir: Path, progress: bool
+) -> Corpus:
+    """Opens (and, the first time, prepares) every source of `data`. `progress` shows a bar and the notes on stderr."""
+    names = (data.source,) if isinstance(data.source, str) else tuple(data.source)
+    _check_mix(names, data.mix)
+    prepared = {name: TokenStore(Path(name).expanduser()) for name in names if is_prepared(Path(name).expanduser())}
+    tokenizer = _choose_tokenizer(data, model_dir, prepared)
+    template = open_template(data.chat_template, model_dir, tokenizer)
+    notes: list[str] = []
+    stores = []
+    for name in names:
+        store = prepared.get(name) or _cached(find_source(name), data, tokenizer, template, cache_dir, progress, notes)
+        _check_fits(store, name, tokenizer, vocab)
+        stores.append(store)
+    packing = data.packing
+    if packing == "auto":
+        packing = "whole" if any(store.is_chat for store in stores) else "stream"
+    train, validation = _cut(stores, names, data, seq_len, packing, tokenizer.separator, notes)
+    corpus = Corpus(
+        tokenizer=tokenizer,
+        stores=stores,
+        train=Sequences(train, seq_len=seq_len, seed=seed, weights=data.mix, document_mask=data.document_mask),
+        validation=Sequences(
+            validation, seq_len=seq_len, seed=VALIDATION_SEED, document_mask=data.document_mask, fixed_order=True
+        ),
+        packing=packing,
+        template=template,
+        notes=notes,
+    )
+    if progress:
+        for note in notes:
+            print(f"data     {note}", file=sys.stderr)
+    return corpus
+
+
+def human_bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _check_mix(names: tuple[str, ...], mix: tuple[float, ...] | None) -> None:
+    if not names:
+        raise UserError("no data to train on", why="data.source is an empty list", fix="data.source=python, or a path")
+    if mix is None:
+        return
+    if len(mix) != len(names):
+        raise UserError(
+            f"data.mix has {len(mix)} weight(s) for {len(names)} source(s)",
+            why=f"the sources are {', '.join(names)}",
+            fix="give one weight per source, or leave data.mix out to mix by size",
+        )
+    if any(not weight > 0 or weight == float("inf") for weight in mix):
+        raise UserError(
+            f"data.mix holds a weight that is not above zero: {', '.join(f'{weight:g}' for weight in mix)}",
+            why="a source's weight is its share of the samples",
+            fix="leave out sources that are not wanted, weigh the others above 0",
+        )
+
+
+def _choose_tokenizer(data: DataConfig, model_dir: Path | None, prepared: dict[str, TokenStore]) -> Tokenizer:
+    """`auto` is the model's own; without one, whatever the prepared data was made with."""
+    tokenizer = open_tokenizer(data.tokenizer, model_dir)
+    if data.tokenizer == "auto" and tokenizer.path is None and prepared:
+        return next(iter(prepared.values())).tokenizer()
+    return tokenizer
+
+
+def _check_fits(store: TokenStore, name: str, tokenizer: Tokenizer, vocab: int) -> None:
+    about = store.index["tokenizer"]
+    if about["digest"] != tokenizer.digest:
+        raise UserError(
+            f"{name} was prepared with another tokenizer",
+            why=f"its ids come from {about['name']} {about['digest'][:12]}, this run uses {tokenizer.name} {tokenizer.digest[:12]}",
+            fix=f"prepare it again: shardwise data prepare SOURCE --tokenizer {tokenizer.name} --out DIR",
+        )
+    if store.max_token >= vocab:
+        raise UserError(
+            f"token id {store.max_token} is beyond the model's vocabulary of {vocab}",
+            why=f"{name} was tokenised by {tokenizer.name}, which has {tokenizer.vocab_size} ids",
+            fix=f"model.vocab={tokenizer.vocab_size}, or another data.tokenizer",
+        )
+
+
+def _cached(
+    source: Source,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    cache_dir: Path,
+    progress: bool,
+    notes: list[str],
+) -> TokenStore:
+    directory = cache_dir / _cache_key(source, data, tokenizer, template)
+    damaged = False
+    if is_prepared(directory):
+        try:
+            return TokenStore(directory)
+        except UserError as error:
+            damaged = True
+            notes.append(f"the cached tokens of {source.name} were damaged ({error.why}); prepared again")
+    try:
+        info = prepare(
+            [source],
+            tokenizer,
+            directory,
+            template=template,
+            validation_fraction=data.validation_fraction,
+            seed=SPLIT_SEED,
+            text_field=data.text_field,
+            force=damaged,
+            progress=progress,
+        )
+        notes.extend(f"{source.title}: {note}" for note in info.notes)
+    except UserError:
+        if damaged or not is_prepared(directory):  # otherwise another process has just prepared the same thing
+            raise
+    return TokenStore(directory)
+
+
+def _cache_key(source: Source, data: DataConfig, tokenizer: Tokenizer, template: ChatTemplate) -> str:
+    has_rows = any(path.name.endswith(ROW_SUFFIXES) for path in source.files)
+    parts = {
+        "schema": SCHEMA,
+        "name": source.title,
+        "listing": source.listing_digest,
+        "tokenizer": tokenizer.digest,
+        "validation_fraction": data.validation_fraction,
+        "piece": MAX_TEXT_BYTES,
+        "rows": [data.text_field, template.digest] if has_rows else None,
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    readable = "".join(
+        letter if letter.isalnum() else "-" for letter in ("python" if source.is_python else source.title)
+    )[:40]
+    return f"{readable}-{digest}"
+
+
+def _cut(
+    stores: list[TokenStore],
+    names: tuple[str, ...],
+    data: DataConfig,
+    seq_len: int,
+    packing: str,
+    padding: int,
+    notes: list[str],
+) -> tuple[list[Layout], list[Layout]]:
+    train = [Layout(store.train, seq_len, packing, padding) for store in stores]
+    validation = [Layout(store.validation, seq_len, packing, padding) for store in stores]
+    if data.validation_fraction > 0 and not sum(layout.count for layout in validation):
+        train, validation = _hold_out_sequences(train, data.validation_fraction, notes)
+    for name, layout in zip(names, train, strict=True):
+        if layout.count == 0 and (data.mix is not None or not sum(other.count for other in train)):
+            raise UserError(
+                f"{name} is shorter than one sequence",
+                why=f"it has {layout.split.num_tokens:,} training tokens; a sequence needs train.seq_len + 1 = {seq_len + 1:,}",
+                fix=f"more text, or train.seq_len={max(2, layout.split.num_tokens // 4)}",
+            )
+    if packing == "whole":
+        num_split = sum(int((np.diff(store.train.documents.astype(np.int64)) > seq_len).sum()) for store in stores)
+        if num_split:
+            notes.append(f"{num_split:,} documents are longer than {seq_len:,} tokens: split over several sequences")
+    return train, validation
+
+
+def _hold_out_sequences(train: list[Layout], fraction: float, notes: list[str]) -> tuple[list[Layout], list[Layout]]:
+    """Too few documents to hold any out: the last sequences of each source are held out instead, if it has two or more."""
+    kept, held = [], []
+    for layout in train:
+        count = max(1, round(fraction * layout.count)) if layout.count >= 2 else 0
+        kept.append(layout.part(0, layout.count - count))
+        held.append(layout.part(layout.count - count, count))
+    num_held = sum(layout.count for layout in held)
+    if num_held:
+        notes.append(
+            f"too few documents to hold one out for validation: the last {num_held} sequence(s) are held out instead"
+        )
+    else:
+        notes.append("too little data to hold any out: no validation")
+    return kept, held

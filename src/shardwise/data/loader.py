@@ -1,0 +1,138 @@
+"""Batches on time: a background thread reads, packs and (on request) pins the next steps while the current one runs.
+
+The only file of `data/` that imports torch. Invariant: what `next()` returns depends on the step number alone, never on
+timing; a mistake in the thread surfaces in `next()`, in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from queue import Empty, Full, Queue
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from shardwise.data.sequences import Batch, Sequences
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None
+
+    def to(self, device: torch.device) -> TensorBatch:
+        """The batch on a device; pinned memory travels while the host goes on."""
+        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
+        return TensorBatch(
+            self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), documents
+        )
+
+
+def to_tensors(batch: Batch) -> TensorBatch:
+    documents = None if batch.documents is None else torch.from_numpy(batch.documents)
+    return TensorBatch(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets), documents)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This loader's rows of one step. `num_targets` counts the targets with loss in these rows, not in all ranks'."""
+
+    step: int
+    microbatches: list[TensorBatch]
+    num_targets: int
+
+
+class Loader:
+    """Yields steps first_step, first_step + 1, ... without end; keeps `depth` of them ready."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        *,
+        global_batch: int,
+        rows: range,
+        micro_batch: int,
+        first_step: int = 1,
+        depth: int = 2,
+        pin_memory: bool = False,
+    ):
+        assert micro_batch >= 1 and depth >= 1, (micro_batch, depth)
+        self._sequences, self._global_batch, self._rows = sequences, global_batch, rows
+        self._micro_batch, self._pin_memory = micro_batch, pin_memory
+        self._ready: Queue[StepBatch | BaseException] = Queue(maxsize=depth)
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._prefetch, args=(first_step,), name="data-prefetch", daemon=True)
+        self._thread.start()
+
+    def next(self) -> StepBatch:
+        """The next step's batch, waiting for it if need be."""
+        if self._failure is not None:
+            raise self._failure
+        while True:
+            if self._closing.is_set():
+                raise RuntimeError("the loader is closed")
+            try:
+                item = self._ready.get(timeout=POLL_SECONDS)
+            except Empty:
+                continue
+            if isinstance(item, BaseException):
+                self._failure = item
+                raise item
+            return item
+
+    def close(self) -> None:
+        """Ends the thread; safe to call twice."""
+        self._closing.set()
+        self._thread.join()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _prefetch(self, step: int) -> None:
+        while not self._closing.is_set():
+            try:
+                item: StepBatch | BaseException = self._load(step)
+            except BaseException as error:  # handed over and raised again by next()
+                item = error
+            self._put(item)
+            if isinstance(item, BaseException):
+                return
+            step += 1
+
+    def _put(self, item: StepBatch | BaseException) -> None:
+        while not self._closing.is_set():
+            try:
+                self._ready.put(item, timeout=POLL_SECONDS)
+                return
+            except Full:
+                continue
+
+    def _load(self, step: int) -> StepBatch:
+        batch = self._sequences.batch(step, self._rows, self._global_batch)
+        bounds = range(0, len(self._rows), self._micro_batch)
+        microbatches = [
+            TensorBatch(
+                tokens=self._tensor(batch.tokens[first : first + self._micro_batch]),
+                targets=self._tensor(batch.targets[first : first + self._micro_batch]),
+                documents=None
+                if batch.documents is None
+                else self._tensor(batch.documents[first : first + self._micro_batch]),
+            )
+            for first in bounds
+        ]
+        return StepBatch(step, microbatches, batch.num_targets)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if self._pin_memory else tensor

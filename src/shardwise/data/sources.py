@@ -1,0 +1,298 @@
+"""Where documents come from: text files, rows of .jsonl and .parquet, directories of these, and Python's own library.
+
+Invariant: the order of documents is a function of the files alone (directories are read in sorted order), and memory
+does not grow with a file: long text files are cut at line ends into documents of at most MAX_TEXT_BYTES. Rows are
+understood in `rows.py`; who consumes documents is `prepare.py`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.rows import ROW_FIELDS, Document, document_of_row
+from shardwise.errors import UserError
+
+MAX_TEXT_BYTES = 2**20
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
+
+# Left out of the `python` corpus: other people's packages, tests, and tables that are data rather than code.
+NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "pydoc_data", "encodings", "ensurepip"}
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source as the user named it, and its files in reading order."""
+
+    name: str
+    files: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    title: str
+    root: Path
+    is_python: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def listing_digest(self) -> str:
+        """Changes when a file is added, removed, resized or touched."""
+        digest = sha256()
+        for path, size in zip(self.files, self.sizes, strict=True):
+            digest.update(f"{path.relative_to(self.root).as_posix()}\0{size}\0{path.stat().st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+
+@dataclass
+class Reading:
+    """How to read, and what was met on the way."""
+
+    text_field: str = "text"
+    raw_bytes: bool = False  # the byte tokenizer takes files as they are, valid UTF-8 or not
+    replace_invalid: bool = False  # consent to turn invalid UTF-8 into replacement marks
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def note(self, what: str, count: int = 1) -> None:
+        self.notes[what] = self.notes.get(what, 0) + count
+
+
+def find_source(name: str) -> Source:
+    """Lists the files of one source; every problem with the listing is found here, before anything is read."""
+    if name == "python":
+        return _python_library()
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            files = _files_below(path)
+        elif path.exists():
+            files = [path]
+        else:
+            raise UserError(
+                f"no such data: {name}",
+                why="it is neither a file nor a directory",
+                fix="give a path, a prepared directory, or `python` for the standard library's sources",
+            )
+        sizes = tuple(file.stat().st_size for file in files)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if path.is_file() and _suffix(path) not in SUFFIXES:
+        raise UserError(
+            f"unknown kind of file: {name}",
+            why=f"readable kinds are {' '.join(SUFFIXES)}",
+            fix="rename it to .txt if it is plain text, or convert it to .jsonl",
+        )
+    root = path if path.is_dir() else path.parent
+    return Source(name, tuple(files), sizes, title=path.name or str(path.resolve().name), root=root)
+
+
+def read_documents(source: Source, reading: Reading | None = None) -> Iterator[Document]:
+    """Every document of a source, in a stable order, in constant memory."""
+    reading = reading or Reading()
+    for file in source.files:
+        try:
+            suffix = _suffix(file)
+            if suffix == ".parquet":
+                yield from _parquet_rows(file, reading)
+            elif suffix in ROW_SUFFIXES:
+                yield from _json_lines(file, reading)
+            else:
+                yield from _text_pieces(file, reading, skip_invalid=source.is_python)
+        except OSError as error:
+            raise _unreadable(file, error) from None
+
+
+def _python_library() -> Source:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in _walk(root, NOT_LIBRARY) if path.suffix == ".py"]
+    if not files:
+        raise UserError(
+            "this Python carries no sources of its standard library",
+            why=f"no .py files below {root}",
+            fix="give your own text: data.source=PATH",
+        )
+    sizes = tuple(path.stat().st_size for path in files)
+    return Source("python", tuple(files), sizes, title="Python's own library", root=root, is_python=True)
+
+
+def _files_below(directory: Path) -> list[Path]:
+    visible = _walk(directory, frozenset())
+    files = [path for path in visible if _suffix(path) in SUFFIXES]
+    if not files:
+        kinds = sorted({path.suffix or path.name for path in visible})[:8]
+        raise UserError(
+            f"nothing to read in {directory}",
+            why=f"it holds {' '.join(kinds) if kinds else 'no files'}; readable kinds are {' '.join(SUFFIXES)}",
+            fix="point data.source at text, .jsonl or .parquet files",
+        )
+    return files
+
+
+def _walk(root: Path, pruned: frozenset[str]) -> list[Path]:
+    """Visible files below `root`, sorted by relative path with `/` between parts: the same on every system."""
+    found = []
+    visited = set()
+    for where, directories, files in os.walk(root, onerror=_raise, followlinks=True):
+        if os.path.realpath(where) in visited:  # a link back to where we have been
+            directories.clear()
+            continue
+        visited.add(os.path.realpath(where))
+        directories[:] = [
+            name for name in directories if not name.startswith((".", "__pycache__")) and name not in pruned
+        ]
+        found += [Path(where, name) for name in files if not name.startswith(".")]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _suffix(path: Path) -> str:
+    return ".jsonl.gz" if path.name.endswith(".jsonl.gz") else path.suffix.lower()
+
+
+def _text_pieces(path: Path, reading: Reading, *, skip_invalid: bool) -> Iterator[Document]:
+    """One document, or several of at most MAX_TEXT_BYTES cut at line ends when the file is longer."""
+    with path.open("rb") as file:
+        offset, rest = 0, b""
+        while True:
+            block = file.read(MAX_TEXT_BYTES - len(rest))
+            piece = rest + block
+            if not piece:
+                return
+            end = len(piece) if len(piece) < MAX_TEXT_BYTES else _cut(piece)
+            rest, piece = piece[end:], piece[:end]
+            if offset and not piece.isspace():
+                reading.note(f"pieces cut from files longer than {MAX_TEXT_BYTES >> 20} MiB")
+            text = piece if reading.raw_bytes else _valid(piece, path, offset, reading, skip_invalid)
+            if text is not None:
+                yield Document(str(path), len(piece), text=text)
+            offset += len(piece)
+
+
+def _cut(piece: bytes) -> int:
+    """Where a full piece ends: after a blank line in its second half, else after a line, else between characters."""
+    blank = piece.rfind(b"\n\n", len(piece) // 2)
+    if blank >= 0:
+        return blank + 2
+    line = piece.rfind(b"\n")
+    if line >= 0:
+        return line + 1
+    end = len(piece)
+    while end > len(piece) - 4 and piece[end - 1] & 0xC0 == 0x80:  # step back over continuation bytes...
+        end -= 1
+    return end - 1 if piece[end - 1] & 0xC0 == 0xC0 else len(piece)  # ...and over the byte that opened the character
+
+
+def _valid(piece: bytes, path: Path, offset: int, reading: Reading, skip_invalid: bool = False) -> bytes | str | None:
+    """The piece if it is UTF-8, repaired with consent; None when it is to be skipped."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if skip_invalid:
+            reading.note("files that are not UTF-8, left out")
+            return None
+        if reading.replace_invalid:
+            reading.note("places of invalid UTF-8, replaced")
+            return piece.decode("utf-8", errors="replace")
+        raise UserError(
+            f"{path} is not valid UTF-8",
+            why=f"byte {offset + error.start:,} is 0x{piece[error.start]:02x}: {error.reason}",
+            fix="convert it (iconv -t utf-8), or accept replacement marks: data prepare --invalid-utf8 replace",
+            where=f"{path}:+{offset + error.start}",
+        ) from None
+
+
+def _json_lines(path: Path, reading: Reading) -> Iterator[Document]:
+    compressed = path.suffix == ".gz"
+    with path.open("rb") as file, gzip.open(file) if compressed else nullcontext(file) as lines:
+        position, number = 0, 0
+        while True:
+            try:
+                line = lines.readline()
+            except (EOFError, gzip.BadGzipFile) as error:
+                raise UserError(
+                    f"{path} is damaged", why=str(error), fix="fetch or compress it again", where=f"{path}:{number + 1}"
+                ) from None
+            if not line:
+                return
+            number += 1
+            now = file.tell() if compressed else position + len(line)
+            num_bytes, position = now - position, now
+            if line.isspace():
+                continue
+            origin = f"{path}:{number}"
+            yield document_of_row(
+                _parse(line, path, number, reading), text_field=reading.text_field, origin=origin, num_bytes=num_bytes
+            )
+
+
+def _parse(line: bytes, path: Path, number: int, reading: Reading) -> Any:
+    try:
+        return json.loads(line.decode("utf-8", errors="replace" if reading.replace_invalid else "strict"))
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not valid UTF-8",
+            why=f"line {number}, byte {error.start:,} of the line is 0x{line[error.start]:02x}: {error.reason}",
+            fix="convert it (iconv -t utf-8), or accept replacement marks: data prepare --invalid-utf8 replace",
+            where=f"{path}:{number}",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            "a line that is not JSON",
+            why=f"{error}; it begins with {line[:40].decode('utf-8', errors='replace')!r}",
+            fix="each line of a .jsonl file is one JSON object; repair or delete the line",
+            where=f"{path}:{number}",
+        ) from None
+
+
+def _parquet_rows(path: Path, reading: Reading) -> Iterator[Document]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"cannot read {path}",
+            why="parquet files need pyarrow, which is not installed",
+            fix="pip install 'shardwise[parquet]'",
+        ) from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        per_row = path.stat().st_size / max(1, file.metadata.num_rows)
+        number = 0
+        columns = [name for name in file.schema_arrow.names if name == reading.text_field or name in ROW_FIELDS]
+        for batch in file.iter_batches(batch_size=256, columns=columns or None):
+            for row in batch.to_pylist():
+                num_bytes = int((number + 1) * per_row) - int(number * per_row)
+                number += 1
+                yield document_of_row(
+                    row, text_field=reading.text_field, origin=f"{path}:{number}", num_bytes=num_bytes
+                )
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"{path} is not a readable parquet file",
+            why=str(error).splitlines()[0],
+            fix="write it again, or fetch it again",
+        ) from None
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot read {error.filename or path}",
+        why=error.strerror or str(error),
+        fix="check the path and its permissions",
+    )

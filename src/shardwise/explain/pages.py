@@ -1,0 +1,137 @@
+"""Reads the explanations of words/ and lays them out: eight fixed parts, the same for every word.
+
+What a text says about config keys is not written by hand: whether a key works today is looked up in the schema, so a page
+cannot go stale when a technique arrives. Invariant: no torch, no rich; a page answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from shardwise.config.keys import Key, all_keys
+from shardwise.config.units import format_count
+from shardwise.config.write import is_built, with_unit
+from shardwise.errors import UserError
+
+WORDS = Path(__file__).parent / "words"
+WIDTH = 100
+NOT_YET = "not available yet in this version"
+
+
+@dataclass(frozen=True)
+class Page:
+    """One word, explained. `table` belongs to the part that ends in a colon; `lists` names a generated table."""
+
+    word: str
+    line: str
+    splits: str
+    sends: str
+    saves: str
+    link: str
+    keys: tuple[str, ...]
+    cost: str
+    paper: str
+    code: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    table: str = ""
+    note: str = ""
+    lists: str = ""
+
+
+@cache
+def all_pages() -> dict[str, Page]:
+    """Word -> page, sorted by word."""
+    pages = {}
+    for path in sorted(WORDS.glob("*.toml")):
+        entry = tomllib.loads(path.read_text(encoding="utf-8"))
+        for name in ("keys", "code", "aliases"):
+            entry[name] = tuple(entry.get(name, ()))
+        pages[path.stem] = Page(word=path.stem, **entry)
+    return pages
+
+
+def find_page(word: str) -> Page:
+    """By name or alias; `ring all-reduce`, `Ring_AllReduce` and `ring-all-reduce` are one word."""
+    wanted = "-".join(word.lower().replace("_", " ").replace("-", " ").split())
+    pages = all_pages()
+    names = {name: page for page in pages.values() for name in page.aliases} | pages
+    if wanted in names:
+        return names[wanted]
+    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    raise UserError(
+        f"nothing is written about `{word}`",
+        why=f"the words are: {', '.join(pages)}",
+        fix=f"did you mean `shardwise explain {names[close[0]].word}`?" if close else "`shardwise explain` lists them",
+    )
+
+
+def render_index() -> str:
+    pages = all_pages()
+    width = max(map(len, pages))
+    lines = [f"  {page.word:<{width}}  {page.line}" for page in pages.values()]
+    return "\n".join(["shardwise explain WORD", "", *lines])
+
+
+def render_page(page: Page) -> str:
+    lines = [f"{page.word}: {page.line}", ""]
+    for label, text in (("splits", page.splits), ("sends", page.sends), ("saves", page.saves)):
+        lines += _part(label, text)
+        if text.endswith(":") and page.table:
+            lines += [f"{'':12}{row}" for row in page.table.strip("\n").splitlines()]
+    if page.lists == "presets":
+        lines += [f"{'':12}{row}" for row in preset_rows()]
+    if page.note:
+        lines += _part("note", page.note)
+    lines += _part("best link", page.link)
+    for index, text in enumerate(key_lines(page) or ["none: it is always so"]):
+        lines += _part("config" if index == 0 else "", text)
+    lines += _part("cost", page.cost)
+    lines += _part("paper", page.paper)
+    lines += _part("code", ", ".join(f"shardwise/{path}" for path in page.code) or NOT_YET)
+    return "\n".join(lines)
+
+
+def key_lines(page: Page) -> list[str]:
+    return [f"{name}: {_about(all_keys()[name])}" for name in page.keys]
+
+
+def preset_rows() -> list[str]:
+    """A line per preset: parameters, active parameters where they differ, layers and width."""
+    from shardwise.model.presets import preset, preset_names  # torch-free, but not needed by the other pages
+
+    names = preset_names()
+    width = max(map(len, names))
+    rows = [f"{'name':<{width}}  parameters  layers  hidden"]
+    for name in names:
+        spec = preset(name)
+        active = spec.num_active_parameters
+        more = f"  ({format_count(active)} active)" if active != spec.num_parameters else ""
+        rows.append(
+            f"{name:<{width}}  {format_count(spec.num_parameters):>10}  {spec.num_layers:>6}  {spec.hidden:>6}{more}"
+        )
+    return rows
+
+
+def _about(key: Key) -> str:
+    if not is_built(key):
+        return f"{key.help} ({NOT_YET})"
+    default = "not set" if key.default is None else with_unit(key, key.default)
+    if key.available is not None and key.choices is not None and len(key.available) < len(key.choices):
+        return f"{key.help}; works today: {', '.join(map(str, key.available))} (default {default})"
+    return f"{key.help} (default {default})"
+
+
+def _part(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{label:<10}  ",
+        subsequent_indent=" " * 12,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,142 @@
+"""Starts the ranks of a run on this machine, through torchrun's own process API, and waits for them.
+
+Nothing listens beyond loopback: the store that ranks meet at is bound to 127.0.0.1, and gloo is told the loopback interface.
+Rank 0 keeps the terminal; the others write to log/. Signals are passed on, so that every rank stops at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Exit
+from shardwise.run.rundir import RunDir
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult
+
+
+def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, from_step: int | None = None) -> int:
+    """Run `nproc` workers over a prepared run directory; returns the exit code of the whole."""
+    if nproc == 1:
+        from shardwise.launch.ranks import Ranks
+        from shardwise.run.worker import run_worker
+
+        return run_worker(run, Ranks(), from_step)
+
+    from torch.distributed.elastic.multiprocessing import start_processes
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
+    store, port = _loopback_store()  # lives as long as the ranks do
+    arguments = ("-m", "shardwise.run.worker", str(run.path), *(["--from-step", str(from_step)] if from_step else []))
+    environment = {
+        rank: {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: ranks only connect
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": interface or _loopback_interface(),
+        }
+        for rank in range(nproc)
+    }
+    context = start_processes(
+        name="shardwise",
+        entrypoint=sys.executable,
+        args=dict.fromkeys(range(nproc), arguments),
+        envs=environment,
+        logs_specs=_rank_logs(run.log, nproc),
+    )
+    result = _wait(context)
+    del store
+    return _exit_code(run, result)
+
+
+def _wait(context: PContext) -> RunProcsResult:
+    """Wait for all ranks. SIGINT and SIGTERM are theirs to handle: they finish the step and commit."""
+    pids = list(context.pids().values())
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            result = context.wait(timeout=0)
+            if result is not None:
+                return result
+            time.sleep(0.1)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _exit_code(run: RunDir, result: RunProcsResult) -> int:
+    event = run.last_event() or {}
+    if not result.is_failed():
+        return int(event.get("exit", Exit.DONE))
+    # A rank that was killed explains the others' complaints; else the rank that failed with the most telling code.
+    killed = {rank: failure for rank, failure in result.failures.items() if failure.exitcode < 0}
+    first = min(killed.values() or result.failures.values(), key=lambda failure: failure.timestamp)
+    if first.exitcode == -signal.SIGTERM:  # ours, sent to the survivors: look for who really failed
+        first = min(result.failures.values(), key=lambda failure: (failure.exitcode < 0, failure.timestamp))
+    if first.exitcode >= 0:
+        return first.exitcode
+    name = signal.Signals(-first.exitcode).name
+    print(f"error: rank {first.local_rank} was killed by {name}", file=sys.stderr)
+    hint = "often the system ran out of memory (train.micro_batch=1 needs less)" if name == "SIGKILL" else f"details in {run.log}"
+    print(f"  why  {hint}", file=sys.stderr)
+    print(f"  fix  shardwise resume {run.path}", file=sys.stderr)
+    run.append({"event": "failed", "exit": int(Exit.HARDWARE), "why": f"rank {first.local_rank} killed by {name}", "wall_time": time.time()})
+    return int(Exit.HARDWARE)
+
+
+def _loopback_store() -> tuple[TCPStore, int]:
+    """A rendezvous store bound to 127.0.0.1 only; by default torch's would listen on every interface."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return store, port
+
+
+def _loopback_interface() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _rank_logs(folder: Path, nproc: int) -> Any:
+    """Rank 0 prints to the terminal, rank N to log/rankN.ATTEMPT.out and .err."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class RankLogs(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            attempt = 1 + len(list(folder.glob("rank1.*.out")))  # a resume does not overwrite earlier logs
+
+            def files(ending: str, ranks: range) -> dict[int, str]:
+                return {r: str(folder / f"rank{r}.{attempt}.{ending}") if r in ranks else "" for r in range(nproc)}
+
+            others, none = range(1, nproc), files("", range(0))
+            return LogsDest(files("out", others), files("err", others), none, none, files("error.json", range(nproc)))
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(folder)
+
+    return RankLogs()

@@ -1,0 +1,34 @@
+"""Who am I: rank and world as torchrun's environment says, or one process alone. The single reader of those variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def ranks_from_environment() -> Ranks:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Ranks()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Ranks(
+        rank,
+        world,
+        int(os.environ.get("LOCAL_RANK", rank)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+    )
+
+
+def started_by_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ

@@ -1,0 +1,149 @@
+"""Attention: projections, rotary positions, and the three ways to compute softmax(QK^T)V.
+
+Owns grouped-query attention and the kernels that latent attention shares. Invariant: every kernel computes the same
+function ("math" is the reference they are tested against). Read next: `masking.py`, `rope.py`, `latent_attention.py`.
+
+Shapes: B batch, T query tokens, S key tokens, D model width, H heads, K key-value heads, C channels of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.model.cache import KeyValueCache
+from shardwise.model.masking import Mask
+from shardwise.model.norm import make_norm
+from shardwise.model.rope import Rotation, rotate, softmax_scale
+from shardwise.model.spec import LayerSpec, ModelSpec
+
+KERNELS = ("auto", "sdpa", "math", "flex")
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What every layer of one kind shares in a forward pass."""
+
+    mask: Mask
+    rotation: Rotation | None
+    cache: KeyValueCache | None = None
+
+
+class Attention(nn.Module):
+    """Causal self-attention with H query heads that share K key-value heads."""
+
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: str):
+        super().__init__()
+        self.index, self.head_dim = layer.index, spec.head_dim
+        self.kernel, self.softcap, self.scale = kernel, spec.attention_softcap, softmax_scale(spec)
+        query_width, key_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q = nn.Linear(spec.hidden, query_width, bias=spec.qkv_bias)
+        self.k = nn.Linear(spec.hidden, key_width, bias=spec.qkv_bias)
+        self.v = nn.Linear(spec.hidden, key_width, bias=spec.qkv_bias)
+        self.o = nn.Linear(query_width, spec.hidden, bias=spec.out_bias)
+        self.q_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else nn.Identity()
+        self.k_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, inputs: AttentionInputs) -> Tensor:
+        # Heads are counted from the tensors (-1), so that a slice of the heads works the same way.
+        q_BTHC = self.q_norm(self.q(x_BTD).unflatten(-1, (-1, self.head_dim)))
+        k_BTKC = self.k_norm(self.k(x_BTD).unflatten(-1, (-1, self.head_dim)))
+        v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if inputs.rotation is not None:
+            q_BTHC, k_BTKC = rotate(q_BTHC, inputs.rotation), rotate(k_BTKC, inputs.rotation)
+        k_BSKC, v_BSKC = k_BTKC, v_BTKC
+        if inputs.cache is not None:
+            k_BSKC, v_BSKC = inputs.cache.append(self.index, k_BTKC, v_BTKC)
+        out_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, inputs.mask, self.kernel, self.scale, self.softcap)
+        return self.o(out_BTHC.flatten(-2))
+
+
+def attend(
+    q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, kernel: str, scale: float, softcap: float
+) -> Tensor:
+    """softmax(scale * QK^T, softly capped, masked) V by the chosen kernel."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q_BTHC, k_BSKC, v_BSKC))
+    if kernel == "math":
+        out = _math(q, k, v, mask, scale, softcap)
+    elif kernel == "flex":
+        out = _flex(q, k, v, mask, scale, softcap)
+    else:
+        out = _sdpa(q, k, v, mask, scale)
+    return out.transpose(1, 2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    if mask.allowed_1TS is None:
+        # Grouped heads cost the same as repeated keys on CPU (12.7 ms both ways, forward and backward, at tiny's shape
+        # with 4 x 256 tokens on one core) and spare two copies; CUDA's flash kernel takes them natively.
+        return F.scaled_dot_product_attention(q, k, v, is_causal=mask.is_causal, scale=scale, enable_gqa=True)
+    # With a mask CUDA uses the memory-efficient kernel, which knows no grouped heads: repeat keys and values for it.
+    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.allowed_1TS, scale=scale)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float) -> Tensor:
+    """The definition, in plain operations; the softmax is at least fp32."""
+    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask.is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    elif mask.allowed_1TS is not None:
+        scores = scores.masked_fill(~mask.allowed_1TS, float("-inf"))
+    work = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return scores.softmax(-1, dtype=work).to(v.dtype) @ v
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float) -> Tensor:
+    score_mod = partial(_softcap_rule, softcap) if softcap else None
+    return _compiled_flex()(q, k, v, score_mod=score_mod, block_mask=mask.block_mask, scale=scale, enable_gqa=True)
+
+
+def _softcap_rule(softcap: float, score: Tensor, *_indices: Tensor) -> Tensor:
+    return torch.tanh(score / softcap) * softcap
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)  # uncompiled it would build the whole score matrix
+
+
+def _repeat_heads(x_BKSC: Tensor, num_heads: int) -> Tensor:
+    groups = num_heads // x_BKSC.shape[1]
+    return x_BKSC if groups == 1 else x_BKSC.repeat_interleave(groups, dim=1)
+
+
+def choose_kernel(spec: ModelSpec, attention: str) -> tuple[str, str]:
+    """The kernel to use and, where it is not the obvious one, the reason to print."""
+    if attention not in KERNELS:
+        raise UserError(
+            f"unknown attention `{attention}`",
+            why=f"kernels are: {', '.join(KERNELS)}",
+            fix='use model.attention = "auto"',
+        )
+    if spec.attention_softcap and attention in ("auto", "sdpa"):
+        reason = f"{spec.name} caps its attention scores softly, which SDPA cannot do"
+        if attention == "sdpa":
+            raise UserError("attention sdpa does not fit this model", why=reason, fix='use model.attention = "auto"')
+        return "math", f"attention: math instead of sdpa, because {reason}"
+    return ("sdpa" if attention == "auto" else attention), ""
+
+
+def check_kernel_device(kernel: str, device_type: str) -> None:
+    if kernel == "flex" and device_type != "cuda":
+        raise UserError(
+            f"attention flex does not run on {device_type}",
+            why="FlexAttention has no backward pass there; it is for CUDA",
+            fix='use model.attention = "auto"',
+        )

@@ -1,0 +1,171 @@
+"""The decoder: every model of this package is this one class, described by a `ModelSpec`.
+
+Plain single-device PyTorch; nothing here knows about parallelism. Invariant: parameter names are global (layers are keyed
+by their index in the whole model), so a part of the model keeps the names of the whole. Read from top to bottom: the
+decoder, then one block. Read next: `attention.py`, `feedforward.py`, `experts.py`.
+
+Shapes: B batch, T tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.model.attention import Attention, AttentionInputs, check_kernel_device, choose_kernel
+from shardwise.model.cache import KeyValueCache
+from shardwise.model.experts import MixtureOfExperts, Routing
+from shardwise.model.feedforward import FeedForward
+from shardwise.model.latent_attention import LatentAttention
+from shardwise.model.loss import IGNORE, cross_entropy_sum
+from shardwise.model.masking import MaskBuilder
+from shardwise.model.norm import make_norm
+from shardwise.model.rope import Rotation, make_rotation
+from shardwise.model.spec import LayerSpec, ModelSpec
+
+
+class Losses(NamedTuple):
+    """Sums over the batch's target tokens. `aux` and `z` carry their coefficients and are zero for dense models."""
+
+    cross_entropy: Tensor
+    aux: Tensor
+    z: Tensor
+
+
+class Decoder(nn.Module):
+    """`kernel_reason` is a line to print when attention cannot use the usual kernel, else empty."""
+
+    def __init__(self, spec: ModelSpec, attention: str = "auto"):
+        super().__init__()
+        self.spec = spec
+        self.kernel, self.kernel_reason = choose_kernel(spec, attention)
+        self.embed = nn.Embedding(spec.vocab, spec.hidden)
+        self.position_embed = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
+        self.layers = nn.ModuleDict({str(layer.index): Block(spec, layer, self.kernel) for layer in spec.layers})
+        self.norm = make_norm(spec, spec.hidden)
+        self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab, bias=False)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor | Losses:
+        """Logits, or with targets the summed losses.
+
+        targets_BT    the token that follows each token, IGNORE where there is nothing to learn
+        positions_BT  where each token stands; default 0, 1, 2 ... (after what the cache holds)
+        documents_BT  integer ids: a token sees only tokens with its own id. Positions are not restarted by it
+        """
+        positions_BT = self.default_positions(tokens_BT, cache) if positions_BT is None else positions_BT
+        target_counts_B = None if targets_BT is None else (targets_BT != IGNORE).sum(1)
+        x_BTD = self.embed_tokens(tokens_BT, positions_BT)
+        inputs = self.prepare_attention(x_BTD, positions_BT, documents_BT, cache)
+        x_BTD, routings = self.run_layers(x_BTD, inputs, target_counts_B)
+        if cache is not None:
+            cache.advance(tokens_BT.shape[1])
+        x_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return self.logits(x_BTD)
+        cross_entropy = cross_entropy_sum(self.logits, x_BTD.flatten(0, 1), targets_BT.flatten(), self.spec.vocab)
+        zero = cross_entropy.new_zeros(())
+        aux = torch.stack([routing.aux for routing in routings]).sum() if routings else zero
+        z = torch.stack([routing.z for routing in routings]).sum() if routings else zero
+        return Losses(cross_entropy, aux, z)
+
+    # The parts of a forward pass, in order -------------------------------------------------------------------------
+
+    def default_positions(self, tokens_BT: Tensor, cache: KeyValueCache | None) -> Tensor:
+        start = 0 if cache is None else cache.length
+        end = start + tokens_BT.shape[1]
+        if self.position_embed is not None and end > self.spec.max_seq_len:
+            raise UserError(
+                f"a sequence of {end} tokens is too long for {self.spec.name}",
+                why=f"it has learned {self.spec.max_seq_len} positions and cannot stand at others",
+                fix=f"use sequences of at most {self.spec.max_seq_len} tokens, or set model.max_seq_len and train anew",
+            )
+        return torch.arange(start, end, device=tokens_BT.device)[None]
+
+    def embed_tokens(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        x_BTD = self.embed(tokens_BT)
+        if self.spec.scale_embedding:
+            # Gemma rounds sqrt(D) to the model's dtype before multiplying; so do we, to match its bf16 results.
+            x_BTD = x_BTD * torch.tensor(self.spec.hidden**0.5, dtype=x_BTD.dtype, device="cpu").item()
+        if self.position_embed is not None:
+            x_BTD = x_BTD + self.position_embed(positions_BT)
+        return x_BTD
+
+    def prepare_attention(
+        self, x_BTD: Tensor, positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
+    ) -> dict[int, AttentionInputs]:
+        """Masks and rotations, each built once and shared by the layers that need the same, by layer index."""
+        check_kernel_device(self.kernel, x_BTD.device.type)
+        assert documents_BT is None or cache is None, "generation with a cache works on one document per row"
+        num_past = 0 if cache is None else cache.length
+        builder = MaskBuilder(x_BTD.shape[1], num_past, x_BTD.device, documents_BT)
+        layers = tuple(self.spec.layers[int(index)] for index in self.layers)
+        masks = builder.build(layers, flex=self.kernel == "flex")
+        rotations: dict[tuple[float, bool], Rotation] = {}
+        inputs = {}
+        for layer in layers:
+            rotation = None
+            if self.spec.positions == "rope":
+                kind = (layer.rope_theta, layer.rope_scaled)
+                if kind not in rotations:
+                    rotations[kind] = make_rotation(self.spec, layer, positions_BT, x_BTD.dtype)
+                rotation = rotations[kind]
+            inputs[layer.index] = AttentionInputs(masks[builder.key(layer)], rotation, cache)
+        return inputs
+
+    def run_layers(
+        self, x_BTD: Tensor, inputs: dict[int, AttentionInputs], target_counts_B: Tensor | None
+    ) -> tuple[Tensor, list[Routing]]:
+        routings = []
+        for index, block in self.layers.items():
+            x_BTD, routing = block(x_BTD, inputs[int(index)], target_counts_B)
+            if routing is not None:
+                routings.append(routing)
+                if self.training:
+                    # Counted here and not inside the block: a recomputed block runs twice, this line once.
+                    block.feedforward.tokens_per_expert += routing.tokens_per_expert_E
+        return x_BTD, routings
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores over the vocabulary, from normalised hidden states of any leading shape."""
+        logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        if self.spec.logit_softcap:
+            logits = torch.tanh(logits / self.spec.logit_softcap) * self.spec.logit_softcap
+        return logits
+
+    def new_cache(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str) -> KeyValueCache:
+        return KeyValueCache(self.spec, batch, max_len, dtype, device)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feedforward(norm(x)); Gemma normalises the results as well."""
+
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: str):
+        super().__init__()
+        self.attention_norm = make_norm(spec, spec.hidden)
+        self.attention = (LatentAttention if spec.is_latent else Attention)(spec, layer, kernel)
+        self.attention_post_norm = make_norm(spec, spec.hidden) if spec.post_norms else nn.Identity()
+        self.feedforward_norm = make_norm(spec, spec.hidden)
+        self.feedforward = MixtureOfExperts(spec) if layer.is_moe else FeedForward(spec, layer.ffn)
+        self.feedforward_post_norm = make_norm(spec, spec.hidden) if spec.post_norms else nn.Identity()
+
+    def forward(
+        self, x_BTD: Tensor, inputs: AttentionInputs, target_counts_B: Tensor | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        x_BTD = x_BTD + self.attention_post_norm(self.attention(self.attention_norm(x_BTD), inputs))
+        normed_BTD, routing = self.feedforward_norm(x_BTD), None
+        if isinstance(self.feedforward, MixtureOfExperts):
+            out_BTD, routing = self.feedforward(normed_BTD, target_counts_B)
+        else:
+            out_BTD = self.feedforward(normed_BTD)
+        return x_BTD + self.feedforward_post_norm(out_BTD), routing

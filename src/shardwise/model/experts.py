@@ -1,0 +1,202 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forward networks; nothing is ever dropped.
+
+Owns routing, the experts' stacked weights, the balancing losses and DeepSeek's balancing bias. Invariants: losses and
+counts are per sequence and weighted by its target tokens, so they do not depend on how sequences are grouped into
+batches, and padding sequences (no target tokens) add nothing. Read next: `decoder.py`, which sums them up.
+
+Shapes: B batch, T tokens, N = B*T, D model width, F expert width, E experts, K experts per token, M = N*K routed copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.feedforward import ACTIVATIONS, FeedForward
+from shardwise.model.spec import ModelSpec
+
+
+class Routing(NamedTuple):
+    """What a layer's router reports besides its output; sums over the batch, coefficients included."""
+
+    aux: Tensor
+    z: Tensor
+    tokens_per_expert_E: Tensor
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.num_experts, self.experts_per_token = spec.num_experts, spec.experts_per_token
+        self.aux_coef, self.z_coef = spec.aux_loss_coef, spec.z_loss_coef
+        self.bias_update_rate = spec.bias_update_rate
+        self.router = Router(spec)
+        self.experts = Experts(spec)
+        self.shared = FeedForward(spec, spec.expert_ffn * spec.num_shared_experts) if spec.num_shared_experts else None
+        # Tokens each expert got since the last optimizer step, over sequences that have targets.
+        self.tokens_per_expert: Tensor
+        self.register_buffer("tokens_per_expert", torch.zeros(spec.num_experts, dtype=torch.int64), persistent=False)
+
+    def forward(self, x_BTD: Tensor, target_counts_B: Tensor | None) -> tuple[Tensor, Routing | None]:
+        x_ND = x_BTD.flatten(0, 1)
+        choice = self.router(x_ND)
+        # 1. Bring each expert's tokens together: copy m is token m // K for its choice m % K.
+        order_M = choice.experts_NK.flatten().argsort(stable=True)
+        counts_E = count_experts(choice.experts_NK.flatten()[None], self.num_experts)[0]
+        sorted_MD = x_ND.index_select(0, order_M // self.experts_per_token)
+        # 2. Every expert works on its own rows.
+        out_MD = self.experts(sorted_MD, counts_E)
+        # 3. Back to token order, weighted sum of each token's K results (fixed order: the same bits every time).
+        out_NKD = out_MD.index_select(0, order_M.argsort()).unflatten(0, (-1, self.experts_per_token))
+        out_ND = (out_NKD * choice.weights_NK.to(out_NKD.dtype).unsqueeze(-1)).sum(1)
+        out_BTD = out_ND.view_as(x_BTD)
+        if self.shared is not None:
+            out_BTD = out_BTD + self.shared(x_BTD)
+        return out_BTD, None if target_counts_B is None else self._report(choice, target_counts_B)
+
+    def _report(self, choice: Choice, target_counts_B: Tensor) -> Routing:
+        batch = target_counts_B.shape[0]
+        experts_BM = choice.experts_NK.view(batch, -1)
+        counts_BE = count_experts(experts_BM, self.num_experts)
+        probabilities_BTE = choice.probabilities_NE.unflatten(0, (batch, -1))
+        logits_BTE = choice.logits_NE.unflatten(0, (batch, -1))
+        weight_B = target_counts_B.to(probabilities_BTE.dtype)
+        # Switch Transformer, section 2.2, per sequence as in DeepSeek-V3 (17)-(20): 1 when perfectly balanced.
+        share_BE = counts_BE.to(weight_B.dtype) * (self.num_experts / experts_BM.shape[1])
+        aux_B = (share_BE * probabilities_BTE.mean(1)).sum(-1)
+        # ST-MoE, equation 5: keeps the router's logits small.
+        z_B = logits_BTE.logsumexp(-1).square().mean(1)
+        counted_E = (counts_BE * (target_counts_B > 0)[:, None]).sum(0)
+        return Routing(self.aux_coef * (aux_B * weight_B).sum(), self.z_coef * (z_B * weight_B).sum(), counted_E)
+
+
+class Choice(NamedTuple):
+    experts_NK: Tensor
+    weights_NK: Tensor
+    probabilities_NE: Tensor  # over all experts, for the balancing loss
+    logits_NE: Tensor
+
+
+class Router(nn.Module):
+    """Scores every expert for every token, in at least fp32, and picks K."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.kind, self.num_chosen, self.norm_topk = spec.router, spec.experts_per_token, spec.norm_topk
+        self.scaling, self.num_groups, self.kept_groups = spec.routed_scaling, spec.num_expert_groups, spec.topk_groups
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.hidden))
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(spec.num_experts) if self.kind == "sigmoid-bias" else None)
+
+    def forward(self, x_ND: Tensor) -> Choice:
+        work = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
+        logits_NE = F.linear(x_ND.to(work), self.weight.to(work))
+        if self.kind == "sigmoid-bias":
+            return self._sigmoid(logits_NE)
+        probabilities_NE = logits_NE.softmax(-1)
+        if self.kind == "topk-softmax":
+            top_NK, experts_NK = logits_NE.topk(self.num_chosen, dim=-1)
+            weights_NK = top_NK.softmax(-1)
+        else:
+            weights_NK, experts_NK = probabilities_NE.topk(self.num_chosen, dim=-1)
+            if self.norm_topk:
+                weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        return Choice(experts_NK, weights_NK * self.scaling, probabilities_NE, logits_NE)
+
+    def _sigmoid(self, logits_NE: Tensor) -> Choice:
+        """DeepSeek-V3, section 2.1.2: the bias decides who is chosen, never how much they weigh."""
+        scores_NE = logits_NE.sigmoid()
+        ranking_NE = scores_NE.detach() + self.bias
+        if self.num_groups > 1:
+            # A token stays within the best groups, each judged by its two best experts.
+            ranking_NGX = ranking_NE.unflatten(-1, (self.num_groups, -1))
+            best_groups = ranking_NGX.topk(2, dim=-1).values.sum(-1).topk(self.kept_groups, dim=-1).indices
+            is_kept_NG = torch.zeros_like(ranking_NGX[..., 0], dtype=torch.bool).scatter(1, best_groups, True)
+            ranking_NE = ranking_NGX.masked_fill(~is_kept_NG[..., None], float("-inf")).flatten(-2)
+        experts_NK = ranking_NE.topk(self.num_chosen, dim=-1).indices
+        weights_NK = scores_NE.gather(-1, experts_NK)
+        if self.norm_topk:
+            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
+        probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+        return Choice(experts_NK, weights_NK * self.scaling, probabilities_NE, logits_NE)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Casting the model leaves the bias in fp32: it moves in steps of 0.001, which bf16 would round away."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
+            self.bias = before.to(self.bias.device)
+        return self
+
+
+class Experts(nn.Module):
+    """E feed-forward networks as stacked weights. Rows come sorted by expert, `counts_E` says how many each has."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        shape = (spec.num_experts, spec.expert_ffn, spec.hidden)
+        self.activation = ACTIVATIONS[spec.activation]
+        self.gate = nn.Parameter(torch.empty(shape)) if spec.gated else None
+        self.up = nn.Parameter(torch.empty(shape))
+        self.down = nn.Parameter(torch.empty(spec.num_experts, spec.hidden, spec.expert_ffn))
+
+    def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+        if can_group(x_MD):
+            return self._grouped(x_MD, counts_E)
+        sizes = even_sizes(x_MD.shape[0], counts_E.shape[0]) if x_MD.is_meta else counts_E.tolist()
+        # unbind, not indexing: its backward stacks the experts' gradients once instead of adding E stacks of zeros.
+        gates = [None] * len(sizes) if self.gate is None else self.gate.unbind()
+        experts = zip(x_MD.split(sizes), gates, self.up.unbind(), self.down.unbind(), strict=True)
+        return torch.cat([self._one(*expert) for expert in experts])
+
+    def _one(self, x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor) -> Tensor:
+        if gate is None:
+            return F.linear(self.activation(F.linear(x, up)), down)
+        return F.linear(self.activation(F.linear(x, gate)) * F.linear(x, up), down)
+
+    def _grouped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """One kernel for all experts: no loop, and no wait for the counts to reach the CPU."""
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        h_MF = F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E)
+        if self.gate is None:
+            h_MF = self.activation(h_MF)
+        else:
+            h_MF = self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * h_MF
+        return F.grouped_mm(h_MF, self.down.transpose(1, 2), offs=ends_E)
+
+
+def can_group(x: Tensor) -> bool:
+    """torch's grouped matmul is for bf16 on CUDA; elsewhere (and in fp64) the loop is exact and plain."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+
+
+def even_sizes(num_rows: int, num_parts: int) -> list[int]:
+    """Stand-in for the counts on `meta`, where there are no values to count."""
+    return [num_rows // num_parts + (part < num_rows % num_parts) for part in range(num_parts)]
+
+
+def count_experts(experts_BM: Tensor, num_experts: int) -> Tensor:
+    """How often each expert occurs in each row."""
+    zeros_BE = torch.zeros(experts_BM.shape[0], num_experts, dtype=torch.int64, device=experts_BM.device)
+    return zeros_BE.scatter_add(1, experts_BM, torch.ones_like(experts_BM))
+
+
+def moe_layers(model: nn.Module) -> list[MixtureOfExperts]:
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+@torch.no_grad()
+def update_router_bias(model: nn.Module) -> None:
+    """After the optimizer step: overloaded experts become a little less likely (DeepSeek-V3, 2.1.2); counts start anew.
+
+    With several ranks the caller first sums `tokens_per_expert` over them.
+    """
+    for layer in moe_layers(model):
+        if layer.router.bias is not None and layer.bias_update_rate:
+            counts_E = layer.tokens_per_expert.to(layer.router.bias.dtype)
+            layer.router.bias += layer.bias_update_rate * (counts_E.mean() - counts_E).sign()
+        layer.tokens_per_expert.zero_()

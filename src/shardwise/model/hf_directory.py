@@ -1,0 +1,72 @@
+"""Finding a Hugging Face model on this machine and reading its config.json. No torch, no network.
+
+Owns the lookup order: a directory as given, then the local hub cache. Invariant: nothing is ever downloaded; what is
+absent is answered with the command that fetches it. Read next: `hf_config.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_model_dir(path_or_hub_id: str) -> Path:
+    """The directory with config.json: a local one, or the cached snapshot of a hub id."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
+        raise UserError(
+            f"no model in {path}",
+            why="a model directory holds config.json and .safetensors files; there is no config.json",
+            fix="give the directory that config.json is in",
+        )
+    if not HUB_ID.fullmatch(path_or_hub_id):
+        raise UserError(
+            f"no model at {path_or_hub_id}",
+            why="it is neither a directory here nor a hub id such as HuggingFaceTB/SmolLM2-135M",
+            fix="check the path",
+        )
+    cached = _cached_snapshot(path_or_hub_id)
+    if cached is None:
+        raise UserError(
+            f"{path_or_hub_id} is not on this machine",
+            why=f"it is no directory, and not in the Hugging Face cache at {hub_cache()}",
+            fix=f"hf download {path_or_hub_id}",
+        )
+    return cached
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps its downloads, by its own rules."""
+    if os.environ.get("HF_HUB_CACHE"):
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def _cached_snapshot(hub_id: str) -> Path | None:
+    folder = hub_cache() / f"models--{hub_id.replace('/', '--')}"
+    reference = folder / "refs" / "main"
+    if not reference.is_file():
+        return None
+    snapshot = folder / "snapshots" / reference.read_text(encoding="utf-8").strip()
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise UserError(f"cannot read {path}", why=str(problem), fix="fetch the model again") from problem
+    if not isinstance(config, dict):
+        raise UserError(f"cannot read {path}", why="it is not a JSON object", fix="fetch the model again")
+    return config

@@ -1,0 +1,286 @@
+"""Weights from and to Hugging Face safetensors, one tensor at a time.
+
+Owns reading (headers first, so a wrong checkpoint is refused before anything changes) and writing (into a temporary
+directory that is renamed at the end). Invariant: besides the model, at most one shard is in memory.
+Read next: `hf_names.py`, the table both directions follow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardwise.errors import UserError
+from shardwise.model.decoder import Decoder
+from shardwise.model.experts import moe_layers
+from shardwise.model.hf_export import config_from_spec
+from shardwise.model.hf_names import Part, TheirTensor, is_ignorable, tensor_table
+from shardwise.model.spec import ModelSpec
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GIB = 2**30
+
+
+# Reading -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, directory: Path) -> None:
+    """Fill the model from a checkpoint, on whatever device and dtype it is. A part of a model takes only its own."""
+    targets = model_tensors(model)
+    with translate_read_errors(directory):
+        files = list_files(directory)
+        shapes = {name: shape for path in files for name, shape in read_shapes(path).items()}
+        table = match_table(model.spec, shapes, targets, directory)
+        for path in files:
+            for part, value in read_parts(path, table, targets):
+                select(targets, part).copy_(value)
+        if model.head is None:
+            _check_tied(model, files, directory)
+    for layer in moe_layers(model):
+        layer.tokens_per_expert.zero_()
+
+
+def model_tensors(model: Decoder) -> dict[str, Tensor]:
+    """Everything a checkpoint holds: parameters and persistent buffers, by our names."""
+    return model.state_dict(keep_vars=True)
+
+
+def select(tensors: dict[str, Tensor], part: Part) -> Tensor:
+    whole = tensors[part.ours].detach()
+    return whole if part.expert is None else whole[part.expert]
+
+
+def list_files(directory: Path) -> list[Path]:
+    if (directory / INDEX).is_file():
+        names = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    elif (directory / SINGLE).is_file():
+        names = [SINGLE]
+    else:
+        raise UserError(
+            f"no weights in {directory}",
+            why=f"neither {SINGLE} nor {INDEX} is there (other formats, such as pytorch_model.bin, are pickles)",
+            fix="fetch or convert the model's safetensors",
+        )
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise UserError(
+            f"{len(absent)} of {len(names)} weight files are missing in {directory}",
+            why=f"{INDEX} lists {shorten(absent)}",
+            fix="fetch the model again, completely",
+        )
+    return [directory / name for name in names]
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def match_table(
+    spec: ModelSpec, shapes: dict[str, tuple[int, ...]], targets: dict[str, Tensor], directory: Path
+) -> dict[str, TheirTensor]:
+    """Their names to our parts, after checking that every tensor is there, fits, and nothing is left over."""
+    fused = any(name.endswith("experts.gate_up_proj") for name in shapes)
+    every = {tensor.name: tensor for tensor in tensor_table(spec, fused)}
+    # A checkpoint saved from the bare transformer (the hub's gpt2, for one) lacks the outer prefix.
+    prefix = next(iter(every)).split(".", 1)[0] + "."
+    bare = {} if any(name.startswith(prefix) for name in shapes) else {n.removeprefix(prefix): n for n in every}
+    named = {bare.get(name, name): name for name in shapes}
+
+    wanted = [tensor for tensor in every.values() if all(part.ours in targets for part in tensor.parts)]
+    missing = [tensor.name for tensor in wanted if tensor.name not in named]
+    extra = [
+        name
+        for name in named
+        if name not in every and not is_ignorable(name, spec) and not (spec.tied and name == "lm_head.weight")
+    ]
+    misfit = [
+        f"{tensor.name} {list(shapes[named[tensor.name]])} instead of {list(their_shape(tensor, targets))}"
+        for tensor in wanted
+        if tensor.name in named and shapes[named[tensor.name]] != their_shape(tensor, targets)
+    ]
+    for problems, what in ((missing, "missing"), (extra, "unexpected"), (misfit, "wrongly shaped")):
+        if problems:
+            raise UserError(
+                f"{len(problems)} {what} tensor{'s' if len(problems) > 1 else ''} in {directory}",
+                why=shorten(problems),
+                fix="check that config.json (and [model] overrides) belong to these weights",
+            )
+    return {named[tensor.name]: tensor for tensor in wanted}
+
+
+def their_shape(tensor: TheirTensor, ours: dict[str, Tensor]) -> tuple[int, ...]:
+    shapes = [list(select(ours, part).shape) for part in tensor.parts]
+    joined = shapes[0]
+    joined[tensor.join_dim] = (
+        sum(shape[tensor.join_dim] for shape in shapes) if len(shapes) > 1 else joined[tensor.join_dim]
+    )
+    return tuple(reversed(joined)) if tensor.transposed else tuple(joined)
+
+
+def read_parts(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]) -> Iterator[tuple[Part, Tensor]]:
+    """One file's tensors as views into the mapped file, cut to our parts. Valid until the next one is asked for."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            if name not in table:
+                continue
+            tensor = table[name]
+            data = file.get_tensor(name)
+            data = data.t() if tensor.transposed else data
+            sizes = [select(ours, part).shape[tensor.join_dim] for part in tensor.parts]
+            yield from zip(tensor.parts, data.split(sizes, tensor.join_dim) if len(sizes) > 1 else [data], strict=True)
+
+
+def _check_tied(model: Decoder, files: list[Path], directory: Path) -> None:
+    """A tied model has one table; a checkpoint may store it twice, but not two different ones."""
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            if "lm_head.weight" not in file.keys():  # noqa: SIM118
+                continue
+            stored = file.get_tensor("lm_head.weight").to(model.embed.weight)
+            if not torch.equal(stored, model.embed.weight):
+                raise UserError(
+                    f"the head in {directory} is not the embedding",
+                    why="config.json says tie_word_embeddings, but lm_head.weight differs from the embedding table",
+                    fix="set model.tied = false (or tie_word_embeddings to false in config.json)",
+                )
+
+
+@contextmanager
+def translate_read_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, KeyError) as problem:
+        raise UserError(
+            f"cannot read the weights in {directory}",
+            why=f"a file is damaged, cut short or unreadable: {problem}",
+            fix="fetch the model again",
+        ) from problem
+
+
+def shorten(names: list[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+# Writing -----------------------------------------------------------------------------------------------------------
+
+
+def save_model(
+    model: Decoder,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * GIB,
+    extra_files: Iterable[Path] = (),
+) -> None:
+    """config.json, safetensors and the extra files (tokenizer), complete or not at all."""
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(
+            f"{directory} already exists",
+            why="nothing is ever overwritten",
+            fix="choose another directory, or remove it",
+        )
+    weight_dtype = dtype or model.embed.weight.dtype
+    config = config_from_spec(model.spec) | {"dtype": str(weight_dtype).removeprefix("torch.")}
+    with translate_write_errors(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
+        try:
+            partial.chmod(0o755)  # mkdtemp makes it private
+            for source in extra_files:
+                shutil.copy2(source, partial / Path(source).name)
+            write_json(partial / "config.json", config)
+            write_weights(model, partial, dtype, max_shard_bytes)
+            flush(partial)
+            if directory.exists():
+                directory.rmdir()
+            partial.rename(directory)
+        except BaseException:  # Ctrl-C too: leave nothing half-written behind
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def write_weights(model: Decoder, directory: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    ours = model_tensors(model)
+    shards = plan_shards(tensor_table(model.spec), ours, dtype, max_shard_bytes)
+    total = sum(size for shard in shards for _, size in shard)
+    free = shutil.disk_usage(directory).free
+    if total > free:
+        raise UserError(
+            f"not enough disk space at {directory.parent}",
+            why=f"the weights need {total / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
+            fix="free some space or choose another directory",
+        )
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file({t.name: gather(t, ours, dtype) for t, _ in shard}, directory / name, metadata={"format": "pt"})
+        weight_map |= {tensor.name: name for tensor, _ in shard}
+    if len(shards) > 1:
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def plan_shards(
+    table: list[TheirTensor], ours: dict[str, Tensor], dtype: torch.dtype | None, max_bytes: int
+) -> list[list[tuple[TheirTensor, int]]]:
+    """Tensors in order, a new file whenever the next would not fit."""
+    shards: list[list[tuple[TheirTensor, int]]] = [[]]
+    used = 0
+    for tensor in table:
+        parts = [select(ours, part) for part in tensor.parts]
+        size = sum(part.numel() * stored_dtype(part, dtype).itemsize for part in parts)
+        if shards[-1] and used + size > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append((tensor, size))
+        used += size
+    return shards
+
+
+def gather(tensor: TheirTensor, ours: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Our parts as their tensor: a fresh, contiguous copy on the CPU."""
+    parts = [select(ours, part) for part in tensor.parts]
+    data = torch.cat(parts, tensor.join_dim) if len(parts) > 1 else parts[0]
+    data = data.t() if tensor.transposed else data
+    return data.to(device="cpu", dtype=stored_dtype(parts[0], dtype), copy=True).contiguous()
+
+
+def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Router biases stay in fp32: transformers keeps them so, and bf16 would round their steps away."""
+    return tensor.dtype if dtype is None or not isinstance(tensor, torch.nn.Parameter) else dtype
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def flush(directory: Path) -> None:
+    for path in directory.iterdir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def translate_write_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as problem:
+        raise UserError(
+            f"cannot write {directory}",
+            why=str(problem),
+            fix="choose a directory on a disk with space that you may write to",
+        ) from problem

@@ -1,0 +1,38 @@
+"""Cross-entropy as a sum over target tokens, in fp32 or better, without ever holding all logits of a large batch.
+
+Owns IGNORE and the chunking rule. Invariant: the sum is over targets that are not IGNORE; nobody divides here, because
+only the training loop knows the step's global count. Read next: `decoder.py`.
+
+Shapes: N = batch * tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORE = -100
+MAX_LOGITS_BYTES = 256 * 2**20  # of fp32 logits alive at once; a 128k vocabulary reaches it at 512 tokens
+
+
+def cross_entropy_sum(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, vocab: int) -> Tensor:
+    """Sum of -log p(target). Large batches go through the head in chunks whose logits backward computes again."""
+    rows = max(1, MAX_LOGITS_BYTES // (4 * vocab))
+    if x_ND.shape[0] <= rows:
+        return _chunk(head, x_ND, targets_N)
+    losses = [
+        checkpoint(_chunk, head, x, targets, use_reentrant=False, preserve_rng_state=False)
+        for x, targets in zip(x_ND.split(rows), targets_N.split(rows), strict=True)
+    ]
+    return torch.stack(losses).sum()
+
+
+def _chunk(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor) -> Tensor:
+    logits_NV = head(x_ND)
+    if logits_NV.dtype != torch.float64:
+        logits_NV = logits_NV.float()
+    return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")

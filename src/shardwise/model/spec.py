@@ -1,0 +1,378 @@
+"""What a model is, in numbers: `ModelSpec`, one flat description that every decoder in this package is built from.
+
+Owns the shapes, the parameter and FLOP counts that follow from them, and the checks that make a spec buildable.
+Invariant: a `ModelSpec` that exists is valid, and nothing here imports torch, because the planner lives on these numbers.
+Zero means "none" for optional sizes, so that every field can be written in TOML. Read next: `presets.py`, `decoder.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from shardwise.errors import UserError
+
+Norm = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Positions = Literal["rope", "learned"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+Router = Literal["softmax-topk", "topk-softmax", "sigmoid-bias"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer, as derived from the whole. `window` is None when the layer attends to everything before it."""
+
+    index: int
+    window: int | None
+    is_moe: bool
+    ffn: int
+    rope_theta: float
+    rope_scaled: bool
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    name: str = "custom"
+
+    # Sizes. head_dim 0: hidden / num_heads. num_kv_heads 0: num_heads.
+    num_layers: int = 1
+    hidden: int = 64
+    num_heads: int = 1
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 256
+    vocab: int = 256
+    tied: bool = False
+    max_seq_len: int = 2048
+
+    # Norms and feed-forward. norm_plus_one: the scale is 1 + weight. post_norms: a second norm after each sub-layer.
+    norm: Norm = "rms"
+    norm_eps: float = 1e-5
+    norm_plus_one: bool = False
+    post_norms: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
+    mlp_bias: bool = False
+
+    # Positions. rope_local_theta 0: the same base on windowed layers; else their own base, without scaling.
+    positions: Positions = "rope"
+    rope_theta: float = 10000.0
+    rope_local_theta: float = 0.0
+    rope_interleaved: bool = False
+    rope_scaling: RopeScaling = "none"
+    rope_factor: float = 1.0
+    rope_original_max_seq_len: int = 0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    rope_mscale: float = 0.0
+    rope_mscale_all_dim: float = 0.0
+    rope_attention_factor: float = 0.0
+
+    # Attention. The window counts the token itself. Layers before window_from, and every global_every-th, see everything.
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int = 0
+    window_from: int = 0
+    global_every: int = 0
+    query_scale_dim: float = 0.0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    scale_embedding: bool = False
+
+    # Latent attention (DeepSeek's MLA): on when kv_lora_rank > 0; head_dim is then qk_nope_head_dim + qk_rope_head_dim.
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+
+    # Mixture of experts: on when num_experts > 0. Layer i has experts if i >= first_dense_layers and (i + 1) % moe_every == 0.
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    num_shared_experts: int = 0
+    first_dense_layers: int = 0
+    moe_every: int = 1
+    router: Router = "softmax-topk"
+    norm_topk: bool = True
+    routed_scaling: float = 1.0
+    num_expert_groups: int = 1
+    topk_groups: int = 1
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        derived = {
+            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "head_dim": self.head_dim or (self.hidden // self.num_heads if self.num_heads > 0 else 0),
+            "expert_ffn": self.expert_ffn or (self.ffn if self.num_experts else 0),
+        }
+        if self.is_latent:
+            derived["head_dim"] = self.qk_nope_head_dim + self.qk_rope_head_dim
+        for key, value in derived.items():
+            object.__setattr__(self, key, value)
+        check_sizes(self)
+
+    # What follows from the fields ---------------------------------------------------------------------------------
+
+    @property
+    def is_latent(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one head's values: latent attention lets it differ from the width of queries and keys."""
+        return self.v_head_dim if self.is_latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim if self.is_latent else self.head_dim
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(self._layer(index) for index in range(self.num_layers))
+
+    def _layer(self, index: int) -> LayerSpec:
+        is_global = index < self.window_from or (self.global_every > 0 and (index + 1) % self.global_every == 0)
+        window = self.sliding_window if self.sliding_window and not is_global else None
+        is_moe = self.is_moe and index >= self.first_dense_layers and (index + 1) % self.moe_every == 0
+        is_local = window is not None and self.rope_local_theta > 0
+        return LayerSpec(
+            index=index,
+            window=window,
+            is_moe=is_moe,
+            ffn=self.expert_ffn if is_moe else self.ffn,
+            rope_theta=self.rope_local_theta if is_local else self.rope_theta,
+            rope_scaled=self.rope_scaling != "none" and not is_local,
+        )
+
+    # Counting -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        """Tables that are looked up, not multiplied: tokens and learned positions."""
+        return (self.vocab + (self.max_seq_len if self.positions == "learned" else 0)) * self.hidden
+
+    @property
+    def num_attention_parameters(self) -> int:
+        """One layer's attention, its q/k norms included."""
+        if self.is_latent:
+            out_of_query = self.num_heads * self.head_dim
+            query = self.hidden * out_of_query
+            if self.q_lora_rank:
+                query = self.q_lora_rank * (self.hidden + 1 + out_of_query)
+            latent = self.hidden * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+            expand = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+            return query + latent + expand + self.num_heads * self.v_head_dim * self.hidden
+        out_of_qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        count = self.hidden * out_of_qkv + self.num_heads * self.head_dim * self.hidden
+        count += out_of_qkv if self.qkv_bias else 0
+        count += self.hidden if self.out_bias else 0
+        return count + (2 * self.head_dim if self.qk_norm else 0)
+
+    def num_feedforward_parameters(self, layer: LayerSpec, active_only: bool = False) -> int:
+        """One layer's feed-forward: the dense one, or router, routed and shared experts."""
+        matrices = 3 if self.gated else 2
+        if layer.is_moe:
+            experts = (self.experts_per_token if active_only else self.num_experts) + self.num_shared_experts
+            return experts * matrices * self.hidden * self.expert_ffn + self.num_experts * self.hidden
+        bias = ((matrices - 1) * layer.ffn + self.hidden) if self.mlp_bias else 0
+        return matrices * self.hidden * layer.ffn + bias
+
+    @property
+    def num_norm_parameters(self) -> int:
+        """One norm's scale, and its shift for LayerNorm."""
+        return self.hidden * (2 if self.norm == "layer" else 1)
+
+    def _count(self, active_only: bool) -> int:
+        norms = 4 if self.post_norms else 2
+        per_layer = self.num_attention_parameters + norms * self.num_norm_parameters
+        layers = sum(per_layer + self.num_feedforward_parameters(layer, active_only) for layer in self.layers)
+        head = 0 if self.tied else self.vocab * self.hidden
+        return self.num_embedding_parameters + layers + self.num_norm_parameters + head
+
+    @property
+    def num_parameters(self) -> int:
+        return self._count(active_only=False)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters one token meets: of the routed experts, only those chosen for it."""
+        return self._count(active_only=True)
+
+    def attention_context(self, layer: LayerSpec, seq_len: int) -> float:
+        """Keys a query meets on average under the causal mask: s/2, or w - w^2/2s behind a window of w < s."""
+        reach = min(layer.window or seq_len, seq_len)
+        return reach - reach * reach / (2 * seq_len)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Training FLOPs per token: forward and backward, causal attention counted once (not twice as some tables do)."""
+        lookups = self.num_embedding_parameters - (self.vocab * self.hidden if self.tied else 0)
+        matmul = 6 * (self.num_active_parameters - lookups)
+        # Per key: one multiply-add over the query's width and one over the value's; times 3 for forward and backward.
+        per_key = 6 * self.num_heads * (self.head_dim + self.value_dim)
+        return float(matmul + sum(per_key * self.attention_context(layer, seq_len) for layer in self.layers))
+
+    # Changing and storing -----------------------------------------------------------------------------------------
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> ModelSpec:
+        """A changed copy. Sizes that were derived (head_dim, num_kv_heads, expert_ffn) are derived again unless given."""
+        changes = dict(overrides)
+        for name in changes:
+            check_field_name(name)
+        if self.head_dim * self.num_heads == self.hidden and {"hidden", "num_heads"} & set(changes):
+            changes.setdefault("head_dim", 0)
+        if self.num_kv_heads == self.num_heads and "num_heads" in changes:
+            changes.setdefault("num_kv_heads", 0)
+        if self.expert_ffn == self.ffn and "ffn" in changes:
+            changes.setdefault("expert_ffn", 0)
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
+        for name in values:
+            check_field_name(name)
+        return cls(**values)
+
+
+FIELD_NAMES = tuple(field.name for field in fields(ModelSpec))
+
+
+def check_field_name(name: str) -> None:
+    if name in FIELD_NAMES:
+        return
+    close = difflib.get_close_matches(name, FIELD_NAMES, n=1)
+    fix = f"did you mean `{close[0]}`?" if close else "use one of the fields above"
+    raise UserError(f"unknown model field `{name}`", why=f"a model has: {', '.join(FIELD_NAMES)}", fix=fix)
+
+
+def check_types(spec: ModelSpec) -> None:
+    """Every value has its field's type; an int where a float is expected becomes one (TOML writes 1 for 1.0)."""
+    for name, kind in _field_types().items():
+        value = getattr(spec, name)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            object.__setattr__(spec, name, float(value))
+        elif get_origin(kind) is Literal:
+            if value not in get_args(kind):
+                choices = get_args(kind)
+                close = difflib.get_close_matches(str(value), choices, n=1)
+                fix = f"did you mean `{close[0]}`?" if close else f"for example {name} = {choices[0]!r}"
+                raise UserError(f"model.{name} cannot be {value!r}", why=f"it is one of: {', '.join(choices)}", fix=fix)
+        elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise UserError(
+                f"model.{name} cannot be {value!r}",
+                why=f"it must be of type {kind.__name__}, not {type(value).__name__}",
+                fix=f"for example {name} = {next(f.default for f in fields(spec) if f.name == name)!r}",
+            )
+
+
+def _field_types() -> dict[str, Any]:
+    return get_type_hints(ModelSpec)
+
+
+POSITIVE = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_seq_len", "moe_every")
+
+
+def check_sizes(spec: ModelSpec) -> None:
+    """Refuse what cannot be built, with the arithmetic."""
+    for name in FIELD_NAMES:
+        value = getattr(spec, name)
+        low = 1 if name in POSITIVE else 0
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
+            raise _impossible(
+                f"model.{name} = {value}", f"it must be at least {low}", f"{name} = {max(low, 1)} or more"
+            )
+    if spec.num_heads % spec.num_kv_heads:
+        raise _impossible(
+            f"{spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads",
+            f"{spec.num_heads} / {spec.num_kv_heads} is not whole: each key-value head serves the same number of heads",
+            "choose num_kv_heads that divides num_heads",
+        )
+    if spec.positions == "rope" and spec.rotary_dim % 2:
+        raise _impossible(
+            f"rotary positions over {spec.rotary_dim} dimensions",
+            "RoPE turns pairs of dimensions, so the head dimension must be even",
+            "choose hidden, num_heads or head_dim so that head_dim is even",
+        )
+    if spec.is_latent:
+        _check_latent(spec)
+    if spec.is_moe:
+        _check_experts(spec)
+    if spec.rope_scaling in ("llama3", "yarn") and not spec.rope_original_max_seq_len:
+        raise _impossible(
+            f"rope_scaling = {spec.rope_scaling!r} without rope_original_max_seq_len",
+            "the scaling bends frequencies around the length the model was first trained with",
+            "set rope_original_max_seq_len, for example 8192",
+        )
+
+
+def _check_latent(spec: ModelSpec) -> None:
+    if not (spec.qk_nope_head_dim and spec.qk_rope_head_dim and spec.v_head_dim):
+        raise _impossible(
+            "latent attention with missing head sizes",
+            "kv_lora_rank > 0 needs qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
+            "set all three, for example 128, 64 and 128",
+        )
+    wrong = [
+        name
+        for name, is_wrong in {
+            "num_kv_heads": spec.num_kv_heads != spec.num_heads,
+            "qkv_bias": spec.qkv_bias,
+            "out_bias": spec.out_bias,
+            "qk_norm": spec.qk_norm,
+            "positions": spec.positions != "rope",
+        }.items()
+        if is_wrong
+    ]
+    if wrong:
+        raise _impossible(
+            f"latent attention with {wrong[0]} = {getattr(spec, wrong[0])!r}",
+            "its keys and values come from one latent per token: no grouped heads, biases, q/k norms or learned positions",
+            f"leave {wrong[0]} at its default",
+        )
+
+
+def _check_experts(spec: ModelSpec) -> None:
+    if not 1 <= spec.experts_per_token <= spec.num_experts:
+        raise _impossible(
+            f"experts_per_token = {spec.experts_per_token} of num_experts = {spec.num_experts}",
+            "every token goes to at least one expert and at most all of them",
+            f"set experts_per_token between 1 and {spec.num_experts}, for example {min(2, spec.num_experts)}",
+        )
+    groups, kept = spec.num_expert_groups, spec.topk_groups
+    if groups < 1 or spec.num_experts % groups or not 1 <= kept <= groups:
+        raise _impossible(
+            f"{spec.num_experts} experts in {groups} groups, {kept} kept",
+            "groups must divide the experts evenly and at least one group is kept",
+            "choose num_expert_groups that divides num_experts and topk_groups up to it",
+        )
+    if groups > 1 and (spec.num_experts // groups < 2 or spec.experts_per_token > kept * (spec.num_experts // groups)):
+        raise _impossible(
+            f"{groups} expert groups of {spec.num_experts // groups} with {kept} kept for {spec.experts_per_token} experts",
+            "a group is scored by its best two experts, and the kept groups must hold experts_per_token experts",
+            "use fewer groups or raise topk_groups",
+        )
+    if spec.mlp_bias:
+        raise _impossible(
+            "experts with mlp_bias", "stacked experts have no biases here", "set mlp_bias = false or num_experts = 0"
+        )
+
+
+def _impossible(what: str, why: str, fix: str) -> UserError:
+    return UserError(f"impossible model: {what}", why=why, fix=fix)

@@ -1,0 +1,115 @@
+"""The shapes, the text and the weights that a config names: what `train`, `eval`, `generate` and `export` share.
+
+No torch at module level: `train --dry-run` and the launcher use the first half.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config.schema import Config, ModelConfig
+from shardwise.data.corpus import Corpus, open_corpus
+from shardwise.errors import UserError
+from shardwise.model.presets import preset
+from shardwise.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.model.decoder import Decoder
+
+CACHE = ".data"  # inside run.dir: raw sources, tokenised once
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def model_dir(config: ModelConfig) -> Path | None:
+    if not config.path:
+        return None
+    from shardwise.model.huggingface import find_model_dir
+
+    return find_model_dir(config.path)
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """The shapes: from the preset or the directory's config.json, with the [model] overrides on top."""
+    directory = model_dir(config)
+    spec = preset(config.preset) if directory is None else read_spec(directory)
+    return spec.with_overrides(dict(config.overrides)) if config.overrides else spec
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """The shapes a Hugging Face directory's config.json describes."""
+    from shardwise.model.hf_config import spec_from_config
+
+    return spec_from_config(read_json(directory / "config.json"))
+
+
+def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
+    return open_corpus(
+        config.data,
+        seq_len=config.train.seq_len,
+        seed=config.train.seed,
+        vocab=spec.vocab,
+        model_dir=model_dir(config.model),
+        cache_dir=Path(config.run.dir) / CACHE,
+        progress=progress,
+    )
+
+
+def build_model(config: ModelConfig, spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder on its device: weights drawn from (seed, name), or read from the model directory."""
+    if config.attention == "flex" and device.type != "cuda":
+        raise UserError(
+            "model.attention = flex needs a CUDA GPU",
+            why="FlexAttention has no backward pass on a CPU",
+            fix="model.attention=sdpa, which is exact everywhere",
+        )
+    model = empty_model(config, spec, dtype, device)
+    directory = model_dir(config)
+    if directory is None:
+        from shardwise.model.initialize import initialize
+
+        initialize(model, seed)
+    else:
+        from shardwise.model.huggingface import load_weights
+
+        load_weights(model, directory)
+    return model
+
+
+def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The decoder with memory for its weights and nothing in it yet."""
+    import torch
+
+    from shardwise.model.decoder import Decoder
+
+    with torch.device("meta"):
+        model = Decoder(spec, config.attention)
+    return model.to(dtype).to_empty(device=device)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Whatever tokenizer files `source` has, into `target`."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}", why=str(error), fix="give a Hugging Face model directory") from None

@@ -1,0 +1,47 @@
+"""A quick look at what this machine reaches right now, with all ranks busy: the rates behind the predicted step time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.plan import Plan
+from shardwise.plan.predict import Rates
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16-true": torch.bfloat16}
+
+
+def measure_rates(spec: ModelSpec, plan: Plan, device: torch.device, bucket_bytes: int) -> Rates:
+    """About half a second: the model's own matmul shape, a memory copy, and one gradient bucket around the ranks."""
+    dtype = DTYPES[plan.precision]
+    rows = min(plan.micro_batch * plan.seq_len, 8192)
+    x = torch.randn(rows, spec.hidden, device=device, dtype=dtype)
+    w = torch.randn(spec.hidden, max(layer.ffn for layer in spec.layers), device=device, dtype=dtype)
+    flops = 2 * rows * spec.hidden * w.shape[1] / _seconds(lambda: x @ w, device)
+    block = torch.zeros(8 * 2**20, device=device)
+    other = torch.empty_like(block)
+    copied = 2 * block.nbytes / _seconds(lambda: other.copy_(block), device)
+    if plan.world == 1:
+        return Rates(flops, copied)
+    large = torch.zeros(max(1, min(bucket_bytes, 16 * 2**20) // 4), device=device)
+    small = torch.zeros(1, device=device)
+    latency = _seconds(lambda: dist.all_reduce(small), device)
+    seconds = _seconds(lambda: dist.all_reduce(large), device)
+    return Rates(flops, copied, large.nbytes / max(seconds - latency, 1e-9), latency)
+
+
+def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    once()
+    return statistics.median(once() for _ in range(repeats))

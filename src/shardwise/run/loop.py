@@ -1,0 +1,282 @@
+"""The training loop. Read `train` top to bottom: it is the program.
+
+One rank's view of a run; every rank executes this file. Numerics of a step are in step.py, its timing in clock.py, what is
+printed in report.py and view.py. Ranks decide nothing alone: stopping and checkpointing are agreed on at every step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint import store
+from shardwise.config.schema import Config
+from shardwise.config.units import parse_seconds
+from shardwise.data.corpus import Corpus
+from shardwise.data.loader import Loader
+from shardwise.errors import Exit
+from shardwise.launch.ranks import Ranks
+from shardwise.memory.micro_batch import find_micro_batch
+from shardwise.memory.usage import peak_bytes
+from shardwise.model.decoder import Decoder
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel.apply import parallelize_decoder
+from shardwise.plan.plan import Plan
+from shardwise.plan.predict import predict, predict_memory
+from shardwise.run import report
+from shardwise.run.build import build_model, corpus_of
+from shardwise.run.calibrate import DTYPES, measure_rates
+from shardwise.run.clock import KINDS, Clock
+from shardwise.run.evaluate import evaluate
+from shardwise.run.events import Events
+from shardwise.run.guards import StopRequests
+from shardwise.run.metrics import Metrics
+from shardwise.run.optimizer import build_optimizer
+from shardwise.run.rundir import RunDir
+from shardwise.run.schedule import LearningRate, learning_rate
+from shardwise.run.step import StepResult, run_step
+from shardwise.run.view import View
+
+AUTO_CHECKPOINT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a rank knows before it starts."""
+
+    run: RunDir
+    config: Config
+    plan: Plan
+    spec: ModelSpec
+    ranks: Ranks
+    device: torch.device
+    memory_limit: int
+    from_step: int | None = None  # resume: a certain checkpoint instead of the newest
+    quiet: bool = False
+
+
+def train(session: Session) -> Exit:
+    config, plan, spec, ranks, run, device = (
+        session.config, session.plan, session.spec, session.ranks, session.run, session.device,
+    )  # fmt: skip
+
+    # What it learns from, and the model itself.
+    corpus = corpus_of(config, spec, progress=False)
+    view = View(plan.num_steps, corpus.unigram_entropy(), quiet=session.quiet or not ranks.is_first)
+    stops = StopRequests(run, config.train.time_limit, view.say)
+    model = build_model(config.model, spec, config.train.seed, DTYPES[plan.precision], device)
+    if config.train.micro_batch == "auto":
+        plan = replace(plan, micro_batch=_largest_micro_batch(session, model))
+    prediction = predict(spec, plan, config.optimizer.name, measure_rates(spec, plan, device, config.comm.bucket))
+    peak_flops = report.peak_flops(plan, device, prediction)
+
+    # Its replicas, its optimizer, and where an earlier process left off.
+    replicas = parallelize_decoder(model, plan, config.comm)
+    optimizer = build_optimizer(config.optimizer, model)
+    rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
+    done = _restore(session, model, optimizer, view)
+    loader = Loader(
+        corpus.train,
+        global_batch=plan.global_batch,
+        rows=plan.rows(ranks.rank),
+        micro_batch=plan.micro_batch,
+        first_step=done + 1,
+        pin_memory=device.type == "cuda",
+    )
+    metrics, events, clock = None, Events(run.events, ranks.rank, config.run.events_every), Clock(device)
+    if ranks.is_first:
+        report.write_plan(run, plan, prediction)
+        report.header(view, session, plan, corpus, prediction)
+        metrics = Metrics(run, config.run, plan.to_dict(), view.say)
+        metrics.write({"event": "resumed" if done else "started", "step": done, "wall_time": time.time()})
+    history = report.History()
+    checkpoint = _CheckpointClock(config.checkpoint.every, done)
+    step, stop = done, None
+
+    for step in range(done + 1, plan.num_steps + 1):
+        # Get this rank's rows; agree on the step's token count and on whether to go on.
+        clock.begin()
+        with clock.span("data_wait", "next batch"):
+            batch = loader.next()
+        with clock.span("comm_exposed", "agree"):
+            wish, due = stops.check(), checkpoint.due(step - 1) if ranks.is_first else False
+            num_targets, interrupted, stopped, save = _agree(
+                [batch.num_targets, wish == Exit.INTERRUPTED, wish == Exit.STOPPED, due], device, plan
+            )
+        if save and step - 1 > checkpoint.last_step:
+            _save(session, step - 1, model, optimizer)
+            checkpoint.done(step - 1)
+        if interrupted or stopped:
+            stop, step = (Exit.INTERRUPTED if interrupted else Exit.STOPPED), step - 1
+            break
+
+        # Train.
+        result = run_step(
+            replicas,
+            optimizer,
+            batch,
+            num_targets=num_targets,
+            lr=rate(step),
+            clip=config.train.clip,
+            clock=clock,
+            device=device,
+            skip_non_finite=config.run.on_nan == "skip",
+        )
+
+        # Tell.
+        parts = clock.finish()
+        line = _metrics_line(step, result, rate, num_targets, parts, plan, spec, peak_flops, device)
+        history.add(line)
+        events.record(step, clock)
+        if metrics:
+            metrics.write(line)
+        view.step(line)
+        if not math.isfinite(result.loss) and config.run.on_nan == "stop":
+            stop = Exit.DIVERGED
+            break
+        if config.train.eval_every and step % config.train.eval_every == 0 and step < plan.num_steps:
+            report.evaluation(view, metrics, step, _evaluate(model, corpus, session, plan))
+        if config.train.sample_every and step % config.train.sample_every == 0 and step < plan.num_steps:
+            report.sample(view, model, corpus, config, ranks)
+
+    # Commit, and say how it went.
+    loader.close()
+    if stop != Exit.DIVERGED and step > checkpoint.last_step:
+        _save(session, step, model, optimizer)
+    peak = int(_largest(peak_bytes(device), device, plan))
+    if stop is None:
+        report.evaluation(view, metrics, step, _evaluate(model, corpus, session, plan))
+    events.close()
+    if ranks.is_first and metrics:
+        if stop is None:
+            report.finished(view, metrics, session, plan, model, corpus, prediction, history, peak)
+        else:
+            report.stopped(view, metrics, run, step, stop, stops.why)
+        metrics.close()
+    view.close()
+    return stop or Exit.DONE
+
+
+def _largest_micro_batch(session: Session, model: Decoder) -> int:
+    plan = session.plan
+    parts = predict_memory(session.spec, plan, session.config.optimizer.name)
+    state = sum(size for name, size in parts.items() if name != "activations")
+    found = find_micro_batch(
+        model, rows=plan.rows_per_rank, seq_len=plan.seq_len, state_bytes=state, limit=session.memory_limit
+    )
+    return -int(_largest(-found, session.device, plan))  # the smallest over ranks
+
+
+def _metrics_line(
+    step: int,
+    result: StepResult,
+    rate: LearningRate,
+    num_targets: int,
+    parts: dict[str, float],
+    plan: Plan,
+    spec: ModelSpec,
+    peak_flops: float,
+    device: torch.device,
+) -> dict[str, Any]:
+    tokens_per_s = plan.tokens_per_step / parts["step_s"]
+    line: dict[str, Any] = {
+        "step": step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": rate(step),
+        "tokens": plan.tokens_per_step,
+        "target_tokens": num_targets,
+        "step_s": parts["step_s"],
+        "tokens_per_s": tokens_per_s,
+        "mfu": tokens_per_s * spec.flops_per_token(plan.seq_len) / peak_flops,
+        "peak_memory_bytes": peak_bytes(device),
+        "wall_time": time.time(),
+        **{f"{kind}_s": parts[f"{kind}_s"] for kind in (*KINDS, "other")},
+    }
+    if spec.num_experts:
+        line |= {"aux_loss": result.aux_loss, "z_loss": result.z_loss}
+    if result.skipped:
+        line["skipped"] = True
+    return line
+
+
+def _agree(values: list[float], device: torch.device, plan: Plan) -> list[int]:
+    """The sum of each value over all ranks: token counts add up, and a wish of one rank becomes everyone's."""
+    if plan.world == 1:
+        return [int(value) for value in values]
+    summed = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(summed)
+    return [int(value) for value in summed.tolist()]
+
+
+def _largest(value: float, device: torch.device, plan: Plan) -> float:
+    if plan.world == 1:
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def _evaluate(model: Decoder, corpus: Corpus, session: Session, plan: Plan) -> float | None:
+    return evaluate(
+        model,
+        corpus.validation,
+        global_batch=plan.global_batch,
+        rows=plan.rows(session.ranks.rank),
+        micro_batch=plan.micro_batch,
+        device=session.device,
+        max_batches=session.config.train.eval_batches,
+        distributed=plan.world > 1,
+    )
+
+
+class _CheckpointClock:
+    """When the next checkpoint is due: by steps, or by time."""
+
+    def __init__(self, every: int | str, done: int):
+        self.steps = every if isinstance(every, int) else None
+        self.seconds = AUTO_CHECKPOINT_S if every == "auto" else None if self.steps else parse_seconds(str(every))
+        self.last_step, self.last_time = done, time.monotonic()
+
+    def due(self, step: int) -> bool:
+        if self.steps:
+            return step > 0 and step % self.steps == 0
+        return self.seconds is not None and time.monotonic() - self.last_time >= self.seconds
+
+    def done(self, step: int) -> None:
+        self.last_step, self.last_time = step, time.monotonic()
+
+
+def _save(session: Session, step: int, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Replicas are equal, so the first rank writes for all; the others meet it again at the next agreement."""
+    if not session.ranks.is_first:
+        return
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = {
+        "weights": dict(model.state_dict()),
+        "optimizer": store.optimizer_tensors(optimizer, names),
+        "rng": {"cpu": torch.get_rng_state()},
+    }
+    state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
+    store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
+
+
+def _restore(session: Session, model: Decoder, optimizer: torch.optim.Optimizer, view: View) -> int:
+    """Load the newest good checkpoint, if there is one; returns the number of steps already done."""
+    checkpoint, skipped = store.newest_good(
+        session.run.checkpoints, verify=session.config.checkpoint.verify, at_step=session.from_step
+    )
+    for line in skipped:
+        view.say(line)
+    if checkpoint is None:
+        return 0
+    model.load_state_dict(checkpoint.load("weights"))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    store.restore_optimizer(optimizer, names, checkpoint.load("optimizer"))
+    torch.set_rng_state(checkpoint.load("rng")["cpu"])
+    return checkpoint.step

@@ -1,0 +1,126 @@
+"""Metrics out: one JSON line per step in the run directory, and copies to the loggers the user asked for.
+
+A logger is a guest: if it fails to import, to connect or to write, it is dropped with one printed line and the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from shardwise.config.schema import RunConfig
+from shardwise.run.rundir import RunDir, unwritable
+
+
+class Logger(Protocol):
+    name: str
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Appends to metrics.jsonl (rank 0 only) and feeds the loggers."""
+
+    def __init__(self, run: RunDir, config: RunConfig, settings: dict[str, Any], say: Callable[[str], None]):
+        self.run, self.say = run, say
+        self.file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
+        self.loggers: list[Logger] = []
+        for name in config.loggers:
+            if name != "jsonl":
+                self._try(name, lambda name=name: self.loggers.append(_open_logger(name, run, settings)))
+
+    def write(self, line: dict[str, Any]) -> None:
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()  # a reader, or whoever looks after a crash, sees every finished step
+        except OSError as error:
+            raise unwritable(self.run.metrics, error) from None
+        if "event" in line:
+            return
+        values = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
+        for logger in list(self.loggers):
+            self._try(logger.name, lambda logger=logger: logger.log(line["step"], values), logger)
+
+    def close(self) -> None:
+        for logger in list(self.loggers):
+            self._try(logger.name, logger.close, logger)
+        self.file.close()
+
+    def _try(self, name: str, action: Callable[[], None], logger: Logger | None = None) -> None:
+        try:
+            action()
+        except Exception as error:  # a guest may fail in any way; the run must not
+            if logger in self.loggers:
+                self.loggers.remove(logger)  # type: ignore[arg-type]
+            hint = f"; pip install 'shardwise[{name}]'" if isinstance(error, ImportError) else ""
+            self.say(f"logger   {name} is off: {error}{hint}")
+
+
+class _TensorBoard:
+    name = "tensorboard"
+
+    def __init__(self, run: RunDir):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run.log / "tensorboard"))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _WeightsAndBiases:
+    """Offline: files under log/wandb, to be sent later by `wandb sync` if the user wants to."""
+
+    name = "wandb"
+
+    def __init__(self, run: RunDir, settings: dict[str, Any]):
+        import wandb
+
+        folder = run.log / "wandb"
+        folder.mkdir(exist_ok=True)
+        self.run = wandb.init(mode="offline", project="shardwise", name=run.name, dir=str(folder), config=settings)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish(quiet=True)
+
+
+class _MLflow:
+    """A local file store under log/mlflow."""
+
+    name = "mlflow"
+
+    def __init__(self, run: RunDir, settings: dict[str, Any]):
+        from mlflow.tracking import MlflowClient
+
+        self.client = MlflowClient(tracking_uri=f"sqlite:///{(run.log / 'mlflow.db').resolve()}")
+        found = self.client.get_experiment_by_name("shardwise")
+        experiment = found.experiment_id if found else self.client.create_experiment("shardwise")
+        self.id = self.client.create_run(experiment, run_name=run.name).info.run_id
+        for key, value in settings.items():
+            self.client.log_param(self.id, key, value)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            self.client.log_metric(self.id, key, value, step=step)
+
+    def close(self) -> None:
+        self.client.set_terminated(self.id)
+
+
+def _open_logger(name: str, run: RunDir, settings: dict[str, Any]) -> Logger:
+    if name == "tensorboard":
+        return _TensorBoard(run)
+    if name == "wandb":
+        return _WeightsAndBiases(run, settings)
+    assert name == "mlflow", name
+    return _MLflow(run, settings)

@@ -1,0 +1,37 @@
+"""Optimizers by name. Weight decay falls on matrices only: norms, biases and other vectors are left alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.config.schema import OptimizerConfig
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    beta1, beta2 = config.betas
+    # The fused kernels make one pass over memory instead of one per operation; torch has them for CPU and CUDA.
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    if config.name == "adam":
+        return torch.optim.Adam(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, fused=True)
+    if config.name == "momentum":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=beta1, fused=True)
+    if config.name == "adagrad":
+        return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps)
+    assert config.name == "rmsprop", config.name
+    return torch.optim.RMSprop(groups, lr=config.lr, alpha=beta1, eps=config.eps)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+

@@ -1,0 +1,209 @@
+"""What a run says about itself: header, evaluations, samples, and the closing lines with predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.cluster.machine import this_machine
+from shardwise.config.schema import Config
+from shardwise.config.units import format_bytes, format_count, format_seconds
+from shardwise.data.corpus import Corpus
+from shardwise.errors import Exit
+from shardwise.launch.ranks import Ranks
+from shardwise.model.decoder import Decoder
+from shardwise.plan.plan import Plan
+from shardwise.plan.predict import Prediction
+from shardwise.run.clock import KINDS, verdict
+from shardwise.run.evaluate import perplexity
+from shardwise.run.generate import Sampling, generate
+from shardwise.run.metrics import Metrics
+from shardwise.run.proof import NUM_STEPS, single_process_losses
+from shardwise.run.rundir import RunDir, write_atomically
+from shardwise.run.schedule import batch_scale
+from shardwise.run.view import View, format_rate
+
+if TYPE_CHECKING:
+    from shardwise.run.loop import Session
+
+GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}  # bf16, dense
+SAMPLE_TOKENS = 160
+PROOF_LIMIT_S = 60.0  # a proof that would take longer than this is left to the user
+
+
+class History:
+    """Sums over the steps of this process, for the closing lines. The first step warms up and does not count."""
+
+    def __init__(self) -> None:
+        self.parts = dict.fromkeys([*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s"], 0.0)
+        self.losses: dict[int, float] = {}
+        self.step_seconds: list[float] = []
+        self.tokens = 0
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.losses[line["step"]] = line["loss"]
+        if len(self.losses) == 1:
+            return
+        self.step_seconds.append(line["step_s"])
+        self.tokens += line["tokens"]
+        for key in self.parts:
+            self.parts[key] += line[key]
+
+    def median_step_s(self) -> float:
+        return sorted(self.step_seconds)[len(self.step_seconds) // 2] if self.step_seconds else float("nan")
+
+
+def peak_flops(plan: Plan, device: torch.device, prediction: Prediction) -> float:
+    """The hardware's peak for MFU: the published bf16 figure of a known GPU, else the matmul rate measured at the start."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, peak in GPU_PEAK_FLOPS.items():
+            if known in name:
+                return peak * plan.world
+    return prediction.matmul_flops * plan.world
+
+
+def write_plan(run: RunDir, plan: Plan, prediction: Prediction) -> None:
+    write_atomically(run.plan, json.dumps({**plan.to_dict(), "prediction": prediction.to_dict()}, indent=1) + "\n")
+
+
+def header(view: View, session: Session, plan: Plan, corpus: Corpus, prediction: Prediction) -> None:
+    config, spec, machine = session.config, session.spec, this_machine()
+    gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
+    backend = "one process" if plan.world == 1 else ("nccl" if plan.device == "cuda" else "gloo")
+    active = f" ({format_count(spec.num_active_parameters)} active)" if spec.num_experts else ""
+    limit = session.memory_limit
+    times = limit / max(prediction.memory_bytes, 1)
+    fits = f"fits {times:.0f} times over" if times >= 2 else f"{100 / times:.0f} % of memory"
+    batch = (
+        f"{plan.global_batch} sequences x {plan.seq_len} tokens = "
+        f"{plan.micro_batch} micro x {plan.num_microbatches} accumulated x {plan.dp} rank{'s' if plan.dp > 1 else ''}"
+    )
+    view.say(f"machine  {machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus} -> {backend}")
+    view.say(f"corpus   {corpus.description}; tokenizer {corpus.tokenizer.name}")
+    view.say(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers")
+    view.say(f"plan     {plan.layout} {plan.precision}: {plan.reason}; {fits}")
+    view.say(
+        f"batch    {batch}; predicted {format_seconds(prediction.step_s)} per step, "
+        f"{format_bytes(prediction.memory_bytes)} per rank"
+    )
+    scale = batch_scale(config.optimizer, plan.global_batch)
+    if scale != 1.0:
+        view.say(
+            f"lr       {config.optimizer.lr:g} x {scale:.3g} = {config.optimizer.lr * scale:.3g}: {config.optimizer.lr_scaling} "
+            f"scaling from a batch of {config.optimizer.reference_batch} to {plan.global_batch}"
+        )
+    elif config.optimizer.reference_batch not in (None, plan.global_batch):
+        view.say(
+            f"lr       {config.optimizer.lr:g} was tuned for a batch of {config.optimizer.reference_batch}, this run has "
+            f"{plan.global_batch}; optimizer.lr_scaling=linear would scale it"
+        )
+
+
+def evaluation(view: View, metrics: Metrics | None, step: int, loss: float | None) -> None:
+    if loss is None:
+        view.say("eval     nothing is held out, so there is no evaluation loss (data.validation_fraction)")
+        return
+    if metrics:
+        metrics.write({"step": step, "eval_loss": loss, "wall_time": time.time()})
+    view.say(f"eval     step {step}: held-out loss {loss:.3f}, perplexity {perplexity(loss):.2f}")
+
+
+def sample(view: View, model: Decoder, corpus: Corpus, config: Config, ranks: Ranks) -> None:
+    """A short continuation, shown escaped on one line; only the first rank samples."""
+    if not ranks.is_first:
+        return
+    text = config.train.sample_prompt
+    prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else held_out_prompt(corpus)
+    new = generate(model, prompt, SAMPLE_TOKENS, Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator}))
+    words = corpus.tokenizer.decode([*prompt, *new])
+    view.say("sample   " + json.dumps(words, ensure_ascii=False))
+
+
+def held_out_prompt(corpus: Corpus, length: int = 12) -> list[int]:
+    sequences = corpus.validation if corpus.validation.num_sequences else corpus.train
+    tokens = sequences.batch(1, range(1), 1).tokens[0].tolist()
+    return [token for token in tokens if token != corpus.tokenizer.separator][:length] or [corpus.tokenizer.separator]
+
+
+def finished(
+    view: View,
+    metrics: Metrics,
+    session: Session,
+    plan: Plan,
+    model: Decoder,
+    corpus: Corpus,
+    prediction: Prediction,
+    history: History,
+    peak: int,
+) -> None:
+    sample(view, model, corpus, session.config, session.ranks)
+    proof = _proof(view, session, plan, corpus, history)
+    step_s = history.median_step_s()
+    last = history.losses[max(history.losses)] if history.losses else float("nan")
+    unigram = corpus.unigram_entropy()
+    view.say(f"loss     {last:.3f} at the last step; a unigram model of the same text has {unigram:.3f}")
+    if history.step_seconds:
+        rate = format_rate(history.tokens / history.parts["step_s"])
+        view.say(f"speed    {rate} tok/s; {verdict(history.parts)}")
+    view.say(
+        f"measured {format_seconds(step_s)} per step ({_off(step_s, prediction.step_s)} of predicted), "
+        f"{format_bytes(peak)} per rank ({_off(peak, prediction.memory_bytes)})"
+    )
+    metrics.write(
+        {
+            "event": "finished",
+            "step": plan.num_steps,
+            "exit": int(Exit.DONE),
+            "loss": last,
+            "unigram_loss": unigram,
+            "predicted": {"step_s": prediction.step_s, "memory_bytes": prediction.memory_bytes},
+            "measured": {"step_s": step_s, "memory_bytes": peak},
+            "where": history.parts,
+            "proof": proof,
+            "wall_time": time.time(),
+        }
+    )
+    name = session.run.path
+    view.say(f"run      {name}")
+    view.say(f'next     shardwise generate {name} --prompt "class "')
+    view.say(f"         shardwise eval {name}")
+    view.say(f"         shardwise resume {name} --allow train.steps train.steps={2 * plan.num_steps}")
+
+
+def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, why: str) -> None:
+    event = "failed" if code == Exit.DIVERGED else "stopped"
+    metrics.write({"event": event, "step": step, "exit": int(code), "why": why or "loss", "wall_time": time.time()})
+    if code == Exit.DIVERGED:
+        view.say(f"STOPPED  step {step}: the loss is not a number any more                    exit {int(code)}, diverged")
+        view.say("  why    usually the learning rate is too high, or the data holds something extreme")
+        view.say(f"  do     shardwise resume {run.path} --allow optimizer.lr optimizer.lr=…   (half of it, say)")
+        view.say("         or run.on_nan=skip, which passes over such steps")
+        return
+    view.say(f"STOPPED  step {step}, by {why}; committed                              exit {int(code)}, resumable")
+    view.say(f"  do     shardwise resume {run.path}")
+
+
+def _off(measured: float, predicted: float) -> str:
+    return f"{100 * (measured / predicted - 1):+.0f} %" if predicted else "n/a"
+
+
+def _proof(view: View, session: Session, plan: Plan, corpus: Corpus, history: History) -> dict[str, Any] | None:
+    """Repeat the first steps without parallelism. Needs a run from its start, and more than one rank to prove anything."""
+    steps = [step for step in range(1, NUM_STEPS + 1) if step in history.losses]
+    if plan.world == 1 or not steps or steps[0] != 1 or session.config.model.path:
+        return None
+    alone_s = history.median_step_s() * plan.world * len(steps)
+    if alone_s > PROOF_LIMIT_S:
+        view.say(f"proof    left out: {len(steps)} steps in one process would take {format_seconds(alone_s)}")
+        return None
+    losses = single_process_losses(session.config, plan, session.spec, corpus, session.device, len(steps))
+    difference = max(abs(a - history.losses[step]) for step, a in zip(steps, losses, strict=True))
+    good = difference <= 1e-5
+    text = f"steps 1-{steps[-1]} repeated in one process: largest difference {difference:.1g}"
+    view.say(f"proof    {text}" + ("" if good else "  -> NOT THE SAME; please report this"))
+    return {"steps": len(steps), "largest_difference": difference, "same": good}

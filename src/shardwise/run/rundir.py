@@ -1,0 +1,234 @@
+"""The run directory: the one record of a run, append-only, readable while the run goes on.
+
+    config.toml  plan.json  metrics.jsonl  events/rank*.jsonl  checkpoints/step-N/  crash/  log/
+
+`metrics.jsonl` holds a line per step and lines with an "event" key (started, resumed, stopped, finished, failed). After a
+resume some steps appear twice; the later line counts. A process that trains holds `lock`; nobody else may write.
+No torch here: `runs`, `watch` and `compare` live on this file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shardwise.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there the lock file only informs
+    fcntl = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def crash(self) -> Path:
+        return self.path / "crash"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def tokenizer(self) -> Path:
+        """A copy of the tokenizer's files, so that the run can be used wherever it is moved; absent for bytes."""
+        return self.path / "tokenizer"
+
+    @property
+    def stop_request(self) -> Path:
+        return self.path / "stop"
+
+    # --- reading -------------------------------------------------------------------------------------------------
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Every complete line of metrics.jsonl, in order. A line cut short by a crash is passed over."""
+        if not self.metrics.exists():
+            return
+        with open(self.metrics, encoding="utf-8") as file:
+            for line in file:
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        """The training line of each step, in order of steps; after a resume the later line wins."""
+        found: dict[int, dict[str, Any]] = {}
+        for line in self.lines():
+            if line.get("event") == "resumed":
+                found = {step: kept for step, kept in found.items() if step <= line["step"]}
+            elif "loss" in line and "event" not in line:
+                found[line["step"]] = line
+        return found
+
+    def last_event(self) -> dict[str, Any] | None:
+        return next((line for line in reversed(list(self.lines())) if "event" in line), None)
+
+    def state(self) -> str:
+        """running, finished, stopped, failed, or unfinished (no process holds it and no last word was written)."""
+        if self.is_locked():
+            return "running"
+        event = self.last_event()
+        return event["event"] if event and event["event"] in ("finished", "stopped", "failed") else "unfinished"
+
+    def read_plan(self) -> dict[str, Any]:
+        return json.loads(self.plan.read_text(encoding="utf-8")) if self.plan.exists() else {}
+
+    # --- writing -------------------------------------------------------------------------------------------------
+
+    def append(self, line: dict[str, Any]) -> None:
+        with open(self.metrics, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def is_locked(self) -> bool:
+        if fcntl is None or not (self.path / "lock").exists():
+            return False
+        with open(self.path / "lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return False
+            except OSError:
+                return True
+
+    def lock(self) -> IO[str]:
+        """Hold the run until the returned file is closed or the process ends, however it ends."""
+        file = open(self.path / "lock", "a+")  # noqa: SIM115  (held open on purpose)
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise UserError(
+                f"run `{self.name}` is already in use",
+                why=f"{holder} is training in {self.path}",
+                fix=f"`shardwise watch {self.path}` follows it, `shardwise stop {self.path}` ends it; "
+                "or choose another run.name",
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        return file
+
+
+def create_run_dir(parent: str | Path, name: str | None, model_name: str) -> RunDir:
+    """Make a new run directory: NAME, or the first free MODEL-001, MODEL-002, …"""
+    parent = Path(parent)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        run = RunDir(parent / name) if name else _first_free(parent, model_name)
+        if name:
+            run.path.mkdir()
+        for folder in (run.events, run.checkpoints, run.crash, run.log):
+            folder.mkdir()
+    except FileExistsError:
+        raise UserError(
+            f"run directory {parent / (name or '')} is already in use",
+            why="a run is never overwritten",
+            fix=f"`shardwise resume {parent / (name or '')}` goes on with it; or choose another run.name",
+        ) from None
+    except OSError as error:
+        raise unwritable(parent, error) from None
+    return run
+
+
+def _first_free(parent: Path, model_name: str) -> RunDir:
+    stem = re.sub(r"[^\w.-]+", "-", model_name) or "run"
+    number = 1
+    while True:
+        try:
+            path = parent / f"{stem}-{number:03d}"
+            path.mkdir()
+            return RunDir(path)
+        except FileExistsError:
+            number += 1
+
+
+def all_runs(parent: str | Path) -> list[RunDir]:
+    """Runs below a directory, oldest first."""
+    parent = Path(parent)
+    if not parent.is_dir():
+        return []
+    found = [RunDir(path) for path in parent.iterdir() if (path / "config.toml").is_file()]
+    return sorted(found, key=lambda run: (run.config.stat().st_mtime, run.name))
+
+
+def find_run(name: str, parent: str | Path = "runs") -> RunDir:
+    """A run by directory, by name inside `parent`, or `last`."""
+    runs = all_runs(parent)
+    if name == "last":
+        if not runs:
+            raise UserError("there is no last run", why=f"{parent} holds no run", fix="`shardwise train` starts one")
+        return runs[-1]
+    for path in (Path(name), Path(parent) / name):
+        if (path / "config.toml").is_file():
+            return RunDir(path)
+    known = ", ".join(run.name for run in runs[-5:]) or "none"
+    raise UserError(
+        f"no run `{name}`",
+        why=f"neither {name} nor {Path(parent) / name} has a config.toml; runs here: {known}",
+        fix="`shardwise runs` lists them; give a directory, a name, or `last`",
+    )
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """The three lines for a file that could not be written."""
+    if error.errno == errno.ENOSPC:
+        return UserError(
+            f"no space left for {path}",
+            why=f"the disk that holds {path} is full",
+            fix="free some space, or set run.dir to another disk; then `shardwise resume`",
+        )
+    return UserError(
+        f"cannot write {path}", why=error.strerror or str(error), fix="set run.dir to a directory you may write to"
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise unwritable(path, error) from None

@@ -1,0 +1,147 @@
+"""From a command line to a running job: resolve the config, make or find the run directory, start the ranks.
+
+Used by `train` and `resume`. Everything that can be refused is refused here, before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cluster.machine import Machine, this_machine
+from shardwise.config.load import Loaded, load_config
+from shardwise.config.write import write_config
+from shardwise.errors import Exit, UserError
+from shardwise.launch.ranks import ranks_from_environment
+from shardwise.plan.plan import Plan
+from shardwise.plan.resolve import Resolved, resolve
+from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
+from shardwise.run.rundir import RunDir, create_run_dir, write_atomically
+
+if TYPE_CHECKING:
+    from shardwise.data.corpus import Corpus
+    from shardwise.model.spec import ModelSpec
+
+FREE_TO_CHANGE = ("parallel", "memory", "comm", "run", "checkpoint")
+"""Sections that do not change what a run computes; anything else needs `--allow KEY` on resume."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to start."""
+
+    loaded: Loaded
+    resolved: Resolved
+    spec: ModelSpec
+    corpus: Corpus
+    machine: Machine
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+    def origins(self) -> dict[str, str]:
+        return self.loaded.origins | dict.fromkeys(self.resolved.chosen, "planner")
+
+
+def make_job(loaded: Loaded, nproc: int | None, progress: bool) -> Job:
+    """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result."""
+    machine = this_machine()
+    spec = model_spec(loaded.config.model)
+    corpus = corpus_of(loaded.config, spec, progress=progress)
+    resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences)
+    return Job(loaded, resolved, spec, corpus, machine)
+
+
+def new_run(job: Job) -> RunDir:
+    run = create_run_dir(job.loaded.config.run.dir, job.loaded.config.run.name, job.spec.name)
+    write_run(run, job)
+    if job.corpus.tokenizer.path:
+        copy_tokenizer(job.corpus.tokenizer.path.parent, run.tokenizer)
+    return run
+
+
+def write_run(run: RunDir, job: Job) -> None:
+    write_config(job.resolved.config, job.origins(), run.config)
+    write_atomically(run.plan, json.dumps(job.plan.to_dict(), indent=1) + "\n")
+    run.stop_request.unlink(missing_ok=True)
+
+
+def start(run: RunDir, job: Job, from_step: int | None = None) -> int:
+    from shardwise.launch.local import start_ranks
+
+    plan = job.plan
+    return start_ranks(run, plan.world, plan.threads_per_rank, job.resolved.config.comm.interface, from_step)
+
+
+def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> Job:
+    """The job of an existing run, with what may change changed."""
+    if run.is_locked():
+        run.lock()  # raises, naming the holder
+    before = load_config(run.config).config
+    words = [*overrides, *([f"parallel.dp={nproc}"] if nproc else [])]
+    loaded = load_config(run.config, words)
+    changed = [
+        f"{section.name}.{key.name}"
+        for section in fields(before)
+        if section.name not in FREE_TO_CHANGE
+        for key in fields(getattr(before, section.name))
+        if getattr(getattr(before, section.name), key.name) != getattr(getattr(loaded.config, section.name), key.name)
+    ]
+    refused = [key for key in changed if key not in allow]
+    if refused:
+        raise UserError(
+            f"resuming with another `{refused[0]}` changes what this run computes",
+            why=f"free to change are {', '.join(FREE_TO_CHANGE)}",
+            fix=f"add --allow {refused[0]} if you mean it, or start a new run",
+        )
+    # The run stays where it is, wherever it was started from.
+    moved = replace(loaded.config, run=replace(loaded.config.run, dir=str(run.path.parent), name=run.name))
+    return make_job(replace(loaded, config=moved), None, progress=sys.stdout.isatty())
+
+
+def join_torchrun(prepare: Callable[[int], RunDir]) -> int:
+    """This process is one rank of a job that torchrun started: rank 0 prepares, all agree on the run directory, train."""
+    import torch
+
+    from shardwise.config.schema import CommConfig
+    from shardwise.run.worker import run_worker, start_process_group
+
+    ranks = ranks_from_environment()
+    use_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
+    if ranks.world == 1:
+        return run_worker(prepare(1), ranks)
+    start_process_group(CommConfig(), device)
+    error: UserError | None = None
+    path = ""
+    if ranks.is_first:
+        try:
+            path = str(prepare(ranks.world).path.resolve())
+        except UserError as problem:
+            error = problem
+    path = _share_text(path, device)
+    if error is not None:
+        raise error
+    return run_worker(RunDir(Path(path)), ranks) if path else int(Exit.USER_MISTAKE)
+
+
+def _share_text(text: str, device: object) -> str:
+    """Rank 0's text on every rank, as plain bytes: nothing is unpickled."""
+    import torch
+    import torch.distributed as dist
+
+    data = text.encode()
+    size = torch.tensor([len(data)], device=device)  # type: ignore[call-overload]
+    dist.broadcast(size, 0)
+    if int(size) == 0:
+        return ""
+    body = torch.zeros(int(size), dtype=torch.uint8, device=device)  # type: ignore[call-overload]
+    if data:
+        body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(body, 0)
+    return bytes(body.tolist()).decode()

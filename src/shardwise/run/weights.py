@@ -1,0 +1,112 @@
+"""Trained weights wherever they lie: a run, one of its checkpoints, a converted directory, or a Hugging Face directory.
+
+`find_weights` only looks (no torch); `load` builds the decoder. `generate`, `eval`, `export` and `convert` start here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.config.load import load_config
+from shardwise.config.schema import Config, ModelConfig
+from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.errors import UserError
+from shardwise.model.spec import ModelSpec
+from shardwise.run.build import empty_model, model_dir, read_spec
+from shardwise.run.rundir import RunDir, find_run
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`checkpoint`: a directory with manifest.json; `huggingface`: one with config.json. Exactly one is set."""
+
+    name: str
+    spec: ModelSpec
+    config: Config | None  # of the run they come from
+    checkpoint: Path | None
+    huggingface: Path | None
+    tokenizer_dir: Path | None
+
+    def tokenizer(self, asked: str = "auto") -> Tokenizer:
+        if self.config and asked == "auto" and self.tokenizer_dir is None:
+            asked = self.config.data.tokenizer
+        return open_tokenizer(asked, self.tokenizer_dir)
+
+    def stored_dtype(self) -> torch.dtype:
+        """The number format of the stored tensors (of the first one: all have the same)."""
+        from safetensors import safe_open
+
+        folder = self.checkpoint or self.huggingface
+        assert folder is not None
+        file = folder / "weights.safetensors" if self.checkpoint else next(iter(sorted(folder.glob("*.safetensors"))))
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_tensor(next(iter(tensors.keys()))).dtype
+
+    def load(self, device: torch.device, dtype: torch.dtype | None = None, attention: str = "auto") -> Decoder:
+        """The decoder with these weights, in `dtype` (default: fp32, or what the run trained in)."""
+        import torch
+
+        from shardwise.checkpoint.store import Checkpoint
+        from shardwise.model.huggingface import load_weights
+
+        model = empty_model(ModelConfig(attention=attention), self.spec, dtype or torch.float32, device)
+        if self.checkpoint:
+            model.load_state_dict(Checkpoint(self.checkpoint, 0).load("weights"))
+        else:
+            assert self.huggingface is not None
+            load_weights(model, self.huggingface)
+        return model.eval()
+
+
+def find_weights(name: str, runs_dir: str = "runs") -> Weights:
+    """By run directory, run name, `last`, checkpoint directory, converted directory, model directory or hub id."""
+    path = Path(name)
+    if (path / "manifest.json").is_file():
+        return _from_checkpoint(path, None)
+    is_run = name == "last" or (path / "config.toml").is_file() or (Path(runs_dir) / name / "config.toml").is_file()
+    if is_run:
+        return _from_run(find_run(name, runs_dir))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(
+            f"{name} holds no model",
+            why="it has neither config.toml (a run), manifest.json (a checkpoint) nor config.json (Hugging Face)",
+            fix="`shardwise runs` lists runs",
+        )
+    from shardwise.model.huggingface import find_model_dir
+
+    directory = find_model_dir(name)
+    return Weights(name, read_spec(directory), None, None, directory, directory)
+
+
+def _from_run(run: RunDir) -> Weights:
+    from shardwise.checkpoint.listing import committed
+
+    found = committed(run.checkpoints)
+    if not found:
+        raise UserError(
+            f"run `{run.name}` has no checkpoint yet",
+            why=f"{run.checkpoints} is empty",
+            fix=f"`shardwise resume {run.path}` trains on; a checkpoint comes at the end, or set checkpoint.every",
+        )
+    return _from_checkpoint(found[0], run)
+
+
+def _from_checkpoint(path: Path, run: RunDir | None) -> Weights:
+    if run is None and (path.parent.parent / "config.toml").is_file():
+        run = RunDir(path.parent.parent)  # RUN/checkpoints/step-N given directly
+    try:
+        spec = ModelSpec.from_dict(json.loads((path / "manifest.json").read_text(encoding="utf-8"))["state"]["model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path / 'manifest.json'} cannot be read", why=str(error), fix="choose another step") from None
+    config = load_config(run.config).config if run else None
+    tokenizer = run.tokenizer if run else path / "tokenizer"
+    fallback = model_dir(config.model) if config and config.data.tokenizer == "auto" else None
+    return Weights(run.name if run else path.name, spec, config, path, None, tokenizer if tokenizer.is_dir() else fallback)

@@ -1,0 +1,134 @@
+"""One rank: sets the process up, trains, and turns whatever happens into an exit code.
+
+Started by launch/local.py as `python -m shardwise.run.worker RUN_DIR`, by torchrun through `shardwise train`, or called
+directly when one process is enough. Everything it needs is in the run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.cluster.machine import this_machine
+from shardwise.config.load import load_config
+from shardwise.config.schema import CommConfig
+from shardwise.errors import Exit, UserError
+from shardwise.launch.ranks import Ranks, ranks_from_environment
+from shardwise.plan.plan import Plan
+from shardwise.plan.resolve import rank_memory_limit
+from shardwise.run.build import model_spec
+from shardwise.run.loop import Session, train
+from shardwise.run.rundir import RunDir
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardwise.run.worker")
+    parser.add_argument("run_dir")
+    parser.add_argument("--from-step", type=int)
+    args = parser.parse_args(argv)
+    code = run_worker(RunDir(Path(args.run_dir)), ranks_from_environment(), args.from_step)
+    # torchrun's process API kills all ranks when one exits with an error. An orderly end is none: its code is in the run's
+    # last event, where the launcher reads it.
+    return int(Exit.DONE) if code in (Exit.STOPPED, Exit.INTERRUPTED, Exit.DIVERGED) else code
+
+
+def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None) -> int:
+    """Train as this rank. Clean stops return their code; a launcher reads it from the run's last event instead."""
+    try:
+        code = _train(run, ranks, from_step)
+    except UserError as error:
+        return _fail(run, ranks, error.code, str(error))
+    except torch.OutOfMemoryError as error:
+        return _fail(run, ranks, Exit.OUT_OF_MEMORY, _out_of_memory(error))
+    except MemoryError:
+        return _fail(run, ranks, Exit.OUT_OF_MEMORY, _out_of_memory("the system gave no more memory"))
+    except KeyboardInterrupt:
+        return _fail(run, ranks, Exit.INTERRUPTED, "STOPPED  by Ctrl-C before the first step")
+    except Exception as error:
+        return _crash(run, ranks, error)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def _train(run: RunDir, ranks: Ranks, from_step: int | None) -> Exit:
+    config = load_config(run.config).config
+    plan = Plan.from_dict(run.read_plan())
+    if plan.world != ranks.world:
+        raise UserError(
+            f"this job has {ranks.world} processes, the plan needs {plan.world}",
+            why=f"{plan.layout} was planned for {run.path}",
+            fix=f"start {plan.world} processes, or set parallel.dp={ranks.world}",
+        )
+    device = torch.device("cuda", ranks.local_rank) if plan.device == "cuda" else torch.device("cpu")
+    torch.set_num_threads(plan.threads_per_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    if config.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if ranks.world > 1:
+        start_process_group(config.comm, device)
+    limit = rank_memory_limit(config, this_machine(), plan)
+    session = Session(run, config, plan, model_spec(config.model), ranks, device, limit, from_step=from_step)
+    with run.lock() if ranks.is_first else open(os.devnull):
+        return train(session)
+
+
+def start_process_group(comm: CommConfig, device: torch.device) -> None:
+    backend = comm.backend if comm.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=comm.timeout))
+
+
+def _fail(run: RunDir, ranks: Ranks, code: Exit, text: str) -> int:
+    if ranks.is_first:
+        print(text, file=sys.stderr, flush=True)
+        _last_word(run, code, text.splitlines()[0])
+    return int(code)
+
+
+def _crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
+    """A bug of ours, or a peer that went away: the traceback goes to a file, one line to the person."""
+    lost_peer = isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error).lower()
+    code = Exit.HARDWARE if lost_peer else Exit.BUG
+    file = run.crash / f"rank{ranks.rank}.txt"
+    try:
+        file.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:
+        traceback.print_exc()
+    if ranks.is_first or not lost_peer:
+        print(f"error: rank {ranks.rank}: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
+        print(f"  why  {'another rank went away' if lost_peer else 'this is a bug of shardwise'}; details in {file}", file=sys.stderr)
+        print(f"  fix  shardwise resume {run.path}", file=sys.stderr, flush=True)
+    if ranks.is_first:
+        _last_word(run, code, str(error)[:500])
+    return int(code)
+
+
+def _last_word(run: RunDir, code: Exit, why: str) -> None:
+    event = "stopped" if code in (Exit.STOPPED, Exit.INTERRUPTED) else "failed"
+    try:
+        run.append({"event": event, "exit": int(code), "why": why, "wall_time": time.time()})
+    except OSError:
+        pass  # the disk is full, which is what the message above already says
+
+
+def _out_of_memory(error: object) -> str:
+    return (
+        "error: out of memory\n"
+        f"  why  {str(error).splitlines()[0]}\n"
+        "  fix  train.micro_batch=1, a shorter train.seq_len, or a smaller model; then `shardwise resume`"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Tokenizers: ids, separators, and text that comes out piece by piece."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from shardwise.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
+from shardwise.errors import UserError
+
+TEXT = "naïve 漢字 🙂 ok"
+
+
+def test_bytes_round_trip_and_separator_disappears():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([*tokenizer.encode(TEXT), 0]) == TEXT
+
+
+def test_bytes_drop_nul_so_that_only_document_ends_are_zero():
+    ids, lengths = ByteTokenizer().encode_documents([b"a\0b", "c"])
+    assert ids.tolist() == [97, 98, 0, 99, 0] and lengths.tolist() == [3, 2]
+
+
+def test_auto_is_the_models_own_tokenizer_else_bytes(tokenizer_dir, tmp_path):
+    assert isinstance(open_tokenizer("auto", tokenizer_dir), FileTokenizer)
+    assert isinstance(open_tokenizer("auto", tmp_path), ByteTokenizer)
+
+
+def test_documents_are_what_the_library_encodes_plus_the_separator(bpe):
+    ids, lengths = bpe.encode_documents([TEXT, b"the dog"])
+    first, second = np.split(ids, [lengths[0]])
+    assert first.tolist() == [*bpe.encode(TEXT), bpe.separator]
+    assert second.tolist() == [*bpe.encode("the dog"), bpe.separator]
+    assert ids.dtype == np.uint16
+
+
+def test_separator_comes_from_generation_config_when_no_string_names_it(tokenizer_dir, tmp_path):
+    shutil.copy(tokenizer_dir / "tokenizer.json", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [6, 2]}))
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")).separator == 6
+
+
+def test_separator_falls_back_to_a_common_name_and_changes_the_digest(tokenizer_dir, tmp_path, bpe):
+    shutil.copy(tokenizer_dir / "tokenizer.json", tmp_path)
+    alone = open_tokenizer(str(tmp_path))
+    assert (alone.separator, alone.digest) == (bpe.separator, bpe.digest)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    assert open_tokenizer(str(tmp_path)).digest != bpe.digest
+
+
+def test_tokenizer_without_any_end_token_is_refused(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="names no token that ends a document"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [None, b"{not json"])
+def test_unreadable_tokenizer_is_a_user_error(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match="cannot read the tokenizer"):
+        open_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_stream_never_emits_half_a_character(kind, bpe):
+    tokenizer = ByteTokenizer() if kind == "bytes" else bpe
+    stream = tokenizer.stream()
+    pieces = [stream.push(token) for token in tokenizer.encode(TEXT)]
+    assert "".join(pieces) + stream.finish() == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_stream_that_ends_inside_a_character_says_so():
+    stream = ByteTokenizer().stream()
+    assert stream.push("é".encode()[0]) == ""
+    assert stream.finish() == "\ufffd"
