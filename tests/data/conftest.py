@@ -13,8 +13,32 @@ from shardwise.config.schema import DataConfig
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.data.tokenizer import FileTokenizer, open_tokenizer
 
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-WORDS = "the quick brown fox jumps over a lazy dog while 12 wise shards keep their tokens in order".split()
+SPECIALS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "12",
+    "wise",
+    "shards",
+    "keep",
+    "order",
+]
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -32,10 +56,16 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+    )
     core.train_from_iterator(sentences(200), trainer)
     core.save(str(directory / "tokenizer.json"))
-    config = {"eos_token": {"content": "<|endoftext|>"}, "bos_token": "<|begin_of_text|>", "chat_template": (TEMPLATES / "chatml.jinja").read_text()}
+    config = {
+        "eos_token": {"content": "<|endoftext|>"},
+        "bos_token": "<|begin_of_text|>",
+        "chat_template": (TEMPLATES / "chatml.jinja").read_text(),
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
@@ -79,9 +109,13 @@ def rows_file(lines_file: Callable[..., Path]) -> Path:
 def open_rows(tmp_path: Path) -> Callable[..., Corpus]:
     """open_rows(source, seq_len=16, **data settings) opens a corpus of byte tokens (or of another tokenizer)."""
 
-    def opened(source: Path | str | tuple[str, ...], *, seq_len: int = 16, seed: int = 0, vocab: int = 512, **settings: Any) -> Corpus:
+    def opened(
+        source: Path | str | tuple[str, ...], *, seq_len: int = 16, seed: int = 0, vocab: int = 512, **settings: Any
+    ) -> Corpus:
         names = source if isinstance(source, tuple) else str(source)
         data = DataConfig(source=names, **settings)
-        return open_corpus(data, seq_len=seq_len, seed=seed, vocab=vocab, model_dir=None, cache_dir=tmp_path / "cache", progress=False)
+        return open_corpus(
+            data, seq_len=seq_len, seed=seed, vocab=vocab, model_dir=None, cache_dir=tmp_path / "cache", progress=False
+        )
 
     return opened

@@ -53,7 +53,8 @@ def test_generation_blocks_decide_when_the_template_has_them(bpe):
         "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     )
     template = ChatTemplate(marked, bpe.special_strings, origin="test")
-    assert trained_text(TALK, template, bpe) == "brown foxover 🙂 a dog"
+    # The space before an answer is part of its first token, so it is trained with it.
+    assert trained_text(TALK, template, bpe) == " brown fox over 🙂 a dog"
 
 
 def test_built_in_template_ends_answers_with_the_separator():
@@ -98,7 +99,11 @@ def test_model_template_is_found_in_either_place(tokenizer_dir, bpe, tmp_path, c
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [("{% if %}", "not valid Jinja"), ("{{ raise_exception('system first') }}", "refuses a conversation"), ("{{ ''.__class__.mro() }}", "refuses")],
+    [
+        ("{% if %}", "not valid Jinja"),
+        ("{{ raise_exception('system first') }}", "refuses a conversation"),
+        ("{{ ''.__class__.mro() }}", "refuses"),
+    ],
 )
 def test_bad_templates_are_user_errors(template, message):
     with pytest.raises(UserError, match=message):

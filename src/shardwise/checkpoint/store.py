@@ -121,6 +121,15 @@ def newest_good(parent: Path, *, verify: bool = True, at_step: int | None = None
     return None, skipped
 
 
+def abandon_after(parent: Path, step: int) -> None:
+    """A run that goes on from an older step leaves the newer checkpoints behind: renamed, so that they are never resumed."""
+    for checkpoint in committed(parent):
+        if checkpoint.step > step:
+            target = parent / f"abandoned-{checkpoint.path.name}"
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(checkpoint.path, target)
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]) -> Tensors:
     """An optimizer's state as flat named tensors: `exp_avg/layers.0.attention.q.weight`."""
     return {

@@ -166,7 +166,9 @@ def _print_summary(directory: Path, index: dict[str, Any]) -> None:
         print(f"source   {source['name']}: {source['num_files']:,} file(s), {human_bytes(source['bytes'])}")
     for name, split in about["splits"].items():
         trained = "" if split["trained_tokens"] == split["tokens"] else f", {split['trained_tokens']:,} with loss"
-        print(f"{'train' if name == 'train' else 'held out':<8} {split['documents']:,} documents, {split['tokens']:,} tokens{trained}")
+        print(
+            f"{'train' if name == 'train' else 'held out':<8} {split['documents']:,} documents, {split['tokens']:,} tokens{trained}"
+        )
     per_token = about["text_bytes"] / max(1, sum(split["tokens"] for split in about["splits"].values()))
     tokenizer = about["tokenizer"]
     print(

@@ -118,12 +118,17 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _device_line(device: DeviceRates) -> str:
-    rates = ", ".join(f"{label} {_flops(rate)}" for label, rate in device.flops_per_s.items())
-    copy = f"copy {device.copy_bytes_per_s / 1e9:.1f} GB/s"
-    if device.capability is None:
-        return f"{device.device:<8}  matrix products {rates}; {copy}"
-    capability = ".".join(map(str, device.capability))
-    return f"{device.device:<8}  {device.name}, {format_bytes(device.memory_bytes)}, capability {capability}; {rates}; {copy}"
+    said = [f"{label} {_flops(rate)}" for label, rate in device.flops_per_s.items()]
+    if device.copy_bytes_per_s is not None:
+        said.append(f"copy {device.copy_bytes_per_s / 1e9:.1f} GB/s")
+    said += [f"{label} does not work here ({problem})" for label, problem in device.problems.items()]
+    if device.capability is not None:
+        capability = ".".join(map(str, device.capability))
+        said.insert(0, f"{device.name}, {format_bytes(device.memory_bytes)}, capability {capability}")
+    line = f"{device.device:<8}  {'; '.join(said)}"
+    if device.device == "cpu" and "bf16" in device.problems:
+        line += '\n          so keep memory.precision = "fp32"; this processor or its virtual machine lacks what oneDNN uses'
+    return line
 
 
 def _flops(rate: float) -> str:
@@ -171,7 +176,7 @@ def cluster_toml(report: dict[str, Any]) -> str:
             f"name = {shown(device['name'])}",
             f"kind = {shown(device['device'].split(':')[0])}",
         ]
-        lines += [f"memory = {device['memory_bytes']}", f"copy = {shown(float(device['copy_bytes_per_s']))}"]
+        lines += [f"memory = {device['memory_bytes']}", f"copy = {shown(float(device['copy_bytes_per_s'] or 0))}"]
         lines += [f"flops_{label} = {shown(float(rate))}" for label, rate in device["flops_per_s"].items()]
     if "alpha_s" in report["link"]:
         lines += ["", "[[link]]", f"between = {shown(report['link']['between'])}"]

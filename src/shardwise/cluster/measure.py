@@ -1,35 +1,41 @@
 """Short measurements of this machine: matrix products, memory copies, the disk. Each takes well under a second.
 
-Rates are medians of repeated runs on otherwise whatever the machine is doing now: they say what a run would get here and
-today, not what the data sheet promises. Read next: link.py (the link between processes), cli/doctor.py (prints it all).
+Rates are medians of repeated runs beside whatever else the machine is doing: they say what a run would get here and now,
+not what the data sheet promises. Devices are measured in a child process (device_rates.py), because a kernel that this
+machine cannot run may end the process: that is then a finding, not a crash of ours. Read next: link.py.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 DISK_BYTES = 32 * 2**20
+CHILD_SECONDS = 120
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceRates:
-    """What one device reaches: FLOP/s per number format, and bytes per second read plus written by a copy."""
+    """What one device reaches: FLOP/s per number format, and bytes per second read plus written by a copy.
+
+    `problems` holds, for each measurement that could not be made, the reason.
+    """
 
     device: str
     name: str
     memory_bytes: int
-    capability: tuple[int, int] | None
-    flops_per_s: dict[str, float]
-    copy_bytes_per_s: float
+    capability: tuple[int, int] | None = None
+    flops_per_s: dict[str, float] = field(default_factory=dict)
+    copy_bytes_per_s: float | None = None
+    problems: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,37 +48,54 @@ class DiskRates:
 
 def measure_devices(cpu_name: str, cpu_memory: int) -> list[DeviceRates]:
     """The CPU, then every GPU that torch can use."""
-    import torch
-
-    found = [_measure(torch.device("cpu"), cpu_name, cpu_memory, None, side=1024)]
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        about = torch.cuda.get_device_properties(index)
-        device = torch.device("cuda", index)
-        found.append(_measure(device, about.name, about.total_memory, (about.major, about.minor), side=8192))
-    return found
-
-
-def _measure(
-    device: torch.device, name: str, memory: int, capability: tuple[int, int] | None, side: int
-) -> DeviceRates:
-    import torch
-
-    flops = {}
-    for label, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        left = torch.randn(side, side, device=device, dtype=dtype)
-        seconds = _median_seconds("left @ left", {"left": left})
-        flops[label] = 2 * side**3 / seconds
-    source = torch.zeros(16 * 2**20 if device.type == "cpu" else 256 * 2**20, device=device)
-    seconds = _median_seconds("target.copy_(source)", {"source": source, "target": torch.empty_like(source)})
-    return DeviceRates(str(device), name, memory, capability, flops, 2 * source.nbytes / seconds)
+    found: dict[str, DeviceRates] = {"cpu": DeviceRates("cpu", cpu_name, cpu_memory)}
+    tried: set[str] = set()
+    while True:
+        running, reason = _one_child(found, tried)
+        if running is None:
+            if reason is not None:
+                found["cpu"].problems.setdefault("start", reason)
+            return list(found.values())
+        # The child died inside this measurement: note it, and let another child do the rest.
+        device, measurement = running.split("/")
+        found[device].problems[measurement] = reason or "ended without a word"
 
 
-def _median_seconds(statement: str, names: dict[str, object]) -> float:
-    import torch
-    from torch.utils.benchmark import Timer
+def _one_child(found: dict[str, DeviceRates], tried: set[str]) -> tuple[str | None, str | None]:
+    """Runs measurements not yet tried. Returns the one that was running when the child died, if it died, and why."""
+    command = [sys.executable, "-m", "shardwise.cluster.device_rates", *sorted(tried)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {CHILD_SECONDS} s"
+    running = None
+    for line in done.stdout.splitlines():
+        event = json.loads(line)
+        name = event["device"]
+        if event["event"] == "device":
+            found.setdefault(name, DeviceRates(name, event["name"], event["memory_bytes"], tuple(event["capability"])))
+        elif event["event"] == "start":
+            running = f"{name}/{event['measurement']}"
+            tried.add(running)
+        else:
+            running = None
+            _store(found[name], event["measurement"], event["value"])
+    if done.returncode == 0:
+        return None, None
+    return running, _why_it_ended(done.returncode, done.stderr)
 
-    timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=0.2).median)
+
+def _store(device: DeviceRates, measurement: str, value: float) -> None:
+    if measurement == "copy":
+        device.copy_bytes_per_s = value
+    else:
+        device.flops_per_s[measurement] = value
+
+
+def _why_it_ended(code: int, errors: str) -> str:
+    if code < 0:
+        return (signal.strsignal(-code) or f"signal {-code}").lower()
+    return (errors.strip().splitlines() or [f"exit code {code}"])[-1]
 
 
 def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> DiskRates:

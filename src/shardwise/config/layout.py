@@ -47,7 +47,7 @@ def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
         elif not equals and name == "sp":
             value = "true"
         if name not in WORDS:
-            close = difflib.get_close_matches(name, WORDS, n=1)
+            close = difflib.get_close_matches(name, WORDS, n=1, cutoff=0.5)
             fix = f"did you mean `{close[0]}`?" if close else "for example `dp=2 zero=0`"
             why = f"a layout has the words: {', '.join(WORDS)}"
             raise UserError(f"unknown word `{word}` in the layout `{text}`", why=why, fix=fix, where=where)

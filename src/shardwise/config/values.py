@@ -75,6 +75,8 @@ def example(key: Key) -> str:
     """A value this key takes, for the `fix` line."""
     if key.default not in (None, "auto", ()):
         return shown(key.default)
+    if key.choices:
+        return shown(next(choice for choice in key.choices if choice != "auto"))
     if key.unit:
         return _EXAMPLE[key.unit]
     if key.item is not None:

@@ -82,7 +82,7 @@ class Layout:
             batch.targets[row, begins - 1] = IGNORE
             if batch.documents is not None:
                 batch.documents[row] = np.searchsorted(begins, np.arange(self.seq_len), side="right")
-                batch.documents[row, length:] = len(begins) + 1
+                batch.documents[row, length:] = batch.documents[row, length - 1] + 1  # padding is a document of its own
 
     def _document_starts(self, start: int, last: int) -> np.ndarray:
         """Positions 1, 2, ... of tokens (start, last) at which a document begins, relative to `start`."""

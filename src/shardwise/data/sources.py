@@ -99,9 +99,10 @@ def find_source(name: str) -> Source:
     return Source(name, tuple(files), sizes, title=path.name or str(path.resolve().name), root=root)
 
 
-def read_documents(source: Source, reading: Reading | None = None) -> Iterator[Document]:
+def read_documents(source: Source | str, reading: Reading | None = None) -> Iterator[Document]:
     """Every document of a source, in a stable order, in constant memory."""
     reading = reading or Reading()
+    source = find_source(source) if isinstance(source, str) else source
     for file in source.files:
         try:
             suffix = _suffix(file)

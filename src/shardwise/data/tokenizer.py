@@ -70,7 +70,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_spans(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids of each text and, per id, whether it starts inside one of that text's character spans."""
+        """Ids of each text and, per id, whether it holds a character of one of that text's spans."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
@@ -168,7 +168,7 @@ class FileTokenizer(Tokenizer):
             empty = starts == ends
             trained = np.zeros(len(starts), dtype=bool)
             for first, last in answers:
-                trained |= np.where(empty, (starts > first) & (starts <= last), (starts >= first) & (starts < last))
+                trained |= np.where(empty, (starts > first) & (starts <= last), (ends > first) & (starts < last))
             rows.append((np.array(encoding.ids, dtype=self.dtype), trained.astype(np.uint8)))
         return rows
 

@@ -170,7 +170,7 @@ def _cannot_write(out: Path, error: OSError) -> UserError:
             why=f"{error.strerror}; {_free(out)}",
             fix="free some space, or write elsewhere: --out DIR (for training: run.dir=DIR)",
         )
-    if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+    if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and out.exists():
         return UserError(
             f"{out} appeared while it was being prepared",
             why="another process wrote it first",

@@ -36,7 +36,7 @@ def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, fr
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
     store, port = _loopback_store()  # lives as long as the ranks do
-    arguments = ("-m", "shardwise.run.worker", str(run.path), *(["--from-step", str(from_step)] if from_step else []))
+    arguments = ("-m", "shardwise.launch.rank", str(run.path), *(["--from-step", str(from_step)] if from_step else []))
     environment = {
         rank: {
             **os.environ,

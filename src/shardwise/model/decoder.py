@@ -133,7 +133,8 @@ class Decoder(nn.Module):
                 routings.append(routing)
                 if self.training:
                     # Counted here and not inside the block: a recomputed block runs twice, this line once.
-                    block.feedforward.tokens_per_expert += routing.tokens_per_expert_E
+                    counts_E = block.get_buffer("feedforward.tokens_per_expert")
+                    counts_E += routing.tokens_per_expert_E
         return x_BTD, routings
 
     def logits(self, x: Tensor) -> Tensor:

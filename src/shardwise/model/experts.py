@@ -109,6 +109,7 @@ class Router(nn.Module):
 
     def _sigmoid(self, logits_NE: Tensor) -> Choice:
         """DeepSeek-V3, section 2.1.2: the bias decides who is chosen, never how much they weigh."""
+        assert self.bias is not None, "a sigmoid router has a bias"
         scores_NE = logits_NE.sigmoid()
         ranking_NE = scores_NE.detach() + self.bias
         if self.num_groups > 1:

@@ -126,8 +126,11 @@ def _fields(spec: ModelSpec, kind: str) -> dict[str, Any]:
 
 
 def _windows(spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    qwen = {"use_sliding_window": bool(spec.sliding_window), "max_window_layers": spec.window_from}
-    qwen |= {"sliding_window": spec.sliding_window or None}
+    qwen: dict[str, Any] = {
+        "use_sliding_window": bool(spec.sliding_window),
+        "sliding_window": spec.sliding_window or None,
+        "max_window_layers": spec.window_from,
+    }
     layer_types = {"layer_types": _layer_types(spec)}
     return {
         "mistral": {"sliding_window": spec.sliding_window},

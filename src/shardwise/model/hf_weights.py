@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +31,7 @@ from shardwise.model.spec import ModelSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIB = 2**30
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 # Reading -----------------------------------------------------------------------------------------------------------
@@ -44,8 +46,7 @@ def load_weights(model: Decoder, directory: Path) -> None:
         shapes = {name: shape for path in files for name, shape in read_shapes(path).items()}
         table = match_table(model.spec, shapes, targets, directory)
         for path in files:
-            for part, value in read_parts(path, table, targets):
-                select(targets, part).copy_(value)
+            load_file(path, table, targets)
         if model.head is None:
             _check_tied(model, files, directory)
     for layer in moe_layers(model):
@@ -130,17 +131,47 @@ def their_shape(tensor: TheirTensor, ours: dict[str, Tensor]) -> tuple[int, ...]
     return tuple(reversed(joined)) if tensor.transposed else tuple(joined)
 
 
-def read_parts(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]) -> Iterator[tuple[Part, Tensor]]:
-    """One file's tensors as views into the mapped file, cut to our parts. Valid until the next one is asked for."""
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            if name not in table:
+def load_file(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]) -> None:
+    """One file's tensors, in the order they lie in it, into ours."""
+    header, data_start = read_header(path)
+    names = sorted(table.keys() & header.keys(), key=lambda name: header[name]["data_offsets"])
+    with safe_open(path, framework="pt") as mapped, path.open("rb", buffering=0) as raw:
+        for name in names:
+            tensor, targets = table[name], [select(ours, part) for part in table[name].parts]
+            if is_same_bytes(tensor, targets[0], header[name]["dtype"]):
+                raw.seek(data_start + header[name]["data_offsets"][0])
+                read_straight(raw, targets[0])
                 continue
-            tensor = table[name]
-            data = file.get_tensor(name)
+            data = mapped.get_tensor(name)
             data = data.t() if tensor.transposed else data
-            sizes = [select(ours, part).shape[tensor.join_dim] for part in tensor.parts]
-            yield from zip(tensor.parts, data.split(sizes, tensor.join_dim) if len(sizes) > 1 else [data], strict=True)
+            sizes = [target.shape[tensor.join_dim] for target in targets]
+            pieces = data.split(sizes, tensor.join_dim) if len(targets) > 1 else [data]
+            for target, piece in zip(targets, pieces, strict=True):
+                target.copy_(piece)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The file's table of contents and where its data begins (an 8-byte length, JSON, then the tensors)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)), 8 + length
+
+
+def is_same_bytes(tensor: TheirTensor, target: Tensor, stored: str) -> bool:
+    """Whether the file's bytes are the tensor's bytes, so that they can be read into place without a copy between."""
+    as_is = len(tensor.parts) == 1 and not tensor.transposed and sys.byteorder == "little"
+    on_cpu = type(target) is Tensor and target.device.type == "cpu" and target.is_contiguous()
+    return as_is and on_cpu and STORED_DTYPES.get(stored) == target.dtype
+
+
+def read_straight(file: BinaryIO, target: Tensor) -> None:
+    """As fast as reading gets; copying from a mapped file reached 0.65 of that, for a page fault every 4 KiB."""
+    buffer = target.view(-1).view(torch.uint8).numpy().data
+    while buffer.nbytes:
+        count = file.readinto(buffer)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("the file ends inside a tensor")
+        buffer = buffer[count:]
 
 
 def _check_tied(model: Decoder, files: list[Path], directory: Path) -> None:
@@ -225,7 +256,7 @@ def write_weights(model: Decoder, directory: Path, dtype: torch.dtype | None, ma
             why=f"the weights need {total / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
             fix="free some space or choose another directory",
         )
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file({t.name: gather(t, ours, dtype) for t, _ in shard}, directory / name, metadata={"format": "pt"})
@@ -242,7 +273,7 @@ def plan_shards(
     used = 0
     for tensor in table:
         parts = [select(ours, part) for part in tensor.parts]
-        size = sum(part.numel() * stored_dtype(part, dtype).itemsize for part in parts)
+        size = sum(part.numel() for part in parts) * stored_dtype(tensor, parts[0], dtype).itemsize
         if shards[-1] and used + size > max_bytes:
             shards.append([])
             used = 0
@@ -256,12 +287,13 @@ def gather(tensor: TheirTensor, ours: dict[str, Tensor], dtype: torch.dtype | No
     parts = [select(ours, part) for part in tensor.parts]
     data = torch.cat(parts, tensor.join_dim) if len(parts) > 1 else parts[0]
     data = data.t() if tensor.transposed else data
-    return data.to(device="cpu", dtype=stored_dtype(parts[0], dtype), copy=True).contiguous()
+    return data.to(device="cpu", dtype=stored_dtype(tensor, parts[0], dtype), copy=True).contiguous()
 
 
-def stored_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def stored_dtype(tensor: TheirTensor, data: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Router biases stay in fp32: transformers keeps them so, and bf16 would round their steps away."""
-    return tensor.dtype if dtype is None or not isinstance(tensor, torch.nn.Parameter) else dtype
+    is_router_bias = tensor.parts[0].ours.endswith("router.bias")
+    return data.dtype if dtype is None or is_router_bias else dtype
 
 
 def write_json(path: Path, value: Any) -> None:

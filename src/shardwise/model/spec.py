@@ -291,6 +291,8 @@ POSITIVE = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ff
 
 def check_sizes(spec: ModelSpec) -> None:
     """Refuse what cannot be built, with the arithmetic."""
+    if spec.is_latent:
+        _check_latent(spec)
     for name in FIELD_NAMES:
         value = getattr(spec, name)
         low = 1 if name in POSITIVE else 0
@@ -310,8 +312,6 @@ def check_sizes(spec: ModelSpec) -> None:
             "RoPE turns pairs of dimensions, so the head dimension must be even",
             "choose hidden, num_heads or head_dim so that head_dim is even",
         )
-    if spec.is_latent:
-        _check_latent(spec)
     if spec.is_moe:
         _check_experts(spec)
     if spec.rope_scaling in ("llama3", "yarn") and not spec.rope_original_max_seq_len:

@@ -9,14 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.activations import activation_bytes
 from shardwise.plan.plan import Plan
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16-true": 2}
 STATES_PER_PARAMETER = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1}
 """Extra tensors of the parameter's size that each optimizer keeps."""
 
-PROCESS_BYTES = {"cpu": 330 * 2**20, "cuda": 0}
-"""What a rank holds before the first tensor: interpreter and torch. On CUDA only the allocator's tensors are counted."""
+PROCESS_BYTES = {"cpu": 305 * 2**20, "cuda": 0}
+"""What a rank holds besides tensors: interpreter, torch and its math libraries. On CUDA only tensors are counted."""
+
+ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.1}
+"""Backward's own temporaries, and on a CPU what malloc keeps in holes; as a share of the activations (measured)."""
 
 MATMUL_SHARE = {"cpu": 0.72, "cuda": 0.55}
 """Share of the bare matmul rate that a whole forward and backward pass reaches (measured on `tiny` and `smollm2-135m`)."""
@@ -58,25 +62,15 @@ def predict(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> Predic
 def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str) -> dict[str, int]:
     """Bytes of one rank at the peak. With plain data parallelism gradients live inside the all-reduce buckets."""
     size = BYTES[plan.precision] * spec.num_parameters
+    activations = activation_bytes(spec, plan.micro_batch, plan.seq_len, BYTES[plan.precision])
     return {
         "weights": size,
         "gradients": size,
         "optimizer": size * STATES_PER_PARAMETER[optimizer],
-        "activations": plan.micro_batch * activation_bytes_per_sequence(spec, plan.seq_len, plan.precision),
+        "activations": activations,
+        "allocator": int(ALLOCATOR_SHARE[plan.device] * activations),
         "process": PROCESS_BYTES[plan.device],
     }
-
-
-def activation_bytes_per_sequence(spec: ModelSpec, seq_len: int, precision: str) -> int:
-    """What the forward pass of one sequence keeps for backward, without recomputation and with fused attention."""
-    numbers = 2 * spec.hidden  # final norm: its input and output
-    for layer in spec.layers:
-        heads = spec.num_heads * spec.head_dim + 2 * spec.num_kv_heads * spec.head_dim
-        attention = 2 * spec.hidden + heads + 2 * spec.num_heads * spec.head_dim  # norm in/out, q k v, repeated kv / out
-        width = layer.ffn * (spec.experts_per_token + spec.num_shared_experts if layer.is_moe else 1)
-        numbers += attention + 2 * spec.hidden + 4 * width  # gate, up, activated gate, product
-    logits = spec.vocab * (2 if precision == "fp64" else 1) * 8  # logits and their log-softmax in fp32
-    return seq_len * (numbers * BYTES[precision] + logits)
 
 
 def predict_step(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> dict[str, float]:

@@ -19,22 +19,34 @@ ORPHAN_GRACE_S = 60.0  # an orphan that cannot finish its step in this time (its
 
 
 class StopRequests:
+    """Used as a context: the signal handlers of before are put back at its end."""
+
     def __init__(self, run: RunDir, time_limit: float | None, say: Callable[[str], None]):
         self.run, self.say = run, say
         self.deadline = time.monotonic() + time_limit if time_limit else None
         self.code: Exit | None = None
         self.why = ""
-        for number, code in ((signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.STOPPED)):
-            signal.signal(number, lambda *_, number=number, code=code: self._on_signal(number, code))
+        self._over = threading.Event()
         self._parent = os.getppid()
-        threading.Thread(target=self._watch_parent, daemon=True).start()
 
-    def _on_signal(self, number: int, code: Exit, frame: FrameType | None = None) -> None:
-        if self.code is not None and number == signal.SIGINT:
+    def __enter__(self) -> StopRequests:
+        self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        threading.Thread(target=self._watch_parent, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.code is not None:
             os._exit(int(Exit.INTERRUPTED))
-        self.code, self.why = code, "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         if number == signal.SIGINT:
+            self.code, self.why = Exit.INTERRUPTED, "Ctrl-C"
             self.say("stopping after this step (Ctrl-C again: at once, losing the steps since the last checkpoint)")
+        else:
+            self.code, self.why = Exit.STOPPED, "SIGTERM"
 
     def check(self) -> Exit | None:
         """What this rank wants; the loop combines all ranks' answers, so that they stop at the same step."""
@@ -47,8 +59,9 @@ class StopRequests:
     def _watch_parent(self) -> None:
         """The launcher may be killed with no chance to tell us; its children must not live on."""
         while os.getppid() == self._parent:
-            time.sleep(1.0)
+            if self._over.wait(1.0):
+                return
         if self.code is None:
             self.code, self.why = Exit.STOPPED, "the launcher is gone"
-        time.sleep(ORPHAN_GRACE_S)
-        os._exit(int(Exit.STOPPED))
+        if not self._over.wait(ORPHAN_GRACE_S):
+            os._exit(int(Exit.STOPPED))

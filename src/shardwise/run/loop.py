@@ -60,7 +60,7 @@ class Session:
     quiet: bool = False
 
 
-def train(session: Session) -> Exit:
+def train(session: Session, stops: StopRequests) -> Exit:
     config, plan, spec, ranks, run, device = (
         session.config, session.plan, session.spec, session.ranks, session.run, session.device,
     )  # fmt: skip
@@ -68,7 +68,6 @@ def train(session: Session) -> Exit:
     # What it learns from, and the model itself.
     corpus = corpus_of(config, spec, progress=False)
     view = View(plan.num_steps, corpus.unigram_entropy(), quiet=session.quiet or not ranks.is_first)
-    stops = StopRequests(run, config.train.time_limit, view.say)
     model = build_model(config.model, spec, config.train.seed, DTYPES[plan.precision], device)
     if config.train.micro_batch == "auto":
         plan = replace(plan, micro_batch=_largest_micro_batch(session, model))
@@ -156,7 +155,7 @@ def train(session: Session) -> Exit:
         if stop is None:
             report.finished(view, metrics, session, plan, model, corpus, prediction, history, peak)
         else:
-            report.stopped(view, metrics, run, step, stop, stops.why)
+            report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request")
         metrics.close()
     view.close()
     return stop or Exit.DONE
@@ -275,6 +274,8 @@ def _restore(session: Session, model: Decoder, optimizer: torch.optim.Optimizer,
         view.say(line)
     if checkpoint is None:
         return 0
+    if session.from_step is not None and session.ranks.is_first:
+        store.abandon_after(session.run.checkpoints, checkpoint.step)
     model.load_state_dict(checkpoint.load("weights"))
     names = {parameter: name for name, parameter in model.named_parameters()}
     store.restore_optimizer(optimizer, names, checkpoint.load("optimizer"))

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}  # bf16, dense
 SAMPLE_TOKENS = 160
+PROMPT_TOKENS = 12
 PROOF_LIMIT_S = 60.0  # a proof that would take longer than this is left to the user
 
 
@@ -118,16 +119,10 @@ def sample(view: View, model: Decoder, corpus: Corpus, config: Config, ranks: Ra
     if not ranks.is_first:
         return
     text = config.train.sample_prompt
-    prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else held_out_prompt(corpus)
+    prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else corpus.held_out_start(PROMPT_TOKENS)
     new = generate(model, prompt, SAMPLE_TOKENS, Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator}))
     words = corpus.tokenizer.decode([*prompt, *new])
     view.say("sample   " + json.dumps(words, ensure_ascii=False))
-
-
-def held_out_prompt(corpus: Corpus, length: int = 12) -> list[int]:
-    sequences = corpus.validation if corpus.validation.num_sequences else corpus.train
-    tokens = sequences.batch(1, range(1), 1).tokens[0].tolist()
-    return [token for token in tokens if token != corpus.tokenizer.separator][:length] or [corpus.tokenizer.separator]
 
 
 def finished(
@@ -176,8 +171,8 @@ def finished(
 
 
 def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, why: str) -> None:
-    event = "failed" if code == Exit.DIVERGED else "stopped"
-    metrics.write({"event": event, "step": step, "exit": int(code), "why": why or "loss", "wall_time": time.time()})
+    event, why = ("failed", "the loss is not a number") if code == Exit.DIVERGED else ("stopped", why)
+    metrics.write({"event": event, "step": step, "exit": int(code), "why": why, "wall_time": time.time()})
     if code == Exit.DIVERGED:
         view.say(f"STOPPED  step {step}: the loss is not a number any more                    exit {int(code)}, diverged")
         view.say("  why    usually the learning rate is too high, or the data holds something extreme")

@@ -7,8 +7,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config.units import format_seconds
-
 if TYPE_CHECKING:
     from rich.live import Live
 
@@ -70,7 +68,7 @@ class View:
         unigram = f"  (unigram {self.unigram:.2f})" if self.unigram else ""
         return (
             f"step {line['step']:>{len(str(self.num_steps))}}/{self.num_steps}  loss {line['loss']:.3f}{unigram}  "
-            f"{format_rate(rate)} tok/s  data wait {wait:.1f} %  eta {format_seconds(eta)}"
+            f"{format_rate(rate)} tok/s  data wait {wait:.1f} %  eta {format_eta(eta)}"
         )
 
     def _bar(self, step: int) -> str:
@@ -82,6 +80,11 @@ class View:
         if self.live:
             self.live.stop()
             self.live = None
+
+
+def format_eta(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
 def format_rate(per_second: float) -> str:

@@ -1,16 +1,17 @@
 """One rank: sets the process up, trains, and turns whatever happens into an exit code.
 
-Started by launch/local.py as `python -m shardwise.run.worker RUN_DIR`, by torchrun through `shardwise train`, or called
+Started by launch/local.py through launch/rank.py, by torchrun through `shardwise train`, or called
 directly when one process is enough. Everything it needs is in the run directory.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import functools
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,17 +20,19 @@ import torch.distributed as dist
 
 from shardwise.cluster.machine import this_machine
 from shardwise.config.load import load_config
-from shardwise.config.schema import CommConfig
+from shardwise.config.schema import CommConfig, Config
 from shardwise.errors import Exit, UserError
 from shardwise.launch.ranks import Ranks, ranks_from_environment
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import rank_memory_limit
 from shardwise.run.build import model_spec
+from shardwise.run.guards import StopRequests
 from shardwise.run.loop import Session, train
 from shardwise.run.rundir import RunDir
 
 
 def main(argv: list[str] | None = None) -> int:
+    """What launch/rank.py calls after the imports."""
     parser = argparse.ArgumentParser(prog="python -m shardwise.run.worker")
     parser.add_argument("run_dir")
     parser.add_argument("--from-step", type=int)
@@ -42,8 +45,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None) -> int:
     """Train as this rank. Clean stops return their code; a launcher reads it from the run's last event instead."""
+    say = functools.partial(print, flush=True) if ranks.is_first else lambda line: None
     try:
-        code = _train(run, ranks, from_step)
+        config = load_config(run.config).config
+        with StopRequests(run, config.train.time_limit, say) as stops:
+            code = _train(run, ranks, config, stops, from_step)
     except UserError as error:
         return _fail(run, ranks, error.code, str(error))
     except torch.OutOfMemoryError as error:
@@ -59,8 +65,7 @@ def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None) -> int:
     return code
 
 
-def _train(run: RunDir, ranks: Ranks, from_step: int | None) -> Exit:
-    config = load_config(run.config).config
+def _train(run: RunDir, ranks: Ranks, config: Config, stops: StopRequests, from_step: int | None) -> Exit:
     plan = Plan.from_dict(run.read_plan())
     if plan.world != ranks.world:
         raise UserError(
@@ -79,8 +84,8 @@ def _train(run: RunDir, ranks: Ranks, from_step: int | None) -> Exit:
         start_process_group(config.comm, device)
     limit = rank_memory_limit(config, this_machine(), plan)
     session = Session(run, config, plan, model_spec(config.model), ranks, device, limit, from_step=from_step)
-    with run.lock() if ranks.is_first else open(os.devnull):
-        return train(session)
+    with run.lock() if ranks.is_first else nullcontext():
+        return train(session, stops)
 
 
 def start_process_group(comm: CommConfig, device: torch.device) -> None:
@@ -128,7 +133,3 @@ def _out_of_memory(error: object) -> str:
         f"  why  {str(error).splitlines()[0]}\n"
         "  fix  train.micro_batch=1, a shorter train.seq_len, or a smaller model; then `shardwise resume`"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What one forward pass keeps for its backward pass, counted operation by operation. No torch here.
+
+Numbers per token, without recomputation and with fused attention. A norm keeps its input, the normalised values and its
+output; a projection keeps its input (the norm's output, already counted); attention keeps q, k, v, its output and one number
+per head. A test compares the count with what torch really saves, family by family.
+"""
+
+from __future__ import annotations
+
+from shardwise.model.spec import LayerSpec, ModelSpec
+
+MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks and again in backward
+
+
+def activation_bytes(spec: ModelSpec, num_sequences: int, seq_len: int, bytes_per_number: int) -> int:
+    """Bytes that `num_sequences` leave behind in one micro-batch."""
+    tokens = num_sequences * seq_len
+    numbers = _norm(spec, spec.hidden) + sum(_layer(spec, layer, seq_len) for layer in spec.layers)
+    logit_bytes = max(4, bytes_per_number)
+    logits = min(tokens * spec.vocab * logit_bytes, MAX_LOGITS_BYTES * logit_bytes // 4)
+    return tokens * numbers * bytes_per_number + logits
+
+
+def _layer(spec: ModelSpec, layer: LayerSpec, seq_len: int) -> int:
+    norms = 2 * _norm(spec, spec.hidden) + (4 * spec.hidden if spec.post_norms else 0)
+    attention = _latent_attention(spec) if spec.is_latent else _attention(spec)
+    if spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
+        attention += 4 * spec.num_heads * seq_len
+    return norms + attention + (_experts(spec) if layer.is_moe else _feedforward(spec, layer.ffn))
+
+
+def _norm(spec: ModelSpec, width: int) -> int:
+    return (3 if spec.norm == "rms" else 2) * width
+
+
+def _attention(spec: ModelSpec) -> int:
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    normed = 2 * (queries + keys) if spec.qk_norm else 0
+    return queries + 2 * keys + normed + queries + spec.num_heads
+
+
+def _latent_attention(spec: ModelSpec) -> int:
+    queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.v_head_dim
+    latents = 3 * (spec.q_lora_rank + spec.kv_lora_rank) + spec.qk_rope_head_dim
+    return latents + 4 * queries + values + spec.num_heads  # q, k, values padded to q's width, padded output
+
+
+def _feedforward(spec: ModelSpec, width: int) -> int:
+    return (4 if spec.gated else 2) * width  # gate, up, activated gate, product
+
+
+def _experts(spec: ModelSpec) -> int:
+    routed = spec.experts_per_token * (3 * spec.hidden + _feedforward(spec, spec.expert_ffn))  # sorted, results, weighted
+    return routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts) + 4 * spec.num_experts

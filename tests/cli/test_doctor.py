@@ -1,0 +1,65 @@
+"""`shardwise doctor` measures this very machine; one real run serves all tests."""
+
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from shardwise.cli.doctor import render
+from shardwise.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("doctor")
+    command = [sys.executable, "-m", "shardwise", "doctor", "--json", "--out", str(folder / "cluster.toml")]
+    done = subprocess.run([*command, f"run.dir={folder}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr, folder
+
+
+def test_report(outcome):
+    report, progress, folder = outcome
+    assert report["schema"] == 1
+    assert report["cores"] >= 1 and report["memory_bytes"] > 2**28
+    cpu = report["devices"][0]
+    assert cpu["device"] == "cpu"
+    assert cpu["flops_per_s"]["fp32"] > 1e8 and cpu["copy_bytes_per_s"] > 1e8
+    assert ("bf16" in cpu["flops_per_s"]) != ("bf16" in cpu["problems"])  # measured, or said why not
+    assert report["disk"]["path"] == str(folder) and report["disk"]["write_bytes_per_s"] > 0
+    assert report["link"]["alpha_s"] >= 0 and len(report["link"]["points"]) >= 4
+    assert progress.count("measuring ") == 3
+
+
+def test_cluster_file(outcome):
+    report, _, folder = outcome
+    cluster = tomllib.loads((folder / "cluster.toml").read_text())
+    assert cluster["schema"] == 1
+    assert cluster["device"][0]["flops_fp32"] == report["devices"][0]["flops_per_s"]["fp32"]
+    assert cluster["link"][0]["alpha_s"] == report["link"]["alpha_s"]
+    assert [path.name for path in folder.iterdir()] == ["cluster.toml"]
+
+
+def test_text_names_each_thing(outcome):
+    report, _, _ = outcome
+    text = render(report)
+    for label in ("machine", "system", "cpu", "disk", "link", "libraries", "ports"):
+        assert any(line.startswith(label) for line in text.splitlines()), label
+
+
+def test_a_kernel_that_does_not_run_here_is_a_finding(outcome):
+    report = json.loads(json.dumps(outcome[0]))
+    report["devices"][0]["problems"] = {"bf16": "illegal instruction"}
+    text = render(report)
+    assert "bf16 does not work here (illegal instruction)" in text
+    assert 'keep memory.precision = "fp32"' in text
+
+
+def test_out_is_never_overwritten_by_accident(outcome, capsys):
+    path = outcome[2] / "cluster.toml"
+    before = path.read_text()
+    assert main(["doctor", "--out", str(path)]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert path.read_text() == before

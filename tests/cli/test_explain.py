@@ -1,0 +1,120 @@
+"""Explanations: complete, findable, honest about what is not built, and about code that exists."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.cli.main import main
+from shardwise.config.keys import all_keys
+from shardwise.explain.pages import all_pages, find_page, render_page
+
+PACKAGE = Path(shardwise.__file__).parent
+PROMISED = [
+    "data-parallel",
+    "zero",
+    "tensor",
+    "sequence",
+    "context",
+    "pipeline",
+    "experts",
+    "recompute",
+    "offload",
+    "precision",
+    "lora",
+    "accumulation",
+    "sum-rule",
+    "collectives",
+    "mfu",
+    "memory",
+    "batch-size",
+    "schedule",
+    "presets",
+    "checkpoint",
+    "packing",
+    "seeds",
+]
+
+
+def test_promised_words():
+    assert sorted(PROMISED) == list(all_pages())
+
+
+@pytest.mark.parametrize("word", PROMISED)
+def test_page_has_every_part_and_fits_on_a_screen(word, capsys):
+    assert main(["explain", word]) == 0
+    text = capsys.readouterr().out
+    for label in ("splits", "sends", "saves", "best link", "config", "cost", "paper", "code"):
+        assert re.search(rf"^{label} ", text, re.MULTILINE), label
+    assert len(text.splitlines()) <= 40 or word == "presets"
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("word", PROMISED)
+def test_page_names_real_keys_and_real_files(word):
+    page = all_pages()[word]
+    assert set(page.keys) <= set(all_keys())
+    assert all((PACKAGE / path).is_file() for path in page.code), page.code
+
+
+def test_a_technique_that_is_not_built_says_so():
+    for page in all_pages().values():
+        for name in page.keys:
+            if all_keys()[name].later:
+                assert "not available yet in this version" in render_page(page)
+
+
+def test_aliases_lead_to_one_page_each():
+    names = [name for page in all_pages().values() for name in (page.word, *page.aliases)]
+    assert len(names) == len(set(names))
+    assert find_page("FSDP").word == "zero"
+    assert find_page("Ring_All-Reduce").word == "collectives"
+
+
+def test_words_in_several_parts(capsys):
+    assert main(["explain", "ring", "all-reduce"]) == 0
+    assert "2(N-1)" in capsys.readouterr().out
+
+
+def test_list_of_words(capsys):
+    assert main(["explain"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"  {word} " in listed for word in PROMISED)
+
+
+def test_zero_prints_the_paper_s_memory_table(capsys):
+    main(["explain", "zero"])
+    text = capsys.readouterr().out
+    parameters, ranks = 7.5, 64
+    for stage, figure in {
+        "16P ": 16 * parameters,
+        "4P + 12P/N": 4 * parameters + 12 * parameters / ranks,
+        "2P + 14P/N": 2 * parameters + 14 * parameters / ranks,
+        "16P/N": 16 * parameters / ranks,
+    }.items():
+        printed = re.search(rf"{re.escape(stage)} +([\d.]+) +GB", text)
+        assert printed is not None, stage
+        assert float(printed[1]) == pytest.approx(figure, abs=0.05)
+
+
+def test_presets_lists_them_with_their_sizes(capsys):
+    assert main(["explain", "presets"]) == 0
+    assert re.search(r"^ +llama3-8b +8\.0 B +32 +4096$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [[], ["zero"], ["presets"]])
+def test_json(words, capsys):
+    assert main(["explain", *words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == 1
+
+
+def test_mistakes(capsys):
+    assert main(["explain", "pipelin"]) == 2
+    assert "fix  did you mean `shardwise explain pipeline`?" in capsys.readouterr().err
+    assert main(["explain", "zero", "--demo"]) == 2
+    assert "`--demo` is not available yet" in capsys.readouterr().err
+    assert main(["explain", "zero", "train.steps=3"]) == 2
+    assert "has no place here" in capsys.readouterr().err

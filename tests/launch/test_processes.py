@@ -1,0 +1,168 @@
+"""Real processes, real gloo, real signals: what happens to a run that is split over ranks, and when somebody kills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, losses_of, run_command, start_command
+
+from shardwise.errors import Exit
+from shardwise.run.rundir import RunDir
+
+LONG = [*SMALL, "train.steps=100000", "run.name=long", "optimizer.schedule=constant", "optimizer.warmup=0"]
+"""Ends only when told to. The learning rate does not depend on the number of steps, so any cut can be compared."""
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen, deadline_s: float = 90.0) -> None:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if (run / "metrics.jsonl").exists() and max(losses_of(run), default=0) >= step:
+            return
+        if process.poll() is not None:
+            pytest.fail(f"the run ended before step {step}:\n{process.stdout.read()}")
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail(f"no step {step} within {deadline_s} s; output so far:\n{process.stdout.read()}")
+
+
+def finish(process: subprocess.Popen, timeout: float = 60.0) -> str:
+    try:
+        return process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"still running {timeout} s after it was told to stop:\n{process.communicate()[0]}")
+
+
+def children(pid: int) -> list[int]:
+    out = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
+    return [int(word) for word in out.split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" if Path(f"/proc/{pid}").exists() else False
+
+
+def test_two_ranks_compute_what_one_process_computes(tmp_path):
+    words = [*SMALL, "train.steps=6", "memory.precision=fp64", "train.micro_batch=2"]
+    two = run_command("train", "--nproc", 2, *words, "run.name=two", cwd=tmp_path)
+    one = run_command("train", "--nproc", 1, *words, "run.name=one", cwd=tmp_path)
+    assert two.returncode == one.returncode == Exit.DONE, two.stdout + one.stdout
+    assert "proof    steps 1-3 repeated in one process" in two.stdout
+    a, b = losses_of(tmp_path / "runs/two"), losses_of(tmp_path / "runs/one")
+    assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-12)
+    assert {file.name for file in (tmp_path / "runs/two/events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+
+
+def test_ctrl_c_commits_and_the_run_goes_on_exactly(tmp_path):
+    process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
+    run = tmp_path / "runs/long"
+    wait_for_step(run, 3, process)
+    os.kill(process.pid, signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == Exit.INTERRUPTED, output
+    assert "resumable" in output and "Traceback" not in output
+    done = max(losses_of(run))
+    assert (run / "checkpoints" / f"step-{done}" / "manifest.json").is_file()
+    again = run_command("resume", run, "--nproc", 1, "--allow", "train.steps", f"train.steps={done + 3}", cwd=tmp_path)
+    assert again.returncode == Exit.DONE, again.stdout
+    words = ["run.name=straight", f"train.steps={done + 3}"]
+    straight = run_command("train", "--nproc", 1, *LONG, *words, cwd=tmp_path)
+    assert straight.returncode == Exit.DONE, straight.stdout
+    assert losses_of(run) == pytest.approx(losses_of(tmp_path / "runs/straight"), abs=1e-5)
+
+
+def test_stop_ends_a_run_from_another_terminal(tmp_path):
+    process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
+    wait_for_step(tmp_path / "runs/long", 2, process)
+    watch = run_command("watch", "long", "--once", cwd=tmp_path)
+    assert "running" in watch.stdout
+    stop = run_command("stop", "last", cwd=tmp_path)
+    assert stop.returncode == Exit.DONE and "stopped" in stop.stdout
+    output = finish(process)
+    assert process.returncode == Exit.STOPPED, output
+    assert RunDir(tmp_path / "runs/long").state() == "stopped"
+
+
+def test_sigterm_is_a_clean_stop(tmp_path):
+    process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
+    wait_for_step(tmp_path / "runs/long", 2, process)
+    os.kill(process.pid, signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == Exit.STOPPED, output
+    assert "SIGTERM" in output
+
+
+def test_a_killed_rank_is_named_and_the_run_resumes(tmp_path):
+    process = start_command("train", "--nproc", 2, *LONG, "checkpoint.every=2", cwd=tmp_path)
+    run = tmp_path / "runs/long"
+    wait_for_step(run, 5, process)
+    ranks = {int(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0RANK=")[1].split(b"\0")[0]): pid
+             for pid in children(process.pid)}  # fmt: skip
+    os.kill(ranks[1], signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == Exit.HARDWARE, output
+    assert "rank 1 was killed by SIGKILL" in output and "Traceback" not in output
+    last = max(losses_of(run))
+    again = run_command("resume", run, "--allow", "train.steps", f"train.steps={last + 2}", cwd=tmp_path)
+    assert again.returncode == Exit.DONE, again.stdout
+    assert max(losses_of(run)) == last + 2
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
+    process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
+    wait_for_step(tmp_path / "runs/long", 2, process)
+    ranks = children(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    end = time.monotonic() + 60
+    while any(map(alive, ranks)) and time.monotonic() < end:
+        time.sleep(0.2)
+    survivors = [pid for pid in ranks if alive(pid)]
+    for pid in survivors:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    assert not survivors
+    event = json.loads((tmp_path / "runs/long/metrics.jsonl").read_text().splitlines()[-1])
+    assert event["event"] == "stopped"
+
+
+def test_nothing_listens_beyond_loopback(tmp_path):
+    process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
+    wait_for_step(tmp_path / "runs/long", 2, process)
+    family = {process.pid, *children(process.pid)}
+    sockets = set()
+    for pid in family:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(link) if link.is_symlink() else ""
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in sockets:  # 0A: LISTEN
+                listening.append(words[1].split(":")[0])
+    os.killpg(process.pid, signal.SIGTERM)
+    finish(process)
+    assert listening, "the store that ranks meet at must be found, or this test sees nothing"
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert set(listening) <= loopback, listening
+
+
+def test_torchrun_can_start_the_ranks(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1",
+               "-m", "shardwise", "train", *SMALL, "train.steps=3", "run.name=joined"]  # fmt: skip
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(losses_of(tmp_path / "runs/joined")) == 3
+    assert json.loads((tmp_path / "runs/joined/plan.json").read_text())["dp"] == 2
