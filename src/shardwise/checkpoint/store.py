@@ -7,6 +7,7 @@ The manifest holds the step, free-form state, and a SHA-256 digest and size for 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.checkpoint import listing
 from shardwise.checkpoint.listing import MANIFEST, step_of
 from shardwise.errors import Exit, UserError
+from shardwise.files import appearing_at_once
 
 Tensors = dict[str, torch.Tensor]
 
@@ -59,7 +61,9 @@ class Checkpoint:
 
 def save(parent: Path, step: int, groups: dict[str, Tensors], state: dict[str, Any], keep: int) -> Checkpoint:
     """Commit the checkpoint of a step; then drop all but the newest `keep`."""
-    for leftover in parent.glob(".step-*.partial"):  # of a process that was killed while it wrote
+    for leftover in parent.glob(
+        ".step-*"
+    ):  # of a process that was killed while it wrote: this run is locked, so not alive
         shutil.rmtree(leftover, ignore_errors=True)
     checkpoint = write(parent / f"step-{step}", step, groups, state)
     for old in committed(parent)[keep:]:
@@ -68,30 +72,15 @@ def save(parent: Path, step: int, groups: dict[str, Tensors], state: dict[str, A
 
 
 def write(final: Path, step: int, groups: dict[str, Tensors], state: dict[str, Any]) -> Checkpoint:
-    """Write all groups beside `final` and give them that name with one rename."""
-    temporary = final.parent / f".{final.name}.partial"
-    try:
-        temporary.mkdir(parents=True)
-        files = {}
+    """Write all groups and commit them under `final` with one rename."""
+    files = {}
+    with appearing_at_once(final, replace=True) as scratch:  # replace: the same step again, after a resume
         for group, tensors in groups.items():
-            file = temporary / f"{group}.safetensors"
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
-            _sync(file)
+            file = scratch / f"{group}.safetensors"
+            _save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
             files[file.name] = {"bytes": file.stat().st_size, "sha256": digest(file)}
         manifest = {"schema": 1, "step": step, "files": files, "state": state}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        _sync(temporary / MANIFEST)
-        if final.exists():  # the same step written again after a resume
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-        _sync(final.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            f"could not write the checkpoint of step {step}",
-            why=f"{error}",
-            fix="free some space or fix the permissions, then `shardwise resume`: older checkpoints are untouched",
-        ) from None
+        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     return Checkpoint(final, step)
 
 
@@ -100,14 +89,18 @@ def committed(parent: Path) -> list[Checkpoint]:
     return [Checkpoint(path, step_of(path) or 0) for path in listing.committed(parent)]
 
 
-def newest_good(parent: Path, *, verify: bool = True, at_step: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+def newest_good(
+    parent: Path, *, verify: bool = True, at_step: int | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose digests hold, and a line for each damaged one that was passed over."""
-    skipped = []
+    skipped: list[str] = []
     candidates = [c for c in committed(parent) if at_step is None or c.step == at_step]
     if at_step is not None and not candidates:
         known = ", ".join(str(c.step) for c in committed(parent)) or "none"
         raise UserError(
-            f"there is no checkpoint of step {at_step}", why=f"checkpoints are there for steps: {known}", fix="choose one"
+            f"there is no checkpoint of step {at_step}",
+            why=f"checkpoints are there for steps: {known}",
+            fix="choose one",
         )
     for checkpoint in candidates:
         try:
@@ -130,7 +123,7 @@ def abandon_after(parent: Path, step: int) -> None:
             os.replace(checkpoint.path, target)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]) -> Tensors:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> Tensors:
     """An optimizer's state as flat named tensors: `exp_avg/layers.0.attention.q.weight`."""
     return {
         f"{key}/{names[parameter]}": value
@@ -140,15 +133,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Par
     }
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], tensors: Tensors
-) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], tensors: Tensors) -> None:
     """Put saved state back, on the parameter's device; counters such as `step` stay where the optimizer wants them."""
     by_name = {name: parameter for parameter, name in names.items()}
     for full_key, value in tensors.items():
         key, name = full_key.split("/", 1)
         parameter = by_name[name]
         optimizer.state[parameter][key] = value.to(parameter.device) if value.ndim else value
+
+
+def _save_file(tensors: Tensors, file: Path) -> None:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:  # safetensors wraps the system's error and keeps only its text
+        code = next((code for code in (errno.ENOSPC, errno.EACCES) if f"os error {code}" in str(error)), errno.EIO)
+        raise OSError(code, os.strerror(code), str(file)) from None
 
 
 def digest(file: Path) -> str:
@@ -163,15 +162,3 @@ def damaged(file: Path, why: str) -> UserError:
         fix="`shardwise resume RUN --from STEP` with an older step; `ls` the checkpoints folder shows them",
         code=Exit.USER_MISTAKE,
     )
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or directory to disk, so that the rename cannot come first."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows cannot open directories
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -29,7 +29,14 @@ def run(args: argparse.Namespace) -> int:
     a, b = find_run(args.a, args.runs), find_run(args.b, args.runs)
     settings, figures, shared = _settings(a, b), {"a": _figures(a), "b": _figures(b)}, _shared_losses(a, b)
     if args.json:
-        report = {"schema": 1, "a": str(a.path), "b": str(b.path), "settings": settings, "figures": figures, "losses": shared}
+        report = {
+            "schema": 1,
+            "a": str(a.path),
+            "b": str(b.path),
+            "settings": settings,
+            "figures": figures,
+            "losses": shared,
+        }
         print(json.dumps(report, indent=1))
         return Exit.DONE
     _print(a, b, settings, figures, shared)
@@ -44,7 +51,8 @@ def _settings(a: RunDir, b: RunDir) -> dict[str, list[Any]]:
         f"{section.name}.{key.name}": [x, y]
         for section in fields(left)
         for key in fields(getattr(left, section.name))
-        if (x := getattr(getattr(left, section.name), key.name)) != (y := getattr(getattr(right, section.name), key.name))
+        if (x := getattr(getattr(left, section.name), key.name))
+        != (y := getattr(getattr(right, section.name), key.name))
         and (section.name, key.name) != ("run", "name")
     }
 

@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run, a checkpoint directory, a model directory or a hub id")
     parser.add_argument("--to", choices=["hf", "shardwise"], required=True)
     parser.add_argument("--out", required=True, metavar="DIR", help="a directory that does not exist yet")
-    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="number format (default: unchanged)")
+    parser.add_argument(
+        "--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="number format (default: unchanged)"
+    )
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
 
@@ -52,7 +54,9 @@ def convert(weights: Weights, to: str, out: Path, dtype_name: str | None) -> Non
         if folder:
             copy_tokenizer(folder, out / "tokenizer")
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    print(f"wrote    {out}: {weights.spec.name}, {format_count(weights.spec.num_parameters)} parameters, {format_bytes(size)}")
+    print(
+        f"wrote    {out}: {weights.spec.name}, {format_count(weights.spec.num_parameters)} parameters, {format_bytes(size)}"
+    )
     if not folder:
         print("note     the model reads bytes, so there is no tokenizer to write")
     print(f'next     shardwise generate {out} --prompt "..."')

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from shardwise.errors import Exit, UserError
 if TYPE_CHECKING:
     from shardwise.config.schema import DataConfig
     from shardwise.data.shards import TokenStore
+    from shardwise.data.show import Row
 
 HELP = "prepare text into tokens, look inside"
 
@@ -119,9 +119,10 @@ def _show(args: argparse.Namespace) -> int:
             fix="--seq-len 256 --num 3",
         )
     from shardwise.data.shards import TokenStore
+    from shardwise.data.show import about_row, print_row
 
     store = TokenStore(args.directory, verify=args.verify)
-    rows = _rendered_rows(store, args.seq_len, args.num) if args.rendered else []
+    rows = _first_rows(store, args.seq_len, args.num) if args.rendered else []
     if args.json:
         report = {"schema": 1, "directory": str(args.directory), **_summary(store.index)}
         print(json.dumps(report | ({"samples": rows} if args.rendered else {})))
@@ -130,7 +131,8 @@ def _show(args: argparse.Namespace) -> int:
     if args.verify:
         print("verified every file has the digest its index names")
     for number, row in enumerate(rows, 1):
-        _print_row(number, row)
+        print(f"\nrow {number}: {about_row(row)}")
+        print_row(row)
     return Exit.DONE
 
 
@@ -179,54 +181,12 @@ def _print_summary(directory: Path, index: dict[str, Any]) -> None:
         print(f"note     {note}")
 
 
-def _rendered_rows(store: TokenStore, seq_len: int, num: int) -> list[dict[str, Any]]:
-    """Training rows as runs of text with or without loss. A token carries loss when it is the target of the one before."""
-    import numpy as np
-
-    from shardwise.data.sequences import IGNORE, Layout, Sequences
+def _first_rows(store: TokenStore, seq_len: int, num: int) -> list[Row]:
+    from shardwise.data.sequences import Layout, Sequences
+    from shardwise.data.show import render_rows
 
     tokenizer = store.tokenizer()
     split = store.train if store.train.num_tokens else store.validation
-    layout = Layout(
-        split, min(seq_len, max(2, split.num_tokens - 1)), "whole" if store.is_chat else "stream", tokenizer.separator
-    )
-    if layout.count == 0:
-        return []
-    sequences = Sequences([layout], seq_len=layout.seq_len, seed=0)
-    num = min(num, layout.count)
-    batch = sequences.batch(1, range(num), num)
-    _, indices = sequences.locate(np.arange(num))
-    rows = []
-    for row, index in enumerate(indices):
-        start, end = layout.range_of(int(index))
-        ids = batch.tokens[row, : end - start].tolist()
-        loss = [False, *(target != IGNORE for target in batch.targets[row, : end - start - 1].tolist())]
-        rows.append(
-            {"runs": _runs(ids, loss, tokenizer), "tokens": end - start, "padding": layout.seq_len - (end - start)}
-        )
-    return rows
-
-
-def _runs(ids: list[int], loss: list[bool], tokenizer: Any) -> list[dict[str, Any]]:
-    from itertools import groupby
-
-    runs = []
-    for trained, members in groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1]):
-        runs.append({"loss": trained, "text": tokenizer.decode([token for token, _ in members], keep_special=True)})
-    return runs
-
-
-def _print_row(number: int, row: dict[str, Any]) -> None:
-    padding = f" and {row['padding']} of padding" if row["padding"] else ""
-    if not sys.stdout.isatty():
-        print(f"\nrow {number}: {row['tokens']} tokens{padding}; text between ⟦ and ⟧ carries loss")
-        print("".join(f"⟦{run['text']}⟧" if run["loss"] else run["text"] for run in row["runs"]))
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    print(f"\nrow {number}: {row['tokens']} tokens{padding}; bright text carries loss, dim text does not")
-    text = Text()
-    for run in row["runs"]:
-        text.append(run["text"], style="bold green" if run["loss"] else "dim")
-    Console(highlight=False).print(text)
+    length = min(seq_len, max(2, split.num_tokens - 1))
+    layout = Layout(split, length, "whole" if store.is_chat else "stream", tokenizer.separator)
+    return render_rows(Sequences([layout], seq_len=length, seed=0), tokenizer, num) if layout.count else []

@@ -19,8 +19,8 @@ from shardwise.cluster.versions import Library, core_libraries, optional_librari
 from shardwise.config.load import load_config
 from shardwise.config.units import format_bytes
 from shardwise.config.values import shown
-from shardwise.config.write import write_atomically
 from shardwise.errors import Exit, UserError
+from shardwise.files import write_atomically
 
 HELP = "Measure this machine: devices, memory, disk, the link between processes, versions."
 REPORTS = True

@@ -81,5 +81,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
     else:
         print(f"eval     {args.source} on {corpus.description} ({args.split}, {sequences.num_sequences} sequences)")
-        print(f"loss     {loss:.4f} nats per token (unigram {report['unigram_loss']:.4f}), perplexity {perplexity(loss):.3f}")
+        print(
+            f"loss     {loss:.4f} nats per token (unigram {report['unigram_loss']:.4f}), perplexity {perplexity(loss):.3f}"
+        )
     return Exit.DONE

@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default=None, help="text to continue (default: standard input, or nothing)")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--top-p", type=float, default=0.95, help="sample among the likeliest tokens up to this probability")
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, help="sample among the likeliest tokens up to this probability"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chat", action="store_true", help="a conversation through the model's chat template")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")

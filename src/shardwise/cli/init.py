@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from shardwise.config.load import load_config
-from shardwise.config.write import commented_config, write_atomically
+from shardwise.config.write import commented_config
 from shardwise.errors import Exit, UserError
+from shardwise.files import write_atomically
 
 HELP = "Write a commented config file. Settings given as section.key=value are already in it."
 

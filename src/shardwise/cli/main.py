@@ -67,7 +67,9 @@ def _dispatch(name: str, words: list[str]) -> int:
             fix=f"did you mean `shardwise {near[0]}`?" if near else "`shardwise --help` says what each does",
         )
     verb: Any = import_module(f"shardwise.cli.{name}")
-    parser = _Parser(prog=f"shardwise {name}", description=verb.HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(
+        prog=f"shardwise {name}", description=verb.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.epilog = "section.key=value words change the config; `shardwise init` writes a file with all keys."
     verb.add_arguments(parser)
     if getattr(verb, "REPORTS", False):

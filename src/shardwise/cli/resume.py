@@ -12,7 +12,9 @@ HELP = "Go on from the newest good checkpoint. parallel, memory, comm, run and c
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory, a name, or `last`")
     parser.add_argument("--from", dest="from_step", type=int, metavar="STEP", help="a certain checkpoint")
-    parser.add_argument("--allow", action="append", default=[], metavar="KEY", help="a key that may change, such as train.steps")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="KEY", help="a key that may change, such as train.steps"
+    )
     parser.add_argument("--nproc", "--nproc-per-node", type=int, metavar="N", help="processes on this machine")
     parser.add_argument("--exclude", metavar="HOST", help="leave a machine out (multi-node runs; not available yet)")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")

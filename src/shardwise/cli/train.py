@@ -80,7 +80,7 @@ def _dry_run(job: Job) -> int:
     """Everything that would happen, without torch: resolved config, plan, predicted memory, the first sample."""
     from shardwise.config.units import format_bytes, format_count
     from shardwise.config.write import resolved_text
-    from shardwise.data.show import rendered_rows
+    from shardwise.data.show import about_row, print_row, render_rows
     from shardwise.plan.predict import predict_memory
     from shardwise.plan.resolve import rank_memory_limit
 
@@ -97,6 +97,7 @@ def _dry_run(job: Job) -> int:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
     print(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
     print(f"corpus   {job.corpus.description}")
-    print("sample   (the first sequence of step 1)")
-    print(rendered_rows(job.corpus, 1))
+    for row in render_rows(job.corpus.train, job.corpus.tokenizer, 1):
+        print(f"sample   the first sequence of step 1: {about_row(row)}")
+        print_row(row)
     return Exit.DONE

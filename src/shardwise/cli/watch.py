@@ -74,7 +74,9 @@ def _print_state(found: RunDir) -> None:
     from shardwise.run.view import format_rate, sparkline
 
     state, steps, plan = found.state(), list(found.steps().values()), found.read_plan()
-    print(f"run      {found.path}: {state}, {len(steps)} of {plan.get('num_steps', '?')} steps, {plan.get('layout', '?')}")
+    print(
+        f"run      {found.path}: {state}, {len(steps)} of {plan.get('num_steps', '?')} steps, {plan.get('layout', '?')}"
+    )
     if steps:
         print(f"loss     {steps[-1]['loss']:.4f}  {sparkline([line['loss'] for line in steps])}")
         keys = [*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s"]

@@ -5,8 +5,6 @@ Invariant: what is written here loads again as an equal `Config`; nothing is eve
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 from shardwise.config.keys import Key, all_keys, keys_of, section_classes
 from shardwise.config.schema import Config
 from shardwise.config.values import example, shown
-from shardwise.errors import UserError
+from shardwise.files import write_atomically
 
 _COMMENT_COLUMN = 44
 
@@ -105,27 +103,3 @@ def _wrapped(names: list[str]) -> list[str]:
 def _one_line(text: str) -> str:
     """File names may hold anything; a TOML comment may not hold control characters."""
     return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def write_atomically(path: str | Path, text: str) -> None:
-    """All of the file or none of it: a temporary neighbour, then one rename."""
-    path = Path(path)
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a config is to be read
-        os.replace(temporary, path)
-    except OSError as problem:
-        raise UserError(
-            f"cannot write {path}",
-            why=f"the system says: {problem.strerror or problem}",
-            fix="check that the directory exists, may be written to and has space left",
-        ) from None
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)

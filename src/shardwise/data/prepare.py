@@ -27,8 +27,9 @@ from shardwise.data.rows import Document
 from shardwise.data.shards import FORMAT, SCHEMA, SPLITS, is_prepared
 from shardwise.data.sources import Reading, Source, find_source, read_documents
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.data.writer import SHARD_BYTES, SplitWriter, appearing_at_once, write_index
+from shardwise.data.writer import SHARD_BYTES, SplitWriter, write_index
 from shardwise.errors import UserError
+from shardwise.files import appearing_at_once
 
 BATCHES_IN_FLIGHT = 3
 MAX_BATCH_DOCUMENTS = 4096

@@ -6,25 +6,16 @@ first and renamed at the end; whatever ends the writing early, the sibling is re
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
-from uuid import uuid4
 
 import numpy as np
 
-from shardwise.errors import UserError
-
 SHARD_BYTES = 2**30
 BACKFILL = 2**20
-ABANDONED_SECONDS = 24 * 3600.0
 
 
 class _File:
@@ -123,68 +114,3 @@ def write_index(directory: Path, index: dict[str, Any]) -> None:
         json.dump(index, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextmanager
-def appearing_at_once(out: Path, *, replace: bool) -> Iterator[Path]:
-    """A scratch directory beside `out` that takes its name when the block succeeds and vanishes when it does not."""
-    scratch = out.with_name(f".{out.name}.partial-{uuid4().hex[:8]}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _sweep_abandoned(out)
-        scratch.mkdir()
-        yield scratch
-        _take_name(scratch, out, replace)
-    except OSError as error:
-        raise _cannot_write(out, error) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _sweep_abandoned(out: Path) -> None:
-    """Removes what a killed process left behind long ago; a living one touches its scratch directory all the time."""
-    for left in out.parent.glob(f".{out.name}.partial-*"):
-        newest = max((path.stat().st_mtime for path in [left, *left.glob("*")]), default=0.0)
-        if time.time() - newest > ABANDONED_SECONDS:
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _take_name(scratch: Path, out: Path, replace: bool) -> None:
-    if not (replace and out.exists()):
-        scratch.rename(out)
-        return
-    old = out.with_name(f".{out.name}.replaced-{uuid4().hex[:8]}")
-    out.rename(old)
-    try:
-        scratch.rename(out)
-    except OSError:
-        old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _cannot_write(out: Path, error: OSError) -> UserError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(
-            f"no room to write {out}",
-            why=f"{error.strerror}; {_free(out)}",
-            fix="free some space, or write elsewhere: --out DIR (for training: run.dir=DIR)",
-        )
-    if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and out.exists():
-        return UserError(
-            f"{out} appeared while it was being prepared",
-            why="another process wrote it first",
-            fix="use it as it is, or choose another --out",
-        )
-    return UserError(
-        f"cannot write {out}",
-        why=f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""),
-        fix="choose a directory you may write to: --out DIR (for training: run.dir=DIR)",
-    )
-
-
-def _free(out: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(out.parent).free / 1e9:.1f} GB are free there"
-    except OSError:
-        return "the disk does not say how much is free"

@@ -100,10 +100,21 @@ def _exit_code(run: RunDir, result: RunProcsResult) -> int:
         return first.exitcode
     name = signal.Signals(-first.exitcode).name
     print(f"error: rank {first.local_rank} was killed by {name}", file=sys.stderr)
-    hint = "often the system ran out of memory (train.micro_batch=1 needs less)" if name == "SIGKILL" else f"details in {run.log}"
+    hint = (
+        "often the system ran out of memory (train.micro_batch=1 needs less)"
+        if name == "SIGKILL"
+        else f"details in {run.log}"
+    )
     print(f"  why  {hint}", file=sys.stderr)
     print(f"  fix  shardwise resume {run.path}", file=sys.stderr)
-    run.append({"event": "failed", "exit": int(Exit.HARDWARE), "why": f"rank {first.local_rank} killed by {name}", "wall_time": time.time()})
+    run.append(
+        {
+            "event": "failed",
+            "exit": int(Exit.HARDWARE),
+            "why": f"rank {first.local_rank} killed by {name}",
+            "wall_time": time.time(),
+        }
+    )
     return int(Exit.HARDWARE)
 
 

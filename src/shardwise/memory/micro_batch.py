@@ -26,9 +26,7 @@ def find_micro_batch(model: Decoder, *, rows: int, seq_len: int, state_bytes: in
     return next((n for n in sizes if state_bytes + n * per_sequence <= HEADROOM * limit), 1)
 
 
-def _fits_on_cuda(
-    model: Decoder, size: int, seq_len: int, state_bytes: int, limit: int, device: torch.device
-) -> bool:
+def _fits_on_cuda(model: Decoder, size: int, seq_len: int, state_bytes: int, limit: int, device: torch.device) -> bool:
     weights = sum(p.nbytes for p in model.parameters())
     torch.cuda.reset_peak_memory_stats(device)
     try:

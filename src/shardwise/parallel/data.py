@@ -48,7 +48,7 @@ class Replicas:
             return nullcontext()
         return self.forward.no_sync()
 
-    def _sum(self, state, bucket):  # type: ignore[no-untyped-def]  # torch inspects annotations and refuses strings
+    def _sum(self, state, bucket):  # torch inspects annotations and refuses strings
         self.last_bucket_at = time.perf_counter()
         self.reduced_bytes += bucket.buffer().nbytes
         work = dist.all_reduce(bucket.buffer(), async_op=True)

@@ -50,5 +50,7 @@ def _feedforward(spec: ModelSpec, width: int) -> int:
 
 
 def _experts(spec: ModelSpec) -> int:
-    routed = spec.experts_per_token * (3 * spec.hidden + _feedforward(spec, spec.expert_ffn))  # sorted, results, weighted
+    routed = spec.experts_per_token * (
+        3 * spec.hidden + _feedforward(spec, spec.expert_ffn)
+    )  # sorted, results, weighted
     return routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts) + 4 * spec.num_experts

@@ -76,9 +76,13 @@ def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str) -> dict[str, int
 def predict_step(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> dict[str, float]:
     tokens_per_rank = plan.rows_per_rank * plan.seq_len
     gradient_bytes = BYTES[plan.precision] * spec.num_parameters
-    passes = 3 + 2 * STATES_PER_PARAMETER[optimizer]  # read gradient and weight, write weight, read and write each state
+    passes = (
+        3 + 2 * STATES_PER_PARAMETER[optimizer]
+    )  # read gradient and weight, write weight, read and write each state
     step = {
-        "compute": tokens_per_rank * spec.flops_per_token(plan.seq_len) / (rates.matmul_flops * MATMUL_SHARE[plan.device]),
+        "compute": tokens_per_rank
+        * spec.flops_per_token(plan.seq_len)
+        / (rates.matmul_flops * MATMUL_SHARE[plan.device]),
         "optimizer": (passes + 2) * gradient_bytes / rates.memory_bytes,  # + 2: the norm for clipping, and its scaling
     }
     if plan.dp > 1:

@@ -110,7 +110,9 @@ def _choose_dp(
 
 def _choose_precision(asked: str, device: str) -> str:
     if asked == "fp64" and device == "cuda":
-        raise UserError("memory.precision = fp64 is for CPUs only", why="it exists for proofs", fix="memory.precision=fp32")
+        raise UserError(
+            "memory.precision = fp64 is for CPUs only", why="it exists for proofs", fix="memory.precision=fp32"
+        )
     return "fp32" if asked == "auto" else asked
 
 

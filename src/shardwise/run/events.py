@@ -8,7 +8,13 @@ from pathlib import Path
 
 from shardwise.run.clock import Clock
 
-_KIND = {"data_wait": "data", "compute": "compute", "comm_exposed": "collective", "bubble": "p2p", "optimizer": "optimizer"}
+_KIND = {
+    "data_wait": "data",
+    "compute": "compute",
+    "comm_exposed": "collective",
+    "bubble": "p2p",
+    "optimizer": "optimizer",
+}
 
 
 class Events:

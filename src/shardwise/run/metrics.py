@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from shardwise.config.schema import RunConfig
-from shardwise.run.rundir import RunDir, unwritable
+from shardwise.files import cannot_write
+from shardwise.run.rundir import RunDir
 
 
 class Logger(Protocol):
@@ -30,19 +32,22 @@ class Metrics:
         self.loggers: list[Logger] = []
         for name in config.loggers:
             if name != "jsonl":
-                self._try(name, lambda name=name: self.loggers.append(_open_logger(name, run, settings)))
+                self._try(name, partial(self._open, name, settings))
+
+    def _open(self, name: str, settings: dict[str, Any]) -> None:
+        self.loggers.append(_open_logger(name, self.run, settings))
 
     def write(self, line: dict[str, Any]) -> None:
         try:
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()  # a reader, or whoever looks after a crash, sees every finished step
         except OSError as error:
-            raise unwritable(self.run.metrics, error) from None
+            raise cannot_write(self.run.metrics, error) from None
         if "event" in line:
             return
         values = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
         for logger in list(self.loggers):
-            self._try(logger.name, lambda logger=logger: logger.log(line["step"], values), logger)
+            self._try(logger.name, partial(logger.log, line["step"], values), logger)
 
     def close(self) -> None:
         for logger in list(self.loggers):
@@ -53,8 +58,8 @@ class Metrics:
         try:
             action()
         except Exception as error:  # a guest may fail in any way; the run must not
-            if logger in self.loggers:
-                self.loggers.remove(logger)  # type: ignore[arg-type]
+            if logger:
+                self.loggers.remove(logger)
             hint = f"; pip install 'shardwise[{name}]'" if isinstance(error, ImportError) else ""
             self.say(f"logger   {name} is off: {error}{hint}")
 

@@ -34,4 +34,3 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-

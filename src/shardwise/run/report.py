@@ -14,6 +14,7 @@ from shardwise.config.schema import Config
 from shardwise.config.units import format_bytes, format_count, format_seconds
 from shardwise.data.corpus import Corpus
 from shardwise.errors import Exit
+from shardwise.files import write_atomically
 from shardwise.launch.ranks import Ranks
 from shardwise.model.decoder import Decoder
 from shardwise.plan.plan import Plan
@@ -23,7 +24,7 @@ from shardwise.run.evaluate import perplexity
 from shardwise.run.generate import Sampling, generate
 from shardwise.run.metrics import Metrics
 from shardwise.run.proof import NUM_STEPS, single_process_losses
-from shardwise.run.rundir import RunDir, write_atomically
+from shardwise.run.rundir import RunDir
 from shardwise.run.schedule import batch_scale
 from shardwise.run.view import View, format_rate
 
@@ -120,7 +121,9 @@ def sample(view: View, model: Decoder, corpus: Corpus, config: Config, ranks: Ra
         return
     text = config.train.sample_prompt
     prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else corpus.held_out_start(PROMPT_TOKENS)
-    new = generate(model, prompt, SAMPLE_TOKENS, Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator}))
+    new = generate(
+        model, prompt, SAMPLE_TOKENS, Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator})
+    )
     words = corpus.tokenizer.decode([*prompt, *new])
     view.say("sample   " + json.dumps(words, ensure_ascii=False))
 
@@ -174,7 +177,9 @@ def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, wh
     event, why = ("failed", "the loss is not a number") if code == Exit.DIVERGED else ("stopped", why)
     metrics.write({"event": event, "step": step, "exit": int(code), "why": why, "wall_time": time.time()})
     if code == Exit.DIVERGED:
-        view.say(f"STOPPED  step {step}: the loss is not a number any more                    exit {int(code)}, diverged")
+        view.say(
+            f"STOPPED  step {step}: the loss is not a number any more                    exit {int(code)}, diverged"
+        )
         view.say("  why    usually the learning rate is too high, or the data holds something extreme")
         view.say(f"  do     shardwise resume {run.path} --allow optimizer.lr optimizer.lr=…   (half of it, say)")
         view.say("         or run.on_nan=skip, which passes over such steps")

@@ -9,17 +9,16 @@ No torch here: `runs`, `watch` and `compare` live on this file.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from shardwise.errors import UserError
+from shardwise.files import cannot_write
 
 try:
     import fcntl
@@ -164,7 +163,7 @@ def create_run_dir(parent: str | Path, name: str | None, model_name: str) -> Run
             fix=f"`shardwise resume {parent / (name or '')}` goes on with it; or choose another run.name",
         ) from None
     except OSError as error:
-        raise unwritable(parent, error) from None
+        raise cannot_write(parent, error) from None
     return run
 
 
@@ -205,30 +204,3 @@ def find_run(name: str, parent: str | Path = "runs") -> RunDir:
         why=f"neither {name} nor {Path(parent) / name} has a config.toml; runs here: {known}",
         fix="`shardwise runs` lists them; give a directory, a name, or `last`",
     )
-
-
-def unwritable(path: Path, error: OSError) -> UserError:
-    """The three lines for a file that could not be written."""
-    if error.errno == errno.ENOSPC:
-        return UserError(
-            f"no space left for {path}",
-            why=f"the disk that holds {path} is full",
-            fix="free some space, or set run.dir to another disk; then `shardwise resume`",
-        )
-    return UserError(
-        f"cannot write {path}", why=error.strerror or str(error), fix="set run.dir to a directory you may write to"
-    )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
-        raise unwritable(path, error) from None

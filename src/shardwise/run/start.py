@@ -16,13 +16,16 @@ from shardwise.cluster.machine import Machine, this_machine
 from shardwise.config.load import Loaded, load_config
 from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
+from shardwise.files import write_atomically
 from shardwise.launch.ranks import ranks_from_environment
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import Resolved, resolve
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
-from shardwise.run.rundir import RunDir, create_run_dir, write_atomically
+from shardwise.run.rundir import RunDir, create_run_dir
 
 if TYPE_CHECKING:
+    import torch
+
     from shardwise.data.corpus import Corpus
     from shardwise.model.spec import ModelSpec
 
@@ -130,17 +133,17 @@ def join_torchrun(prepare: Callable[[int], RunDir]) -> int:
     return run_worker(RunDir(Path(path)), ranks) if path else int(Exit.USER_MISTAKE)
 
 
-def _share_text(text: str, device: object) -> str:
+def _share_text(text: str, device: torch.device) -> str:
     """Rank 0's text on every rank, as plain bytes: nothing is unpickled."""
     import torch
     import torch.distributed as dist
 
     data = text.encode()
-    size = torch.tensor([len(data)], device=device)  # type: ignore[call-overload]
+    size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, 0)
     if int(size) == 0:
         return ""
-    body = torch.zeros(int(size), dtype=torch.uint8, device=device)  # type: ignore[call-overload]
+    body = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if data:
         body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(body, 0)

@@ -109,4 +109,6 @@ def _from_checkpoint(path: Path, run: RunDir | None) -> Weights:
     config = load_config(run.config).config if run else None
     tokenizer = run.tokenizer if run else path / "tokenizer"
     fallback = model_dir(config.model) if config and config.data.tokenizer == "auto" else None
-    return Weights(run.name if run else path.name, spec, config, path, None, tokenizer if tokenizer.is_dir() else fallback)
+    return Weights(
+        run.name if run else path.name, spec, config, path, None, tokenizer if tokenizer.is_dir() else fallback
+    )

@@ -11,7 +11,7 @@ import functools
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -111,8 +111,14 @@ def _crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
     except OSError:
         traceback.print_exc()
     if ranks.is_first or not lost_peer:
-        print(f"error: rank {ranks.rank}: {str(error).splitlines()[0] if str(error) else type(error).__name__}", file=sys.stderr)
-        print(f"  why  {'another rank went away' if lost_peer else 'this is a bug of shardwise'}; details in {file}", file=sys.stderr)
+        print(
+            f"error: rank {ranks.rank}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            file=sys.stderr,
+        )
+        print(
+            f"  why  {'another rank went away' if lost_peer else 'this is a bug of shardwise'}; details in {file}",
+            file=sys.stderr,
+        )
         print(f"  fix  shardwise resume {run.path}", file=sys.stderr, flush=True)
     if ranks.is_first:
         _last_word(run, code, str(error)[:500])
@@ -121,10 +127,8 @@ def _crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
 
 def _last_word(run: RunDir, code: Exit, why: str) -> None:
     event = "stopped" if code in (Exit.STOPPED, Exit.INTERRUPTED) else "failed"
-    try:
+    with suppress(OSError):  # the disk may be full, which is what was just said
         run.append({"event": event, "exit": int(code), "why": why, "wall_time": time.time()})
-    except OSError:
-        pass  # the disk is full, which is what the message above already says
 
 
 def _out_of_memory(error: object) -> str:

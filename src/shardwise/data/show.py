@@ -1,0 +1,64 @@
+"""Training rows for people to look at: the text of a sequence, with what carries loss made visible."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from typing import TypedDict
+
+import numpy as np
+
+from shardwise.data.sequences import IGNORE, Sequences
+from shardwise.data.tokenizer import Tokenizer
+
+
+class Run(TypedDict):
+    """A stretch of tokens that all carry loss, or all do not."""
+
+    loss: bool
+    text: str
+
+
+class Row(TypedDict):
+    runs: list[Run]
+    tokens: int
+    padding: int
+
+
+def render_rows(sequences: Sequences, tokenizer: Tokenizer, num: int) -> list[Row]:
+    """The first rows of step 1. A token carries loss when it is the target of the one before it."""
+    num = min(num, sequences.num_sequences)
+    batch = sequences.batch(1, range(num), num)
+    sources, indices = sequences.locate(np.arange(num))
+    rows: list[Row] = []
+    for row, (source, index) in enumerate(zip(sources, indices, strict=True)):
+        start, end = sequences.layouts[int(source)].range_of(int(index))
+        length = end - start
+        ids = batch.tokens[row, :length].tolist()
+        loss = [False, *(target != IGNORE for target in batch.targets[row, : length - 1].tolist())]
+        runs: list[Run] = []
+        for trained, members in groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1]):
+            runs.append({"loss": trained, "text": tokenizer.decode([id for id, _ in members], keep_special=True)})
+        rows.append({"runs": runs, "tokens": length, "padding": sequences.seq_len - length})
+    return rows
+
+
+def about_row(row: Row) -> str:
+    padding = f" and {row['padding']} of padding" if row["padding"] else ""
+    marks = (
+        "bright text carries loss, dim text does not" if sys.stdout.isatty() else "text between ⟦ and ⟧ carries loss"
+    )
+    return f"{row['tokens']} tokens{padding}; {marks}"
+
+
+def print_row(row: Row) -> None:
+    if not sys.stdout.isatty():
+        print("".join(f"⟦{run['text']}⟧" if run["loss"] else run["text"] for run in row["runs"]))
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text()
+    for run in row["runs"]:
+        text.append(run["text"], style="bold green" if run["loss"] else "dim")
+    Console(highlight=False).print(text)

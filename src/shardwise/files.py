@@ -1,0 +1,121 @@
+"""Files and directories that appear complete or not at all, and the three lines for those that cannot be written.
+
+Everything Shardwise writes for keeps goes through here: a scratch neighbour first, one rename at the end. Whatever ends the
+writing early, nobody ever sees half of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from shardwise.errors import UserError
+
+ABANDONED_SECONDS = 24 * 3600.0
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Readers see the old file or the new one, never a part."""
+    path = Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; a config is to be read
+        os.replace(temporary, path)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+@contextmanager
+def appearing_at_once(out: Path, *, replace: bool) -> Iterator[Path]:
+    """A scratch directory beside `out` that takes its name when the block succeeds and vanishes when it does not."""
+    scratch = out.with_name(f".{out.name}.partial-{uuid4().hex[:8]}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _sweep_abandoned(out)
+        scratch.mkdir()
+        yield scratch
+        for file in scratch.rglob("*"):
+            _flush(file)
+        _take_name(scratch, out, replace)
+        _flush(out.parent)
+    except OSError as error:
+        raise cannot_write(out, error) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Onto the disk before the rename, so that a power cut cannot leave the name without the content."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:  # Windows cannot open directories
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sweep_abandoned(out: Path) -> None:
+    """Removes what a killed process left behind long ago; a living one touches its scratch directory all the time."""
+    for left in out.parent.glob(f".{out.name}.partial-*"):
+        newest = max((path.stat().st_mtime for path in [left, *left.glob("*")]), default=0.0)
+        if time.time() - newest > ABANDONED_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _take_name(scratch: Path, out: Path, replace: bool) -> None:
+    if not (replace and out.exists()):
+        scratch.rename(out)
+        return
+    old = out.with_name(f".{out.name}.replaced-{uuid4().hex[:8]}")
+    out.rename(old)
+    try:
+        scratch.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def cannot_write(out: Path, error: OSError) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError(
+            f"no room to write {out}",
+            why=f"{error.strerror}; {_free(out)}",
+            fix="free some space, or write elsewhere: --out DIR (for training: run.dir=DIR)",
+        )
+    if error.errno in (errno.EEXIST, errno.ENOTEMPTY) and out.exists():
+        return UserError(
+            f"{out} appeared while it was being written",
+            why="another process wrote it first",
+            fix="use it as it is, or choose another --out",
+        )
+    return UserError(
+        f"cannot write {out}",
+        why=f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""),
+        fix="choose a directory you may write to: --out DIR (for training: run.dir=DIR)",
+    )
+
+
+def _free(out: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(out.parent).free / 1e9:.1f} GB are free there"
+    except OSError:
+        return "the disk does not say how much is free"

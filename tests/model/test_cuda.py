@@ -1,0 +1,65 @@
+"""What only a GPU can show: FlexAttention and grouped matmuls compute what the plain paths compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_decoder import VARIANTS, make, some_tokens
+
+from shardwise.model.decoder import Decoder
+from shardwise.model.experts import MixtureOfExperts, can_group
+from shardwise.model.initialize import initialize
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DOCUMENTS_BT = torch.tensor([[0] * 60 + [1] * 68, [0] * 128])
+
+
+def gradients(variant: str, attention: str, documents_BT: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    spec = VARIANTS[variant].with_overrides({"head_dim": 16, "max_seq_len": 128}) if variant != "latent" else None
+    spec = spec or VARIANTS[variant].with_overrides({"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16})
+    model = Decoder(spec, attention).cuda()
+    initialize(model, seed=0)
+    tokens_BT = some_tokens(128).cuda()
+    losses = model(tokens_BT, tokens_BT.roll(-1, 1), documents_BT=documents_BT)
+    losses.cross_entropy.backward()
+    return {"loss": losses.cross_entropy.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("variant", ["llama", "window", "gemma2", "latent"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_flex_and_sdpa_equal_the_plain_softmax_forward_and_backward(variant: str, packed: bool) -> None:
+    documents_BT = DOCUMENTS_BT.cuda() if packed else None
+    expected = gradients(variant, "math", documents_BT)
+    for attention in ("auto", "flex"):
+        for name, value in gradients(variant, attention, documents_BT).items():
+            scale = expected[name].abs().max().item()
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=5e-3 * scale, msg=f"{attention} {name}")
+
+
+def test_grouped_matmul_equals_the_loop_over_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(VARIANTS["moe"].with_overrides({"hidden": 64, "ffn": 96})).cuda().bfloat16()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x_BTD = torch.randn(2, 33, 64, device="cuda", dtype=torch.bfloat16)
+    assert can_group(x_BTD)
+    results = []
+    for grouped in (True, False):
+        monkeypatch.setattr("shardwise.model.experts.can_group", lambda x, grouped=grouped: grouped)
+        layer.zero_grad()
+        out_BTD, _ = layer(x_BTD, None)
+        out_BTD.square().sum().backward()
+        results.append([out_BTD.detach(), *(parameter.grad.clone() for parameter in layer.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.02 * other.abs().max().item())
+
+
+def test_first_weights_are_those_of_the_cpu() -> None:
+    model = make("moe", dtype=torch.float32)
+    with torch.device("meta"):
+        other = Decoder(VARIANTS["moe"])
+    other.to_empty(device="cuda")
+    initialize(model, seed=5)
+    initialize(other, seed=5)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor.cpu(), model.state_dict()[name]), name
