@@ -1,32 +1,11 @@
-"""Shared by all tests: the small text, a tiny model, and two ways to run the command (in this process, or as a real one)."""
+"""Fixtures that every test may use."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-STORIES = Path(__file__).parent / "golden" / "stories.jsonl"
-
-SMALL = [
-    "model.num_layers=2",
-    "model.hidden=32",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "model.head_dim=8",
-    "model.ffn=64",
-    f"data.source={STORIES}",
-    "train.seq_len=32",
-    "train.global_batch=8",
-    "optimizer.lr=1e-3",
-]
-"""A model that trains a step in milliseconds."""
 
 
 @pytest.fixture
@@ -42,39 +21,3 @@ def run_here(workdir: Path) -> Callable[..., int]:
     from shardwise.cli.main import main
 
     return lambda *words: int(main([str(word) for word in words]))
-
-
-def start_command(*words: object, cwd: Path, **options: Any) -> subprocess.Popen[str]:
-    """Start the real command as a user would, in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *map(str, words)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        **options,
-    )
-
-
-def run_command(*words: object, cwd: Path, timeout: float = 180.0) -> subprocess.CompletedProcess[str]:
-    """Run the real command to its end; a hang is killed with its whole process group and fails with its output."""
-    process = start_command(*words, cwd=cwd)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        pytest.fail(f"shardwise {' '.join(map(str, words))} hung for {timeout} s; its output:\n{output}")
-    return subprocess.CompletedProcess(process.args, process.returncode, output, "")
-
-
-def losses_of(run: Path) -> dict[int, float]:
-    """The loss of each step, the later line winning."""
-    found = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
-        values = json.loads(line)
-        if "loss" in values and "event" not in values:
-            found[values["step"]] = values["loss"]
-    return found

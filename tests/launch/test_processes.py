@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, losses_of, run_command, start_command
+from commands import SMALL, losses_of, run_command, start_command
 
 from shardwise.errors import Exit
 from shardwise.run.rundir import RunDir

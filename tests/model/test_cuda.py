@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from test_decoder import VARIANTS, make, some_tokens
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, can_group
+from shardwise.model.huggingface import load_weights, save_model
 from shardwise.model.initialize import initialize
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -63,3 +66,27 @@ def test_first_weights_are_those_of_the_cpu() -> None:
     initialize(other, seed=5)
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor.cpu(), model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("variant", ["window", "gemma2", "latent"])
+def test_a_flex_model_generates_with_a_cache_what_it_computes_at_once(variant: str) -> None:
+    model, tokens_BT = make(variant, "flex", torch.float32).cuda().eval(), some_tokens().cuda()
+    reference = make(variant, "math", torch.float32).cuda().eval()
+    cache = model.new_cache(2, 16, torch.float32, "cuda")
+    with torch.no_grad():
+        pieces = [tokens_BT[:, :9], *tokens_BT[:, 9:].split(1, dim=1)]
+        stepwise = torch.cat([model(piece, cache=cache) for piece in pieces], dim=1)
+        torch.testing.assert_close(stepwise, reference(tokens_BT), rtol=0, atol=2e-2)
+
+
+def test_weights_load_straight_onto_the_device(tmp_path: Path) -> None:
+    spec = VARIANTS["llama"]
+    model = make("llama", dtype=torch.float32)
+    save_model(model, tmp_path / "model", dtype=torch.bfloat16)
+    other = Decoder(spec).to("cuda", torch.bfloat16)
+    load_weights(other, tmp_path / "model")
+    save_model(other, tmp_path / "again")
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor.cpu(), model.state_dict()[name].bfloat16()), name
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "again"))
+    assert one == two

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, losses_of
+from commands import SMALL, losses_of
 
 from shardwise.errors import Exit
 

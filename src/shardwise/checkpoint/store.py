@@ -123,22 +123,22 @@ def abandon_after(parent: Path, step: int) -> None:
             os.replace(checkpoint.path, target)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> Tensors:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Tensors:
     """An optimizer's state as flat named tensors: `exp_avg/layers.0.attention.q.weight`."""
     return {
-        f"{key}/{names[parameter]}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+        f"{key}/{name}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
         if isinstance(value, torch.Tensor)
     }
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], tensors: Tensors) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Tensors) -> None:
     """Put saved state back, on the parameter's device; counters such as `step` stay where the optimizer wants them."""
-    by_name = {name: parameter for parameter, name in names.items()}
+    parameters = dict(model.named_parameters())
     for full_key, value in tensors.items():
         key, name = full_key.split("/", 1)
-        parameter = by_name[name]
+        parameter = parameters[name]
         optimizer.state[parameter][key] = value.to(parameter.device) if value.ndim else value
 
 

@@ -69,6 +69,8 @@ def attend(
 ) -> Tensor:
     """softmax(scale * QK^T, softly capped, masked) V by the chosen kernel."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BTHC, k_BSKC, v_BSKC))
+    if kernel == "flex" and mask.block_mask is None:
+        kernel = "math" if softcap else "sdpa"  # with a cache; see Decoder.prepare_attention
     if kernel == "math":
         out = _math(q, k, v, mask, scale, softcap)
     elif kernel == "flex":

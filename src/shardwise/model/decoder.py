@@ -110,7 +110,8 @@ class Decoder(nn.Module):
         num_past = 0 if cache is None else cache.length
         builder = MaskBuilder(x_BTD.shape[1], num_past, x_BTD.device, documents_BT)
         layers = tuple(self.spec.layers[int(index)] for index in self.layers)
-        masks = builder.build(layers, flex=self.kernel == "flex")
+        # Flex skips blocks of long sequences; a cache grows by one token, which has none and would compile at each step.
+        masks = builder.build(layers, flex=self.kernel == "flex" and cache is None)
         rotations: dict[tuple[float, bool], Rotation] = {}
         inputs = {}
         for layer in layers:

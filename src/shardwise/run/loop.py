@@ -255,10 +255,9 @@ def _save(session: Session, step: int, model: Decoder, optimizer: torch.optim.Op
     """Replicas are equal, so the first rank writes for all; the others meet it again at the next agreement."""
     if not session.ranks.is_first:
         return
-    names = {parameter: name for name, parameter in model.named_parameters()}
     groups = {
         "weights": dict(model.state_dict()),
-        "optimizer": store.optimizer_tensors(optimizer, names),
+        "optimizer": store.optimizer_tensors(optimizer, model),
         "rng": {"cpu": torch.get_rng_state()},
     }
     state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
@@ -277,7 +276,6 @@ def _restore(session: Session, model: Decoder, optimizer: torch.optim.Optimizer,
     if session.from_step is not None and session.ranks.is_first:
         store.abandon_after(session.run.checkpoints, checkpoint.step)
     model.load_state_dict(checkpoint.load("weights"))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    store.restore_optimizer(optimizer, names, checkpoint.load("optimizer"))
+    store.restore_optimizer(optimizer, model, checkpoint.load("optimizer"))
     torch.set_rng_state(checkpoint.load("rng")["cpu"])
     return checkpoint.step
