@@ -14,9 +14,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 ABANDONED_SECONDS = 24 * 3600.0
 
@@ -39,6 +43,19 @@ def write_atomically(path: str | Path, text: str) -> None:
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
+
+
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file. Its library keeps only the text of the system's error: here it is an OSError again."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:
+        known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
+        code = next((code for code in known if f"os error {code})" in str(error)), errno.EIO)
+        raise OSError(code, os.strerror(code), str(file)) from None
 
 
 @contextmanager

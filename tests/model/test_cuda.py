@@ -17,6 +17,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 DOCUMENTS_BT = torch.tensor([[0] * 60 + [1] * 68, [0] * 128])
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Each test compiles its own kernels; together they would exceed the compiler's limit of variants per function."""
+    torch.compiler.reset()
+
+
 def gradients(variant: str, attention: str, documents_BT: torch.Tensor | None) -> dict[str, torch.Tensor]:
     spec = VARIANTS[variant].with_overrides({"head_dim": 16, "max_seq_len": 128}) if variant != "latent" else None
     spec = spec or VARIANTS[variant].with_overrides({"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16})

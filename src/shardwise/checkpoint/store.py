@@ -7,7 +7,6 @@ The manifest holds the step, free-form state, and a SHA-256 digest and size for 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -18,12 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from shardwise.checkpoint import listing
 from shardwise.checkpoint.listing import MANIFEST, step_of
 from shardwise.errors import Exit, UserError
-from shardwise.files import appearing_at_once
+from shardwise.files import appearing_at_once, write_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -77,7 +76,7 @@ def write(final: Path, step: int, groups: dict[str, Tensors], state: dict[str, A
     with appearing_at_once(final, replace=True) as scratch:  # replace: the same step again, after a resume
         for group, tensors in groups.items():
             file = scratch / f"{group}.safetensors"
-            _save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
+            write_tensors(file, {name: tensor.detach().contiguous() for name, tensor in tensors.items()})
             files[file.name] = {"bytes": file.stat().st_size, "sha256": digest(file)}
         manifest = {"schema": 1, "step": step, "files": files, "state": state}
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -140,14 +139,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, 
         key, name = full_key.split("/", 1)
         parameter = parameters[name]
         optimizer.state[parameter][key] = value.to(parameter.device) if value.ndim else value
-
-
-def _save_file(tensors: Tensors, file: Path) -> None:
-    try:
-        save_file(tensors, file)
-    except SafetensorError as error:  # safetensors wraps the system's error and keeps only its text
-        code = next((code for code in (errno.ENOSPC, errno.EACCES) if f"os error {code}" in str(error)), errno.EIO)
-        raise OSError(code, os.strerror(code), str(file)) from None
 
 
 def digest(file: Path) -> str:

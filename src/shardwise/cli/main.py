@@ -8,9 +8,15 @@ named is imported, and no verb imports torch at module level: `--help` must answ
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -39,21 +45,82 @@ OVERRIDE = re.compile(r"^[a-z]\w*\.[a-z]\w*=", re.IGNORECASE)
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if not words or words[0] in ("-h", "--help", "help"):
-            print(overview())
-            return Exit.DONE
-        if words[0] in ("-V", "--version"):
-            print(f"shardwise {__version__}")
-            return Exit.DONE
-        return _dispatch(words[0], words[1:])
+        with _sigterm_unwinds():
+            return _run(words)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.code
+    except _Terminated:
+        return Exit.STOPPED
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as in `shardwise runs | head -1`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere at exit
         return Exit.DONE
+    except OSError as error:  # a file that no verb thought of
+        print(_system_says_no(error), file=sys.stderr)
+        return Exit.USER_MISTAKE
+    except Exception as error:
+        print(_bug(error), file=sys.stderr)
+        return Exit.BUG
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return Exit.DONE
+    if words[0] in ("-V", "--version"):
+        print(f"shardwise {__version__}")
+        return Exit.DONE
+    return _dispatch(words[0], words[1:])
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as something that unwinds: scratch directories go, locks are given back."""
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """A scheduler's SIGTERM ends any verb like Ctrl-C does. Training has handlers of its own, which finish the step."""
+
+    def unwind(number: int, frame: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _system_says_no(error: OSError) -> UserError:
+    what = error.strerror or str(error)
+    return UserError(
+        f"the system refused {error.filename}" if error.filename else f"the system refused: {what}",
+        why=what,
+        fix="check that the path exists, that you may use it, and that its disk has room",
+    )
+
+
+def _bug(error: Exception) -> UserError:
+    """Three lines to the person, the traceback to a file."""
+    first = next(iter(str(error).splitlines()), "")
+    text = "".join(traceback.format_exception(error))
+    try:
+        handle, file = tempfile.mkstemp(prefix="shardwise-crash-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError:
+        file = text  # better in the terminal than nowhere
+    return UserError(
+        f"{type(error).__name__}: {first}",
+        why=f"this is a bug of shardwise; the details are in {file}",
+        fix="please report it with that file",
+        code=Exit.BUG,
+    )
 
 
 def _dispatch(name: str, words: list[str]) -> int:
@@ -74,9 +141,20 @@ def _dispatch(name: str, words: list[str]) -> int:
     verb.add_arguments(parser)
     if getattr(verb, "REPORTS", False):
         parser.add_argument("--json", action="store_true", help="machine-readable report")
-    args = parser.parse_args([word for word in words if not OVERRIDE.match(word)])
-    args.overrides = [word for word in words if OVERRIDE.match(word)]
+    overrides = _overrides(parser, words)
+    args = parser.parse_args([word for number, word in enumerate(words) if number not in overrides])
+    args.overrides = list(overrides.values())
     return int(verb.run(args))
+
+
+def _overrides(parser: argparse.ArgumentParser, words: list[str]) -> dict[int, str]:
+    """The `section.key=value` words and where they stand. What follows an option that takes a value is that value."""
+    takes_value = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
+    return {
+        number: word
+        for number, word in enumerate(words)
+        if OVERRIDE.match(word) and (number == 0 or words[number - 1] not in takes_value)
+    }
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,17 +1,15 @@
 """Weights from and to Hugging Face safetensors, one tensor at a time.
 
-Owns reading (headers first, so a wrong checkpoint is refused before anything changes) and writing (into a temporary
-directory that is renamed at the end). Invariant: besides the model, at most one shard is in memory.
+Owns reading (headers first, so a wrong checkpoint is refused before anything changes) and writing (complete or not at
+all). Invariant: besides the model, at most one shard is in memory.
 Read next: `hf_names.py`, the table both directions follow.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +17,10 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.errors import UserError
+from shardwise.files import appearing_at_once, write_tensors
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.hf_export import config_from_spec
@@ -227,22 +225,11 @@ def save_model(
         )
     weight_dtype = dtype or model.embed.weight.dtype
     config = config_from_spec(model.spec) | {"dtype": str(weight_dtype).removeprefix("torch.")}
-    with translate_write_errors(directory):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
-        try:
-            partial.chmod(0o755)  # mkdtemp makes it private
-            for source in extra_files:
-                shutil.copy2(source, partial / Path(source).name)
-            write_json(partial / "config.json", config)
-            write_weights(model, partial, dtype, max_shard_bytes)
-            flush(partial)
-            if directory.exists():
-                directory.rmdir()
-            partial.rename(directory)
-        except BaseException:  # Ctrl-C too: leave nothing half-written behind
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    with appearing_at_once(directory, replace=False) as scratch:  # an empty directory gives way to the rename
+        for source in extra_files:
+            shutil.copy2(source, scratch / Path(source).name)
+        write_json(scratch / "config.json", config)
+        write_weights(model, scratch, dtype, max_shard_bytes)
 
 
 def write_weights(model: Decoder, directory: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
@@ -259,7 +246,7 @@ def write_weights(model: Decoder, directory: Path, dtype: torch.dtype | None, ma
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file({t.name: gather(t, ours, dtype) for t, _ in shard}, directory / name, metadata={"format": "pt"})
+        write_tensors(directory / name, {t.name: gather(t, ours, dtype) for t, _ in shard}, {"format": "pt"})
         weight_map |= {tensor.name: name for tensor, _ in shard}
     if len(shards) > 1:
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -298,21 +285,3 @@ def stored_dtype(tensor: TheirTensor, data: Tensor, dtype: torch.dtype | None) -
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def flush(directory: Path) -> None:
-    for path in directory.iterdir():
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-
-
-@contextmanager
-def translate_write_errors(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as problem:
-        raise UserError(
-            f"cannot write {directory}",
-            why=str(problem),
-            fix="choose a directory on a disk with space that you may write to",
-        ) from problem
