@@ -81,3 +81,11 @@ def test_stream_that_ends_inside_a_character_says_so():
     stream = ByteTokenizer().stream()
     assert stream.push("é".encode()[0]) == ""
     assert stream.finish() == "\ufffd"
+
+
+def test_ids_beyond_the_bytes_show_as_replacement_marks() -> None:
+    """A model with a larger vocabulary than 256 may say anything; decoding must not fail."""
+    tokenizer = open_tokenizer("bytes")
+    assert tokenizer.decode([104, 300, 105]) == "h\ufffdi"
+    stream = tokenizer.stream()
+    assert "".join([stream.push(104), stream.push(49151), stream.finish()]) == "h\ufffd"

@@ -133,12 +133,15 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) 
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Tensors) -> None:
-    """Put saved state back, on the parameter's device; counters such as `step` stay where the optimizer wants them."""
-    parameters = dict(model.named_parameters())
+    """Put saved state back. torch's own loading knows where each optimizer wants its counters (CPU or device)."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
     for full_key, value in tensors.items():
         key, name = full_key.split("/", 1)
-        parameter = parameters[name]
-        optimizer.state[parameter][key] = value.to(parameter.device) if value.ndim else value
+        by_name.setdefault(name, {})[key] = value
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {number: by_name[names[id(p)]] for number, p in enumerate(ordered) if names[id(p)] in by_name}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def digest(file: Path) -> str:

@@ -41,7 +41,9 @@ class TokenStore:
             _check_size(directory / entry["file"], entry["bytes"])
             if verify:
                 check_digest(directory / entry["file"], entry["sha256"])
-        self.train, self.validation = (Split(directory, self.index["splits"][name], self.dtype) for name in SPLITS)
+        self.train, self.validation = (
+            Split(directory, self.index["splits"][name], self.dtype, self.max_token) for name in SPLITS
+        )
 
     @property
     def max_token(self) -> int:
@@ -85,7 +87,8 @@ class TokenStore:
 class Split:
     """One split's tokens as a single long stream, whatever its shards."""
 
-    def __init__(self, directory: Path, about: dict[str, Any], dtype: np.dtype):
+    def __init__(self, directory: Path, about: dict[str, Any], dtype: np.dtype, max_token: int):
+        self._directory, self._max_token = directory, max_token
         self.num_tokens, self.num_documents = int(about["tokens"]), int(about["documents"])
         self.num_trained = int(about["trained_tokens"])
         self.has_mask = any(shard["mask"] for shard in about["shards"])
@@ -106,6 +109,13 @@ class Split:
         out = np.empty(end - start, dtype=np.int64)
         for shard, first, last, at in self._parts(start, end):
             out[at : at + last - first] = self._tokens[shard][first:last]
+        # What was checked against the vocabulary must hold for every token.
+        if len(out) and out.max() > self._max_token:
+            raise UserError(
+                f"the tokens in {self._directory} are damaged",
+                why=f"they hold the id {out.max()}, the index says that the largest is {self._max_token}",
+                fix=f"`shardwise data show {self._directory} --verify` names the file; prepare the data again",
+            )
         return out
 
     def mask(self, start: int, end: int) -> np.ndarray:
@@ -147,6 +157,7 @@ def read_index(directory: Path) -> dict[str, Any]:
             )
         _ = [index[key] for key in ("dtype", "splits", "max_token", "chat", "bytes", "sources", "tokenizer")]
         _ = [index["splits"][name]["shards"] for name in SPLITS]
+        _ = np.dtype(index["dtype"]), int(index["max_token"]), int(index["bytes"])
         return index
     except OSError as error:
         raise UserError(

@@ -109,7 +109,7 @@ class ByteTokenizer(Tokenizer):
         return rows
 
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
-        text = bytes(token for token in ids if token or keep_special).decode("utf-8", errors="replace")
+        text = b"".join(_byte(token) for token in ids if token or keep_special).decode("utf-8", errors="replace")
         return text.replace("\0", "␀")
 
     def stream(self) -> TextStream:
@@ -190,12 +190,17 @@ def open_tokenizer(name: str, model_dir: Path | None = None) -> Tokenizer:
     return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path)
 
 
+def _byte(token: int) -> bytes:
+    """A model may have more ids than there are bytes; one beyond them shows as the replacement mark (0xff is no UTF-8)."""
+    return bytes([token if token < 256 else 0xFF])
+
+
 class _ByteStream:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        return self._decoder.decode(bytes([token])) if token else ""
+        return self._decoder.decode(_byte(token)) if token else ""
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)

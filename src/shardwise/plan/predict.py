@@ -26,6 +26,10 @@ MATMUL_SHARE = {"cpu": 0.72, "cuda": 0.55}
 """Share of the bare matmul rate that a whole forward and backward pass reaches (measured on `tiny` and `smollm2-135m`)."""
 
 
+LAUNCH_SECONDS_PER_LAYER = {"cpu": 0.0, "cuda": 3.5e-3}
+"""Time the host needs to launch one layer's forward and backward kernels: the floor for small models (`tiny` on an H200)."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """What one rank of this machine reaches while all ranks are busy; measured when a run starts."""
@@ -79,10 +83,10 @@ def predict_step(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> d
     passes = (
         3 + 2 * STATES_PER_PARAMETER[optimizer]
     )  # read gradient and weight, write weight, read and write each state
+    compute = tokens_per_rank * spec.flops_per_token(plan.seq_len) / (rates.matmul_flops * MATMUL_SHARE[plan.device])
+    launches = spec.num_layers * plan.num_microbatches * LAUNCH_SECONDS_PER_LAYER[plan.device]
     step = {
-        "compute": tokens_per_rank
-        * spec.flops_per_token(plan.seq_len)
-        / (rates.matmul_flops * MATMUL_SHARE[plan.device]),
+        "compute": max(compute, launches),
         "optimizer": (passes + 2) * gradient_bytes / rates.memory_bytes,  # + 2: the norm for clipping, and its scaling
     }
     if plan.dp > 1:

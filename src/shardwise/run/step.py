@@ -65,11 +65,11 @@ def run_step(
             optimizer.step()
         optimizer.zero_grad(set_to_none=not replicas.is_distributed)  # DDP's gradients are views of its buckets
 
-    with clock.span("comm_exposed", "loss all-reduce"):
-        if replicas.is_distributed:
+    if replicas.is_distributed:
+        with clock.span("comm_exposed", "loss all-reduce"):
             dist.all_reduce(sums)
             for layer in moe_layers(replicas.model):
                 dist.all_reduce(layer.tokens_per_expert)
-        update_router_bias(replicas.model)
-        cross_entropy, aux, z = (sums / max(num_targets, 1)).tolist()
-        return StepResult(cross_entropy, aux, z, float(norm), skip)
+    update_router_bias(replicas.model)
+    cross_entropy, aux, z = (sums / max(num_targets, 1)).tolist()
+    return StepResult(cross_entropy, aux, z, float(norm), skip)
