@@ -12,6 +12,7 @@ import torch
 
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import IGNORE, Decoder
+from shardwise.plan.predict import ALLOCATOR_SHARE
 
 HEADROOM = 0.9  # of the limit; the rest is for fragmentation and what torch allocates on the side
 
@@ -22,7 +23,7 @@ def find_micro_batch(model: Decoder, *, rows: int, seq_len: int, state_bytes: in
     device = next(model.parameters()).device
     if device.type == "cuda":
         return next((n for n in sizes if _fits_on_cuda(model, n, seq_len, state_bytes, limit, device)), 1)
-    per_sequence = saved_bytes(model, *_dummy(1, seq_len, device))
+    per_sequence = saved_bytes(model, *_dummy(1, seq_len, device)) * (1 + ALLOCATOR_SHARE["cpu"])
     return next((n for n in sizes if state_bytes + n * per_sequence <= HEADROOM * limit), 1)
 
 

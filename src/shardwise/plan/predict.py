@@ -26,8 +26,8 @@ MATMUL_SHARE = {"cpu": 0.72, "cuda": 0.55}
 """Share of the bare matmul rate that a whole forward and backward pass reaches (measured on `tiny` and `smollm2-135m`)."""
 
 
-LAUNCH_SECONDS_PER_LAYER = {"cpu": 0.0, "cuda": 3.5e-3}
-"""Time the host needs to launch one layer's forward and backward kernels: the floor for small models (`tiny` on an H200)."""
+LAUNCH_SECONDS_PER_LAYER = {"cpu": 3e-3, "cuda": 3.5e-3}
+"""Time Python and torch need around one layer's forward and backward operations: the floor for small models (measured with models of a few layers)."""
 
 
 @dataclass(frozen=True)

@@ -164,9 +164,12 @@ def train(session: Session, stops: StopRequests) -> Exit:
 def _largest_micro_batch(session: Session, model: Decoder) -> int:
     plan = session.plan
     parts = predict_memory(session.spec, plan, session.config.optimizer.name)
-    state = sum(size for name, size in parts.items() if name != "activations")
     found = find_micro_batch(
-        model, rows=plan.rows_per_rank, seq_len=plan.seq_len, state_bytes=state, limit=session.memory_limit
+        model,
+        rows=plan.rows_per_rank,
+        seq_len=plan.seq_len,
+        state_bytes=sum(size for name, size in parts.items() if name not in ("activations", "allocator")),
+        limit=session.memory_limit,
     )
     return -int(_largest(-found, session.device, plan))  # the smallest over ranks
 

@@ -5,14 +5,13 @@ A logger is a guest: if it fails to import, to connect or to write, it is droppe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from shardwise.config.schema import RunConfig
 from shardwise.files import cannot_write
-from shardwise.run.rundir import RunDir
+from shardwise.run.rundir import RunDir, to_json
 
 
 class Logger(Protocol):
@@ -39,7 +38,7 @@ class Metrics:
 
     def write(self, line: dict[str, Any]) -> None:
         try:
-            self.file.write(json.dumps(line) + "\n")
+            self.file.write(to_json(line) + "\n")
             self.file.flush()  # a reader, or whoever looks after a crash, sees every finished step
         except OSError as error:
             raise cannot_write(self.run.metrics, error) from None
@@ -90,17 +89,24 @@ class _WeightsAndBiases:
 
         folder = run.log / "wandb"
         folder.mkdir(exist_ok=True)
-        self.run = wandb.init(mode="offline", project="shardwise", name=run.name, dir=str(folder), config=settings)
+        self.run = wandb.init(
+            mode="offline",
+            project="shardwise",
+            name=run.name,
+            dir=str(folder),
+            config=settings,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)
 
     def close(self) -> None:
-        self.run.finish(quiet=True)
+        self.run.finish()
 
 
 class _MLflow:
-    """A local file store under log/mlflow."""
+    """A local database, log/mlflow.db; `mlflow ui --backend-store-uri sqlite:///…` shows it."""
 
     name = "mlflow"
 

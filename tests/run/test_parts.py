@@ -1,0 +1,144 @@
+"""The small parts of the loop, each on its own: schedules, optimizers, clock, metrics, memory, sampling."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import SMALL
+
+from shardwise.config.schema import OptimizerConfig, RunConfig
+from shardwise.memory.micro_batch import find_micro_batch
+from shardwise.memory.usage import saved_bytes
+from shardwise.model.decoder import IGNORE, Decoder
+from shardwise.model.initialize import initialize
+from shardwise.model.presets import preset
+from shardwise.plan.activations import activation_bytes
+from shardwise.plan.predict import ALLOCATOR_SHARE, PROCESS_BYTES, STATES_PER_PARAMETER
+from shardwise.run.clock import Clock, verdict
+from shardwise.run.generate import Sampling, generate
+from shardwise.run.metrics import Metrics
+from shardwise.run.optimizer import build_optimizer
+from shardwise.run.rundir import create_run_dir
+from shardwise.run.schedule import batch_scale, learning_rate
+from shardwise.run.view import sparkline
+
+
+def small_model() -> Decoder:
+    sizes = {"num_layers": 2, "hidden": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 64}
+    model = Decoder(preset("tiny").with_overrides(sizes))
+    initialize(model, 0)
+    return model
+
+
+@pytest.mark.parametrize("shape", ["cosine", "wsd", "linear", "constant"])
+def test_every_schedule_warms_up_and_ends_where_it_should(shape):
+    rate = learning_rate(OptimizerConfig(lr=1.0, schedule=shape, warmup=10, min_lr=0.1), 100, 8)
+    assert rate(1) == pytest.approx(0.1) and rate(10) == pytest.approx(1.0)
+    assert rate(100) == pytest.approx(1.0 if shape == "constant" else 0.1)
+    if shape == "wsd":
+        assert rate(80) == pytest.approx(1.0) and rate(90) < 1.0
+    values = [rate(step) for step in range(10, 101)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_learning_rate_scales_with_the_batch():
+    assert batch_scale(OptimizerConfig(lr_scaling="linear", reference_batch=8), 32) == 4
+    assert batch_scale(OptimizerConfig(lr_scaling="sqrt", reference_batch=8), 32) == 2
+    assert batch_scale(OptimizerConfig(), 32) == 1
+
+
+@pytest.mark.parametrize(
+    "name, states", [("adamw", 2), ("adam", 2), ("sgd", 0), ("momentum", 1), ("adagrad", 1), ("rmsprop", 1)]
+)
+def test_optimizers_keep_the_states_they_promise_and_decay_matrices_only(name, states):
+    model = small_model()
+    optimizer = build_optimizer(OptimizerConfig(name=name), model)
+    tokens = torch.randint(0, 256, (2, 16))
+    sum(model(tokens, tokens)).backward()
+    optimizer.step()
+    weight = model.layers["0"].attention.q.weight
+    full = [v for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor) and v.shape == weight.shape]
+    assert len(full) == states == STATES_PER_PARAMETER[name]
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decay) == len(list(model.parameters()))
+    assert all((decay[id(p)] > 0) == (p.ndim >= 2) for p in model.parameters())
+
+
+def test_parts_of_a_step_add_up_and_exposed_time_moves():
+    clock = Clock(torch.device("cpu"))
+    with clock.span("compute", "work"):
+        time.sleep(0.02)
+    clock.move(0.005, "comm_exposed", "waiting", 1024)
+    parts = clock.finish()
+    assert parts["comm_exposed_s"] == pytest.approx(0.005)
+    named = sum(value for key, value in parts.items() if key != "step_s")
+    assert named == pytest.approx(parts["step_s"])
+    assert parts["compute_s"] >= 0.015
+
+
+@pytest.mark.parametrize("slow, word", [("data_wait", "input-bound: 31 %"), ("comm_exposed", "network-bound: 31 %"),
+                                        ("optimizer", "optimizer-bound: 31 %"), ("compute", "compute-bound")])  # fmt: skip
+def test_the_verdict_names_what_was_slow(slow, word):
+    parts = {f"{kind}_s": 0.0 for kind in ("data_wait", "compute", "comm_exposed", "bubble", "optimizer", "other")}
+    parts |= {"compute_s": 0.69, "step_s": 1.0}
+    parts[f"{slow}_s"] += 0.31
+    assert verdict(parts).startswith(word)
+
+
+def test_a_logger_that_is_missing_or_fails_never_stops_a_run(tmp_path):
+    """tensorboard is installed with the test tools; a logger whose package is absent is dropped with one line."""
+    run, said = create_run_dir(tmp_path, "logged", "tiny"), []
+    metrics = Metrics(run, RunConfig(loggers=("jsonl", "tensorboard", "wandb", "mlflow")), {}, said.append)
+    assert [logger.name for logger in metrics.loggers][:1] == ["tensorboard"]
+    metrics.write({"step": 1, "loss": 2.0})
+    metrics.loggers[0].writer.close()  # whatever goes wrong inside a logger …
+    metrics.loggers[0].writer = None
+    metrics.write({"step": 2, "loss": 1.0})
+    metrics.close()
+    assert any(line.startswith("logger   tensorboard is off") for line in said)
+    assert [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()] == [2.0, 1.0]
+    assert list((run.log / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_the_largest_micro_batch_that_fits_is_found():
+    model = small_model()
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    one = saved_bytes(model, tokens, torch.full_like(tokens, IGNORE)) * (1 + ALLOCATOR_SHARE["cpu"])
+
+    def found(room: float) -> int:
+        return find_micro_batch(model, rows=8, seq_len=64, state_bytes=1000, limit=int((1000 + room * one) / 0.9) + 2)
+
+    assert [found(8), found(7.9), found(4), found(1.5), found(0.1)] == [8, 4, 4, 1, 1]
+
+
+def test_auto_micro_batch_obeys_the_memory_limit(run_here):
+    """Room for five of the rank's eight sequences: four is the largest even part."""
+    spec = small_model().spec
+    five = 5 * activation_bytes(spec, 1, 512, 4) * (1 + ALLOCATOR_SHARE["cpu"])
+    room = PROCESS_BYTES["cpu"] + 16 * spec.num_parameters + five
+    words = [*SMALL, "train.seq_len=512", "train.steps=1", f"memory.limit={int(room / 0.9)}", "run.name=fit"]
+    assert run_here("train", "--nproc", 1, *words) == 0
+    assert json.loads(Path("runs/fit/plan.json").read_text())["micro_batch"] == 4
+
+
+def test_sampling_is_reproducible_and_greedy_at_zero_temperature():
+    model = small_model()
+    first = list(generate(model, [1, 2, 3], 12, Sampling(seed=3)))
+    assert first == list(generate(model, [1, 2, 3], 12, Sampling(seed=3)))
+    assert first != list(generate(model, [1, 2, 3], 12, Sampling(seed=4)))
+    greedy = list(generate(model, [1, 2, 3], 5, Sampling(temperature=0)))
+    with torch.inference_mode():
+        tokens = [1, 2, 3]
+        for _ in range(5):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    assert greedy == tokens[3:]
+    assert list(generate(model, [1, 2, 3], 5, Sampling(temperature=0), frozenset({greedy[2]}))) == greedy[:2]
+
+
+def test_a_sparkline_shows_the_course():
+    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
+    assert len(sparkline([float(i) for i in range(1000)])) == 40
