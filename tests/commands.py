@@ -37,7 +37,7 @@ def start_command(*words: object, cwd: Path, **options: Any) -> subprocess.Popen
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""},
         **options,
     )
 

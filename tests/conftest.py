@@ -16,8 +16,9 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run_here(workdir: Path) -> Callable[..., int]:
-    """Run a verb in this process; returns its exit code. Fast, because torch is loaded already."""
+def run_here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run a verb in this process, on the CPU; returns its exit code. Fast, because torch is loaded already."""
     from shardwise.cli.main import main
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return lambda *words: int(main([str(word) for word in words]))

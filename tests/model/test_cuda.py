@@ -96,3 +96,16 @@ def test_weights_load_straight_onto_the_device(tmp_path: Path) -> None:
         assert torch.equal(tensor.cpu(), model.state_dict()[name].bfloat16()), name
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "again"))
     assert one == two
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_heads_never_build_the_score_matrix(dtype: torch.dtype) -> None:
+    """torch silently falls back to it when a kernel does not know grouped heads: 2 GiB here instead of a few MiB."""
+    from shardwise.model.attention import attend
+    from shardwise.model.masking import Mask
+
+    q = torch.randn(1, 8192, 8, 32, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = (torch.randn(1, 8192, 2, 32, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    torch.cuda.reset_peak_memory_stats()
+    attend(q, k, v, Mask(is_causal=True), "sdpa", 32**-0.5, 0.0).sum().backward()
+    assert torch.cuda.max_memory_allocated() < 8 * 8192 * 8192 * dtype.itemsize / 4

@@ -81,13 +81,16 @@ def attend(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    if mask.allowed_1TS is None:
-        # Grouped heads cost the same as repeated keys on CPU (12.7 ms both ways, forward and backward, at tiny's shape
-        # with 4 x 256 tokens on one core) and spare two copies; CUDA's flash kernel takes them natively.
-        return F.scaled_dot_product_attention(q, k, v, is_causal=mask.is_causal, scale=scale, enable_gqa=True)
-    # With a mask CUDA uses the memory-efficient kernel, which knows no grouped heads: repeat keys and values for it.
-    k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.allowed_1TS, scale=scale)
+    # CUDA's flash and cuDNN kernels take grouped heads as they are, in 16 bits and without a mask. Everything else there
+    # (fp32, masks) is for the memory-efficient kernel, which knows no grouped heads: asked for them, torch falls back to
+    # building the whole score matrix. On a CPU grouped heads cost what repeated ones cost and spare two copies (12.7 ms
+    # both ways at tiny's shape, 4 x 256 tokens on one core).
+    grouped = mask.allowed_1TS is None and (not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16))
+    if not grouped:
+        k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask.allowed_1TS, is_causal=mask.is_causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, softcap: float) -> Tensor:

@@ -13,8 +13,8 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict_memory
 
-DEFAULT_STEPS = 300
-DEFAULT_GLOBAL_BATCH = 16
+DEFAULT_STEPS = 400
+DEFAULT_GLOBAL_BATCH = 8
 MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its memory
 
 

@@ -1,0 +1,104 @@
+"""Every command that README.md and docs/tutorial.md show is typed here, in order, in one empty directory.
+
+Training is made short by words appended to the command: few steps of a very small model in one process (the default run keeps
+its two). `make` lines are looked up in the Makefile; `make train` then stands for the command its recipe runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blocks import SHELLS, Command, commands_of, shells_without_prompt
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
+TIMEOUT_S = 180
+
+FEW_STEPS = ["train.steps=3", "train.seq_len=32", "train.global_batch=4", "train.eval_batches=1"]
+SMALL_MODEL = ["model.num_layers=2", "model.hidden=32", "model.num_heads=4", "model.num_kv_heads=2"]
+SMALL_MODEL += ["model.head_dim=8", "model.ffn=64"]
+
+
+def shortened(command: str) -> str:
+    """The same command, doing less of it. Words that come later win, so it is enough to append."""
+    if command == "make train":
+        return f"shardwise train {' '.join([*FEW_STEPS, *SMALL_MODEL])}"  # two processes, as the recipe would
+    extra: list[str] = []
+    if re.match(r"shardwise train\b", command) and "--dry-run" not in command:
+        extra = [*FEW_STEPS, "--nproc 1"]
+        if "model.path=" not in command:  # a model directory has the size it has
+            extra += SMALL_MODEL
+        if "train.time_limit=" in command:  # over before the first step: how far it gets must not depend on the machine
+            extra += ["train.time_limit=1ms"]
+    elif re.match(r"shardwise resume\b", command) and "train.steps=" in command:
+        extra = ["train.steps=5"]
+    elif re.match(r"shardwise generate\b", command):
+        extra = ["--max-tokens 5"]
+    before, comment = [*command.split("  #", 1), ""][:2]
+    return " ".join([before, *extra]) + (f"  #{comment}" if comment else "")
+
+
+def make_target(command: str) -> str | None:
+    words = shlex.split(command, comments=True)
+    return words[1] if words[0] == "make" and len(words) == 2 else None
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """An environment in which `shardwise` and `python3` are the ones under test."""
+    tools = tmp_path_factory.mktemp("bin")
+    for name, arguments in {"shardwise": "-m shardwise", "python3": ""}.items():
+        script = tools / name
+        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
+        script.chmod(0o755)
+    return {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_of_the_document_works(document, environment, tmp_path):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = commands_of(document)
+    assert len(commands) >= 10, f"only {len(commands)} commands were found in {document}"
+    for command in commands:
+        target = make_target(command.text)
+        assert target is None or target in targets, f"{command.where}: the Makefile has no target `{target}`"
+        if command.text == ". .venv/bin/activate":
+            assert "VENV   := .venv" in (ROOT / "Makefile").read_text()
+        elif target is None or target == "train":
+            _type(command, tmp_path, environment)
+
+
+def _type(command: Command, home: Path, environment: dict[str, str]) -> None:
+    typed = shortened(command.text)
+    done = subprocess.run(
+        ["bash", "-c", typed], cwd=home, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+    )  # fmt: skip
+    said = f"{command.where}: `{typed}` ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == command.expected_exit, said
+    assert "Traceback" not in done.stderr, said
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_shell_blocks_mark_their_commands(document):
+    assert shells_without_prompt(document) == [], f"{', '.join(SHELLS)} blocks need lines that start with `$ `"
+
+
+def test_a_documented_command_that_fails_is_noticed(tmp_path):
+    (tmp_path / "page.md").write_text("```console\n$ false\n$ exit 75   # exit 75\n```\n")
+    wrong, right = commands_of(tmp_path / "page.md")
+    with pytest.raises(AssertionError, match=r"page.md:2: `false` ended with 1"):
+        _type(wrong, tmp_path, dict(os.environ))
+    _type(right, tmp_path, dict(os.environ))
+
+
+def test_commands_are_read_with_their_continuations(tmp_path):
+    (tmp_path / "page.md").write_text(
+        "```console\n$ a \\\n    b\noutput\n$ c <<'END'\nd\nEND\n```\n```text\n$ not this\n```\n"
+    )
+    assert [command.text for command in commands_of(tmp_path / "page.md")] == ["a b", "c <<'END'\nd\nEND"]
