@@ -73,13 +73,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        loaded = load_config(None, [f"run.dir={folder}", f"train.steps={args.steps}", "train.micro_batch=16"])
+        loaded = load_config(
+            None,
+            [
+                f"run.dir={folder}",
+                f"train.steps={args.steps}",
+                "train.global_batch=16",
+                "train.micro_batch=16",
+                "train.seq_len=256",
+            ],
+        )
         job = make_job(loaded, 1, progress=False)
         run = new_run(job)
         torch.set_num_threads(job.plan.threads_per_rank)
         sequences = [job.corpus.train.batch(step, range(16), 16) for step in range(1, 9)]
         batches = [(torch.from_numpy(b.tokens), torch.from_numpy(b.targets)) for b in sequences]
-        InTurn.bare, InTurn.rows, InTurn.ended = [Bare(job.spec, batches), Bare(job.spec, batches)], [], time.perf_counter()
+        InTurn.bare, InTurn.rows, InTurn.ended = (
+            [Bare(job.spec, batches), Bare(job.spec, batches)],
+            [],
+            time.perf_counter(),
+        )
         loop.View = InTurn  # type: ignore[misc]
         session = loop.Session(
             run, job.resolved.config, job.plan, job.spec, loop.Ranks(), torch.device("cpu"), 2**34, quiet=True
@@ -99,7 +112,9 @@ def main() -> None:
         "data_wait_share": sum(wait for *_, wait in rows) / sum(ours for ours, *_ in rows),
     }
     print(f"steps            {len(rows)} of each kind, in turn")
-    print(f"ours / bare      {report['ours_over_bare']['median']:.4f}  (quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}; bar 1.03)")
+    print(
+        f"ours / bare      {report['ours_over_bare']['median']:.4f}  (quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}; bar 1.03)"
+    )
     print(f"bare / bare      {report['bare_over_bare']['median']:.4f}  (noise)")
     print(f"waiting for data {100 * report['data_wait_share']:.3f} % of our step (bar 1 %)")
     if args.out:

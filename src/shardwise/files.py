@@ -131,6 +131,18 @@ def cannot_write(out: Path, error: OSError) -> UserError:
     )
 
 
+def refused(error: OSError) -> UserError:
+    """For an error of the system that nobody expected: still three lines."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return cannot_write(Path(error.filename or "."), error)
+    what = error.strerror or str(error)
+    return UserError(
+        f"the system refused {error.filename}" if error.filename else f"the system refused: {what}",
+        why=what,
+        fix="check that the path exists, that you may use it, and that its disk has room",
+    )
+
+
 def _free(out: Path) -> str:
     try:
         return f"{shutil.disk_usage(out.parent).free / 1e9:.1f} GB are free there"

@@ -36,9 +36,11 @@ class Checkpoint:
 
     def manifest(self) -> dict[str, Any]:
         try:
-            return json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            raise damaged(self.path / MANIFEST, str(error)) from None
+            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            _ = [(about["bytes"], about["sha256"]) for about in manifest["files"].values()]
+            return manifest
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(self.path / MANIFEST, f"{type(error).__name__}: {error}") from None
 
     def verify(self) -> None:
         """Every file is there, with the size and digest it was committed with."""
@@ -93,14 +95,7 @@ def newest_good(
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint whose digests hold, and a line for each damaged one that was passed over."""
     skipped: list[str] = []
-    candidates = [c for c in committed(parent) if at_step is None or c.step == at_step]
-    if at_step is not None and not candidates:
-        known = ", ".join(str(c.step) for c in committed(parent)) or "none"
-        raise UserError(
-            f"there is no checkpoint of step {at_step}",
-            why=f"checkpoints are there for steps: {known}",
-            fix="choose one",
-        )
+    candidates = committed(parent) if at_step is None else [Checkpoint(listing.at_step(parent, at_step), at_step)]
     for checkpoint in candidates:
         try:
             if verify:

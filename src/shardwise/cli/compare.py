@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import statistics
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.run.rundir import find_run
+    from shardwise.run.rundir import find_run, to_json
 
     a, b = find_run(args.a, args.runs), find_run(args.b, args.runs)
     settings, figures, shared = _settings(a, b), {"a": _figures(a), "b": _figures(b)}, _shared_losses(a, b)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             "figures": figures,
             "losses": shared,
         }
-        print(json.dumps(report, indent=1))
+        print(to_json(report, indent=1))
         return Exit.DONE
     _print(a, b, settings, figures, shared)
     return Exit.DONE
@@ -81,9 +81,16 @@ def _shared_losses(a: RunDir, b: RunDir) -> dict[str, Any]:
     shared = sorted(left.keys() & right.keys())
     if not shared:
         return {"shared_steps": 0}
-    differences = {step: abs(left[step]["loss"] - right[step]["loss"]) for step in shared}
+    differences = {step: _difference(left[step]["loss"], right[step]["loss"]) for step in shared}
     first = next((step for step in shared if differences[step] > 0), None)
     return {"shared_steps": len(shared), "largest_difference": max(differences.values()), "first_different_step": first}
+
+
+def _difference(x: float, y: float) -> float:
+    """Infinite between a number and none; zero between two that are none."""
+    if math.isnan(x) or math.isnan(y):
+        return 0.0 if math.isnan(x) and math.isnan(y) else math.inf
+    return abs(x - y)
 
 
 def _print(a: RunDir, b: RunDir, settings: dict, figures: dict, shared: dict) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
+import sys
 
 from shardwise.errors import Exit, UserError
 
@@ -22,24 +22,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
+    _check(args)
     from shardwise.config.load import load_config
     from shardwise.data.corpus import open_corpus
     from shardwise.run.build import CACHE
     from shardwise.run.weights import find_weights
 
     weights = find_weights(args.source, args.runs)
-    run_config = Path(args.runs) / weights.name / "config.toml"
-    base = run_config if weights.config and run_config.is_file() else None
-    config = load_config(base, args.overrides).config
-    if weights.config and base is None:  # a run outside --runs: its own settings, with the words on top
-        config = replace(weights.config, data=config.data) if args.overrides else weights.config
+    config = load_config(weights.run.config if weights.run else None, args.overrides).config
+    home = weights.run.path.parent if weights.run else Path(config.run.dir)
     corpus = open_corpus(
         config.data,
         seq_len=config.train.seq_len,
         seed=config.train.seed,
         vocab=weights.spec.vocab,
         model_dir=weights.tokenizer_dir,
-        cache_dir=Path(config.run.dir) / CACHE,
+        cache_dir=home / CACHE,
         progress=True,
     )
     sequences = corpus.validation if args.split == "validation" else corpus.train
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         micro_batch=batch,
         device=device,
         max_batches=args.batches,
-        progress=not args.json,
+        progress=sys.stdout.isatty() and not args.json,
     )
     if loss is None:
         raise UserError(
@@ -85,3 +83,16 @@ def run(args: argparse.Namespace) -> int:
             f"loss     {loss:.4f} nats per token (unigram {report['unigram_loss']:.4f}), perplexity {perplexity(loss):.3f}"
         )
     return Exit.DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.batches is not None and args.batches < 1:
+        raise UserError(f"--batches {args.batches}", why="at least one batch is needed", fix="leave it out for all")
+    for word in args.overrides:
+        key = word.split("=", 1)[0]
+        if not key.startswith("data.") and key != "train.seq_len":
+            raise UserError(
+                f"`{key}` has no meaning here",
+                why="the model is as it was trained; eval reads [data] and train.seq_len",
+                fix="leave it out",
+            )

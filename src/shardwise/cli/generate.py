@@ -63,9 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     for name, bad, range_ in (
-        ("--temperature", args.temperature < 0, "0 or more"),
+        ("--temperature", not 0 <= args.temperature < float("inf"), "0 or more"),
         ("--top-p", not 0 < args.top_p <= 1, "above 0, at most 1"),
         ("--max-tokens", args.max_tokens < 1, "1 or more"),
+        ("--seed", not 0 <= args.seed < 2**63, "0 or more, below 2^63"),
     ):
         if bad:
             raise UserError(f"{name} is out of range", why=f"it must be {range_}", fix="leave it out for the default")
@@ -89,6 +90,8 @@ def _chat(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, weight
     custom = weights.config.data.chat_template if weights.config else None
     template = open_template(custom, weights.tokenizer_dir, tokenizer)
     messages: list[dict[str, Any]] = []
+    if args.json and args.prompt is None:
+        raise UserError("--chat --json needs --prompt", why="it reports one turn", fix='--prompt "..."')
     while True:
         if args.prompt is not None:
             said: str | None = args.prompt if not messages else None
@@ -101,8 +104,9 @@ def _chat(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, weight
         answer = ""
         for piece in _pieces(model, tokenizer, prompt, args.max_tokens, sampling):
             answer += piece
-            print(piece, end="", flush=True)
-        print()
+            if not args.json:
+                print(piece, end="", flush=True)
+        print(json.dumps({"schema": 1, "prompt": said, "completion": answer}) if args.json else "")
         messages.append({"role": "assistant", "content": answer})
 
 

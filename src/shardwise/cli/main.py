@@ -12,9 +12,7 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -46,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with _sigterm_unwinds():
-            return _run(words)
+            code = _run(words)
+            sys.stdout.flush()  # here, where a reader that has gone is no error
+            return code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.code
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere at exit
         return Exit.DONE
     except OSError as error:  # a file that no verb thought of
-        print(_system_says_no(error), file=sys.stderr)
+        from shardwise.files import refused
+
+        print(refused(error), file=sys.stderr)
         return Exit.USER_MISTAKE
     except Exception as error:
         print(_bug(error), file=sys.stderr)
@@ -96,17 +98,11 @@ def _sigterm_unwinds() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _system_says_no(error: OSError) -> UserError:
-    what = error.strerror or str(error)
-    return UserError(
-        f"the system refused {error.filename}" if error.filename else f"the system refused: {what}",
-        why=what,
-        fix="check that the path exists, that you may use it, and that its disk has room",
-    )
-
-
 def _bug(error: Exception) -> UserError:
     """Three lines to the person, the traceback to a file."""
+    import tempfile
+    import traceback
+
     first = next(iter(str(error).splitlines()), "")
     text = "".join(traceback.format_exception(error))
     try:
@@ -159,7 +155,8 @@ def _overrides(parser: argparse.ArgumentParser, words: list[str]) -> dict[int, s
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise UserError(message, why=self.format_usage().strip(), fix=f"`{self.prog} --help` lists every option")
+        usage = " ".join(self.format_usage().split())
+        raise UserError(message, why=usage, fix=f"`{self.prog} --help` lists every option")
 
 
 def overview() -> str:

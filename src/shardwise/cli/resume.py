@@ -21,19 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint.listing import at_step
+    from shardwise.cli.train import check_nproc
     from shardwise.run.rundir import find_run
-    from shardwise.run.start import continue_run, start, write_run
+    from shardwise.run.start import continue_run, longer, start
 
     if args.exclude:
         raise UserError(
             "`--exclude` is not available yet", why="runs use one machine in this version", fix="leave it out"
         )
+    if args.nproc is not None:
+        check_nproc(args.nproc)
     found = find_run(args.run, args.runs)
+    if args.from_step is not None:
+        at_step(found.checkpoints, args.from_step)  # refused here, before anything is written
     job = continue_run(found, args.overrides, args.allow, args.nproc)
     last = max(found.steps(), default=0)
     if found.state() == "finished" and last >= job.plan.num_steps and args.from_step is None:
         print(f"run      {found.path} has finished its {last} steps")
-        print(f"next     shardwise resume {found.path} --allow train.steps train.steps={2 * last}")
+        print(f"next     {longer(found.path, job.resolved.config.train, last)}")
         return Exit.DONE
-    write_run(found, job)
     return start(found, job, args.from_step)

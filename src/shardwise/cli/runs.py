@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit
@@ -20,11 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.run.rundir import all_runs
+    from shardwise.run.rundir import all_runs, to_json
 
     rows = [summary(found) for found in all_runs(args.dir)]
     if args.json:
-        print(json.dumps({"schema": 1, "runs": rows}, indent=1))
+        print(to_json({"schema": 1, "runs": rows}, indent=1))
         return Exit.DONE
     if not rows:
         print(f"no runs in {args.dir}; `shardwise train` starts one")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.errors import Exit
+from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.launch.ranks import started_by_torchrun
     from shardwise.run.start import join_torchrun, make_job, new_run, start
 
-    _check_nproc(args.nproc)
+    if args.nproc is not None:
+        check_nproc(args.nproc)
     loaded = load_config(args.config, args.overrides)
     if args.resume and loaded.config.run.name is None:  # one line must always mean the same run
         name = Path(args.config).stem if args.config else "default"
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return new_run(job), job
 
     if started_by_torchrun():
-        return join_torchrun(lambda world: prepare(world)[0])
+        return join_torchrun(prepare)
     if args.dry_run:
         return _dry_run(make_job(loaded, args.nproc, progress=sys.stdout.isatty()))
     found, job = prepare(args.nproc)
@@ -54,10 +55,8 @@ def run(args: argparse.Namespace) -> int:
     return start(found, job)
 
 
-def _check_nproc(nproc: int | None) -> None:
-    from shardwise.errors import UserError
-
-    if nproc is not None and nproc < 1:
+def check_nproc(nproc: int) -> None:
+    if nproc < 1:
         raise UserError(f"--nproc {nproc} starts nothing", why="a run needs at least one process", fix="--nproc 1")
 
 
@@ -69,11 +68,9 @@ def _existing(parent: str, name: str) -> RunDir | None:
 
 
 def _continue(found: RunDir, args: argparse.Namespace, nproc: int | None) -> Job:
-    from shardwise.run.start import continue_run, write_run
+    from shardwise.run.start import continue_run
 
-    job = continue_run(found, args.overrides, allow=(), nproc=nproc)
-    write_run(found, job)
-    return job
+    return continue_run(found, args.overrides, allow=(), nproc=nproc)
 
 
 def _dry_run(job: Job) -> int:

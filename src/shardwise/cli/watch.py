@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.run.rundir import find_run
+    from shardwise.run.rundir import find_run, to_json
 
     found = find_run(args.run, args.runs)
     if args.json:
-        print(json.dumps({"schema": 1, **_snapshot(found)}, indent=1))
+        print(to_json({"schema": 1, **_snapshot(found)}, indent=1))
         return Exit.DONE
     if args.once or not found.is_locked():
         _print_state(found)

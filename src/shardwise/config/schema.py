@@ -80,8 +80,8 @@ class TrainConfig:
     global_batch: int | None = setting(None, "sequences per optimizer step over all ranks", low=1)
     global_batch_tokens: int | None = setting(None, "the same in tokens, instead of global_batch", unit="binary", low=1)
     micro_batch: int | Auto = setting("auto", "sequences per forward pass; `auto` finds the largest that fits", low=1)
-    seq_len: int = setting(256, "tokens per sequence", unit="binary", low=2)
-    seed: int = setting(0, "draws weights and the order of the data", low=0)
+    seq_len: int = setting(128, "tokens per sequence", unit="binary", low=2)
+    seed: int = setting(0, "draws weights and the order of the data", low=0, high=2**63 - 1)
     clip: float | None = setting(1.0, "largest global gradient norm; 0 turns clipping off", low=0.0)
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", low=0)
     eval_batches: int = setting(8, "global batches per evaluation", low=1)
@@ -101,7 +101,7 @@ class OptimizerConfig:
         choices=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adamw8bit"),
         available=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop"),
     )
-    lr: float = setting(3e-3, "peak learning rate", above=0)
+    lr: float = setting(1e-3, "peak learning rate", above=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "Adam's averages; momentum and RMSProp use the first")
     eps: float = setting(1e-8, "Adam's denominator", above=0)
     weight_decay: float = setting(0.1, "on matrices only", low=0.0)

@@ -11,6 +11,7 @@ import gzip
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -225,7 +226,7 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[Document]:
         while True:
             try:
                 line = lines.readline()
-            except (EOFError, gzip.BadGzipFile) as error:
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise UserError(
                     f"{path} is damaged", why=str(error), fix="fetch or compress it again", where=f"{path}:{number + 1}"
                 ) from None

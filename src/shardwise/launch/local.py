@@ -12,16 +12,25 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit
+from shardwise.run.guards import INTERRUPT, stop_signals
 from shardwise.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+AT_ONCE = (*(-number for number in (*stop_signals(), INTERRUPT)), int(Exit.INTERRUPTED), int(Exit.STOPPED))
+"""How a rank ends that was told to stop and had nothing to commit: by the signal itself, or at the second Ctrl-C."""
 
 
 def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, from_step: int | None = None) -> int:
@@ -36,8 +45,56 @@ def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, fr
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
     store, port = _loopback_store()  # lives as long as the ranks do
-    arguments = ("-m", "shardwise.launch.rank", str(run.path), *(["--from-step", str(from_step)] if from_step else []))
-    environment = {
+    arguments = ["-m", "shardwise.launch.rank", str(run.path), "--launcher", str(os.getpid())]
+    if from_step is not None:
+        arguments += ["--from-step", str(from_step)]
+    start = partial(
+        start_processes,
+        name="shardwise",
+        entrypoint=sys.executable,
+        args=dict.fromkeys(range(nproc), tuple(arguments)),
+        envs=_environments(nproc, port, threads, interface or _loopback_interface()),
+        logs_specs=_rank_logs(run.log, nproc),
+    )
+    asked, result = _supervise(start)
+    del store
+    if asked and result.is_failed() and all(failure.exitcode in AT_ONCE for failure in result.failures.values()):
+        return _stopped_at_once(run, asked[0])
+    return _exit_code(run, result)
+
+
+def _supervise(start: Callable[[], PContext]) -> tuple[list[int], RunProcsResult]:
+    """Start the ranks and wait for them. Signals are theirs to handle: they finish the step and commit."""
+    pids: list[int] = []
+    asked: list[int] = []
+
+    def tell(number: int) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, INTERRUPT if number == signal.SIGINT else number)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        tell(number)
+
+    before = {number: signal.signal(number, forward) for number in stop_signals()}
+    try:
+        # On the main thread torch would set handlers of its own, which raise in the midst of starting and leave orphans.
+        with ThreadPoolExecutor(1) as starter:
+            context = starter.submit(start).result()
+        pids += context.pids().values()
+        for number in asked[:1]:  # it came while they were being started
+            tell(number)
+        while (result := context.wait(timeout=0)) is None:
+            time.sleep(0.1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return asked, result
+
+
+def _environments(nproc: int, port: int, threads: int, interface: str) -> dict[int, dict[str, str]]:
+    return {
         rank: {
             **os.environ,
             "RANK": str(rank),
@@ -48,43 +105,20 @@ def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, fr
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: ranks only connect
             "OMP_NUM_THREADS": str(threads),
-            "GLOO_SOCKET_IFNAME": interface or _loopback_interface(),
+            "GLOO_SOCKET_IFNAME": interface,
         }
         for rank in range(nproc)
     }
-    context = start_processes(
-        name="shardwise",
-        entrypoint=sys.executable,
-        args=dict.fromkeys(range(nproc), arguments),
-        envs=environment,
-        logs_specs=_rank_logs(run.log, nproc),
-    )
-    result = _wait(context)
-    del store
-    return _exit_code(run, result)
 
 
-def _wait(context: PContext) -> RunProcsResult:
-    """Wait for all ranks. SIGINT and SIGTERM are theirs to handle: they finish the step and commit."""
-    pids = list(context.pids().values())
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for pid in pids:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while True:
-            result = context.wait(timeout=0)
-            if result is not None:
-                return result
-            time.sleep(0.1)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _stopped_at_once(run: RunDir, number: int) -> int:
+    """Ranks that had nothing to commit yet, or were told twice."""
+    code = Exit.INTERRUPTED if number == signal.SIGINT else Exit.STOPPED
+    why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    print(f"STOPPED  at once, by {why}; the last checkpoint, if any, stands            exit {int(code)}, resumable")
+    print(f"  do     shardwise resume {run.path}")
+    run.append({"event": "stopped", "exit": int(code), "why": why, "wall_time": time.time()})
+    return int(code)
 
 
 def _exit_code(run: RunDir, result: RunProcsResult) -> int:
@@ -94,9 +128,11 @@ def _exit_code(run: RunDir, result: RunProcsResult) -> int:
     # A rank that was killed explains the others' complaints; else the rank that failed with the most telling code.
     killed = {rank: failure for rank, failure in result.failures.items() if failure.exitcode < 0}
     first = min(killed.values() or result.failures.values(), key=lambda failure: failure.timestamp)
-    if first.exitcode == -signal.SIGTERM:  # ours, sent to the survivors: look for who really failed
-        first = min(result.failures.values(), key=lambda failure: (failure.exitcode < 0, failure.timestamp))
+    if first.exitcode == -signal.SIGTERM or not killed:  # SIGTERM is ours, sent to the survivors: who really failed?
+        first = min(result.failures.values(), key=_least_telling_last)
     if first.exitcode >= 0:
+        if first.local_rank != 0:
+            print(Path(result.stderrs[first.local_rank]).read_text(encoding="utf-8").strip(), file=sys.stderr)
         return first.exitcode
     name = signal.Signals(-first.exitcode).name
     print(f"error: rank {first.local_rank} was killed by {name}", file=sys.stderr)
@@ -116,6 +152,11 @@ def _exit_code(run: RunDir, result: RunProcsResult) -> int:
         }
     )
     return int(Exit.HARDWARE)
+
+
+def _least_telling_last(failure: ProcessFailure) -> tuple[bool, bool, float]:
+    """A rank that lost a peer only says that another one failed."""
+    return failure.exitcode < 0, failure.exitcode == Exit.HARDWARE, failure.timestamp
 
 
 def _loopback_store() -> tuple[TCPStore, int]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from shardwise.errors import Exit
@@ -18,20 +20,35 @@ from shardwise.run.rundir import RunDir
 ORPHAN_GRACE_S = 60.0  # an orphan that cannot finish its step in this time (its peers are gone) ends by force
 
 
+INTERRUPT: int = getattr(signal, "SIGUSR1", signal.SIGINT)
+"""How the launcher passes Ctrl-C on: as a signal that a Python that is only just starting does not answer with a traceback."""
+
+
+def stop_signals() -> list[int]:
+    """Ctrl-C, a scheduler's SIGTERM, and a terminal that is closed (unless `nohup` has it ignored)."""
+    numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
+    hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:
+        numbers.append(hang_up)
+    return numbers
+
+
 class StopRequests:
     """Used as a context: the signal handlers of before are put back at its end."""
 
-    def __init__(self, run: RunDir, time_limit: float | None, say: Callable[[str], None]):
+    def __init__(self, run: RunDir, time_limit: float | None, say: Callable[[str], None], launcher: int | None = None):
+        """`launcher`: the process whose end is ours too; None for a process that was not started by one of ours."""
         self.run, self.say = run, say
         self.deadline = time.monotonic() + time_limit if time_limit else None
         self.code: Exit | None = None
         self.why = ""
         self._over = threading.Event()
-        self._parent = os.getppid()
+        self._launcher = launcher
 
     def __enter__(self) -> StopRequests:
-        self._previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        threading.Thread(target=self._watch_parent, daemon=True).start()
+        self._previous = {number: signal.signal(number, self._on_signal) for number in (*stop_signals(), INTERRUPT)}
+        if self._launcher is not None:
+            threading.Thread(target=self._watch_launcher, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -40,13 +57,15 @@ class StopRequests:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.code is not None:
-            os._exit(int(Exit.INTERRUPTED))
-        if number == signal.SIGINT:
+        is_ctrl_c = number in (signal.SIGINT, INTERRUPT)
+        if is_ctrl_c and self.code is not None:
+            _end_now(Exit.INTERRUPTED)
+        if is_ctrl_c:
             self.code, self.why = Exit.INTERRUPTED, "Ctrl-C"
-            self.say("stopping after this step (Ctrl-C again: at once, losing the steps since the last checkpoint)")
+            with suppress(RuntimeError, OSError):  # the signal may have come in the middle of another print
+                self.say("stopping after this step (Ctrl-C again: at once, losing the steps since the last checkpoint)")
         else:
-            self.code, self.why = Exit.STOPPED, "SIGTERM"
+            self.code, self.why = Exit.STOPPED, signal.Signals(number).name
 
     def check(self) -> Exit | None:
         """What this rank wants; the loop combines all ranks' answers, so that they stop at the same step."""
@@ -56,12 +75,18 @@ class StopRequests:
             self.code, self.why = Exit.STOPPED, "train.time_limit"
         return self.code
 
-    def _watch_parent(self) -> None:
+    def _watch_launcher(self) -> None:
         """The launcher may be killed with no chance to tell us; its children must not live on."""
-        while os.getppid() == self._parent:
+        while os.getppid() == self._launcher:
             if self._over.wait(1.0):
                 return
         if self.code is None:
             self.code, self.why = Exit.STOPPED, "the launcher is gone"
         if not self._over.wait(ORPHAN_GRACE_S):
-            os._exit(int(Exit.STOPPED))
+            _end_now(Exit.STOPPED)
+
+
+def _end_now(code: Exit) -> None:
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live view hides the cursor
+    os._exit(int(code))

@@ -26,6 +26,7 @@ from shardwise.run.metrics import Metrics
 from shardwise.run.proof import NUM_STEPS, single_process_losses
 from shardwise.run.rundir import RunDir
 from shardwise.run.schedule import batch_scale
+from shardwise.run.start import longer
 from shardwise.run.view import View, format_rate
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class History:
         for key in self.parts:
             self.parts[key] += line[key]
 
-    def median_step_s(self) -> float:
-        return sorted(self.step_seconds)[len(self.step_seconds) // 2] if self.step_seconds else float("nan")
+    def median_step_s(self) -> float | None:
+        """None for a run of a single step, or one that was complete when it was resumed."""
+        return sorted(self.step_seconds)[len(self.step_seconds) // 2] if self.step_seconds else None
 
 
 def peak_flops(plan: Plan, device: torch.device, prediction: Prediction) -> float:
@@ -142,16 +144,19 @@ def finished(
     sample(view, model, corpus, session.config, session.ranks)
     proof = _proof(view, session, plan, corpus, history)
     step_s = history.median_step_s()
-    last = history.losses[max(history.losses)] if history.losses else float("nan")
+    last = history.losses[max(history.losses)] if history.losses else None
     unigram = corpus.unigram_entropy()
-    view.say(f"loss     {last:.3f} at the last step; a unigram model of the same text has {unigram:.3f}")
-    if history.step_seconds:
+    if last is not None:
+        view.say(f"loss     {last:.3f} at the last step; a unigram model of the same text has {unigram:.3f}")
+    memory = f"{format_bytes(peak)} per rank ({_off(peak, prediction.memory_bytes)})"
+    if step_s is None:
+        view.say(f"measured {memory}; too few steps to time them")
+    else:
         rate = format_rate(history.tokens / history.parts["step_s"])
         view.say(f"speed    {rate} tok/s; {verdict(history.parts)}")
-    view.say(
-        f"measured {format_seconds(step_s)} per step ({_off(step_s, prediction.step_s)} of predicted), "
-        f"{format_bytes(peak)} per rank ({_off(peak, prediction.memory_bytes)})"
-    )
+        view.say(
+            f"measured {format_seconds(step_s)} per step ({_off(step_s, prediction.step_s)} of predicted), {memory}"
+        )
     metrics.write(
         {
             "event": "finished",
@@ -170,10 +175,11 @@ def finished(
     view.say(f"run      {name}")
     view.say(f'next     shardwise generate {name} --prompt "class "')
     view.say(f"         shardwise eval {name}")
-    view.say(f"         shardwise resume {name} --allow train.steps train.steps={2 * plan.num_steps}")
+    view.say(f"         {longer(name, session.config.train, plan.num_steps)}")
 
 
 def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, why: str) -> None:
+    view.close()  # what follows is the last word, below the live block
     event, why = ("failed", "the loss is not a number") if code == Exit.DIVERGED else ("stopped", why)
     metrics.write({"event": event, "step": step, "exit": int(code), "why": why, "wall_time": time.time()})
     if code == Exit.DIVERGED:
@@ -184,7 +190,8 @@ def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, wh
         view.say(f"  do     shardwise resume {run.path} --allow optimizer.lr optimizer.lr=…   (half of it, say)")
         view.say("         or run.on_nan=skip, which passes over such steps")
         return
-    view.say(f"STOPPED  step {step}, by {why}; committed                              exit {int(code)}, resumable")
+    committed = "committed" if step else "nothing to commit yet"
+    view.say(f"STOPPED  step {step}, by {why}; {committed}                              exit {int(code)}, resumable")
     view.say(f"  do     shardwise resume {run.path}")
 
 
@@ -197,7 +204,7 @@ def _proof(view: View, session: Session, plan: Plan, corpus: Corpus, history: Hi
     steps = [step for step in range(1, NUM_STEPS + 1) if step in history.losses]
     if plan.world == 1 or not steps or steps[0] != 1 or session.config.model.path:
         return None
-    alone_s = history.median_step_s() * plan.world * len(steps)
+    alone_s = (history.median_step_s() or 0.0) * plan.world * len(steps)
     if alone_s > PROOF_LIMIT_S:
         view.say(f"proof    left out: {len(steps)} steps in one process would take {format_seconds(alone_s)}")
         return None

@@ -3,15 +3,18 @@
     config.toml  plan.json  metrics.jsonl  events/rank*.jsonl  checkpoints/step-N/  crash/  log/
 
 `metrics.jsonl` holds a line per step and lines with an "event" key (started, resumed, stopped, finished, failed). After a
-resume some steps appear twice; the later line counts. A process that trains holds `lock`; nobody else may write.
+resume some steps appear twice; the later line counts. Whoever trains holds `lock` from before the first file is written;
+nobody else may write.
 No torch here: `runs`, `watch` and `compare` live on this file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,8 @@ try:
     import fcntl
 except ImportError:  # not on Windows: there the lock file only informs
     fcntl = None  # type: ignore[assignment]
+
+LOCK_PATIENCE_S = 1.0  # somebody who only looks whether a run is locked holds the lock for an instant
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,14 @@ class RunDir:
         """Every complete line of metrics.jsonl, in order. A line cut short by a crash is passed over."""
         if not self.metrics.exists():
             return
-        with open(self.metrics, encoding="utf-8") as file:
+        with open(self.metrics, encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
-                    yield json.loads(line)
+                    values = json.loads(line)
                 except json.JSONDecodeError:
                     continue
+                if isinstance(values, dict):
+                    yield values
 
     def steps(self) -> dict[int, dict[str, Any]]:
         """The training line of each step, in order of steps; after a resume the later line wins."""
@@ -90,8 +97,10 @@ class RunDir:
         for line in self.lines():
             if line.get("event") == "resumed":
                 found = {step: kept for step, kept in found.items() if step <= line["step"]}
-            elif "loss" in line and "event" not in line:
-                found[line["step"]] = line
+            elif (
+                "loss" in line and "step" in line and "event" not in line
+            ):  # a null was a number that is none: see `to_json`
+                found[line["step"]] = {key: math.nan if value is None else value for key, value in line.items()}
         return found
 
     def last_event(self) -> dict[str, Any] | None:
@@ -105,31 +114,34 @@ class RunDir:
         return event["event"] if event and event["event"] in ("finished", "stopped", "failed") else "unfinished"
 
     def read_plan(self) -> dict[str, Any]:
-        return json.loads(self.plan.read_text(encoding="utf-8")) if self.plan.exists() else {}
+        """Empty if there is none, or none that can be read: listing runs must not fail for one of them."""
+        try:
+            return dict(json.loads(self.plan.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return {}
 
     # --- writing -------------------------------------------------------------------------------------------------
 
     def append(self, line: dict[str, Any]) -> None:
         with open(self.metrics, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(to_json(line) + "\n")
 
     def is_locked(self) -> bool:
         if fcntl is None or not (self.path / "lock").exists():
             return False
         with open(self.path / "lock") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return False
-            except OSError:
-                return True
+            return not _flock(file, exclusive=True, patience_s=0.0)
 
     def lock(self) -> IO[str]:
-        """Hold the run until the returned file is closed or the process ends, however it ends."""
-        file = open(self.path / "lock", "a+")  # noqa: SIM115  (held open on purpose)
+        """Hold the run until the returned file is closed or the process ends, however it ends.
+
+        The first rank holds it too (`join_lock`): a run whose launcher was killed is in use until its ranks have ended.
+        """
         try:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            file = open(self.path / "lock", "a+")  # noqa: SIM115  (held open on purpose)
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
+        if not _flock(file, exclusive=True):
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
@@ -138,12 +150,47 @@ class RunDir:
                 why=f"{holder} is training in {self.path}",
                 fix=f"`shardwise watch {self.path}` follows it, `shardwise stop {self.path}` ends it; "
                 "or choose another run.name",
-            ) from None
+            )
         file.seek(0)
         file.truncate()
         file.write(f"process {os.getpid()}")
         file.flush()
+        _flock(file, exclusive=False)
         return file
+
+    def join_lock(self) -> IO[str]:
+        """Hold a run that this process's launcher holds already."""
+        file = open(self.path / "lock", "a+")  # noqa: SIM115
+        _flock(file, exclusive=False)
+        return file
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: a loss that is not a number, which Python would write as NaN, becomes null."""
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: plain(item) for key, item in part.items()}
+        if isinstance(part, list | tuple):
+            return [plain(item) for item in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
+
+
+def _flock(file: IO[str], *, exclusive: bool, patience_s: float = LOCK_PATIENCE_S) -> bool:
+    """Whether the lock was had. Shared ones live together; an exclusive one is had by nobody else at the time."""
+    if fcntl is None:
+        return True
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
 
 
 def create_run_dir(parent: str | Path, name: str | None, model_name: str) -> RunDir:
@@ -184,8 +231,12 @@ def all_runs(parent: str | Path) -> list[RunDir]:
     parent = Path(parent)
     if not parent.is_dir():
         return []
-    found = [RunDir(path) for path in parent.iterdir() if (path / "config.toml").is_file()]
+    found = [RunDir(path) for path in parent.iterdir() if is_run(path)]
     return sorted(found, key=lambda run: (run.config.stat().st_mtime, run.name))
+
+
+def is_run(path: Path) -> bool:
+    return os.path.isfile(path / "config.toml")  # unlike Path.is_file, False where we may not look
 
 
 def find_run(name: str, parent: str | Path = "runs") -> RunDir:
@@ -196,7 +247,7 @@ def find_run(name: str, parent: str | Path = "runs") -> RunDir:
             raise UserError("there is no last run", why=f"{parent} holds no run", fix="`shardwise train` starts one")
         return runs[-1]
     for path in (Path(name), Path(parent) / name):
-        if (path / "config.toml").is_file():
+        if is_run(path):
             return RunDir(path)
     known = ", ".join(run.name for run in runs[-5:]) or "none"
     raise UserError(

@@ -6,17 +6,20 @@ Used by `train` and `resume`. Everything that can be refused is refused here, be
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cluster.machine import Machine, this_machine
 from shardwise.config.load import Loaded, load_config
+from shardwise.config.schema import TrainConfig
 from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
-from shardwise.files import write_atomically
+from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.ranks import ranks_from_environment
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import Resolved, resolve
@@ -61,10 +64,17 @@ def make_job(loaded: Loaded, nproc: int | None, progress: bool) -> Job:
 
 
 def new_run(job: Job) -> RunDir:
+    """A run directory that is complete, or none."""
     run = create_run_dir(job.loaded.config.run.dir, job.loaded.config.run.name, job.spec.name)
-    write_run(run, job)
-    if job.corpus.tokenizer.path:
-        copy_tokenizer(job.corpus.tokenizer.path.parent, run.tokenizer)
+    try:
+        write_run(run, job)
+        if job.corpus.tokenizer.path:
+            copy_tokenizer(job.corpus.tokenizer.path.parent, run.tokenizer)
+    except BaseException as error:
+        shutil.rmtree(run.path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise cannot_write(run.path, error) from None
+        raise
     return run
 
 
@@ -75,10 +85,13 @@ def write_run(run: RunDir, job: Job) -> None:
 
 
 def start(run: RunDir, job: Job, from_step: int | None = None) -> int:
-    from shardwise.launch.local import start_ranks
-
+    """Hold the run, bring its files up to date, train."""
     plan = job.plan
-    return start_ranks(run, plan.world, plan.threads_per_rank, job.resolved.config.comm.interface, from_step)
+    with run.lock():
+        write_run(run, job)
+        from shardwise.launch.local import start_ranks
+
+        return start_ranks(run, plan.world, plan.threads_per_rank, job.resolved.config.comm.interface, from_step)
 
 
 def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> Job:
@@ -95,6 +108,12 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
         for key in fields(getattr(before, section.name))
         if getattr(getattr(before, section.name), key.name) != getattr(getattr(loaded.config, section.name), key.name)
     ]
+    if {"model.preset", "model.overrides"} & set(changed):
+        raise UserError(
+            "a run cannot go on with another model",
+            why="its checkpoints hold tensors of the shapes it began with",
+            fix="leave the model as it is, or start a new run",
+        )
     refused = [key for key in changed if key not in allow]
     if refused:
         raise UserError(
@@ -107,7 +126,18 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
     return make_job(replace(loaded, config=moved), None, progress=sys.stdout.isatty())
 
 
-def join_torchrun(prepare: Callable[[int], RunDir]) -> int:
+def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
+    """The command that trains a finished run twice as long, by the key its length was given with."""
+    if train.tokens:
+        key, value = "train.tokens", str(2 * train.tokens)
+    elif train.epochs:
+        key, value = "train.epochs", f"{2 * train.epochs:g}"
+    else:
+        key, value = "train.steps", str(2 * num_steps)
+    return f"shardwise resume {run} --allow {key} {key}={value}"
+
+
+def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]]) -> int:
     """This process is one rank of a job that torchrun started: rank 0 prepares, all agree on the run directory, train."""
     import torch
 
@@ -117,20 +147,24 @@ def join_torchrun(prepare: Callable[[int], RunDir]) -> int:
     ranks = ranks_from_environment()
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
-    if ranks.world == 1:
-        return run_worker(prepare(1), ranks)
-    start_process_group(CommConfig(), device)
+    if ranks.world > 1:
+        start_process_group(CommConfig(), device)
     error: UserError | None = None
     path = ""
-    if ranks.is_first:
-        try:
-            path = str(prepare(ranks.world).path.resolve())
-        except UserError as problem:
-            error = problem
-    path = _share_text(path, device)
-    if error is not None:
-        raise error
-    return run_worker(RunDir(Path(path)), ranks) if path else int(Exit.USER_MISTAKE)
+    with ExitStack() as held:
+        if ranks.is_first:
+            try:
+                run, job = prepare(ranks.world)
+                held.enter_context(run.lock())
+                write_run(run, job)
+                path = str(run.path.resolve())
+            except UserError as problem:
+                error = problem
+        if ranks.world > 1:
+            path = _share_text(path, device)
+        if error is not None:
+            raise error
+        return run_worker(RunDir(Path(path)), ranks) if path else int(Exit.USER_MISTAKE)
 
 
 def _share_text(text: str, device: torch.device) -> str:

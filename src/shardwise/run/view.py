@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import math
+import os
 import sys
 import time
 from collections import deque
@@ -15,7 +18,10 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The course of a number in one line of text; the newest value is at the right."""
+    """The course of a number in one line of text; the newest value is at the right. What is no number leaves no bar."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return ""
     if len(values) > width:  # means of equal stretches
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -31,35 +37,51 @@ class View:
         self.recent: deque[tuple[float, float, float]] = deque(maxlen=20)  # step_s, tokens, data_wait_s
         self.live: Live | None = None
         self.last_print = 0.0
-        if not quiet and sys.stdout.isatty():
-            from rich.live import Live
-
-            self.live = Live(refresh_per_second=8, transient=False)
-            self.live.start()
 
     def say(self, line: str) -> None:
         """A line that stays."""
         if self.quiet:
             return
         if self.live:
-            self.live.console.print(line, markup=False, highlight=False)
+            self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(line, flush=True)
+            self._print(line)
 
     def step(self, line: dict[str, Any]) -> None:
         self.losses.append(line["loss"])
         self.recent.append((line["step_s"], line["tokens"], line["data_wait_s"]))
         if self.quiet:
             return
-        if self.live:
-            from rich.text import Text
-
-            self.live.update(Text(self._bar(line["step"]) + "\n" + self._line(line)))
+        if sys.stdout.isatty():
+            self._draw(line)
             return
         now, step = time.monotonic(), line["step"]
         if step in (1, self.num_steps) or step % max(1, self.num_steps // 10) == 0 or now - self.last_print > 30:
             self.last_print = now
-            print(self._line(line), flush=True)
+            self._print(self._line(line))
+
+    def _draw(self, line: dict[str, Any]) -> None:
+        """The live block. It begins with the first step, so that the header stays above it, and stays after the last."""
+        from rich.text import Text
+
+        if self.live is None:
+            from rich.live import Live
+
+            self.live = Live(refresh_per_second=8, transient=False)
+            self.live.start()
+            atexit.register(self.close)  # however the run ends, the terminal gets its cursor back
+        block = self._bar(line["step"]) + "\n" + self._line(line)
+        self.live.update(Text(block, no_wrap=True, overflow="ellipsis"))
+        if line["step"] == self.num_steps:
+            self.close()
+
+    def _print(self, line: str) -> None:
+        """A reader that goes away, as in `shardwise train | head -1`, does not stop a run."""
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _line(self, line: dict[str, Any]) -> str:
         seconds = sum(step_s for step_s, _, _ in self.recent)

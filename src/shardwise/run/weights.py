@@ -30,7 +30,8 @@ class Weights:
 
     name: str
     spec: ModelSpec
-    config: Config | None  # of the run they come from
+    run: RunDir | None  # they come from
+    config: Config | None  # of that run
     checkpoint: Path | None
     huggingface: Path | None
     tokenizer_dir: Path | None
@@ -42,13 +43,21 @@ class Weights:
 
     def stored_dtype(self) -> torch.dtype:
         """The number format of the stored tensors (of the first one: all have the same)."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        folder = self.checkpoint or self.huggingface
-        assert folder is not None
-        file = folder / "weights.safetensors" if self.checkpoint else next(iter(sorted(folder.glob("*.safetensors"))))
-        with safe_open(file, framework="pt") as tensors:
-            return tensors.get_tensor(next(iter(tensors.keys()))).dtype
+        from shardwise.checkpoint.store import damaged
+        from shardwise.model.hf_weights import list_files
+
+        if self.checkpoint:
+            file = self.checkpoint / "weights.safetensors"
+        else:
+            assert self.huggingface is not None
+            file = list_files(self.huggingface)[0]
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                return tensors.get_tensor(next(iter(tensors.keys()))).dtype
+        except (OSError, SafetensorError) as error:
+            raise damaged(file, str(error)) from None
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None, attention: str = "auto") -> Decoder:
         """The decoder with these weights, in `dtype` (default: fp32, or what the run trained in)."""
@@ -74,6 +83,10 @@ def find_weights(name: str, runs_dir: str = "runs") -> Weights:
     is_run = name == "last" or (path / "config.toml").is_file() or (Path(runs_dir) / name / "config.toml").is_file()
     if is_run:
         return _from_run(find_run(name, runs_dir))
+    if path.is_file():
+        raise UserError(
+            f"{name} is a file", why="weights are given by their directory", fix=f"{path.parent} instead of {name}"
+        )
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(
             f"{name} holds no model",
@@ -83,7 +96,7 @@ def find_weights(name: str, runs_dir: str = "runs") -> Weights:
     from shardwise.model.huggingface import find_model_dir
 
     directory = find_model_dir(name)
-    return Weights(name, read_spec(directory), None, None, directory, directory)
+    return Weights(name, read_spec(directory), None, None, None, directory, directory)
 
 
 def _from_run(run: RunDir) -> Weights:
@@ -109,6 +122,5 @@ def _from_checkpoint(path: Path, run: RunDir | None) -> Weights:
     config = load_config(run.config).config if run else None
     tokenizer = run.tokenizer if run else path / "tokenizer"
     fallback = model_dir(config.model) if config and config.data.tokenizer == "auto" else None
-    return Weights(
-        run.name if run else path.name, spec, config, path, None, tokenizer if tokenizer.is_dir() else fallback
-    )
+    name = run.name if run else path.name
+    return Weights(name, spec, run, config, path, None, tokenizer if tokenizer.is_dir() else fallback)

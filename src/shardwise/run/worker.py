@@ -11,6 +11,7 @@ import functools
 import sys
 import time
 import traceback
+import warnings
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from shardwise.cluster.machine import this_machine
 from shardwise.config.load import load_config
 from shardwise.config.schema import CommConfig, Config
 from shardwise.errors import Exit, UserError
+from shardwise.files import refused
 from shardwise.launch.ranks import Ranks, ranks_from_environment
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import rank_memory_limit
@@ -36,22 +38,31 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardwise.run.worker")
     parser.add_argument("run_dir")
     parser.add_argument("--from-step", type=int)
+    parser.add_argument("--launcher", type=int, help="the process that must live as long as this one")
     args = parser.parse_args(argv)
-    code = run_worker(RunDir(Path(args.run_dir)), ranks_from_environment(), args.from_step)
+    code = run_worker(RunDir(Path(args.run_dir)), ranks_from_environment(), args.from_step, args.launcher)
     # torchrun's process API kills all ranks when one exits with an error. An orderly end is none: its code is in the run's
     # last event, where the launcher reads it.
     return int(Exit.DONE) if code in (Exit.STOPPED, Exit.INTERRUPTED, Exit.DIVERGED) else code
 
 
-def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None) -> int:
+def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None, launcher: int | None = None) -> int:
     """Train as this rank. Clean stops return their code; a launcher reads it from the run's last event instead."""
     say = functools.partial(print, flush=True) if ranks.is_first else lambda line: None
     try:
         config = load_config(run.config).config
-        with StopRequests(run, config.train.time_limit, say) as stops:
-            code = _train(run, ranks, config, stops, from_step)
+        session = _set_up(run, ranks, config, from_step)
+        with (
+            run.join_lock() if ranks.is_first else nullcontext(),
+            StopRequests(run, config.train.time_limit, say, launcher) as stops,
+        ):
+            code = train(session, stops)
     except UserError as error:
         return _fail(run, ranks, error.code, str(error))
+    except OSError as error:
+        error.filename = error.filename or str(run.path)  # a failed write does not know its file
+        problem = refused(error)
+        return _fail(run, ranks, problem.code, str(problem))
     except torch.OutOfMemoryError as error:
         return _fail(run, ranks, Exit.OUT_OF_MEMORY, _out_of_memory(error))
     except MemoryError:
@@ -65,7 +76,8 @@ def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None) -> int:
     return code
 
 
-def _train(run: RunDir, ranks: Ranks, config: Config, stops: StopRequests, from_step: int | None) -> Exit:
+def _set_up(run: RunDir, ranks: Ranks, config: Config, from_step: int | None) -> Session:
+    """The plan, the device, the other ranks."""
     plan = Plan.from_dict(run.read_plan())
     if plan.world != ranks.world:
         raise UserError(
@@ -78,14 +90,14 @@ def _train(run: RunDir, ranks: Ranks, config: Config, stops: StopRequests, from_
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
+        # Recomputed logits make a backward thread the first to use cuBLAS there; torch sets the context itself and says so.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     if ranks.world > 1:
         start_process_group(config.comm, device)
     limit = rank_memory_limit(config, this_machine(), plan)
-    session = Session(run, config, plan, model_spec(config.model), ranks, device, limit, from_step=from_step)
-    with run.lock() if ranks.is_first else nullcontext():
-        return train(session, stops)
+    return Session(run, config, plan, model_spec(config.model), ranks, device, limit, from_step=from_step)
 
 
 def start_process_group(comm: CommConfig, device: torch.device) -> None:
@@ -95,8 +107,9 @@ def start_process_group(comm: CommConfig, device: torch.device) -> None:
 
 
 def _fail(run: RunDir, ranks: Ranks, code: Exit, text: str) -> int:
+    """The other ranks' words go to their logs; the launcher shows them if the first rank had none of its own."""
+    print(text, file=sys.stderr, flush=True)
     if ranks.is_first:
-        print(text, file=sys.stderr, flush=True)
         _last_word(run, code, text.splitlines()[0])
     return int(code)
 
