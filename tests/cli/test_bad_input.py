@@ -348,3 +348,37 @@ def test_a_killed_checkpoint_is_never_seen(run_here, capsys, workdir):
     (checkpoints / ".step-3.partial-0123abcd/manifest.json").unlink()
     assert run_here("resume", "killed", "--allow", "train.steps", "train.steps=3") == Exit.DONE, capsys.readouterr()
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-3"]
+
+
+def test_settings_are_refused_where_no_config_is_read(run_here, capsys):
+    assert run_here("runs", "train.steps=1") == Exit.USER_MISTAKE
+    assert "`train.steps=1` has no place here" in capsys.readouterr().err
+
+
+def test_another_frameworks_key_without_a_section_is_answered_with_ours(run_here, capsys):
+    assert run_here("train", "gradient_accumulation_steps=4") == Exit.USER_MISTAKE
+    assert "micro_batch" in capsys.readouterr().err
+
+
+def test_a_misspelt_allow_is_refused(run_here, capsys):
+    assert run_here("train", "--nproc", 1, *SMALL, "train.steps=1", "run.name=a") == Exit.DONE
+    assert run_here("resume", "a", "--allow", "train.stps", "train.steps=3") == Exit.USER_MISTAKE
+    assert "did you mean `steps`?" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_silently_start_anew(run_here, capsys):
+    assert run_here("train", "--nproc", 1, *SMALL, "train.steps=2", "run.name=a") == Exit.DONE
+    weights = Path("runs/a/checkpoints/step-2/weights.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-8])
+    words = ["--allow", "train.steps", "train.steps=3"]
+    assert run_here("resume", "a", *words) == Exit.USER_MISTAKE
+    assert "every checkpoint of this run is damaged" in capsys.readouterr().err
+    assert run_here("resume", "a", "--from", 0, *words) == Exit.DONE
+    assert Path("runs/a/checkpoints/abandoned-step-2").is_dir()
+
+
+def test_a_config_json_that_is_no_object(run_here, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("[1, 2]")
+    assert run_here("train", f"model.path={tmp_path / 'model'}") == Exit.USER_MISTAKE
+    assert "not a JSON object" in capsys.readouterr().err

@@ -105,6 +105,12 @@ def newest_good(
             if at_step is not None:
                 raise
             skipped.append(f"passing over {checkpoint.path.name}: {error.why}")
+    if skipped:
+        raise UserError(
+            "every checkpoint of this run is damaged",
+            why="; ".join(skipped),
+            fix="`shardwise resume RUN --from 0` starts it anew; the damaged ones are kept beside",
+        )
     return None, skipped
 
 

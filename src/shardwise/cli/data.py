@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.data.show import Row
 
 HELP = "prepare text into tokens, look inside"
+CONFIG = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
 
 HELP = "Measure this machine: devices, memory, disk, the link between processes, versions."
+CONFIG = True
 REPORTS = True
 
 

@@ -9,6 +9,7 @@ import sys
 from shardwise.errors import Exit, UserError
 
 HELP = "Loss and perplexity of a run or a model directory on its held-out text, or on data.source=…"
+CONFIG = True
 REPORTS = True
 
 

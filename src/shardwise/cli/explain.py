@@ -21,11 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.overrides:
-        why = "explain reads no config"
-        raise UserError(
-            f"`{args.overrides[0]}` has no place here", why=why, fix="give a word, for example `explain zero`"
-        )
     if not args.word:
         index = {word: page.line for word, page in all_pages().items()}
         print(json.dumps({"schema": 1, "words": index}, indent=2) if args.json else render_index())

@@ -11,6 +11,7 @@ from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
 
 HELP = "Write a commented config file. Settings given as section.key=value are already in it."
+CONFIG = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

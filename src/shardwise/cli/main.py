@@ -1,6 +1,7 @@
 """The `shardwise` command: finds the verb, hands over, and turns user errors into three lines.
 
-A verb is a module of this package with HELP, add_arguments(parser) and run(args); REPORTS = True gives it `--json`.
+A verb is a module of this package with HELP, add_arguments(parser) and run(args); REPORTS = True gives it `--json`,
+CONFIG = True lets it take config words.
 Words of the form `section.key=value` may stand anywhere and reach the verb as `args.overrides`. Only the verb that was
 named is imported, and no verb imports torch at module level: `--help` must answer at once.
 """
@@ -38,6 +39,7 @@ VERBS = {
     "explain": "half a page on a technique",
 }
 OVERRIDE = re.compile(r"^[a-z]\w*\.[a-z]\w*=", re.IGNORECASE)
+SETTING = re.compile(r"^[a-z]\w*(\.[a-z]\w*)*=", re.IGNORECASE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,20 +139,24 @@ def _dispatch(name: str, words: list[str]) -> int:
     verb.add_arguments(parser)
     if getattr(verb, "REPORTS", False):
         parser.add_argument("--json", action="store_true", help="machine-readable report")
-    overrides = _overrides(parser, words)
+    overrides = _overrides(parser, words, getattr(verb, "CONFIG", False))
     args = parser.parse_args([word for number, word in enumerate(words) if number not in overrides])
     args.overrides = list(overrides.values())
     return int(verb.run(args))
 
 
-def _overrides(parser: argparse.ArgumentParser, words: list[str]) -> dict[int, str]:
+def _overrides(parser: argparse.ArgumentParser, words: list[str], takes_config: bool) -> dict[int, str]:
     """The `section.key=value` words and where they stand. What follows an option that takes a value is that value."""
     takes_value = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
-    return {
-        number: word
-        for number, word in enumerate(words)
-        if OVERRIDE.match(word) and (number == 0 or words[number - 1] not in takes_value)
-    }
+    free = {n: word for n, word in enumerate(words) if n == 0 or words[n - 1] not in takes_value}
+    if (
+        takes_config
+    ):  # a key without its section, often another framework's, is one too: the loader has the answer to it
+        return {number: word for number, word in free.items() if SETTING.match(word) and not os.path.exists(word)}
+    for word in free.values():
+        if OVERRIDE.match(word):
+            raise UserError(f"`{word}` has no place here", why=f"`{parser.prog}` reads no config", fix="leave it out")
+    return {}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,11 +7,14 @@ import argparse
 from shardwise.errors import Exit, UserError
 
 HELP = "Go on from the newest good checkpoint. parallel, memory, comm, run and checkpoint keys may change freely."
+CONFIG = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory, a name, or `last`")
-    parser.add_argument("--from", dest="from_step", type=int, metavar="STEP", help="a certain checkpoint")
+    parser.add_argument(
+        "--from", dest="from_step", type=int, metavar="STEP", help="a certain checkpoint; 0: from the beginning"
+    )
     parser.add_argument(
         "--allow", action="append", default=[], metavar="KEY", help="a key that may change, such as train.steps"
     )
@@ -33,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc is not None:
         check_nproc(args.nproc)
     found = find_run(args.run, args.runs)
-    if args.from_step is not None:
+    if args.from_step:  # 0: from the beginning
         at_step(found.checkpoints, args.from_step)  # refused here, before anything is written
     job = continue_run(found, args.overrides, args.allow, args.nproc)
     last = max(found.steps(), default=0)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.run.start import Job
 
 HELP = "Plan what is left open, start the local processes and train. Without a config: a small model on Python's own library."
+CONFIG = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -101,6 +101,16 @@ def _set_twice(name: str, first: str, second: str) -> UserError:
     )
 
 
+def find_key(dotted: str, raw: Any = None) -> Key:
+    """A key by its full name; unknown ones are refused with a suggestion, in which `raw` is the value."""
+    section, dot, name = dotted.partition(".")
+    if not dot:
+        raise key_without_section(dotted, raw, COMMAND_LINE)
+    if section not in section_classes():
+        raise unknown_section(section, {}, COMMAND_LINE)
+    return _find_key(section, name, raw, COMMAND_LINE)
+
+
 def _find_key(section: str, name: str, raw: Any, where: str) -> Key:
     """The key, or the error for a name we do not have."""
     dotted = ALIASES.get(f"{section}.{name}", f"{section}.{name}")
@@ -201,18 +211,13 @@ def _syntax_error(path: Path, text: str, problem: str) -> UserError:
 def _read_word(word: str) -> _Given:
     name, equals, text = word.partition("=")
     name = name.strip().lstrip("-")
-    section, dot, rest = name.partition(".")
     if not equals:
-        fix = f"write `{name}=VALUE`" if dot else "write `section.key=VALUE`, for example `train.steps=100`"
+        fix = f"write `{name}=VALUE`" if "." in name else "write `section.key=VALUE`, for example `train.steps=100`"
         raise UserError(f"`{word}` has no `=`", why="a setting is `section.key=value`", fix=fix, where=COMMAND_LINE)
     if not text.strip():
         why = "a setting is `section.key=value`"
         raise UserError(f"`{word}` has no value", why=why, fix=f"write `{name}=VALUE`", where=COMMAND_LINE)
-    if not dot:
-        raise key_without_section(name, toml_or_text(text.strip()), COMMAND_LINE)
-    if section not in section_classes():
-        raise unknown_section(section, {}, COMMAND_LINE)
-    key = _find_key(section, rest, toml_or_text(text.strip()), COMMAND_LINE)
+    key = find_key(name, toml_or_text(text.strip()))
     return _Given(key, read_value(key, read_typed(key, text), COMMAND_LINE), COMMAND_LINE)
 
 

@@ -5,10 +5,9 @@ No torch at module level: `train --dry-run` and the launcher use the first half.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.config.schema import Config, ModelConfig
 from shardwise.data.corpus import Corpus, open_corpus
@@ -51,9 +50,9 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 def read_spec(directory: Path) -> ModelSpec:
     """The shapes a Hugging Face directory's config.json describes."""
-    from shardwise.model.hf_config import spec_from_config
+    from shardwise.model.huggingface import read_config, spec_from_config
 
-    return spec_from_config(read_json(directory / "config.json"))
+    return spec_from_config(read_config(directory))
 
 
 def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
@@ -106,10 +105,3 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}", why=str(error), fix="give a Hugging Face model directory") from None

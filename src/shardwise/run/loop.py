@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +62,11 @@ class Session:
 
 
 def train(session: Session, stops: StopRequests) -> Exit:
+    with ExitStack() as opened:  # whatever happens, threads end and files are closed
+        return _train(session, stops, opened)
+
+
+def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     config, plan, spec, ranks, run, device = (
         session.config, session.plan, session.spec, session.ranks, session.run, session.device,
     )  # fmt: skip
@@ -68,6 +74,7 @@ def train(session: Session, stops: StopRequests) -> Exit:
     # What it learns from, and the model itself.
     corpus = corpus_of(config, spec, progress=False)
     view = View(plan.num_steps, corpus.unigram_entropy(), quiet=session.quiet or not ranks.is_first)
+    opened.enter_context(closing(view))
     model = build_model(config.model, spec, config.train.seed, DTYPES[plan.precision], device)
     if config.train.micro_batch == "auto":
         plan = replace(plan, micro_batch=_largest_micro_batch(session, model))
@@ -79,23 +86,26 @@ def train(session: Session, stops: StopRequests) -> Exit:
     optimizer = build_optimizer(config.optimizer, model)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     done = _restore(session, model, optimizer, view)
-    loader = Loader(
-        corpus.train,
-        global_batch=plan.global_batch,
-        rows=plan.rows(ranks.rank),
-        micro_batch=plan.micro_batch,
-        first_step=done + 1,
-        pin_memory=device.type == "cuda",
+    loader = opened.enter_context(
+        Loader(
+            corpus.train,
+            global_batch=plan.global_batch,
+            rows=plan.rows(ranks.rank),
+            micro_batch=plan.micro_batch,
+            first_step=done + 1,
+            pin_memory=device.type == "cuda",
+        )
     )
-    metrics, events, clock = None, Events(run.events, ranks.rank, config.run.events_every), Clock(device)
+    events = opened.enter_context(closing(Events(run.events, ranks.rank, config.run.events_every)))
+    metrics, clock = None, Clock(device)
     if ranks.is_first:
         report.write_plan(run, plan, prediction)
-        report.header(view, session, plan, corpus, prediction)
-        metrics = Metrics(run, config.run, plan.to_dict(), view.say)
+        report.header(view, session, plan, model, corpus, prediction)
+        metrics = opened.enter_context(closing(Metrics(run, config.run, plan.to_dict(), view.say)))
         metrics.write({"event": "resumed" if done else "started", "step": done, "wall_time": time.time()})
     history = report.History()
     checkpoint = _CheckpointClock(config.checkpoint.every, done)
-    step, stop = done, None
+    step, stop = done, Exit.DONE
 
     for step in range(done + 1, plan.num_steps + 1):
         # Get this rank's rows; agree on the step's token count and on whether to go on.
@@ -103,15 +113,13 @@ def train(session: Session, stops: StopRequests) -> Exit:
         with clock.span("data_wait", "next batch"):
             batch = loader.next()
         with clock.span("comm_exposed", "agree"):
-            wish, due = stops.check(), checkpoint.due(step - 1) if ranks.is_first else False
-            num_targets, interrupted, stopped, save = _agree(
-                [batch.num_targets, wish == Exit.INTERRUPTED, wish == Exit.STOPPED, due], device, plan
-            )
+            due = ranks.is_first and checkpoint.due(step - 1)
+            stop, (num_targets, save) = _agree(stops.check(), [batch.num_targets, due], device, plan)
         if save and step - 1 > checkpoint.last_step:
             _save(session, step - 1, model, optimizer)
             checkpoint.done(step - 1)
-        if interrupted or stopped:
-            stop, step = (Exit.INTERRUPTED if interrupted else Exit.STOPPED), step - 1
+        if stop:
+            step -= 1
             break
 
         # Train.
@@ -148,16 +156,14 @@ def train(session: Session, stops: StopRequests) -> Exit:
     if stop != Exit.DIVERGED and step > checkpoint.last_step:
         _save(session, step, model, optimizer)
     peak = int(_largest(peak_bytes(device), device, plan))
-    if stop is None:
+    if not stop:
+        stop, _ = _agree(stops.check(), [], device, plan)
+    if not stop:
         report.evaluation(view, metrics, step, _evaluate(model, corpus, session, plan))
-    events.close()
-    if ranks.is_first and metrics:
-        if stop is None:
-            report.finished(view, metrics, session, plan, model, corpus, prediction, history, peak)
-        else:
-            report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request")
-        metrics.close()
-    view.close()
+    if metrics and stop:
+        report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request")
+    elif metrics:
+        report.finished(view, metrics, session, plan, model, corpus, prediction, history, peak, stops)
     return stop or Exit.DONE
 
 
@@ -207,13 +213,16 @@ def _metrics_line(
     return line
 
 
-def _agree(values: list[float], device: torch.device, plan: Plan) -> list[int]:
-    """The sum of each value over all ranks: token counts add up, and a wish of one rank becomes everyone's."""
-    if plan.world == 1:
-        return [int(value) for value in values]
-    summed = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(summed)
-    return [int(value) for value in summed.tolist()]
+def _agree(wish: Exit | None, values: list[int], device: torch.device, plan: Plan) -> tuple[Exit, list[int]]:
+    """One small all-reduce. Token counts add up; a wish of one rank to stop becomes everyone's (DONE: nobody wants to)."""
+    wishes = [int(wish == Exit.INTERRUPTED), int(wish == Exit.STOPPED)]
+    summed = [*wishes, *values]
+    if plan.world > 1:
+        tensor = torch.tensor(summed, dtype=torch.int64, device=device)
+        dist.all_reduce(tensor)
+        summed = tensor.tolist()
+    interrupted, stopped, *rest = summed
+    return Exit.INTERRUPTED if interrupted else Exit.STOPPED if stopped else Exit.DONE, rest
 
 
 def _largest(value: float, device: torch.device, plan: Plan) -> float:
@@ -269,6 +278,10 @@ def _save(session: Session, step: int, model: Decoder, optimizer: torch.optim.Op
 
 def _restore(session: Session, model: Decoder, optimizer: torch.optim.Optimizer, view: View) -> int:
     """Load the newest good checkpoint, if there is one; returns the number of steps already done."""
+    if session.from_step == 0:
+        if session.ranks.is_first:
+            store.abandon_after(session.run.checkpoints, 0)
+        return 0
     checkpoint, skipped = store.newest_good(
         session.run.checkpoints, verify=session.config.checkpoint.verify, at_step=session.from_step
     )

@@ -22,6 +22,7 @@ from shardwise.plan.predict import Prediction
 from shardwise.run.clock import KINDS, verdict
 from shardwise.run.evaluate import perplexity
 from shardwise.run.generate import Sampling, generate
+from shardwise.run.guards import StopRequests
 from shardwise.run.metrics import Metrics
 from shardwise.run.proof import NUM_STEPS, single_process_losses
 from shardwise.run.rundir import RunDir
@@ -75,7 +76,7 @@ def write_plan(run: RunDir, plan: Plan, prediction: Prediction) -> None:
     write_atomically(run.plan, json.dumps({**plan.to_dict(), "prediction": prediction.to_dict()}, indent=1) + "\n")
 
 
-def header(view: View, session: Session, plan: Plan, corpus: Corpus, prediction: Prediction) -> None:
+def header(view: View, session: Session, plan: Plan, model: Decoder, corpus: Corpus, prediction: Prediction) -> None:
     config, spec, machine = session.config, session.spec, this_machine()
     gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
     backend = "one process" if plan.world == 1 else ("nccl" if plan.device == "cuda" else "gloo")
@@ -95,6 +96,8 @@ def header(view: View, session: Session, plan: Plan, corpus: Corpus, prediction:
         f"batch    {batch}; predicted {format_seconds(prediction.step_s)} per step, "
         f"{format_bytes(prediction.memory_bytes)} per rank"
     )
+    if model.kernel_reason:
+        view.say(f"kernel   {model.kernel_reason}")
     scale = batch_scale(config.optimizer, plan.global_batch)
     if scale != 1.0:
         view.say(
@@ -140,9 +143,10 @@ def finished(
     prediction: Prediction,
     history: History,
     peak: int,
+    stops: StopRequests,
 ) -> None:
     sample(view, model, corpus, session.config, session.ranks)
-    proof = _proof(view, session, plan, corpus, history)
+    proof = None if stops.check() else _proof(view, session, plan, corpus, history, peak)
     step_s = history.median_step_s()
     last = history.losses[max(history.losses)] if history.losses else None
     unigram = corpus.unigram_entropy()
@@ -199,14 +203,21 @@ def _off(measured: float, predicted: float) -> str:
     return f"{100 * (measured / predicted - 1):+.0f} %" if predicted else "n/a"
 
 
-def _proof(view: View, session: Session, plan: Plan, corpus: Corpus, history: History) -> dict[str, Any] | None:
+def _proof(
+    view: View, session: Session, plan: Plan, corpus: Corpus, history: History, peak: int
+) -> dict[str, Any] | None:
     """Repeat the first steps without parallelism. Needs a run from its start, and more than one rank to prove anything."""
     steps = [step for step in range(1, NUM_STEPS + 1) if step in history.losses]
-    if plan.world == 1 or not steps or steps[0] != 1 or session.config.model.path:
+    if plan.world == 1 or not steps or steps[0] != 1:
         return None
     alone_s = (history.median_step_s() or 0.0) * plan.world * len(steps)
     if alone_s > PROOF_LIMIT_S:
         view.say(f"proof    left out: {len(steps)} steps in one process would take {format_seconds(alone_s)}")
+        return None
+    if 2 * peak > session.memory_limit:
+        view.say(
+            f"proof    left out: a second model needs {format_bytes(2 * peak)} of {format_bytes(session.memory_limit)}"
+        )
         return None
     losses = single_process_losses(session.config, plan, session.spec, corpus, session.device, len(steps))
     difference = max(abs(a - history.losses[step]) for step, a in zip(steps, losses, strict=True))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cluster.machine import Machine, this_machine
-from shardwise.config.load import Loaded, load_config
+from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.schema import TrainConfig
 from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
@@ -59,6 +59,9 @@ def make_job(loaded: Loaded, nproc: int | None, progress: bool) -> Job:
     machine = this_machine()
     spec = model_spec(loaded.config.model)
     corpus = corpus_of(loaded.config, spec, progress=progress)
+    if not progress:  # a terminal has seen them with the progress bar
+        for note in corpus.notes:
+            print(f"data     {note}", file=sys.stderr)
     resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences)
     return Job(loaded, resolved, spec, corpus, machine)
 
@@ -98,6 +101,8 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
     """The job of an existing run, with what may change changed."""
     if run.is_locked():
         run.lock()  # raises, naming the holder
+    for key in allow:
+        find_key(key)
     before = load_config(run.config).config
     words = [*overrides, *([f"parallel.dp={nproc}"] if nproc else [])]
     loaded = load_config(run.config, words)

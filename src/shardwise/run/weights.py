@@ -96,7 +96,8 @@ def find_weights(name: str, runs_dir: str = "runs") -> Weights:
     from shardwise.model.huggingface import find_model_dir
 
     directory = find_model_dir(name)
-    return Weights(name, read_spec(directory), None, None, None, directory, directory)
+    has_tokenizer = (directory / "tokenizer.json").is_file()
+    return Weights(name, read_spec(directory), None, None, None, directory, directory if has_tokenizer else None)
 
 
 def _from_run(run: RunDir) -> Weights:

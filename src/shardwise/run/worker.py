@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import time
 import traceback
@@ -87,6 +88,10 @@ def _set_up(run: RunDir, ranks: Ranks, config: Config, from_step: int | None) ->
         )
     device = torch.device("cuda", ranks.local_rank) if plan.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(plan.threads_per_rank)
+    if device.type == "cpu" and plan.precision == "bf16-true":
+        # Some virtual machines announce AMX and then forbid it: oneDNN's bf16 kernels die there with SIGILL. This is read
+        # at the first matmul; AVX-512 computes the same.
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
