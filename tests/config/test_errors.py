@@ -47,7 +47,7 @@ CASES = {
     "not finite": ("[optimizer]\nlr = nan", [], "`optimizer.lr` must be a number, got nan", "", "", "run.toml:2"),
     "unit": ('[memory]\nlimit = "6 potatoes"', [], '`memory.limit` cannot be read from "6 potatoes"', 'a size such as 6GiB, 512MiB or 25MB or "auto"', '"6GiB"', "run.toml:2"),
     "range": ("[train]\nsteps = 0", [], "`train.steps = 0` is out of range", "at least 1", "train.steps = 100", "run.toml:2"),
-    "range above": ("[optimizer]\nlr = 0", [], "`optimizer.lr = 0.0` is out of range", "above 0", "0.001", "run.toml:2"),
+    "range above": ("[optimizer]\nlr = 0", [], "`optimizer.lr = 0.0` is out of range", "above 0", "0.0015", "run.toml:2"),
     "range both": ("", ["data.validation_fraction=0.9"], "`data.validation_fraction = 0.9` is out of range", "at least 0 and at most 0.5", "", "command line"),
     "choice": ("", ["optimizer.name=adamx"], '`optimizer.name` has no value "adamx"', "it takes: adamw, adam,", "did you mean `adam", "command line"),
     "choice in list": ("", ["run.loggers=jsonl,tensorbord"], '`run.loggers` has no value "tensorbord"', "jsonl, tensorboard", "did you mean `tensorboard`?", "command line"),

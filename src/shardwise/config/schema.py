@@ -86,7 +86,9 @@ class TrainConfig:
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", low=0)
     eval_batches: int = setting(8, "global batches per evaluation", low=1)
     sample_every: int = setting(0, "steps between text samples; 0: only at the end", low=0)
-    sample_prompt: str | None = setting(None, "prompt of those samples; default: the start of a held-out document")
+    sample_prompt: str | None = setting(
+        None, "prompt of those samples; default: the start of a held-out document, `def ` for `python`"
+    )
     time_limit: float | None = setting(None, "stop cleanly and resumably after this long", unit="time", above=0)
     deterministic: bool = setting(False, "only deterministic kernels; slower on GPUs")
 
@@ -101,12 +103,12 @@ class OptimizerConfig:
         choices=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adamw8bit"),
         available=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop"),
     )
-    lr: float = setting(1e-3, "peak learning rate", above=0)
+    lr: float = setting(1.5e-3, "peak learning rate", above=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "Adam's averages; momentum and RMSProp use the first")
     eps: float = setting(1e-8, "Adam's denominator", above=0)
     weight_decay: float = setting(0.1, "on matrices only", low=0.0)
     schedule: str = setting("cosine", "shape of the learning rate", choices=("cosine", "wsd", "linear", "constant"))
-    warmup: float = setting(0.05, "steps of linear warm-up (>= 1), or a share of the run (< 1)", low=0.0)
+    warmup: float = setting(0.1, "steps of linear warm-up (>= 1), or a share of the run (< 1)", low=0.0)
     min_lr: float = setting(0.1, "final learning rate as a share of the peak", low=0.0, high=1.0)
     decay: float = setting(0.2, "wsd: share of the run spent decaying at the end", above=0.0, high=1.0)
     lr_scaling: str = setting(
@@ -203,7 +205,9 @@ class CommConfig:
         "none", "compressed gradient reductions", choices=("none", "int4", "int8"), available=("none",)
     )
     secondary_shard: int | None = setting(None, "ranks per node that keep a second shard", later=True)
-    bucket: int = setting(25 * 2**20, "gradient bytes per all-reduce", unit="bytes", low=1)
+    bucket: int | Auto = setting(
+        "auto", "gradient bytes per all-reduce; auto: 4 MiB on CPUs, 25 MiB on GPUs", unit="bytes", low=1
+    )
     staleness: int = setting(0, "steps a worker may run ahead", low=0, later=True)
 
 

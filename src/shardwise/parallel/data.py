@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
+"""How much gradient leaves at a time. Small buckets start to travel while backward still runs; on GPUs, where a launch costs
+more than a message, fewer and larger ones win. On two CPU ranks 4 MiB instead of 25 took `tiny` from 3.0k to 3.6k tok/s."""
+
 
 class Replicas:
     """A model with its data-parallel wrapper, or just the model when it is not distributed."""

@@ -13,7 +13,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict_memory
 
-DEFAULT_STEPS = 400
+DEFAULT_STEPS = 340
 DEFAULT_GLOBAL_BATCH = 8
 MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its memory
 

@@ -26,7 +26,7 @@ from shardwise.memory.micro_batch import find_micro_batch
 from shardwise.memory.usage import peak_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.spec import ModelSpec
-from shardwise.parallel.apply import parallelize_decoder
+from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict, predict_memory
 from shardwise.run import report
@@ -78,7 +78,9 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     model = build_model(config.model, spec, config.train.seed, DTYPES[plan.precision], device)
     if config.train.micro_batch == "auto":
         plan = replace(plan, micro_batch=_largest_micro_batch(session, model))
-    prediction = predict(spec, plan, config.optimizer.name, measure_rates(spec, plan, device, config.comm.bucket))
+    prediction = predict(
+        spec, plan, config.optimizer.name, measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
+    )
     peak_flops = report.peak_flops(plan, device, prediction)
 
     # Its replicas, its optimizer, and where an earlier process left off.

@@ -25,7 +25,7 @@ def single_process_losses(
 ) -> list[float]:
     """Losses of steps 1 … num_steps when one process computes every row of every batch."""
     model = build_model(config.model, spec, config.train.seed, DTYPES[plan.precision], device)
-    replicas = Replicas(model, config.comm.bucket, distributed=False)
+    replicas = Replicas(model, 0, distributed=False)
     optimizer = build_optimizer(config.optimizer, model)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     rows = range(plan.global_batch)

@@ -124,7 +124,7 @@ def sample(view: View, model: Decoder, corpus: Corpus, config: Config, ranks: Ra
     """A short continuation, shown escaped on one line; only the first rank samples."""
     if not ranks.is_first:
         return
-    text = config.train.sample_prompt
+    text = config.train.sample_prompt or ("def " if config.data.source == "python" else None)
     prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else corpus.held_out_start(PROMPT_TOKENS)
     new = generate(
         model, prompt, SAMPLE_TOKENS, Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator})
