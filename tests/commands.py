@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,11 @@ SMALL = [
 """A model that trains a step in milliseconds."""
 
 
+def _hear_ctrl_c() -> None:
+    """Whoever starts the tests in the background has SIGINT ignored, and children inherit that; a terminal's do not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start_command(*words: object, cwd: Path, **options: Any) -> subprocess.Popen[str]:
     """Start the real command as a user would, in a process group of its own."""
     return subprocess.Popen(
@@ -37,6 +43,7 @@ def start_command(*words: object, cwd: Path, **options: Any) -> subprocess.Popen
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=_hear_ctrl_c,
         env={**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""},
         **options,
     )
@@ -52,6 +59,15 @@ def run_command(*words: object, cwd: Path, timeout: float = 180.0) -> subprocess
         output, _ = process.communicate()
         pytest.fail(f"shardwise {' '.join(map(str, words))} hung for {timeout} s; its output:\n{output}")
     return subprocess.CompletedProcess(process.args, process.returncode, output, "")
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> str:
+    """The output of a process that was told to stop; one that does not is killed, and the test fails with what it said."""
+    try:
+        return process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"still running {timeout} s after it was told to stop:\n{process.communicate()[0]}")
 
 
 def losses_of(run: Path) -> dict[int, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SMALL, STORIES, losses_of, run_command, start_command
+from commands import SMALL, STORIES, finish, losses_of, run_command, start_command
 from safetensors.torch import load_file, save_file
 
 from shardwise.cli.main import main
@@ -301,14 +301,6 @@ def wait_until(what: str, happened: Callable[[], object], process: subprocess.Po
             os.killpg(process.pid, signal.SIGKILL)
             pytest.fail(f"no {what} within {deadline_s} s:\n{process.stdout.read()}")
         time.sleep(0.02)
-
-
-def finish(process: subprocess.Popen, timeout: float = 30.0) -> str:
-    try:
-        return process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"still running {timeout} s after the signal:\n{process.communicate()[0]}")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SMALL, losses_of, run_command, start_command
+from commands import SMALL, finish, losses_of, run_command, start_command
 
 from shardwise.errors import Exit
 from shardwise.run.rundir import RunDir
@@ -32,17 +32,9 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen, deadline_s: f
     pytest.fail(f"no step {step} within {deadline_s} s; output so far:\n{process.stdout.read()}")
 
 
-def finish(process: subprocess.Popen, timeout: float = 60.0) -> str:
-    try:
-        return process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"still running {timeout} s after it was told to stop:\n{process.communicate()[0]}")
-
-
 def children(pid: int) -> list[int]:
-    out = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False).stdout
-    return [int(word) for word in out.split()]
+    threads = Path(f"/proc/{pid}/task").iterdir()  # ranks are started from a thread of their own
+    return [int(word) for thread in threads for word in (thread / "children").read_text().split()]
 
 
 def alive(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,7 +16,10 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 def last_line(target: str) -> str:
     """The last command `make TARGET` would run."""
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    outside = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }  # not inside `make test`
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, env=outside)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
