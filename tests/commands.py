@@ -70,11 +70,11 @@ def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> str:
         pytest.fail(f"still running {timeout} s after it was told to stop:\n{process.communicate()[0]}")
 
 
-def losses_of(run: Path) -> dict[int, float]:
-    """The loss of each step, the later line winning."""
+def losses_of(run: Path, key: str = "loss") -> dict[int, float]:
+    """The loss (or another metric) of each step, the later line winning."""
     found = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         if "loss" in values and "event" not in values:
-            found[values["step"]] = values["loss"]
+            found[values["step"]] = values[key]
     return found

@@ -53,7 +53,20 @@ def test_two_ranks_compute_what_one_process_computes(tmp_path):
     assert "proof    steps 1-3 repeated in one process" in two.stdout
     a, b = losses_of(tmp_path / "runs/two"), losses_of(tmp_path / "runs/one")
     assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-12)
+    # Adam forgives a wrong scale of the gradients; their norm does not.
+    norms = [losses_of(tmp_path / "runs" / name, "grad_norm") for name in ("two", "one")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-10)
     assert {file.name for file in (tmp_path / "runs/two/events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+
+
+def test_experts_balance_over_all_ranks_as_in_one_process(tmp_path):
+    """The router's bias moves by the counts of the whole step, so they must be summed over ranks."""
+    words = [*SMALL, "model.preset=tiny-moe", "model.expert_ffn=32", "model.router=sigmoid-bias",
+             "model.bias_update_rate=0.05", "train.steps=5", "memory.precision=fp64"]  # fmt: skip
+    two = run_command("train", "--nproc", 2, *words, "run.name=two", cwd=tmp_path)
+    one = run_command("train", "--nproc", 1, *words, "run.name=one", cwd=tmp_path)
+    assert two.returncode == one.returncode == Exit.DONE, two.stdout + one.stdout
+    assert losses_of(tmp_path / "runs/two") == pytest.approx(losses_of(tmp_path / "runs/one"), abs=1e-12)
 
 
 def test_ctrl_c_commits_and_the_run_goes_on_exactly(tmp_path):
