@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
 """How much gradient leaves at a time. Small buckets start to travel while backward still runs; on GPUs, where a launch costs
-more than a message, fewer and larger ones win. On two CPU ranks 4 MiB instead of 25 took `tiny` from 3.0k to 3.6k tok/s."""
+more than a message, fewer and larger ones should win (torch's default; not measured here). On two CPU ranks 4 MiB beat 25 in both
+of two noisy rounds with `tiny`: docs/log.md has them."""
 
 
 class Replicas:
