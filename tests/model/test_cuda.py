@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_decoder import VARIANTS, make, some_tokens
 
+from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, can_group
 from shardwise.model.huggingface import load_weights, save_model
@@ -78,7 +79,7 @@ def test_first_weights_are_those_of_the_cpu() -> None:
 def test_a_flex_model_generates_with_a_cache_what_it_computes_at_once(variant: str) -> None:
     model, tokens_BT = make(variant, "flex", torch.float32).cuda().eval(), some_tokens().cuda()
     reference = make(variant, "math", torch.float32).cuda().eval()
-    cache = model.new_cache(2, 16, torch.float32, "cuda")
+    cache = KeyValueCache(16)
     with torch.no_grad():
         pieces = [tokens_BT[:, :9], *tokens_BT[:, 9:].split(1, dim=1)]
         stepwise = torch.cat([model(piece, cache=cache) for piece in pieces], dim=1)

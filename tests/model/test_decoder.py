@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from shardwise.errors import UserError
 from shardwise.model import loss as loss_module
+from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import IGNORE, Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
@@ -86,15 +87,12 @@ def test_a_window_hides_what_is_older() -> None:
 
 def test_a_window_as_long_as_the_sequence_takes_the_fast_path() -> None:
     model = make("window")
-    x_BTD, positions_BT = torch.zeros(1, 4, 32, dtype=torch.float64), torch.arange(4)[None]
-    inputs = model.prepare_attention(x_BTD, positions_BT, None, None)
+    inputs = model.prepare_attention(torch.float64, torch.arange(4)[None], None, None)
     assert all(layer.mask.is_causal and layer.mask.allowed_1TS is None for layer in inputs.values())
 
 
 def test_layers_share_masks_and_rotations() -> None:
-    inputs = make("gemma3").prepare_attention(
-        torch.zeros(1, 8, 32, dtype=torch.float64), torch.arange(8)[None], None, None
-    )
+    inputs = make("gemma3").prepare_attention(torch.float64, torch.arange(8)[None], None, None)
     assert inputs[0].mask is inputs[1].mask and inputs[0].rotation is inputs[1].rotation
     assert inputs[2].mask is not inputs[1].mask and inputs[2].rotation is not inputs[1].rotation
 
@@ -103,7 +101,7 @@ def test_layers_share_masks_and_rotations() -> None:
 def test_cached_generation_sees_what_the_full_pass_sees(variant: str) -> None:
     model, tokens_BT = make(variant).eval(), some_tokens()
     full = model(tokens_BT)
-    cache = model.new_cache(2, 16, torch.float64, "cpu")
+    cache = KeyValueCache(16)
     pieces = [tokens_BT[:, :7], tokens_BT[:, 7:10], *tokens_BT[:, 10:].split(1, dim=1)]
     stepwise = torch.cat([model(piece, cache=cache) for piece in pieces], dim=1)
     assert cache.length == 16
@@ -113,7 +111,7 @@ def test_cached_generation_sees_what_the_full_pass_sees(variant: str) -> None:
 def test_a_full_cache_refuses_more() -> None:
     model = make("llama")
     with pytest.raises(UserError, match="cache holds 4 tokens"):
-        model(some_tokens(5), cache=model.new_cache(2, 4, torch.float64, "cpu"))
+        model(some_tokens(5), cache=KeyValueCache(4))
 
 
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "gemma2"])
@@ -214,3 +212,20 @@ def test_soft_capped_attention_says_why_it_is_not_sdpa() -> None:
 def test_learned_positions_end_somewhere() -> None:
     with pytest.raises(UserError, match="too long"):
         make("gpt2")(some_tokens(65))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_one_after_another_compute_what_the_whole_computes(variant: str) -> None:
+    model, tokens_BT = make(variant), some_tokens()
+    spec, state, targets_BT = model.spec, model.state_dict(), some_tokens().roll(-1, 1)
+    parts = [Decoder(spec, model.kernel, range(0, 1)), Decoder(spec, model.kernel, range(1, spec.num_layers))]
+    for part in parts:
+        part.to(torch.float64).load_state_dict({name: state[name] for name in part.state_dict()})
+    first, last = parts
+    hidden = first(tokens_BT)
+    assert torch.equal(last(tokens_BT, x_BTD=hidden.x_BTD), model(tokens_BT))
+    hidden, whole = first(tokens_BT, targets_BT), model(tokens_BT, targets_BT)
+    losses = last(tokens_BT, targets_BT, x_BTD=hidden.x_BTD)
+    assert torch.equal(losses.cross_entropy, whole.cross_entropy)
+    torch.testing.assert_close(hidden.aux + losses.aux, whole.aux)
+    torch.testing.assert_close(hidden.z + losses.z, whole.z)

@@ -6,26 +6,21 @@ forward pass write at the same place. Read next: `attention.py` and `latent_atte
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.model.spec import ModelSpec
 
 
 class KeyValueCache:
-    """Two preallocated tensors per layer, tokens along dim 1: keys and values, or latents and rotated keys."""
+    """Tensors per layer, tokens along dim 1: keys and values, or latents and rotated keys.
 
-    def __init__(self, spec: ModelSpec, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str):
-        if spec.is_latent:
-            # The point of latent attention: one latent and one rotated key per token instead of all heads' keys and values.
-            widths: list[tuple[int, ...]] = [(spec.kv_lora_rank,), (spec.qk_rope_head_dim,)]
-        else:
-            widths = [(spec.num_kv_heads, spec.head_dim)] * 2
+    Room for `max_len` tokens is made when a layer first stores something, in the shape and format it comes in: a slice of
+    the heads or a part of the layers needs no more than that.
+    """
+
+    def __init__(self, max_len: int):
         self.length, self.max_len = 0, max_len
-        self._stores = [
-            [torch.zeros(batch, max_len, *width, dtype=dtype, device=device) for width in widths] for _ in spec.layers
-        ]
+        self._stores: dict[int, list[Tensor]] = {}
 
     def append(self, layer_index: int, *new: Tensor) -> list[Tensor]:
         """Store the new tokens' tensors; return each together with everything before it."""
@@ -36,9 +31,12 @@ class KeyValueCache:
                 why="prompt and new tokens together are longer than the cache made for them",
                 fix="ask for fewer new tokens, or a longer cache",
             )
-        for store, tensor in zip(self._stores[layer_index], new, strict=True):
+        if layer_index not in self._stores:
+            self._stores[layer_index] = [t.new_zeros(t.shape[0], self.max_len, *t.shape[2:]) for t in new]
+        stores = self._stores[layer_index]
+        for store, tensor in zip(stores, new, strict=True):
             store[:, self.length : end] = tensor
-        return [store[:, :end] for store in self._stores[layer_index]]
+        return [store[:, :end] for store in stores]
 
     def advance(self, num_tokens: int) -> None:
         self.length += num_tokens

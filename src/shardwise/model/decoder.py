@@ -1,14 +1,16 @@
 """The decoder: every model of this package is this one class, described by a `ModelSpec`.
 
 Plain single-device PyTorch; nothing here knows about parallelism. Invariant: parameter names are global (layers are keyed
-by their index in the whole model), so a part of the model keeps the names of the whole. Read from top to bottom: the
-decoder, then one block. Read next: `attention.py`, `feedforward.py`, `experts.py`.
+by their index in the whole model), so a part of the model keeps the names of the whole, and parts one after another compute
+what the whole computes. Read from top to bottom: the decoder, its head, then one block. Read next: `attention.py`,
+`feedforward.py`, `experts.py`.
 
 Shapes: B batch, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,18 +38,34 @@ class Losses(NamedTuple):
     z: Tensor
 
 
-class Decoder(nn.Module):
-    """`kernel_reason` is a line to print when attention cannot use the usual kernel, else empty."""
+class Hidden(NamedTuple):
+    """What a part that is not the last hands on: hidden states, and the router losses of its own layers."""
 
-    def __init__(self, spec: ModelSpec, attention: str = "auto"):
+    x_BTD: Tensor
+    aux: Tensor
+    z: Tensor
+
+
+class Decoder(nn.Module):
+    """The whole model, or the part of it with the given layers: the first part embeds, the last one predicts.
+
+    `kernel_reason` is a line to print when attention cannot use the usual kernel, else empty.
+    """
+
+    def __init__(self, spec: ModelSpec, attention: str = "auto", layers: range | None = None):
         super().__init__()
+        layers = range(spec.num_layers) if layers is None else layers
         self.spec = spec
+        self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.kernel, self.kernel_reason = choose_kernel(spec, attention)
-        self.embed = nn.Embedding(spec.vocab, spec.hidden)
-        self.position_embed = nn.Embedding(spec.max_seq_len, spec.hidden) if spec.positions == "learned" else None
-        self.layers = nn.ModuleDict({str(layer.index): Block(spec, layer, self.kernel) for layer in spec.layers})
-        self.norm = make_norm(spec, spec.hidden)
-        self.head = None if spec.tied else nn.Linear(spec.hidden, spec.vocab, bias=False)
+        # A tied head uses the embedding's weight: both ends of a model in parts have it.
+        has_embed = self.is_first or (self.is_last and spec.tied)
+        has_positions = self.is_first and spec.positions == "learned"
+        self.embed = nn.Embedding(spec.vocab, spec.hidden) if has_embed else None
+        self.position_embed = nn.Embedding(spec.max_seq_len, spec.hidden) if has_positions else None
+        self.layers = nn.ModuleDict({str(index): Block(spec, spec.layers[index], self.kernel) for index in layers})
+        self.norm = make_norm(spec, spec.hidden) if self.is_last else None
+        self.head = Head(spec) if self.is_last else None
 
     def forward(
         self,
@@ -56,35 +74,38 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         cache: KeyValueCache | None = None,
-    ) -> Tensor | Losses:
-        """Logits, or with targets the summed losses.
+        x_BTD: Tensor | None = None,
+    ) -> Tensor | Losses | Hidden:
+        """Logits, or with targets the summed losses; a part that is not the last returns what the next one needs.
 
         targets_BT    the token that follows each token, IGNORE where there is nothing to learn
         positions_BT  where each token stands; default 0, 1, 2 ... (after what the cache holds)
         documents_BT  integer ids: a token sees only tokens with its own id. Positions are not restarted by it
+        x_BTD         what the part before this one returned; the first part has none
         """
         positions_BT = self.default_positions(tokens_BT, cache) if positions_BT is None else positions_BT
         target_counts_B = None if targets_BT is None else (targets_BT != IGNORE).sum(1)
-        x_BTD = self.embed_tokens(tokens_BT, positions_BT)
-        inputs = self.prepare_attention(x_BTD, positions_BT, documents_BT, cache)
+        if x_BTD is None:
+            x_BTD = self.embed_tokens(tokens_BT, positions_BT)
+        inputs = self.prepare_attention(x_BTD.dtype, positions_BT, documents_BT, cache)
         x_BTD, routings = self.run_layers(x_BTD, inputs, target_counts_B)
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
-        x_BTD = self.norm(x_BTD)
-        if targets_BT is None:
-            return self.logits(x_BTD)
-        cross_entropy = cross_entropy_sum(self.logits, x_BTD.flatten(0, 1), targets_BT.flatten(), self.spec.vocab)
-        zero = cross_entropy.new_zeros(())
+        zero = x_BTD.new_zeros(())
         aux = torch.stack([routing.aux for routing in routings]).sum() if routings else zero
         z = torch.stack([routing.z for routing in routings]).sum() if routings else zero
-        return Losses(cross_entropy, aux, z)
+        if self.norm is None or self.head is None:
+            return Hidden(x_BTD, aux, z)
+        tied = self.embed.weight if self.spec.tied and self.embed is not None else None
+        result = self.head(self.norm(x_BTD), targets_BT, tied)
+        return result if targets_BT is None else Losses(result, aux, z)
 
     # The parts of a forward pass, in order -------------------------------------------------------------------------
 
     def default_positions(self, tokens_BT: Tensor, cache: KeyValueCache | None) -> Tensor:
         start = 0 if cache is None else cache.length
         end = start + tokens_BT.shape[1]
-        if self.position_embed is not None and end > self.spec.max_seq_len:
+        if self.spec.positions == "learned" and end > self.spec.max_seq_len:
             raise UserError(
                 f"a sequence of {end} tokens is too long for {self.spec.name}",
                 why=f"it has learned {self.spec.max_seq_len} positions and cannot stand at others",
@@ -93,6 +114,7 @@ class Decoder(nn.Module):
         return torch.arange(start, end, device=tokens_BT.device)[None]
 
     def embed_tokens(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        assert self.embed is not None, "only the first part of a model embeds tokens"
         x_BTD = self.embed(tokens_BT)
         if self.spec.scale_embedding:
             # Gemma rounds sqrt(D) to the model's dtype before multiplying; so do we, to match its bf16 results.
@@ -102,13 +124,13 @@ class Decoder(nn.Module):
         return x_BTD
 
     def prepare_attention(
-        self, x_BTD: Tensor, positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
+        self, dtype: torch.dtype, positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
     ) -> dict[int, AttentionInputs]:
         """Masks and rotations, each built once and shared by the layers that need the same, by layer index."""
-        check_kernel_device(self.kernel, x_BTD.device.type)
+        check_kernel_device(self.kernel, positions_BT.device.type)
         assert documents_BT is None or cache is None, "generation with a cache works on one document per row"
         num_past = 0 if cache is None else cache.length
-        builder = MaskBuilder(x_BTD.shape[1], num_past, x_BTD.device, documents_BT)
+        builder = MaskBuilder(positions_BT.shape[1], num_past, positions_BT.device, documents_BT)
         layers = tuple(self.spec.layers[int(index)] for index in self.layers)
         # Flex skips blocks of long sequences; a cache grows by one token, which has none and would compile at each step.
         masks = builder.build(layers, flex=self.kernel == "flex" and cache is None)
@@ -119,7 +141,7 @@ class Decoder(nn.Module):
             if self.spec.positions == "rope":
                 kind = (layer.rope_theta, layer.rope_scaled)
                 if kind not in rotations:
-                    rotations[kind] = make_rotation(self.spec, layer, positions_BT, x_BTD.dtype)
+                    rotations[kind] = make_rotation(self.spec, layer, positions_BT, dtype)
                 rotation = rotations[kind]
             inputs[layer.index] = AttentionInputs(masks[builder.key(layer)], rotation, cache)
         return inputs
@@ -138,15 +160,28 @@ class Decoder(nn.Module):
                     counts_E += routing.tokens_per_expert_E
         return x_BTD, routings
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Scores over the vocabulary, from normalised hidden states of any leading shape."""
-        logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
-        if self.spec.logit_softcap:
-            logits = torch.tanh(logits / self.spec.logit_softcap) * self.spec.logit_softcap
-        return logits
 
-    def new_cache(self, batch: int, max_len: int, dtype: torch.dtype, device: torch.device | str) -> KeyValueCache:
-        return KeyValueCache(self.spec, batch, max_len, dtype, device)
+class Head(nn.Module):
+    """Scores over the vocabulary, or the summed cross-entropy of their targets. A tied head has no weight of its own."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__()
+        self.vocab, self.softcap = spec.vocab, spec.logit_softcap
+        self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab, spec.hidden))
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head is given the embedding's weight"
+        if targets_BT is None:
+            return self.logits(x_BTD, weight)
+        return cross_entropy_sum(
+            partial(self.logits, weight=weight), x_BTD.flatten(0, 1), targets_BT.flatten(), self.vocab
+        )
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """From normalised hidden states of any leading shape."""
+        logits = F.linear(x, weight)
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 
 class Block(nn.Module):

@@ -45,8 +45,8 @@ def load_weights(model: Decoder, directory: Path) -> None:
         table = match_table(model.spec, shapes, targets, directory)
         for path in files:
             load_file(path, table, targets)
-        if model.head is None:
-            _check_tied(model, files, directory)
+        if model.spec.tied and model.embed is not None:
+            _check_tied(model.embed.weight, files, directory)
     for layer in moe_layers(model):
         layer.tokens_per_expert.zero_()
 
@@ -172,14 +172,14 @@ def read_straight(file: BinaryIO, target: Tensor) -> None:
         buffer = buffer[count:]
 
 
-def _check_tied(model: Decoder, files: list[Path], directory: Path) -> None:
+def _check_tied(table: Tensor, files: list[Path], directory: Path) -> None:
     """A tied model has one table; a checkpoint may store it twice, but not two different ones."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             if "lm_head.weight" not in file.keys():  # noqa: SIM118
                 continue
-            stored = file.get_tensor("lm_head.weight").to(model.embed.weight)
-            if not torch.equal(stored, model.embed.weight):
+            stored = file.get_tensor("lm_head.weight").to(table)
+            if not torch.equal(stored, table):
                 raise UserError(
                     f"the head in {directory} is not the embedding",
                     why="config.json says tie_word_embeddings, but lm_head.weight differs from the embedding table",
@@ -223,7 +223,7 @@ def save_model(
             why="nothing is ever overwritten",
             fix="choose another directory, or remove it",
         )
-    weight_dtype = dtype or model.embed.weight.dtype
+    weight_dtype = dtype or next(model.parameters()).dtype
     config = config_from_spec(model.spec) | {"dtype": str(weight_dtype).removeprefix("torch.")}
     with appearing_at_once(directory, replace=False) as scratch:  # an empty directory gives way to the rename
         for source in extra_files:

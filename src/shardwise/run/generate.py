@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 
 
@@ -31,7 +32,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        cache = model.new_cache(1, limit, weight.dtype, device)
+        cache = KeyValueCache(limit)
         tokens = torch.tensor([list(prompt)[: limit - 1]], device=device)
         for _ in range(limit - tokens.shape[1]):
             logits = model(tokens, cache=cache)[0, -1].float()
