@@ -56,7 +56,7 @@ def test_learning_rate_scales_with_the_batch():
 )
 def test_optimizers_keep_the_states_they_promise_and_decay_matrices_only(name, states):
     model = small_model()
-    optimizer = build_optimizer(OptimizerConfig(name=name), model)
+    optimizer = build_optimizer(OptimizerConfig(name=name), model.parameters())
     tokens = torch.randint(0, 256, (2, 16))
     sum(model(tokens, tokens)).backward()
     optimizer.step()

@@ -11,12 +11,14 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from shardwise.checkpoint import listing
@@ -58,6 +60,16 @@ class Checkpoint:
             return load_file(self.path / f"{group}.safetensors")
         except (OSError, SafetensorError) as error:
             raise damaged(self.path / f"{group}.safetensors", str(error)) from None
+
+    @contextmanager
+    def open(self, group: str) -> Iterator[Any]:
+        """The group's file, to take single tensors from (`keys()`, `get_tensor(name)`) without reading the rest."""
+        file = self.path / f"{group}.safetensors"
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                yield tensors
+        except (OSError, SafetensorError) as error:
+            raise damaged(file, str(error)) from None
 
 
 def save(parent: Path, step: int, groups: dict[str, Tensors], state: dict[str, Any], keep: int) -> Checkpoint:
@@ -121,28 +133,6 @@ def abandon_after(parent: Path, step: int) -> None:
             target = parent / f"abandoned-{checkpoint.path.name}"
             shutil.rmtree(target, ignore_errors=True)
             os.replace(checkpoint.path, target)
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Tensors:
-    """An optimizer's state as flat named tensors: `exp_avg/layers.0.attention.q.weight`."""
-    return {
-        f"{key}/{name}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Tensors) -> None:
-    """Put saved state back. torch's own loading knows where each optimizer wants its counters (CPU or device)."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    by_name: dict[str, dict[str, torch.Tensor]] = {}
-    for full_key, value in tensors.items():
-        key, name = full_key.split("/", 1)
-        by_name.setdefault(name, {})[key] = value
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {number: by_name[names[id(p)]] for number, p in enumerate(ordered) if names[id(p)] in by_name}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def digest(file: Path) -> str:

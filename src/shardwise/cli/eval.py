@@ -45,13 +45,13 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from shardwise.run.evaluate import evaluate, perplexity
+    from shardwise.run.evaluate import evaluate, perplexity, plain_sums
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = min(8, max(1, sequences.num_sequences))
     model = weights.load(device)
     loss = evaluate(
-        model,
+        plain_sums(model),
         sequences,
         global_batch=batch,
         rows=range(batch),

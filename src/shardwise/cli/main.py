@@ -25,6 +25,7 @@ from shardwise.errors import Exit, UserError
 VERBS = {
     "train": "plan, start the processes and train",
     "resume": "go on from a run's newest checkpoint",
+    "verify": "prove that a layout computes what one process computes",
     "init": "write a commented config file",
     "runs": "list the runs of a directory",
     "watch": "follow a run in the terminal",

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow", action="append", default=[], metavar="KEY", help="a key that may change, such as train.steps"
     )
     parser.add_argument("--nproc", "--nproc-per-node", type=int, metavar="N", help="processes on this machine")
+    parser.add_argument("--no-verify", action="store_true", help="do not prove a layout that was never proven here")
     parser.add_argument("--exclude", metavar="HOST", help="leave a machine out (multi-node runs; not available yet)")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
@@ -44,4 +45,4 @@ def run(args: argparse.Namespace) -> int:
         print(f"run      {found.path} has finished its {last} steps")
         print(f"next     {longer(found.path, job.resolved.config.train, last)}")
         return Exit.DONE
-    return start(found, job, args.from_step)
+    return start(found, job, args.from_step, verify=not args.no_verify)

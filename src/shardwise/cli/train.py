@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="a TOML file; `shardwise init` writes one")
     parser.add_argument("--nproc", "--nproc-per-node", type=int, metavar="N", help="processes on this machine")
     parser.add_argument("--dry-run", action="store_true", help="resolve, plan and show the first sample; train nothing")
+    parser.add_argument("--no-verify", action="store_true", help="do not prove a layout that was never proven here")
     parser.add_argument("--resume", choices=["auto"], help="auto: go on if this run has a checkpoint, else start it")
 
 
@@ -46,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
         return new_run(job), job
 
     if started_by_torchrun():
-        return join_torchrun(prepare)
+        return join_torchrun(prepare, loaded, verify=not args.no_verify)
     if args.dry_run:
         return _dry_run(make_job(loaded, args.nproc, progress=sys.stdout.isatty()))
     found, job = prepare(args.nproc)
     if found.state() == "finished":
         print(f"run      {found.path} is finished; nothing to do")
         return Exit.DONE
-    return start(found, job)
+    return start(found, job, verify=not args.no_verify)
 
 
 def check_nproc(nproc: int) -> None:

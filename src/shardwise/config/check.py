@@ -1,19 +1,19 @@
 """Rules between keys, checked before anything heavy is imported.
 
 Each rule is one small function that raises a three-line error; `check_config` lists them. Invariant: no rule needs more
-than the config itself; what depends on the machine is `check_world`.
+than the config itself. Read next: check_layout.py (the rules of [parallel]), plan/degrees.py (what the model and the
+machine allow).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePath
 
+from shardwise.config.check_layout import check_layout
+from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config
 from shardwise.config.units import parse_seconds
 from shardwise.errors import UserError
-
-Origins = Mapping[str, str]
 
 
 def check_config(config: Config, origins: Origins) -> None:
@@ -24,33 +24,9 @@ def check_config(config: Config, origins: Origins) -> None:
     _batch(config, origins)
     _optimizer(config, origins)
     _data(config, origins)
-    _parallel(config, origins)
+    check_layout(config, origins)
     _checkpoint(config, origins)
     _run(config, origins)
-
-
-def check_world(config: Config, world: int) -> None:
-    """The degrees that are set must fit `world` processes: dp * cp * tp * pp = world."""
-    parallel = config.parallel
-    degrees = {"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp, "pp": parallel.pp}
-    fixed = {name: degree for name, degree in degrees.items() if degree != "auto"}
-    product = 1
-    for degree in fixed.values():
-        product *= int(degree)
-    fits = product == world if len(fixed) == len(degrees) else world % product == 0
-    if not fits:
-        said = " x ".join(f"{name}={degree}" for name, degree in fixed.items())
-        raise UserError(
-            f"the layout needs {product} processes, there are {world}",
-            why=f"{said} = {product}; dp x cp x tp x pp must be the number of processes",
-            fix=f"start {product} with `--nproc {product}`, or change the degrees so that they multiply to {world}",
-        )
-
-
-def _where(origins: Origins, *names: str) -> str | None:
-    """The last place where somebody wrote one of these keys."""
-    written = [origins[name] for name in names if origins.get(name, "default") != "default"]
-    return written[-1] if written else None
 
 
 def _one_of(config: Config, origins: Origins, section: str, names: tuple[str, ...], meaning: str) -> None:
@@ -62,7 +38,7 @@ def _one_of(config: Config, origins: Origins, section: str, names: tuple[str, ..
             f"`{section}.{given[0]}` and `{section}.{given[1]}` are both set",
             why=f"each says {meaning}: {places}",
             fix=f"keep one of {', '.join(names)}",
-            where=_where(origins, *(f"{section}.{name}" for name in given)),
+            where=where_written(origins, *(f"{section}.{name}" for name in given)),
         )
 
 
@@ -72,7 +48,7 @@ def _model_named_once(config: Config, origins: Origins) -> None:
             "`model.preset` and `model.path` are both set",
             why=f"each names the model: preset {config.model.preset}, path {config.model.path}",
             fix="keep one of the two",
-            where=_where(origins, "model.preset", "model.path"),
+            where=where_written(origins, "model.preset", "model.path"),
         )
 
 
@@ -87,14 +63,14 @@ def _batch(config: Config, origins: Origins) -> None:
                 f"`train.global_batch_tokens = {train.global_batch_tokens}` is not a whole number of sequences",
                 why=f"a sequence has {train.seq_len} tokens (train.seq_len), {rest} would be left over",
                 fix=f"set `train.global_batch_tokens = {nearest}` ({nearest // train.seq_len} sequences)",
-                where=_where(origins, "train.seq_len", "train.global_batch_tokens"),
+                where=where_written(origins, "train.seq_len", "train.global_batch_tokens"),
             )
     if batch is not None and train.micro_batch != "auto" and train.micro_batch > batch:
         raise UserError(
             f"`train.micro_batch = {train.micro_batch}` is larger than the global batch",
             why=f"one optimizer step has {batch} sequences over all ranks",
             fix=f'set `train.micro_batch` to at most {batch}, or to "auto"',
-            where=_where(origins, "train.global_batch", "train.global_batch_tokens", "train.micro_batch"),
+            where=where_written(origins, "train.global_batch", "train.global_batch_tokens", "train.micro_batch"),
         )
 
 
@@ -106,21 +82,21 @@ def _optimizer(config: Config, origins: Origins) -> None:
                 f"`optimizer.betas` holds {beta}",
                 why="each average needs a factor of at least 0 and below 1",
                 fix="for example `optimizer.betas = [0.9, 0.95]`",
-                where=_where(origins, "optimizer.betas"),
+                where=where_written(origins, "optimizer.betas"),
             )
     if optimizer.warmup > 1 and optimizer.warmup != int(optimizer.warmup):
         raise UserError(
             f"`optimizer.warmup = {optimizer.warmup}` is neither steps nor a share",
             why="from 1 on it counts whole steps, below 1 it is a share of the run",
             fix=f"set it to {round(optimizer.warmup)}, or to a share such as 0.05",
-            where=_where(origins, "optimizer.warmup"),
+            where=where_written(origins, "optimizer.warmup"),
         )
     if optimizer.lr_scaling != "none" and optimizer.reference_batch is None:
         raise UserError(
             f'`optimizer.lr_scaling = "{optimizer.lr_scaling}"` has nothing to scale from',
             why="it multiplies lr by a power of global_batch / reference_batch",
             fix="set `optimizer.reference_batch` to the batch that `lr` was tuned for",
-            where=_where(origins, "optimizer.lr_scaling"),
+            where=where_written(origins, "optimizer.lr_scaling"),
         )
 
 
@@ -132,11 +108,11 @@ def _data(config: Config, origins: Origins) -> None:
             "`data.source` is empty",
             why="there is nothing to train on",
             fix='name a file or directory, or `data.source = "python"`',
-            where=_where(origins, "data.source"),
+            where=where_written(origins, "data.source"),
         )
     if data.mix is None:
         return
-    where = _where(origins, "data.source", "data.mix")
+    where = where_written(origins, "data.source", "data.mix")
     if len(data.mix) != len(sources):
         raise UserError(
             f"`data.mix` has {len(data.mix)} weights for {len(sources)} sources",
@@ -153,20 +129,9 @@ def _data(config: Config, origins: Origins) -> None:
         )
 
 
-def _parallel(config: Config, origins: Origins) -> None:
-    parallel = config.parallel
-    if parallel.replicate != "auto" and parallel.dp != "auto" and parallel.dp % parallel.replicate:
-        raise UserError(
-            f"`parallel.replicate = {parallel.replicate}` does not divide `parallel.dp = {parallel.dp}`",
-            why="dp = replicas x shards",
-            fix=f"make dp a multiple of {parallel.replicate}",
-            where=_where(origins, "parallel.dp", "parallel.replicate"),
-        )
-
-
 def _checkpoint(config: Config, origins: Origins) -> None:
     every = config.checkpoint.every
-    where = _where(origins, "checkpoint.every")
+    where = where_written(origins, "checkpoint.every")
     if isinstance(every, int):
         if every < 1:
             why = "it counts the steps between checkpoints"
@@ -190,5 +155,5 @@ def _run(config: Config, origins: Origins) -> None:
             f'`run.name = "{name}"` cannot name a directory',
             why="a run's name is the name of its directory inside `run.dir`; `last` means the newest run",
             fix="use letters, digits, `-` and `_`; set `run.dir` to put it elsewhere",
-            where=_where(origins, "run.name"),
+            where=where_written(origins, "run.name"),
         )

@@ -19,6 +19,9 @@ from shardwise.config import schema
 COMMAND_LINE = "command line"  # origins that are not a place in a file
 DEFAULT = "default"
 
+Origins = Mapping[str, str]
+"""Key -> where its value was written: `run.toml:14`, COMMAND_LINE or DEFAULT."""
+
 ALIASES = MappingProxyType({"parallel.sp": "parallel.sequence"})
 
 
@@ -34,6 +37,7 @@ class Key:
     length: int | None  # number of entries when that is fixed
     optional: bool  # may be unset (None)
     auto: bool  # takes "auto"
+    words: tuple[str, ...] = ()  # other words it takes beside its own kind of value
     help: str = ""
     choices: tuple[str, ...] | None = None
     available: tuple[Any, ...] | None = None
@@ -51,6 +55,7 @@ class Key:
 def make_key(section: str, name: str, hint: Any, default: Any, about: Mapping[str, Any]) -> Key:
     """A `Key` from a type annotation and the metadata that `schema.setting` attached."""
     kinds: set[type] = set()
+    words: tuple[str, ...] = ()
     item, length, optional, auto = None, None, False, False
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     for part in typing.get_args(hint) if is_union else (hint,):
@@ -59,6 +64,8 @@ def make_key(section: str, name: str, hint: Any, default: Any, about: Mapping[st
         elif typing.get_origin(part) is typing.Literal:
             if typing.get_args(part) == ("auto",):
                 auto = True
+            elif is_union:
+                words += typing.get_args(part)
             else:  # ModelSpec spells its choices in the annotation
                 kinds.add(str)
                 about = {**about, "choices": typing.get_args(part)}
@@ -68,7 +75,7 @@ def make_key(section: str, name: str, hint: Any, default: Any, about: Mapping[st
             length = None if Ellipsis in entries else len(entries)
         else:
             kinds.add(part)
-    return Key(section, name, default, frozenset(kinds), item, length, optional, auto, **about)
+    return Key(section, name, default, frozenset(kinds), item, length, optional, auto, words, **about)
 
 
 @cache
@@ -109,3 +116,9 @@ def model_spec_keys() -> Mapping[str, Key]:
         if entry.name not in own and entry.name != "name" and is_plain:
             table[entry.name] = key
     return MappingProxyType(table)
+
+
+def where_written(origins: Origins, *names: str) -> str | None:
+    """The last place where somebody wrote one of these keys."""
+    written = [origins[name] for name in names if origins.get(name, DEFAULT) != DEFAULT]
+    return written[-1] if written else None

@@ -80,10 +80,11 @@ def format_layout(parallel: ParallelConfig, memory: MemoryConfig | None = None) 
         words += [f"cp={parallel.cp}", f"cp_kind={parallel.cp_kind}"]
     if parallel.pp not in ("auto", 1):
         words += [f"pp={parallel.pp}", f"schedule={parallel.schedule}"]
-        if parallel.virtual_stages > 1:
+        if parallel.virtual_stages not in ("auto", 1):
             words.append(f"virtual_stages={parallel.virtual_stages}")
         if parallel.split != "auto":
-            words.append(f"split={','.join(str(layers) for layers in parallel.split)}")
+            layers = (parallel.split,) if isinstance(parallel.split, str) else parallel.split
+            words.append(f"split={','.join(map(str, layers))}")
     if parallel.ep not in ("auto", 1):
         words.append(f"ep={parallel.ep}")
     if memory is not None and memory.recompute != "none":

@@ -121,19 +121,27 @@ class OptimizerConfig:
 class ParallelConfig:
     """How one model becomes many. What you set is a constraint; the rest is `auto`."""
 
-    dp: int | Auto = setting("auto", "data-parallel ranks", low=1)
-    zero: int | Auto = setting("auto", "ZeRO stage", low=0, high=3, available=(0, "auto"))
-    replicate: int | Auto = setting("auto", "replicas of the sharded model (hybrid sharding)", low=1, later=True)
-    tp: int | Auto = setting("auto", "tensor-parallel ranks", low=1, available=(1, "auto"))
-    sequence: bool | Auto = setting("auto", "sequence parallelism inside tp (alias sp)", available=(False, "auto"))
+    dp: int | Auto = setting("auto", "data-parallel ranks; auto: what the other degrees leave", low=1)
+    zero: int | Auto = setting(
+        "auto", "ZeRO stage; auto: the smallest whose memory fits, 0 for one replica", low=0, high=3
+    )
+    replicate: int | Auto = setting(
+        "auto", "replicas of the sharded model, dp = replicate x shards; auto: 1, or dp with zero = 0", low=1
+    )
+    tp: int | Auto = setting("auto", "tensor-parallel ranks; auto: 1", low=1)
+    sequence: bool | Auto = setting(
+        "auto", "sequence parallelism inside tp (alias sp); auto: on when tp > 1 divides seq_len"
+    )
     cp: int | Auto = setting("auto", "context-parallel ranks", low=1, available=(1, "auto"))
     cp_kind: str = setting("ring", "how context-parallel ranks attend", choices=("ring", "ulysses"), later=True)
-    pp: int | Auto = setting("auto", "pipeline stages", low=1, available=(1, "auto"))
-    schedule: str = setting(
-        "1f1b", "pipeline schedule", choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"), later=True
+    pp: int | Auto = setting("auto", "pipeline-parallel ranks; auto: 1", low=1)
+    schedule: str = setting("1f1b", "pipeline schedule", choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"))
+    virtual_stages: int | Auto = setting(
+        "auto", "pipeline stages per rank; auto: 2 for interleaved and zbv, else 1", low=1
     )
-    virtual_stages: int = setting(1, "pipeline stages per rank", low=1, later=True)
-    split: tuple[int, ...] | Auto = setting("auto", "layers per stage", later=True)
+    split: tuple[int, ...] | Auto | Literal["even"] = setting(
+        "auto", "layers per stage, in model order; `even` counts layers, `auto` balances their time", low=1
+    )
     ep: int | Auto = setting("auto", "expert-parallel ranks", low=1, available=(1, "auto"))
     strategy: str = setting(
         "collective",
@@ -142,7 +150,7 @@ class ParallelConfig:
         available=("collective",),
     )
     fill_bubbles: str | None = setting(None, "side work for idle pipeline slots", later=True)
-    layout: str | None = setting(None, "a layout string such as `dp=2`; sets the keys above")
+    layout: str | None = setting(None, "a layout string such as `dp=2 zero=3 tp=2 sp`; sets the keys above")
 
 
 @dataclass(frozen=True)
@@ -151,9 +159,9 @@ class MemoryConfig:
 
     precision: str = setting(
         "auto",
-        "number formats of weights and compute",
+        "number formats; bf16 computes in bf16 over fp32 weights, -true keeps the weights in it too",
         choices=("auto", "fp64", "fp32", "bf16", "fp16", "bf16-true", "fp16-true", "fp8"),
-        available=("auto", "fp64", "fp32", "bf16-true"),
+        available=("auto", "fp64", "fp32", "bf16", "bf16-true"),
     )
     limit: int | Auto = setting(
         "auto", "memory one rank may use; `auto`: the device's or the cgroup's", unit="bytes", low=1

@@ -84,6 +84,8 @@ def example(key: Key) -> str:
         return f"[{entry}, {entry}]"
     if key.auto and not key.kinds & {int, float}:
         return '"auto"'
+    if key.auto and int in key.kinds:
+        return "2"  # a degree
     return {int: "100", float: "1.0", bool: "true"}.get(next(iter(key.kinds), str), '"..."')
 
 
@@ -106,7 +108,7 @@ def toml_or_text(text: str) -> Any:
 
 def _typed(key: Key, raw: Any, where: str | None) -> Any:
     if isinstance(raw, str):
-        if key.auto and raw == "auto":
+        if (key.auto and raw == "auto") or raw in key.words:
             return raw
         if key.optional and str not in key.kinds and raw.strip().lower() == "none":
             return None
@@ -165,8 +167,7 @@ def _wrong_type(key: Key, raw: Any, where: str | None) -> UserError:
     if key.item is not None:
         count = f"{key.length} " if key.length else ""
         wanted.append(f"a list of {count}{_NOUNS[key.item]}")
-    if key.auto:
-        wanted.append('"auto"')
+    wanted += [f'"{word}"' for word in (*(("auto",) if key.auto else ()), *key.words)]
     return UserError(
         f"`{key.dotted}` must be {' or '.join(wanted)}, got {shown_or_repr(raw)}",
         why=f"{key.name}: {key.help}" if key.help else f"it is a field of ModelSpec, {' or '.join(wanted)}",

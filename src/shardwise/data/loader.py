@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from types import TracebackType
 
-import numpy as np
 import torch
 
-from shardwise.data.sequences import Batch, Sequences
+from shardwise.data.sequences import IGNORE, Batch, Sequences
 
 POLL_SECONDS = 0.1
 
@@ -31,6 +30,30 @@ class TensorBatch:
         return TensorBatch(
             self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), documents
         )
+
+    def rows(self, first: int, last: int) -> TensorBatch:
+        documents = None if self.documents is None else self.documents[first:last]
+        return TensorBatch(self.tokens[first:last], self.targets[first:last], documents)
+
+    def pinned(self) -> TensorBatch:
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return TensorBatch(self.tokens.pin_memory(), self.targets.pin_memory(), documents)
+
+    def padding(self, rows: int) -> TensorBatch:
+        """Rows of this length without targets."""
+        tokens = self.tokens.new_zeros(rows, self.tokens.shape[1])
+        documents = None if self.documents is None else self.documents.new_zeros(rows, self.tokens.shape[1])
+        return TensorBatch(tokens, torch.full_like(tokens, IGNORE), documents)
+
+    def padded_to(self, rows: int) -> TensorBatch:
+        missing = rows - self.tokens.shape[0]
+        if not missing:
+            return self
+        more = self.padding(missing)
+        documents = None
+        if self.documents is not None and more.documents is not None:
+            documents = torch.cat([self.documents, more.documents])
+        return TensorBatch(torch.cat([self.tokens, more.tokens]), torch.cat([self.targets, more.targets]), documents)
 
 
 def to_tensors(batch: Batch) -> TensorBatch:
@@ -57,13 +80,18 @@ class Loader:
         global_batch: int,
         rows: range,
         micro_batch: int,
+        num_microbatches: int = 0,
+        same_shape: bool = False,
         first_step: int = 1,
         depth: int = 2,
         pin_memory: bool = False,
     ):
+        """`num_microbatches`: at least so many; what the rows do not fill has no targets and changes nothing. `same_shape`: every
+        micro-batch has `micro_batch` rows, as pipelines need."""
         assert micro_batch >= 1 and depth >= 1, (micro_batch, depth)
         self._sequences, self._global_batch, self._rows = sequences, global_batch, rows
-        self._micro_batch, self._pin_memory = micro_batch, pin_memory
+        self._micro_batch, self._num_microbatches, self._same_shape = micro_batch, num_microbatches, same_shape
+        self._pin_memory = pin_memory
         self._ready: Queue[StepBatch | BaseException] = Queue(maxsize=depth)
         self._closing = threading.Event()
         self._failure: BaseException | None = None
@@ -120,19 +148,17 @@ class Loader:
 
     def _load(self, step: int) -> StepBatch:
         batch = self._sequences.batch(step, self._rows, self._global_batch)
-        bounds = range(0, len(self._rows), self._micro_batch)
-        microbatches = [
-            TensorBatch(
-                tokens=self._tensor(batch.tokens[first : first + self._micro_batch]),
-                targets=self._tensor(batch.targets[first : first + self._micro_batch]),
-                documents=None
-                if batch.documents is None
-                else self._tensor(batch.documents[first : first + self._micro_batch]),
-            )
-            for first in bounds
-        ]
-        return StepBatch(step, microbatches, batch.num_targets)
+        micro = cut_microbatches(to_tensors(batch), self._micro_batch, self._num_microbatches, self._same_shape)
+        if self._pin_memory:
+            micro = [part.pinned() for part in micro]
+        return StepBatch(step, micro, batch.num_targets)
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self._pin_memory else tensor
+
+def cut_microbatches(batch: TensorBatch, size: int, at_least: int = 0, same_shape: bool = False) -> list[TensorBatch]:
+    """Consecutive rows in parts of `size`. Missing parts, and with `same_shape` missing rows, are padded: IGNORE has no loss."""
+    parts = [batch.rows(first, first + size) for first in range(0, batch.tokens.shape[0], size)]
+    while len(parts) < at_least:  # one row is enough to keep step with the other ranks
+        parts.append(batch.padding(1))
+    if same_shape:
+        parts = [part.padded_to(size) for part in parts]
+    return parts

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,21 +33,18 @@ AT_ONCE = (*(-number for number in (*stop_signals(), INTERRUPT)), int(Exit.INTER
 """How a rank ends that was told to stop and had nothing to commit: by the signal itself, or at the second Ctrl-C."""
 
 
-def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, from_step: int | None = None) -> int:
-    """Run `nproc` workers over a prepared run directory; returns the exit code of the whole."""
+def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, options: Sequence[str] = ()) -> int:
+    """Run `nproc` workers (run/worker.py, with `options`) over a prepared run directory; returns the exit code of the whole."""
     if nproc == 1:
-        from shardwise.launch.ranks import Ranks
-        from shardwise.run.worker import run_worker
+        from shardwise.run.worker import run_alone
 
-        return run_worker(run, Ranks(), from_step)
+        return run_alone(run, options)
 
     from torch.distributed.elastic.multiprocessing import start_processes
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
     store, port = _loopback_store()  # lives as long as the ranks do
-    arguments = ["-m", "shardwise.launch.rank", str(run.path), "--launcher", str(os.getpid())]
-    if from_step is not None:
-        arguments += ["--from-step", str(from_step)]
+    arguments = ["-m", "shardwise.launch.rank", str(run.path), "--launcher", str(os.getpid()), *options]
     start = partial(
         start_processes,
         name="shardwise",

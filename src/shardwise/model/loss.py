@@ -9,6 +9,7 @@ Shapes: N = batch * tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +21,23 @@ MAX_LOGITS_BYTES = 256 * 2**20  # of fp32 logits alive at once; a 128k vocabular
 
 
 def cross_entropy_sum(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, vocab: int) -> Tensor:
-    """Sum of -log p(target). Large batches go through the head in chunks whose logits backward computes again."""
-    rows = max(1, MAX_LOGITS_BYTES // (4 * vocab))
+    """Sum of -log p(target)."""
+    return sum_in_chunks(partial(_cross_entropy, head), x_ND, targets_N, vocab)
+
+
+def sum_in_chunks(loss: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, num_logits: int) -> Tensor:
+    """A loss that makes `num_logits` logits per token. Large batches go in chunks whose logits backward computes again."""
+    rows = max(1, MAX_LOGITS_BYTES // (4 * num_logits))
     if x_ND.shape[0] <= rows:
-        return _chunk(head, x_ND, targets_N)
+        return loss(x_ND, targets_N)
     losses = [
-        checkpoint(_chunk, head, x, targets, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(loss, x, targets, use_reentrant=False, preserve_rng_state=False)
         for x, targets in zip(x_ND.split(rows), targets_N.split(rows), strict=True)
     ]
     return torch.stack(losses).sum()
 
 
-def _chunk(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor) -> Tensor:
+def _cross_entropy(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor) -> Tensor:
     logits_NV = head(x_ND)
     if logits_NV.dtype != torch.float64:
         logits_NV = logits_NV.float()

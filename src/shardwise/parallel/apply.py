@@ -1,21 +1,102 @@
 """How one model becomes many: the transforms, in the order they apply. One file per axis.
 
-    data.py    replicas with summed gradients
+    mesh.py       where this rank stands, and with whom it talks
+    pipeline.py   which layers this rank has                              (mailbox.py, deferred.py)
+    tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
+    zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
+    data.py       replicas with summed gradients
+    shards.py     the table of what came out of it
 
-Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers.
+Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights come last:
+each is drawn or read at full shape and cut to what this rank holds, one layer at a time.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
 
 from shardwise.config.schema import CommConfig
-from shardwise.parallel.data import BUCKET_BYTES, Replicas
+from shardwise.model.decoder import Decoder
+from shardwise.model.experts import moe_layers
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.mesh import Mesh, build_mesh
+from shardwise.parallel.pipeline import Stage
+from shardwise.parallel.shards import shards_of
+from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
+from shardwise.parallel.zero import Sharded
 from shardwise.plan.plan import Plan
+from shardwise.plan.schedules import stage_owners
+
+Fill = Callable[[Decoder], None]
+"""Puts weights into a plain part of the model on the CPU: drawn from the seed, or read from files."""
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "bf16-true": torch.bfloat16}
+"""What parameters are kept in; with `bf16` FSDP2 computes in bf16 copies of them."""
 
 
-def parallelize_decoder(model: nn.Module, plan: Plan, comm: CommConfig) -> Replicas:
-    return Replicas(model, bucket_bytes(plan, comm), distributed=plan.dp > 1)
+def parallelize_decoder(
+    spec: ModelSpec, plan: Plan, rank: int, device: torch.device, comm: CommConfig, attention: str, fill: Fill
+) -> Engine:
+    """Collective: every rank of the job calls it."""
+    uses_fsdp = plan.zero > 0 or plan.precision == "bf16"
+    mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
+    size, traffic = bucket_bytes(plan, comm), Traffic()
+    owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
+    stages = []
+    for index, layers in enumerate(stage_layers(plan, spec.num_layers)):
+        if owners[index] != mesh.at.pp:
+            continue
+        with torch.device("meta"):
+            model = Decoder(spec, attention, layers).to(DTYPES[plan.precision])
+        if plan.tp > 1:
+            apply_tensor_parallel(model, TensorParallel(mesh.tp, plan.sequence))
+        sums = Sharded(model, mesh, traffic) if uses_fsdp else None
+        model.to_empty(device=device)
+        if isinstance(sums, Sharded):
+            sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
+        fill_stage(model, mesh, fill, layers)
+        stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
+    compute = torch.bfloat16 if plan.precision == "bf16" else DTYPES[plan.precision]
+    return Engine(spec, stages, mesh, compute, size, traffic)
+
+
+def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
+    if mesh.dp is None:
+        return GradientSums(model)
+    return (Replicated if mesh.plan.pp == 1 else SummedAtEnd)(model, mesh.dp, size, traffic)
+
+
+def stage_layers(plan: Plan, num_layers: int) -> list[range]:
+    """The layers of each stage, in model order."""
+    sizes = plan.split or (num_layers,)
+    ends = list(accumulate(sizes))
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range) -> None:
+    """Weights into a stage, layer by layer: no rank ever holds more than one layer beside its own share."""
+    plain = mesh.plan.tp == 1 and not mesh.fsdp
+    if plain:
+        fill(model)
+        return
+    table = {shard.name: shard for shard in shards_of(model, mesh)}
+    buffers = dict(model.named_buffers())
+    for index in layers:
+        with torch.device("meta"):
+            piece = Decoder(model.spec, "math", range(index, index + 1)).to(DTYPES[mesh.plan.precision])
+        fill(piece.to_empty(device="cpu"))
+        for name, value in piece.state_dict().items():
+            if name in table:
+                table[name].put(value)
+            elif name in buffers:
+                buffers[name].copy_(value)
+    for layer in moe_layers(model):
+        layer.tokens_per_expert.zero_()
 
 
 def bucket_bytes(plan: Plan, comm: CommConfig) -> int:

@@ -1,19 +1,23 @@
-"""Data parallelism: replicas whose gradients are summed (never averaged) while backward still runs.
+"""Data parallelism without sharding: whole replicas whose gradients are summed, never averaged.
 
-torch's DistributedDataParallel does the bucketing and the overlap. Its communication hook is replaced: the loss is already
-divided by the step's global target-token count, so the sum over ranks is the gradient. The hook also notes when the last
-bucket left, which is the moment from which backward only waits: the exposed part of the communication.
+The loss is already divided by the step's global target-token count, so the sum over ranks is the gradient. Outside pipelines
+torch's DistributedDataParallel does the bucketing and the overlap with backward; its communication hook is replaced by one that
+sums. Inside a pipeline, where DDP asserts as soon as a rank has two stages, the gradients are summed in buckets after the last
+micro-batch. All ways of summing have the same four moments (`GradientSums`), which the pipeline calls. ZeRO is in zero.py.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.parallel.mesh import Group
+from shardwise.parallel.shards import sum_tensors
 
 BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
 """How much gradient leaves at a time. Small buckets start to travel while backward still runs; on GPUs, where a launch costs
@@ -21,52 +25,90 @@ more than a message, fewer and larger ones should win (torch's default; not meas
 of two noisy rounds with `tiny`: docs/log.md has them."""
 
 
-class Replicas:
-    """A model with its data-parallel wrapper, or just the model when it is not distributed."""
+@dataclass
+class Traffic:
+    """Counted since the start: parameter gathers, gradient reductions, their bytes. `waited`: seconds a rank stood still for them."""
 
-    def __init__(self, model: nn.Module, bucket_bytes: int, *, distributed: bool):
+    gathers: int = 0
+    reductions: int = 0
+    num_bytes: int = 0
+    waited: float = 0.0
+    _told_bytes: int = 0
+
+    def take(self) -> tuple[float, int]:
+        """Seconds waited and bytes moved since the last call."""
+        waited, num_bytes = self.waited, self.num_bytes - self._told_bytes
+        self.waited, self._told_bytes = 0.0, self.num_bytes
+        return waited, num_bytes
+
+
+class GradientSums:
+    """One stage's gradients over data-parallel ranks. This one has no peers: nothing to do."""
+
+    def __init__(self, model: nn.Module):
         self.model = model
+        self.forward: nn.Module = model  # what the pipeline calls
+
+    def before_forward(self, *, last: bool) -> None:
+        """`last`: this stage's last micro-batch of the step."""
+
+    def before_backward(self, kind: str, *, last: bool) -> None:
+        """`kind` is the action: B the whole backward, I only towards the inputs."""
+
+    def after_backward(self, kind: str, *, last: bool) -> None:
+        """`kind` B or I, or W: gradients of the weights that an I had left out."""
+
+    def finish(self) -> None:
+        """After the stage's last action of a step: from here on gradients are complete over data-parallel ranks."""
+
+
+class Replicated(GradientSums):
+    """torch's DDP: buckets travel while backward still runs."""
+
+    def __init__(self, model: nn.Module, group: Group, bucket_bytes: int, traffic: Traffic):
+        super().__init__(model)
+        self.group, self.traffic = group, traffic
         self.last_bucket_at: float | None = None
-        self.reduced_bytes = 0
-        if not distributed:
-            self.forward: nn.Module = model
-            return
         with warnings.catch_warnings():
             # torch 2.13 wants `forward_sync_buffers` instead, which 2.11 does not know. Router counts must stay local.
             warnings.simplefilter("ignore", FutureWarning)
-            self.forward = DistributedDataParallel(
+            self.ddp = DistributedDataParallel(
                 model,
+                process_group=group,
                 bucket_cap_mb=bucket_bytes / 2**20,
                 gradient_as_bucket_view=True,  # gradients live in the buckets: no second copy
                 broadcast_buffers=False,
                 init_sync=False,  # every rank has drawn or loaded the same weights already
             )
-        self.forward.register_comm_hook(None, self._sum)
+        self.forward = self.ddp
+        self.ddp.register_comm_hook(None, self._sum)
 
-    @property
-    def is_distributed(self) -> bool:
-        return self.forward is not self.model
+    def before_forward(self, *, last: bool) -> None:
+        self.ddp.require_backward_grad_sync = last  # gradients of all micro-batches but the last stay local
 
-    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
-        """Gradients of all micro-batches but the last stay local."""
-        if last or not isinstance(self.forward, DistributedDataParallel):
-            return nullcontext()
-        return self.forward.no_sync()
+    def after_backward(self, kind: str, *, last: bool) -> None:
+        if self.last_bucket_at is not None:  # from the moment the last bucket left, backward only waited
+            self.traffic.waited += time.perf_counter() - self.last_bucket_at
+            self.last_bucket_at = None
 
     def _sum(self, state, bucket):  # torch inspects annotations and refuses strings
         self.last_bucket_at = time.perf_counter()
-        self.reduced_bytes += bucket.buffer().nbytes
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        self.traffic.reductions += 1
+        self.traffic.num_bytes += bucket.buffer().nbytes
+        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    def exposed_seconds(self, backward_end: float) -> float:
-        """How long the last backward waited for the network after its own work was done; resets the note."""
-        if self.last_bucket_at is None:
-            return 0.0
-        waited, self.last_bucket_at = backward_end - self.last_bucket_at, None
-        return waited
 
-    def take_bytes(self) -> int:
-        """Gradient bytes reduced since the last call."""
-        taken, self.reduced_bytes = self.reduced_bytes, 0
-        return taken
+class SummedAtEnd(GradientSums):
+    """Plain replicas inside a pipeline: one bucketed sum of what all micro-batches have accumulated."""
+
+    def __init__(self, model: nn.Module, group: Group, bucket_bytes: int, traffic: Traffic):
+        super().__init__(model)
+        self.group, self.bucket_bytes, self.traffic = group, bucket_bytes, traffic
+
+    def finish(self) -> None:
+        began = time.perf_counter()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.traffic.reductions += 1
+        self.traffic.num_bytes += sum_tensors(gradients, self.group, self.bucket_bytes)
+        self.traffic.waited += time.perf_counter() - began

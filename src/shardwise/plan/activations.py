@@ -3,9 +3,15 @@
 Numbers per token, without recomputation and with fused attention. A norm keeps its input, the normalised values and its
 output; a projection keeps its input (the norm's output, already counted); attention keeps q, k, v, its output and one number
 per head. A test compares the count with what torch really saves, family by family.
+
+With tensor parallelism `spec` is one rank's slice of the model (rank_share.py): what a region computes shrinks with it. What
+lies outside of regions (the norms' inputs and normalised values) shrinks only with sequence parallelism, by `token_parts`; the
+input of a region is gathered, so each rank keeps all of it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from shardwise.model.spec import LayerSpec, ModelSpec
 
@@ -13,24 +19,36 @@ MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks
 
 
 def activation_bytes(spec: ModelSpec, num_sequences: int, seq_len: int, bytes_per_number: int) -> int:
-    """Bytes that `num_sequences` leave behind in one micro-batch."""
-    tokens = num_sequences * seq_len
-    numbers = _norm(spec, spec.hidden) + sum(_layer(spec, layer, seq_len) for layer in spec.layers)
+    """Bytes that `num_sequences` leave behind in one micro-batch of the whole model."""
+    layers = layer_activations(spec, spec.layers, seq_len)
+    return num_sequences * seq_len * layers * bytes_per_number + head_activation_bytes(
+        spec, num_sequences * seq_len, bytes_per_number
+    )
+
+
+def layer_activations(spec: ModelSpec, layers: Sequence[LayerSpec], seq_len: int, token_parts: int = 1) -> int:
+    """Numbers per token that these layers keep."""
+    return sum(_layer(spec, layer, seq_len, token_parts) for layer in layers)
+
+
+def head_activation_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1) -> int:
+    """The last norm and the logits."""
     logit_bytes = max(4, bytes_per_number)
-    logits = min(tokens * spec.vocab * logit_bytes, MAX_LOGITS_BYTES * logit_bytes // 4)
-    return tokens * numbers * bytes_per_number + logits
+    logits = min(num_tokens * spec.vocab * logit_bytes, MAX_LOGITS_BYTES * logit_bytes // 4)
+    return num_tokens * _norm(spec, spec.hidden, token_parts) * bytes_per_number + logits
 
 
-def _layer(spec: ModelSpec, layer: LayerSpec, seq_len: int) -> int:
-    norms = 2 * _norm(spec, spec.hidden) + (4 * spec.hidden if spec.post_norms else 0)
+def _layer(spec: ModelSpec, layer: LayerSpec, seq_len: int, token_parts: int) -> int:
+    norms = 2 * _norm(spec, spec.hidden, token_parts) + (4 * spec.hidden // token_parts if spec.post_norms else 0)
     attention = _latent_attention(spec) if spec.is_latent else _attention(spec)
     if spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
         attention += 4 * spec.num_heads * seq_len
     return norms + attention + (_experts(spec) if layer.is_moe else _feedforward(spec, layer.ffn))
 
 
-def _norm(spec: ModelSpec, width: int) -> int:
-    return (3 if spec.norm == "rms" else 2) * width
+def _norm(spec: ModelSpec, width: int, token_parts: int) -> int:
+    """Its input and normalised values (LayerNorm: its input), and its output, which is what the next region gathers."""
+    return (2 if spec.norm == "rms" else 1) * width // token_parts + width
 
 
 def _attention(spec: ModelSpec) -> int:

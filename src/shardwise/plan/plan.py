@@ -1,14 +1,42 @@
-"""`Plan`: exactly what the runtime executes, with every `auto` resolved. Written to plan.json, no torch needed to read it."""
+"""`Plan`: exactly what the runtime executes, with every `auto` resolved. Written to plan.json, no torch needed to read it.
+
+    world = dp x tp x pp        dp = replicate x shard
+
+Ranks are numbered with the pipeline outermost, then replicas, then shards, then tensor parallelism, whose ranks are
+neighbours and share the fastest links. Invariant: a `Plan` that exists is consistent; whether the model and the machine
+can bear it was checked before (degrees.py). Read next: resolve.py, which makes it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from shardwise.config.layout import format_layout
+from shardwise.config.schema import ParallelConfig
+from shardwise.plan.split import even_split
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in the grid: an index along each axis."""
+
+    pp: int
+    replicate: int
+    shard: int
+    tp: int
+    num_shards: int | None = field(default=None, compare=False, repr=False)  # known when `Plan.coordinates` made this
+
+    @property
+    def dp(self) -> int:
+        """Which part of the batch this rank works on."""
+        assert self.num_shards is not None, f"{self} was not made by Plan.coordinates"
+        return self.replicate * self.num_shards + self.shard
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One resolved job. Ranks are numbered 0 … world-1; a data-parallel rank owns a fixed range of each step's rows."""
+    """One resolved job. A data-parallel index owns a fixed range of each step's rows."""
 
     device: str  # cpu | cuda
     precision: str
@@ -20,39 +48,106 @@ class Plan:
     reason: str
     dp: int = 1
     zero: int = 0
+    replicate: int = 1  # with zero = 0 always dp: every rank is a replica. Whoever changes zero says replicate too
+    tp: int = 1
+    sequence: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1  # stages per rank
+    split: tuple[int, ...] = ()  # layers of each stage, in model order; empty without a pipeline
 
     def __post_init__(self) -> None:
-        assert self.global_batch % self.dp == 0, (self.global_batch, self.dp)
+        if self.zero == 0:
+            assert self.replicate in (1, self.dp), (self.replicate, self.dp)
+            object.__setattr__(self, "replicate", self.dp)
+        assert self.dp % self.replicate == 0, (self.dp, self.replicate)
+        assert self.global_batch >= self.dp, (self.global_batch, self.dp)
         assert 1 <= self.micro_batch <= self.rows_per_rank, (self.micro_batch, self.rows_per_rank)
+        assert self.tp > 1 or not self.sequence, "sequence parallelism needs tp > 1"
+        assert len(self.split) == (self.num_stages if self.pp > 1 else 0), (self.split, self.num_stages)
+        assert all(layers >= 1 for layers in self.split), self.split
+        assert self.pp > 1 or self.virtual_stages == 1, self.virtual_stages
+
+    # The grid of ranks --------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> int:
-        return self.dp
+        return self.dp * self.tp * self.pp
+
+    @property
+    def shard(self) -> int:
+        """Ranks that share one replica's states."""
+        return self.dp // self.replicate
+
+    def coordinates(self, rank: int) -> Coordinates:
+        assert 0 <= rank < self.world, (rank, self.world)
+        rest, tp = divmod(rank, self.tp)
+        rest, shard = divmod(rest, self.shard)
+        pp, replicate = divmod(rest, self.replicate)
+        return Coordinates(pp, replicate, shard, tp, num_shards=self.shard)
+
+    def rank_at(self, at: Coordinates) -> int:
+        return ((at.pp * self.replicate + at.replicate) * self.shard + at.shard) * self.tp + at.tp
+
+    # The batch ----------------------------------------------------------------------------------------------------
+
+    def rows(self, dp_index: int) -> range:
+        """The rows of every global batch that the ranks of this data-parallel index train on; the first may have one more."""
+        assert 0 <= dp_index < self.dp, (dp_index, self.dp)
+        share, more = divmod(self.global_batch, self.dp)
+        first = dp_index * share + min(dp_index, more)
+        return range(first, first + share + (dp_index < more))
 
     @property
     def rows_per_rank(self) -> int:
-        return self.global_batch // self.dp
+        """The largest share of the batch."""
+        return -(-self.global_batch // self.dp)
 
     @property
     def num_microbatches(self) -> int:
+        """The same for every rank: who has fewer rows fills up with micro-batches that have no targets."""
         return -(-self.rows_per_rank // self.micro_batch)
 
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.seq_len
 
+    # The pipeline -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.virtual_stages
+
+    def layers_of(self, stage: int) -> range:
+        """Indices of the layers that a stage of a pipeline owns."""
+        first = sum(self.split[:stage])
+        return range(first, first + self.split[stage])
+
+    # Writing and reading ------------------------------------------------------------------------------------------
+
     @property
     def layout(self) -> str:
-        """The layout string that is used everywhere: plan table, logs, `parallel.layout`."""
-        return f"dp={self.dp}" + (f" zero={self.zero}" if self.zero else "")
-
-    def rows(self, rank: int) -> range:
-        """The rows of every global batch that this rank trains on."""
-        return range(rank * self.rows_per_rank, (rank + 1) * self.rows_per_rank)
+        """The layout string that is used everywhere: plan table, logs, `parallel.layout`. An even split goes without saying."""
+        is_even = self.split == () or self.split == even_split(sum(self.split), self.num_stages)
+        return format_layout(
+            ParallelConfig(
+                dp=self.dp,
+                zero=self.zero,
+                replicate=self.replicate if self.zero else "auto",
+                tp=self.tp,
+                sequence=self.sequence,
+                pp=self.pp,
+                schedule=self.schedule,
+                virtual_stages=self.virtual_stages,
+                split="auto" if is_even else self.split,
+            )
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema": 1, "layout": self.layout, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        """From plan.json: lists become tuples again, and what an older file does not have takes its default."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**known | {"split": tuple(known.get("split", ()))})

@@ -1,7 +1,8 @@
 """A first prediction of memory and step time, printed beside what was measured.
 
-Memory is counted by what lives at the peak (end of the last backward). Time is a sum of three parts, each a size over a
-measured rate: matrix work, the gradient all-reduce, the optimizer's pass over memory. No torch here.
+Memory is counted by what lives at the peak (end of the last backward) on the fullest rank. Time is a sum of parts, each a size
+over a measured rate: matrix work, pipeline bubble, data- and tensor-parallel messages, the optimizer's pass over memory. No
+torch here. Read next: rank_share.py (what of the model a rank has), activations.py.
 """
 
 from __future__ import annotations
@@ -9,10 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import activation_bytes
+from shardwise.plan.activations import head_activation_bytes, layer_activations
 from shardwise.plan.plan import Plan
+from shardwise.plan.rank_share import RankShare, rank_shares
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16-true": 2}
+WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "bf16-true": 2}
+"""Per number of weights, gradients and optimizer state."""
+
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16-true": 2}
+"""Per number of activations and of parameters while they are used."""
+
 STATES_PER_PARAMETER = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1}
 """Extra tensors of the parameter's size that each optimizer keeps."""
 
@@ -24,7 +31,7 @@ ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.1}
 CPU: fitted to `tiny` with micro-batches of 1 and 8 on one machine. CUDA: an assumption, not fitted."""
 
 MATMUL_SHARE = {"cpu": 0.53, "cuda": 0.55}
-"""Share of the bare matmul rate that a whole forward and backward pass reaches .
+"""Share of the bare matmul rate that a whole forward and backward pass reaches.
 CPU: fitted to the default run on one two-core machine. CUDA: an assumption; runs on an H200 came out -24 to +21 % off it."""
 
 LAUNCH_SECONDS_PER_LAYER = {"cpu": 3e-3, "cuda": 3.5e-3}
@@ -66,31 +73,100 @@ def predict(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> Predic
 
 
 def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str) -> dict[str, int]:
-    """Bytes of one rank at the peak. With plain data parallelism gradients live inside the all-reduce buckets."""
-    size = BYTES[plan.precision] * spec.num_parameters
-    activations = activation_bytes(spec, plan.micro_batch, plan.seq_len, BYTES[plan.precision])
+    """Bytes of the fullest rank at the peak."""
+    return max(
+        (_rank_memory(share, plan, optimizer) for share in rank_shares(spec, plan)), key=lambda m: sum(m.values())
+    )
+
+
+def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]:
+    """What a rank really holds, by ZeRO stage (P parameters, N shards; fp32 weights, Adam):
+
+    0   16 P                            gradients live inside the all-reduce buckets
+    1   16 P / N + P gathered           and all of the gradients, when they accumulate over micro-batches
+    2   16 P / N + P gathered           every micro-batch's gradients go to their owners at once
+    3   16 P / N + two blocks gathered  a tied embedding stays gathered as well
+
+    Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too.
+    """
+    weight, compute = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision]
+    full = weight * share.num_parameters
+    own = -(-full // plan.shard)
+    gathered, accumulated = compute * share.num_parameters, 0
+    if plan.zero == 0 and compute == weight:
+        gathered = 0
+    elif plan.zero == 1 and plan.num_microbatches > 1:
+        accumulated = full
+    elif plan.zero == 3:
+        tied = share.embedding + share.head if share.spec.tied else 0
+        blocks = share.layer_parameters + ([] if tied else [share.embedding, share.head])
+        gathered = compute * (tied + sum(sorted(blocks)[-2:]))
+    activations = _activations(share, plan)
     return {
-        "weights": size,
-        "gradients": size,
-        "optimizer": size * STATES_PER_PARAMETER[optimizer],
+        "weights": own,
+        "gathered": gathered,
+        "gradients": own + accumulated,
+        "optimizer": own * STATES_PER_PARAMETER[optimizer],
         "activations": activations,
         "allocator": int(ALLOCATOR_SHARE[plan.device] * activations),
         "process": PROCESS_BYTES[plan.device],
     }
 
 
+def _activations(share: RankShare, plan: Plan) -> int:
+    """Of every stage in flight; a loss is followed by its backward at once, except by gpipe."""
+    size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
+    tokens = plan.micro_batch * plan.seq_len
+    layers = layer_activations(share.spec, share.layers, plan.seq_len, token_parts)
+    held = tokens * layers * size * share.stages_in_flight // plan.virtual_stages
+    if share.has_last_stage:
+        losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
+        held += losses * head_activation_bytes(share.spec, tokens, size, token_parts)
+    return held
+
+
 def predict_step(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> dict[str, float]:
-    tokens_per_rank = plan.rows_per_rank * plan.seq_len
-    gradient_bytes = BYTES[plan.precision] * spec.num_parameters
-    passes = (
-        3 + 2 * STATES_PER_PARAMETER[optimizer]
-    )  # read gradient and weight, write weight, read and write each state
-    compute = tokens_per_rank * spec.flops_per_token(plan.seq_len) / (rates.matmul_flops * MATMUL_SHARE[plan.device])
-    launches = spec.num_layers * plan.num_microbatches * LAUNCH_SECONDS_PER_LAYER[plan.device]
-    step = {
-        "compute": max(compute, launches),
-        "optimizer": (passes + 2) * gradient_bytes / rates.memory_bytes,  # + 2: the norm for clipping, and its scaling
-    }
+    """Seconds of the slowest rank. Messages between pipeline stages are not counted: they travel while others compute."""
+    slowest = max(rank_shares(spec, plan), key=lambda share: share.work)
+    # The micro-batches of a pipeline have one shape, so the last one is filled up; without one it may be smaller.
+    rows = plan.rows_per_rank if plan.pp == 1 else plan.num_microbatches * plan.micro_batch
+    flops = rows * plan.seq_len * spec.flops_per_token(plan.seq_len) * slowest.work / plan.tp
+    launches = len(slowest.layers) * plan.num_microbatches * LAUNCH_SECONDS_PER_LAYER[plan.device]
+    compute = max(flops / (rates.matmul_flops * MATMUL_SHARE[plan.device]), launches)
+    # Read gradient and weight, write weight, read and write each state; + 2: the norm for clipping, and its scaling.
+    passes = 3 + 2 * STATES_PER_PARAMETER[optimizer] + 2
+    weight_bytes = WEIGHT_BYTES[plan.precision] * slowest.num_parameters
+    step = {"compute": compute, "optimizer": passes * weight_bytes / plan.shard / rates.memory_bytes}
+    if plan.pp > 1:
+        step["bubble"] = compute * bubble_share(plan)
     if plan.dp > 1:
-        step["all-reduce"] = rates.all_reduce_latency + gradient_bytes / rates.all_reduce_bytes
+        step["data-parallel"] = _data_parallel_seconds(slowest, plan, rates)
+    if plan.tp > 1:
+        # Two sums per layer, forward and backward. Sequence parallelism cuts each in two halves of the same total.
+        message = plan.micro_batch * plan.seq_len * spec.hidden * COMPUTE_BYTES[plan.precision]
+        sums = 4 * len(slowest.layers) * plan.num_microbatches
+        step["tensor-parallel"] = sums * (rates.all_reduce_latency + message / rates.all_reduce_bytes)
     return step
+
+
+def bubble_share(plan: Plan) -> float:
+    """Idle time over work, for stages of equal cost whose backward splits into halves as long as a forward."""
+    stages = plan.virtual_stages
+    filled = {"gpipe": 1, "1f1b": 1, "interleaved": stages, "zero-bubble": 3 * stages, "zbv": 6}[plan.schedule]
+    return (plan.pp - 1) / (filled * plan.num_microbatches)
+
+
+def _data_parallel_seconds(share: RankShare, plan: Plan, rates: Rates) -> float:
+    """An all-reduce is a reduction to the owners and a gathering from them; ZeRO does the two apart, and how often differs."""
+    weight = WEIGHT_BYTES[plan.precision] * share.num_parameters
+    compute = COMPUTE_BYTES[plan.precision] * share.num_parameters
+    if plan.zero == 0:
+        return rates.all_reduce_latency + weight / rates.all_reduce_bytes
+    reductions = 1 if plan.zero == 1 else plan.num_microbatches
+    gathers = 2 * plan.num_microbatches if plan.zero == 3 else 1  # stage 3: for forward, and again for backward
+    moved = (reductions * weight + gathers * compute) / 2
+    calls = (reductions + gathers) / 2 * (len(share.layers) + 2)  # one per block and end
+    if plan.replicate > 1:  # the owners of one shard meet once, at the last micro-batch
+        moved += weight / plan.shard
+        calls += 1
+    return calls * rates.all_reduce_latency + moved / rates.all_reduce_bytes

@@ -1,21 +1,28 @@
-"""From what the user asked for to a `Plan`: fills every `auto` and refuses what cannot work, before torch is imported."""
+"""From what the user asked for to a `Plan`: fills every `auto` and refuses what cannot work, before torch is imported.
+
+The degrees of the axes come first (degrees.py); then the ZeRO stage and the micro-batch, by predicted memory (predict.py).
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from shardwise.cluster.machine import Machine
+from shardwise.config.check_layout import degree
+from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config, ParallelConfig
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.degrees import choose_degrees, global_batch_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict_memory
+from shardwise.plan.refusal import Asked, Fix, typed
 
 DEFAULT_STEPS = 340
-DEFAULT_GLOBAL_BATCH = 8
-MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its memory
+HEADROOM = 0.9  # of the limit, where there is a choice; what is asked for outright may use all of it
 
 
 @dataclass(frozen=True)
@@ -27,44 +34,98 @@ class Resolved:
     chosen: tuple[str, ...]  # the keys that the planner filled
 
 
-def resolve(config: Config, spec: ModelSpec, machine: Machine, nproc: int | None, num_sequences: int) -> Resolved:
-    """`num_sequences`: sequences in one pass over the training data, which `epochs` needs."""
-    train, parallel, memory = config.train, config.parallel, config.memory
+def resolve(
+    config: Config,
+    spec: ModelSpec,
+    machine: Machine,
+    nproc: int | None,
+    num_sequences: int,
+    origins: Origins = MappingProxyType({}),
+) -> Resolved:
+    """`num_sequences`: sequences in one pass over the training data, which `epochs` needs. `origins`: for the errors."""
+    train, parallel = config.train, config.parallel
     if spec.positions == "learned" and train.seq_len > spec.max_seq_len:
         raise UserError(
             f"train.seq_len = {train.seq_len} is longer than {spec.name} can read",
             why=f"its learned positions end at {spec.max_seq_len}",
             fix=f"train.seq_len={spec.max_seq_len}",
+            where=where_written(origins, "train.seq_len"),
         )
-    device = "cuda" if machine.gpus else "cpu"
-    global_batch = train.global_batch or _from_tokens(train.global_batch_tokens, train.seq_len) or DEFAULT_GLOBAL_BATCH
-    dp, why_dp = _choose_dp(parallel, machine, device, nproc, global_batch)
-    rows = global_batch // dp
-    micro_batch = rows if train.micro_batch == "auto" else int(train.micro_batch)
-    if micro_batch > rows:
-        raise UserError(
-            f"train.micro_batch = {micro_batch} is larger than a rank's share of the batch",
-            why=f"a global batch of {global_batch} over dp={dp} leaves {rows} sequences per rank",
-            fix=f"train.micro_batch={rows}, or train.global_batch={micro_batch * dp}",
-        )
+    asked = Asked(config, spec, machine, nproc)
+    degrees = choose_degrees(asked, origins)
+    global_batch = global_batch_of(train)
+    threads = max(1, machine.cores // degrees.world)
     plan = Plan(
-        device=device,
-        precision=_choose_precision(memory.precision, device),
+        device=asked.device,
+        precision=_choose_precision(config, asked.device, origins),
         seq_len=train.seq_len,
         global_batch=global_batch,
-        micro_batch=micro_batch,
+        micro_batch=1,
         num_steps=_num_steps(config, global_batch, num_sequences),
-        threads_per_rank=max(1, machine.cores // dp) if device == "cpu" else max(1, min(4, machine.cores // dp)),
-        reason=why_dp,
-        dp=dp,
+        threads_per_rank=threads if asked.device == "cpu" else min(4, threads),
+        reason=degrees.reason,
+        dp=degrees.dp,
+        tp=degrees.tp,
+        sequence=degrees.sequence,
+        pp=degrees.pp,
+        schedule=parallel.schedule,
+        virtual_stages=degrees.virtual_stages,
+        split=degrees.split,
     )
+    if train.micro_batch != "auto":
+        _check_micro_batch(config, plan, int(train.micro_batch), origins)
     limit = rank_memory_limit(config, machine, plan)
-    if train.micro_batch == "auto":  # a first guess by the formula; the run measures and corrects it
-        sizes = [n for n in range(rows, 0, -1) if rows % n == 0]
-        fitting = (n for n in sizes if _needed(spec, replace(plan, micro_batch=n), config) <= 0.9 * limit)
-        plan = replace(plan, micro_batch=next(fitting, 1))
-    _refuse_what_cannot_fit(spec, plan, config, limit)
+    plan = _choose_zero(config, spec, plan, limit)
+    _refuse_what_cannot_fit(config, spec, plan, limit)
     return Resolved(plan, *_fill(config, plan))
+
+
+def _check_micro_batch(config: Config, plan: Plan, micro_batch: int, origins: Origins) -> None:
+    if micro_batch <= plan.rows_per_rank:
+        return
+    batch = f"train.global_batch={micro_batch * plan.dp}"
+    if config.train.global_batch_tokens:
+        batch = f"train.global_batch_tokens={micro_batch * plan.dp * plan.seq_len}"
+    raise UserError(
+        f"train.micro_batch = {micro_batch} is larger than a rank's share of the batch",
+        why=f"a global batch of {plan.global_batch} over dp={plan.dp} leaves {plan.rows_per_rank} sequences per rank",
+        fix=f"train.micro_batch={plan.rows_per_rank} or {batch}",
+        where=where_written(origins, "train.global_batch", "train.global_batch_tokens", "train.micro_batch"),
+    )
+
+
+def _choose_zero(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> Plan:
+    """The smallest ZeRO stage that fits, with the largest micro-batch that fits beside it. The run measures that one again."""
+    stages = _possible_stages(config.parallel, plan.dp)
+    for zero in stages:
+        replicate = plan.dp if zero == 0 else degree(config.parallel.replicate)
+        plan = replace(plan, zero=zero, replicate=replicate)
+        if config.train.micro_batch != "auto":
+            sizes = [int(config.train.micro_batch)]
+        else:
+            sizes = micro_batch_sizes(plan)
+        for size in sizes:
+            plan = replace(plan, micro_batch=size)
+            if _needed(spec, plan, config) <= HEADROOM * limit:
+                chosen = f"; zero={zero} is the smallest stage that fits" if zero and len(stages) > 1 else ""
+                return replace(plan, reason=plan.reason + chosen)
+    return plan if len(stages) == 1 else replace(plan, reason=f"{plan.reason}; zero={plan.zero} needs the least memory")
+
+
+def _possible_stages(parallel: ParallelConfig, dp: int) -> tuple[int, ...]:
+    if parallel.zero != "auto":
+        return (int(parallel.zero),)
+    if dp == 1 or parallel.replicate == dp:  # nobody to share with
+        return (0,)
+    return (0, 1, 2, 3) if parallel.replicate == "auto" else (1, 2, 3)
+
+
+def micro_batch_sizes(plan: Plan) -> list[int]:
+    """What `micro_batch = "auto"` chooses from, largest first: even parts of a rank's rows. A pipeline idles for pp - 1 of
+    every M + pp - 1 slots, so it gets M >= 4 pp micro-batches (GPipe, arXiv 1811.06965, section 2.3) where rows allow."""
+    rows = plan.rows_per_rank
+    most = rows if plan.pp == 1 else max(1, rows // (4 * plan.pp))
+    return [size for size in range(most, 0, -1) if rows % size == 0]
 
 
 def rank_memory_limit(config: Config, machine: Machine, plan: Plan) -> int:
@@ -76,48 +137,16 @@ def rank_memory_limit(config: Config, machine: Machine, plan: Plan) -> int:
     return machine.memory_bytes // plan.world
 
 
-def _choose_dp(
-    parallel: ParallelConfig, machine: Machine, device: str, nproc: int | None, global_batch: int
-) -> tuple[int, str]:
-    if nproc and parallel.dp not in ("auto", nproc):
-        raise UserError(
-            f"--nproc {nproc} does not match parallel.dp = {parallel.dp}",
-            why="with data parallelism every process is one replica",
-            fix=f"drop one of them, or say --nproc {parallel.dp}",
-        )
-    asked = nproc or (parallel.dp if parallel.dp != "auto" else None)
-    if asked is None:
-        available = len(machine.gpus) if device == "cuda" else min(machine.cores, MAX_DEFAULT_CPU_RANKS)
-        dp = max(n for n in range(1, max(1, available) + 1) if global_batch % n == 0)
-        reason = f"one replica per {'GPU' if device == 'cuda' else 'core'}, {dp} in all"
-        return dp, reason if dp > 1 else "one device: nothing to split"
-    dp = int(asked)
-    if device == "cuda" and dp > len(machine.gpus):
-        raise UserError(
-            f"dp={dp} needs {dp} GPUs, this machine has {len(machine.gpus)}",
-            why="each data-parallel rank needs its own GPU",
-            fix=f"--nproc {len(machine.gpus)}",
-        )
-    if global_batch % dp:
-        near = [n for n in (global_batch // dp * dp, -(-global_batch // dp) * dp) if n]
-        raise UserError(
-            f"a global batch of {global_batch} does not divide over dp={dp}",
-            why="every rank takes the same number of sequences",
-            fix=" or ".join(f"train.global_batch={n}" for n in near),
-        )
-    return dp, "as asked"
-
-
-def _choose_precision(asked: str, device: str) -> str:
+def _choose_precision(config: Config, device: str, origins: Origins) -> str:
+    asked = config.memory.precision
     if asked == "fp64" and device == "cuda":
         raise UserError(
-            "memory.precision = fp64 is for CPUs only", why="it exists for proofs", fix="memory.precision=fp32"
+            "memory.precision = fp64 is for CPUs only",
+            why="it exists for proofs",
+            fix="memory.precision=fp32",
+            where=where_written(origins, "memory.precision"),
         )
     return "fp32" if asked == "auto" else asked
-
-
-def _from_tokens(tokens: int | None, seq_len: int) -> int | None:
-    return tokens // seq_len if tokens else None
 
 
 def _num_steps(config: Config, global_batch: int, num_sequences: int) -> int:
@@ -133,23 +162,39 @@ def _needed(spec: ModelSpec, plan: Plan, config: Config) -> int:
     return sum(predict_memory(spec, plan, config.optimizer.name).values())
 
 
-def _refuse_what_cannot_fit(spec: ModelSpec, plan: Plan, config: Config, limit: int) -> None:
+def _refuse_what_cannot_fit(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> None:
     parts = predict_memory(spec, plan, config.optimizer.name)
     if sum(parts.values()) <= limit:
         return
-    largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     raise UserError(
         f"{spec.name} does not fit: {format_bytes(sum(parts.values()))} per rank of {format_bytes(limit)}",
-        why=f"{plan.layout} with micro-batch {plan.micro_batch} holds {largest}",
-        fix="a smaller model.preset, train.seq_len, train.micro_batch=1, or optimizer.name=sgd; "
-        "splitting the model over ranks is not available yet",
+        why=f"{plan.layout} with micro-batch {plan.micro_batch} holds {held}",
+        fix=" or ".join(_what_would_fit(config, spec, plan, limit))
+        or "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp)",
         code=Exit.OUT_OF_MEMORY,
     )
 
 
+def _what_would_fit(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> list[str]:
+    """Changes on the same ranks that were tried and fit, the smallest first."""
+    can_shard = plan.dp > 1 and config.parallel.replicate in ("auto", 1)
+    smaller: list[Fix] = [{"train.micro_batch": 1}] if plan.micro_batch > 1 else []
+    stages: list[Fix] = [{"parallel.zero": n} for n in range(plan.zero + 1, 4) if can_shard]
+    both: list[Fix] = [stage | size for size in smaller for stage in stages]
+    fitting = []
+    for fix in [*smaller, *stages, *both, {"optimizer.name": "sgd"}]:
+        other = replace(plan, micro_batch=fix.get("train.micro_batch", plan.micro_batch))
+        if "parallel.zero" in fix:
+            other = replace(other, zero=fix["parallel.zero"], replicate=1)
+        if sum(predict_memory(spec, other, fix.get("optimizer.name", config.optimizer.name)).values()) <= limit:
+            fitting.append(typed(fix))
+    return fitting[:2]
+
+
 def _fill(config: Config, plan: Plan) -> tuple[Config, tuple[str, ...]]:
-    """The config as it will run: what the user left open now holds the plan's value. `micro_batch` stays open: the run
-    measures it at every start, and plan.json holds the answer."""
+    """The config as it will run: what the user left open now holds the plan's value. What the run measures at its start
+    (`micro_batch`, `split`) and what follows from other keys (`replicate`) stays open; plan.json has the answer."""
     filled = replace(
         config,
         train=replace(
@@ -157,7 +202,18 @@ def _fill(config: Config, plan: Plan) -> tuple[Config, tuple[str, ...]]:
             steps=config.train.steps if (config.train.tokens or config.train.epochs) else plan.num_steps,
             global_batch=None if config.train.global_batch_tokens else plan.global_batch,
         ),
-        parallel=replace(config.parallel, dp=plan.dp, zero=plan.zero, tp=1, cp=1, pp=1, ep=1, layout=None),
+        parallel=replace(
+            config.parallel,
+            dp=plan.dp,
+            zero=plan.zero,
+            tp=plan.tp,
+            sequence=plan.sequence,
+            cp=1,
+            pp=plan.pp,
+            virtual_stages=plan.virtual_stages,
+            ep=1,
+            layout=None,
+        ),
         memory=replace(config.memory, precision=plan.precision),
     )
     sections = ("train", "parallel", "memory")

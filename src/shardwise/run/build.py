@@ -6,6 +6,7 @@ No torch at module level: `train --dry-run` and the launcher use the first half.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,24 +69,36 @@ def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
 
 
 def build_model(config: ModelConfig, spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder on its device: weights drawn from (seed, name), or read from the model directory."""
-    if config.attention == "flex" and device.type != "cuda":
+    """A whole decoder on its device: weights drawn from (seed, name), or read from the model directory."""
+    model = empty_model(config, spec, dtype, device)
+    weights_of(config, seed)(model)
+    return model
+
+
+def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
+    """What fills a decoder, or a part of one: numbers drawn from (seed, name), or the model directory."""
+    directory = model_dir(config)
+
+    def fill(model: Decoder) -> None:
+        if directory is None:
+            from shardwise.model.initialize import initialize
+
+            initialize(model, seed)
+        else:
+            from shardwise.model.huggingface import load_weights
+
+            load_weights(model, directory)
+
+    return fill
+
+
+def check_attention(config: ModelConfig, device_type: str) -> None:
+    if config.attention == "flex" and device_type != "cuda":
         raise UserError(
             "model.attention = flex needs a CUDA GPU",
             why="FlexAttention has no backward pass on a CPU",
             fix="model.attention=sdpa, which is exact everywhere",
         )
-    model = empty_model(config, spec, dtype, device)
-    directory = model_dir(config)
-    if directory is None:
-        from shardwise.model.initialize import initialize
-
-        initialize(model, seed)
-    else:
-        from shardwise.model.huggingface import load_weights
-
-        load_weights(model, directory)
-    return model
 
 
 def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -94,6 +107,7 @@ def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device
 
     from shardwise.model.decoder import Decoder
 
+    check_attention(config, device.type)
     with torch.device("meta"):
         model = Decoder(spec, config.attention)
     return model.to(dtype).to_empty(device=device)

@@ -27,6 +27,7 @@ class Span:
     start_s: float  # since the step began, on the host
     duration_s: float
     microbatch: int | None = None
+    stage: int | None = None
     bytes: int | None = None
     device_events: tuple[Any, Any] | None = None
 
@@ -41,9 +42,9 @@ class Clock:
         self.start = time.perf_counter()
 
     @contextmanager
-    def span(self, kind: str, name: str, microbatch: int | None = None) -> Iterator[Span]:
+    def span(self, kind: str, name: str, microbatch: int | None = None, stage: int | None = None) -> Iterator[Span]:
         began = time.perf_counter()
-        span = Span(kind, name, began - self.start, 0.0, microbatch)
+        span = Span(kind, name, began - self.start, 0.0, microbatch, stage)
         if self.on_cuda and kind != "data_wait":
             import torch  # here, because `watch` reads verdicts without torch
 
@@ -61,7 +62,7 @@ class Clock:
         seconds = min(seconds, newest.duration_s)
         newest.duration_s -= seconds
         start = newest.start_s + newest.duration_s
-        self.spans.append(Span(kind, name, start, seconds, newest.microbatch, num_bytes))
+        self.spans.append(Span(kind, name, start, seconds, newest.microbatch, newest.stage, num_bytes))
 
     def finish(self) -> dict[str, float]:
         """Seconds by kind. Call it after the step's results have been read, so that device work is complete."""

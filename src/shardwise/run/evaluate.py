@@ -1,50 +1,64 @@
-"""Loss on held-out text: the same for any number of ranks, because only token sums meet."""
+"""Loss on held-out text: the same for any layout, because only token sums meet."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from rich.progress import track
-from torch import nn
 
-from shardwise.data.loader import to_tensors
+from shardwise.data.loader import TensorBatch, cut_microbatches, to_tensors
+from shardwise.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from shardwise.data.corpus import Sequences
 
+LossSums = Callable[[Sequence[TensorBatch]], torch.Tensor]
+"""Summed losses of some micro-batches, cross-entropy first: an engine's `evaluate`, or `plain_sums` of a model."""
 
-@torch.inference_mode()
+
+def plain_sums(model: Decoder) -> LossSums:
+    def sums(microbatches: Sequence[TensorBatch]) -> torch.Tensor:
+        losses = [model(micro.tokens, micro.targets, documents_BT=micro.documents) for micro in microbatches]
+        return torch.stack([torch.stack([part.double() for part in parts]) for parts in losses]).sum(0)
+
+    return sums
+
+
+@torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    loss_sums: LossSums,
     sequences: Sequences,
     *,
     global_batch: int,
     rows: range,
     micro_batch: int,
     device: torch.device,
+    num_microbatches: int = 0,
+    same_shape: bool = False,
+    counts_targets: bool = True,
     max_batches: int | None = None,
     distributed: bool = False,
     progress: bool = False,
 ) -> float | None:
-    """Mean cross-entropy in nats over at most `max_batches` global batches; None if there is nothing held out."""
+    """Mean cross-entropy in nats over at most `max_batches` global batches; None if there is nothing held out.
+
+    counts_targets   of the ranks that work on the same rows, one says how many targets they have
+    """
     num_batches = sequences.num_sequences // global_batch
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
     if num_batches == 0 and sequences.num_sequences:  # fewer sequences than one batch: some rows come twice
         num_batches = 1
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    was_training = model.training
-    model.eval()
     for step in track(range(1, num_batches + 1), "evaluating", disable=not progress, transient=True):
-        for first in range(rows.start, rows.stop, micro_batch):
-            part = range(first, min(first + micro_batch, rows.stop))
-            batch = to_tensors(sequences.batch(step, part, global_batch)).to(device)
-            losses = model(batch.tokens, batch.targets, documents_BT=batch.documents)
-            sums += torch.stack([losses.cross_entropy.double(), (batch.targets >= 0).sum().double()])
-    model.train(was_training)
+        batch = sequences.batch(step, rows, global_batch)
+        micro = cut_microbatches(to_tensors(batch), micro_batch, num_microbatches, same_shape)
+        sums[0] += loss_sums([part.to(device) for part in micro])[0]
+        sums[1] += batch.num_targets if counts_targets else 0
     if distributed:
         dist.all_reduce(sums)
     total, count = sums.tolist()

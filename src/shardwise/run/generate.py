@@ -1,14 +1,19 @@
-"""Sampling text from a decoder, one token at a time with a key/value cache."""
+"""Sampling text, one token at a time with a key/value cache: from a plain decoder, or through an engine of any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel.engine import Engine
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+"""New tokens (one row) in, logits of the last one out; remembers what it has seen."""
 
 
 @dataclass(frozen=True)
@@ -23,26 +28,52 @@ def generate(
     model: Decoder, prompt: Sequence[int], max_new: int, sampling: Sampling, stop: frozenset[int] = frozenset()
 ) -> Iterator[int]:
     """Yield up to `max_new` token ids that follow `prompt`; ends early at an id in `stop` (which is not yielded)."""
-    weight = next(model.parameters())
-    device, spec = weight.device, model.spec
-    limit = len(prompt) + max_new
-    if spec.positions == "learned":
-        limit = min(limit, spec.max_seq_len)
-    generator = torch.Generator(device=device).manual_seed(sampling.seed)
+    device, limit = next(model.parameters()).device, _limit(model.spec, len(prompt) + max_new)
+    cache = KeyValueCache(limit)
     was_training = model.training
     model.eval()
     try:
-        cache = KeyValueCache(limit)
-        tokens = torch.tensor([list(prompt)[: limit - 1]], device=device)
-        for _ in range(limit - tokens.shape[1]):
-            logits = model(tokens, cache=cache)[0, -1].float()
-            token = _choose(logits, sampling, generator)
-            if token in stop:
-                return
-            yield token
-            tokens = torch.tensor([[token]], device=device)
+        forward: Forward = lambda tokens_BT: model(tokens_BT, cache=cache)[0, -1].float()  # noqa: E731
+        yield from _sample(forward, prompt, limit, sampling, stop, device)
     finally:
         model.train(was_training)
+
+
+def generate_together(
+    engine: Engine, prompt: Sequence[int], max_new: int, sampling: Sampling, stop: frozenset[int] = frozenset()
+) -> list[int]:
+    """The same through all ranks of a layout; every rank calls it and gets every token."""
+    limit = _limit(engine.spec, len(prompt) + max_new)
+    caches = engine.new_caches(limit)
+    engine.train(False)
+    try:
+        forward: Forward = lambda tokens_BT: engine.logits(tokens_BT, caches)[0]  # noqa: E731
+        return list(_sample(forward, prompt, limit, sampling, stop, engine.mesh.device, engine.mesh.agree))
+    finally:
+        engine.train(True)
+
+
+def _limit(spec: ModelSpec, length: int) -> int:
+    return min(length, spec.max_seq_len) if spec.positions == "learned" else length
+
+
+def _sample(
+    forward: Forward,
+    prompt: Sequence[int],
+    limit: int,
+    sampling: Sampling,
+    stop: frozenset[int],
+    device: torch.device,
+    agree: Callable[[int], int] = int,
+) -> Iterator[int]:
+    generator = torch.Generator(device=device).manual_seed(sampling.seed)
+    tokens = torch.tensor([list(prompt)[: limit - 1]], device=device)
+    for _ in range(limit - tokens.shape[1]):
+        token = agree(_choose(forward(tokens), sampling, generator))
+        if token in stop:
+            return
+        yield token
+        tokens = torch.tensor([[token]], device=device)
 
 
 def _choose(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:

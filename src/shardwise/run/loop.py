@@ -24,22 +24,24 @@ from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
 from shardwise.memory.micro_batch import find_micro_batch
 from shardwise.memory.usage import peak_bytes
-from shardwise.model.decoder import Decoder
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
+from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict, predict_memory
 from shardwise.run import report
-from shardwise.run.build import build_model, corpus_of
-from shardwise.run.calibrate import DTYPES, measure_rates
+from shardwise.run.build import corpus_of, empty_model, weights_of
+from shardwise.run.calibrate import measure_rates
 from shardwise.run.clock import KINDS, Clock
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
 from shardwise.run.guards import StopRequests
 from shardwise.run.metrics import Metrics
 from shardwise.run.optimizer import build_optimizer
+from shardwise.run.reference import DTYPES
 from shardwise.run.rundir import RunDir
 from shardwise.run.schedule import LearningRate, learning_rate
+from shardwise.run.state import collect_state, restore_state
 from shardwise.run.step import StepResult, run_step
 from shardwise.run.view import View
 
@@ -71,29 +73,31 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         session.config, session.plan, session.spec, session.ranks, session.run, session.device,
     )  # fmt: skip
 
-    # What it learns from, and the model itself.
+    # What it learns from, and how it is cut.
     corpus = corpus_of(config, spec, progress=False)
     view = View(plan.num_steps, corpus.unigram_entropy(), quiet=session.quiet or not ranks.is_first)
     opened.enter_context(closing(view))
-    model = build_model(config.model, spec, config.train.seed, DTYPES[plan.precision], device)
-    if config.train.micro_batch == "auto":
-        plan = replace(plan, micro_batch=_largest_micro_batch(session, model))
+    if config.train.micro_batch == "auto" and plan.world == plan.dp and not plan.zero:
+        plan = replace(plan, micro_batch=_largest_micro_batch(session))
     prediction = predict(
         spec, plan, config.optimizer.name, measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
     )
     peak_flops = report.peak_flops(plan, device, prediction)
 
-    # Its replicas, its optimizer, and where an earlier process left off.
-    replicas = parallelize_decoder(model, plan, config.comm)
-    optimizer = build_optimizer(config.optimizer, model)
+    # This rank's part of the model, its optimizer, and where an earlier process left off.
+    fill = weights_of(config.model, config.train.seed)
+    engine = parallelize_decoder(spec, plan, ranks.rank, device, config.comm, config.model.attention, fill)
+    optimizer = build_optimizer(config.optimizer, engine.locals())
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
-    done = _restore(session, model, optimizer, view)
+    done = _restore(session, engine, optimizer, view)
     loader = opened.enter_context(
         Loader(
             corpus.train,
             global_batch=plan.global_batch,
-            rows=plan.rows(ranks.rank),
+            rows=plan.rows(engine.mesh.at.dp),
             micro_batch=plan.micro_batch,
+            num_microbatches=plan.num_microbatches,
+            same_shape=plan.pp > 1,
             first_step=done + 1,
             pin_memory=device.type == "cuda",
         )
@@ -102,7 +106,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     metrics, clock = None, Clock(device)
     if ranks.is_first:
         report.write_plan(run, plan, prediction)
-        report.header(view, session, plan, model, corpus, prediction)
+        report.header(view, session, plan, engine, corpus, prediction)
         metrics = opened.enter_context(closing(Metrics(run, config.run, plan.to_dict(), view.say)))
         metrics.write({"event": "resumed" if done else "started", "step": done, "wall_time": time.time()})
     history = report.History()
@@ -116,9 +120,10 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
             batch = loader.next()
         with clock.span("comm_exposed", "agree"):
             due = ranks.is_first and checkpoint.due(step - 1)
-            stop, (num_targets, save) = _agree(stops.check(), [batch.num_targets, due], device, plan)
+            own_targets = batch.num_targets if engine.mesh.counts_targets else 0
+            stop, (num_targets, save) = _agree(stops.check(), [own_targets, due], device, plan)
         if save and step - 1 > checkpoint.last_step:
-            _save(session, step - 1, model, optimizer)
+            _save(session, step - 1, engine, optimizer)
             checkpoint.done(step - 1)
         if stop:
             step -= 1
@@ -126,14 +131,13 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
 
         # Train.
         result = run_step(
-            replicas,
+            engine,
             optimizer,
             batch,
             num_targets=num_targets,
             lr=rate(step),
             clip=config.train.clip,
             clock=clock,
-            device=device,
             skip_non_finite=config.run.on_nan == "skip",
         )
 
@@ -149,29 +153,35 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
             stop = Exit.DIVERGED
             break
         if config.train.eval_every and step % config.train.eval_every == 0 and step < plan.num_steps:
-            report.evaluation(view, metrics, step, _evaluate(model, corpus, session, plan))
+            report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
         if config.train.sample_every and step % config.train.sample_every == 0 and step < plan.num_steps:
-            report.sample(view, model, corpus, config, ranks)
+            report.sample(view, engine, corpus, config, ranks)
 
     # Commit, and say how it went.
     loader.close()
     if stop != Exit.DIVERGED and step > checkpoint.last_step:
-        _save(session, step, model, optimizer)
+        _save(session, step, engine, optimizer)
     peak = int(_largest(peak_bytes(device), device, plan))
     if not stop:
         stop, _ = _agree(stops.check(), [], device, plan)
     if not stop:
-        report.evaluation(view, metrics, step, _evaluate(model, corpus, session, plan))
+        report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
+        report.sample(view, engine, corpus, config, ranks)
     if metrics and stop:
         report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request")
-    elif metrics:
-        report.finished(view, metrics, session, plan, model, corpus, prediction, history, peak, stops)
+    elif metrics and not report.finished(view, metrics, session, plan, corpus, prediction, history, peak, stops):
+        return Exit.FOUND_WRONG
     return stop or Exit.DONE
 
 
-def _largest_micro_batch(session: Session, model: Decoder) -> int:
-    plan = session.plan
-    parts = predict_memory(session.spec, plan, session.config.optimizer.name)
+def _largest_micro_batch(session: Session) -> int:
+    """Measured on a whole model without weights, which is let go again."""
+    plan, config = session.plan, session.config
+    parts = predict_memory(session.spec, plan, config.optimizer.name)
+    model = empty_model(config.model, session.spec, DTYPES[plan.precision], session.device)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
     found = find_micro_batch(
         model,
         rows=plan.rows_per_rank,
@@ -235,17 +245,24 @@ def _largest(value: float, device: torch.device, plan: Plan) -> float:
     return float(tensor)
 
 
-def _evaluate(model: Decoder, corpus: Corpus, session: Session, plan: Plan) -> float | None:
-    return evaluate(
-        model,
+def _evaluate(engine: Engine, corpus: Corpus, session: Session) -> float | None:
+    plan = engine.plan
+    engine.train(False)
+    loss = evaluate(
+        engine.evaluate,
         corpus.validation,
         global_batch=plan.global_batch,
-        rows=plan.rows(session.ranks.rank),
+        rows=plan.rows(engine.mesh.at.dp),
         micro_batch=plan.micro_batch,
+        num_microbatches=plan.num_microbatches,
+        same_shape=plan.pp > 1,
+        counts_targets=engine.mesh.counts_targets,
         device=session.device,
         max_batches=session.config.train.eval_batches,
         distributed=plan.world > 1,
     )
+    engine.train(True)
+    return loss
 
 
 class _CheckpointClock:
@@ -265,20 +282,15 @@ class _CheckpointClock:
         self.last_step, self.last_time = step, time.monotonic()
 
 
-def _save(session: Session, step: int, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """Replicas are equal, so the first rank writes for all; the others meet it again at the next agreement."""
-    if not session.ranks.is_first:
-        return
-    groups = {
-        "weights": dict(model.state_dict()),
-        "optimizer": store.optimizer_tensors(optimizer, model),
-        "rng": {"cpu": torch.get_rng_state()},
-    }
-    state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
-    store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
+def _save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """All ranks hand in their shards, the first one writes; the others meet it again at the next agreement."""
+    groups = collect_state(engine, optimizer)
+    if session.ranks.is_first:
+        state = {"model": session.spec.to_dict(), "plan": engine.plan.to_dict(), "seed": session.config.train.seed}
+        store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
 
 
-def _restore(session: Session, model: Decoder, optimizer: torch.optim.Optimizer, view: View) -> int:
+def _restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, view: View) -> int:
     """Load the newest good checkpoint, if there is one; returns the number of steps already done."""
     if session.from_step == 0:
         if session.ranks.is_first:
@@ -293,7 +305,5 @@ def _restore(session: Session, model: Decoder, optimizer: torch.optim.Optimizer,
         return 0
     if session.from_step is not None and session.ranks.is_first:
         store.abandon_after(session.run.checkpoints, checkpoint.step)
-    model.load_state_dict(checkpoint.load("weights"))
-    store.restore_optimizer(optimizer, model, checkpoint.load("optimizer"))
-    torch.set_rng_state(checkpoint.load("rng")["cpu"])
+    restore_state(engine, optimizer, checkpoint)
     return checkpoint.step

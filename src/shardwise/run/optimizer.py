@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
 from shardwise.config.schema import OptimizerConfig
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

@@ -16,12 +16,12 @@ from shardwise.data.corpus import Corpus
 from shardwise.errors import Exit
 from shardwise.files import write_atomically
 from shardwise.launch.ranks import Ranks
-from shardwise.model.decoder import Decoder
+from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import Prediction
 from shardwise.run.clock import KINDS, verdict
 from shardwise.run.evaluate import perplexity
-from shardwise.run.generate import Sampling, generate
+from shardwise.run.generate import Sampling, generate, generate_together
 from shardwise.run.guards import StopRequests
 from shardwise.run.metrics import Metrics
 from shardwise.run.proof import NUM_STEPS, single_process_losses
@@ -76,7 +76,7 @@ def write_plan(run: RunDir, plan: Plan, prediction: Prediction) -> None:
     write_atomically(run.plan, json.dumps({**plan.to_dict(), "prediction": prediction.to_dict()}, indent=1) + "\n")
 
 
-def header(view: View, session: Session, plan: Plan, model: Decoder, corpus: Corpus, prediction: Prediction) -> None:
+def header(view: View, session: Session, plan: Plan, engine: Engine, corpus: Corpus, prediction: Prediction) -> None:
     config, spec, machine = session.config, session.spec, this_machine()
     gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
     backend = "one process" if plan.world == 1 else ("nccl" if plan.device == "cuda" else "gloo")
@@ -96,8 +96,8 @@ def header(view: View, session: Session, plan: Plan, model: Decoder, corpus: Cor
         f"batch    {batch}; predicted {format_seconds(prediction.step_s)} per step, "
         f"{format_bytes(prediction.memory_bytes)} per rank"
     )
-    if model.kernel_reason:
-        view.say(f"kernel   {model.kernel_reason}")
+    if engine.models[0].kernel_reason:
+        view.say(f"kernel   {engine.models[0].kernel_reason}")
     scale = batch_scale(config.optimizer, plan.global_batch)
     if scale != 1.0:
         view.say(
@@ -120,17 +120,18 @@ def evaluation(view: View, metrics: Metrics | None, step: int, loss: float | Non
     view.say(f"eval     step {step}: held-out loss {loss:.3f}, perplexity {perplexity(loss):.2f}")
 
 
-def sample(view: View, model: Decoder, corpus: Corpus, config: Config, ranks: Ranks) -> None:
-    """A short continuation, shown escaped on one line; only the first rank samples."""
-    if not ranks.is_first:
+def sample(view: View, engine: Engine, corpus: Corpus, config: Config, ranks: Ranks) -> None:
+    """A short continuation, shown escaped on one line. Ranks that hold only a part of the model all take part."""
+    if engine.is_whole and not ranks.is_first:
         return
     text = config.train.sample_prompt or ("def " if config.data.source == "python" else None)
     prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else corpus.held_out_start(PROMPT_TOKENS)
-    new = generate(
-        model, prompt, SAMPLE_TOKENS, Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator})
-    )
-    words = corpus.tokenizer.decode([*prompt, *new])
-    view.say("sample   " + json.dumps(words, ensure_ascii=False))
+    sampling, stop = Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator})
+    if engine.is_whole:
+        new = list(generate(engine.models[0], prompt, SAMPLE_TOKENS, sampling, stop))
+    else:
+        new = generate_together(engine, prompt, SAMPLE_TOKENS, sampling, stop)
+    view.say("sample   " + json.dumps(corpus.tokenizer.decode([*prompt, *new]), ensure_ascii=False))
 
 
 def finished(
@@ -138,14 +139,13 @@ def finished(
     metrics: Metrics,
     session: Session,
     plan: Plan,
-    model: Decoder,
     corpus: Corpus,
     prediction: Prediction,
     history: History,
     peak: int,
     stops: StopRequests,
-) -> None:
-    sample(view, model, corpus, session.config, session.ranks)
+) -> bool:
+    """The closing lines. False if the run's proof found that it computed something else than one process would."""
     proof = None if stops.check() else _proof(view, session, plan, corpus, history, peak)
     step_s = history.median_step_s()
     last = history.losses[max(history.losses)] if history.losses else None
@@ -165,7 +165,7 @@ def finished(
         {
             "event": "finished",
             "step": plan.num_steps,
-            "exit": int(Exit.DONE),
+            "exit": int(Exit.DONE if proof is None or proof["same"] else Exit.FOUND_WRONG),
             "loss": last,
             "unigram_loss": unigram,
             "predicted": {"step_s": prediction.step_s, "memory_bytes": prediction.memory_bytes},
@@ -180,6 +180,7 @@ def finished(
     view.say(f'next     shardwise generate {name} --prompt "class "')
     view.say(f"         shardwise eval {name}")
     view.say(f"         {longer(name, session.config.train, plan.num_steps)}")
+    return proof is None or proof["same"]
 
 
 def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, why: str) -> None:

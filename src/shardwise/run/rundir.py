@@ -73,6 +73,15 @@ class RunDir:
         return self.path / "tokenizer"
 
     @property
+    def proof_job(self) -> Path:
+        """What `verify` gives to its ranks, and what they give back."""
+        return self.path / "proof-job.json"
+
+    @property
+    def proof(self) -> Path:
+        return self.path / "proof.json"
+
+    @property
     def stop_request(self) -> Path:
         return self.path / "stop"
 

@@ -5,6 +5,7 @@ Used by `train` and `resume`. Everything that can be refused is refused here, be
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -62,7 +63,7 @@ def make_job(loaded: Loaded, nproc: int | None, progress: bool) -> Job:
     if not progress:  # a terminal has seen them with the progress bar
         for note in corpus.notes:
             print(f"data     {note}", file=sys.stderr)
-    resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences)
+    resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins)
     return Job(loaded, resolved, spec, corpus, machine)
 
 
@@ -87,14 +88,16 @@ def write_run(run: RunDir, job: Job) -> None:
     run.stop_request.unlink(missing_ok=True)
 
 
-def start(run: RunDir, job: Job, from_step: int | None = None) -> int:
+def start(run: RunDir, job: Job, from_step: int | None = None, verify: bool = True) -> int:
     """Hold the run, bring its files up to date, train."""
     plan = job.plan
     with run.lock():
         write_run(run, job)
         from shardwise.launch.local import start_ranks
 
-        return start_ranks(run, plan.world, plan.threads_per_rank, job.resolved.config.comm.interface, from_step)
+        options = [] if from_step is None else ["--from-step", str(from_step)]
+        options += [] if verify else ["--no-verify"]
+        return start_ranks(run, plan.world, plan.threads_per_rank, job.resolved.config.comm.interface, options)
 
 
 def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> Job:
@@ -142,7 +145,7 @@ def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
     return f"shardwise resume {run} --allow {key} {key}={value}"
 
 
-def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]]) -> int:
+def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]], loaded: Loaded, *, verify: bool = True) -> int:
     """This process is one rank of a job that torchrun started: rank 0 prepares, all agree on the run directory, train."""
     import torch
 
@@ -157,8 +160,11 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]]) -> int:
     error: UserError | None = None
     path = ""
     with ExitStack() as held:
+        odd = _odd_ranks(loaded, ranks.world, device)
         if ranks.is_first:
             try:
+                if odd:
+                    raise _other_config(odd)
                 run, job = prepare(ranks.world)
                 held.enter_context(run.lock())
                 write_run(run, job)
@@ -169,7 +175,30 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]]) -> int:
             path = _share_text(path, device)
         if error is not None:
             raise error
-        return run_worker(RunDir(Path(path)), ranks) if path else int(Exit.USER_MISTAKE)
+        return run_worker(RunDir(Path(path)), ranks, verify=verify) if path else int(Exit.USER_MISTAKE)
+
+
+def _odd_ranks(loaded: Loaded, world: int, device: torch.device) -> list[int]:
+    """Ranks whose config is not rank 0's."""
+    import torch
+    import torch.distributed as dist
+
+    if world == 1:
+        return []
+    digest = hashlib.sha256(repr(loaded.config).encode()).digest()
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    all_digests = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(all_digests, own)
+    return [rank for rank, other in enumerate(all_digests) if not torch.equal(other, all_digests[0])]
+
+
+def _other_config(odd: list[int]) -> UserError:
+    names = ", ".join(str(rank) for rank in odd[:8]) + (" …" if len(odd) > 8 else "")
+    return UserError(
+        f"rank{'s' if len(odd) > 1 else ''} {names} started with another config than rank 0",
+        why="all ranks of a job execute one plan; their config files or `section.key=value` words differ",
+        fix="start every rank with the same command and the same file",
+    )
 
 
 def _share_text(text: str, device: torch.device) -> str:

@@ -7,15 +7,12 @@ batch gives the same step.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from shardwise.data.loader import StepBatch
-from shardwise.model.experts import moe_layers, update_router_bias
-from shardwise.parallel.data import Replicas
+from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import set_learning_rate
 
@@ -30,7 +27,7 @@ class StepResult:
 
 
 def run_step(
-    replicas: Replicas,
+    engine: Engine,
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     *,
@@ -38,38 +35,40 @@ def run_step(
     lr: float,
     clip: float | None,
     clock: Clock,
-    device: torch.device,
     skip_non_finite: bool = False,
 ) -> StepResult:
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # cross-entropy, auxiliary, z
-    last = len(batch.microbatches) - 1
-    for index, micro in enumerate(batch.microbatches):
-        micro = micro.to(device)
-        with replicas.accumulate(last=index == last):
-            with clock.span("compute", "forward", microbatch=index):
-                losses = replicas.forward(micro.tokens, micro.targets, documents_BT=micro.documents)
-            with clock.span("compute", "backward", microbatch=index):
-                (sum(losses) / max(num_targets, 1)).backward()
-        backward_end = time.perf_counter()
-        sums += torch.stack([part.detach().double() for part in losses])
-    clock.move(replicas.exposed_seconds(backward_end), "comm_exposed", "gradient all-reduce", replicas.take_bytes())
-
-    with clock.span("optimizer", "clip and update"):
-        gradients = [p.grad for p in replicas.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if clip:
-            torch.nn.utils.clip_grads_with_norm_(replicas.model.parameters(), clip, norm)
-        set_learning_rate(optimizer, lr)
-        skip = skip_non_finite and not bool(torch.isfinite(norm))
-        if not skip:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=not replicas.is_distributed)  # DDP's gradients are views of its buckets
-
-    if replicas.is_distributed:
-        with clock.span("comm_exposed", "loss all-reduce"):
-            dist.all_reduce(sums)
-            for layer in moe_layers(replicas.model):
-                dist.all_reduce(layer.tokens_per_expert)
-    update_router_bias(replicas.model)
+    norm, sums = accumulate(engine, batch, num_targets, clock)
+    skip = skip_non_finite and not bool(torch.isfinite(norm))
+    update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
     cross_entropy, aux, z = (sums / max(num_targets, 1)).tolist()
     return StepResult(cross_entropy, aux, z, float(norm), skip)
+
+
+def accumulate(engine: Engine, batch: StepBatch, num_targets: int, clock: Clock) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward and backward of every micro-batch; the global gradient norm, and the loss sums over all ranks."""
+    micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
+    sums = engine.gradients(micro, num_targets, clock)
+    with clock.span("comm_exposed", "norm and loss"):
+        return engine.norm_and_losses(sums)
+
+
+def update(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    norm: torch.Tensor,
+    *,
+    lr: float,
+    clip: float | None,
+    clock: Clock,
+    skip: bool = False,
+) -> None:
+    with clock.span("optimizer", "clip and update"):
+        if clip:
+            engine.clip(norm, clip)
+        set_learning_rate(optimizer, lr)
+        if not skip:
+            optimizer.step()
+        engine.zero_grad()
+    if engine.spec.num_experts:
+        with clock.span("comm_exposed", "expert counts"):
+            engine.balance_experts()

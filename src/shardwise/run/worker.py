@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,32 +25,51 @@ import torch.distributed as dist
 
 from shardwise.cluster.machine import this_machine
 from shardwise.config.load import load_config
-from shardwise.config.schema import CommConfig, Config
+from shardwise.config.schema import CommConfig, Config, OptimizerConfig
 from shardwise.errors import Exit, UserError
-from shardwise.files import refused
+from shardwise.files import refused, write_atomically
 from shardwise.launch.ranks import Ranks, ranks_from_environment
+from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import rank_memory_limit
 from shardwise.run.build import model_spec
 from shardwise.run.guards import StopRequests
 from shardwise.run.loop import Session, train
 from shardwise.run.rundir import RunDir
+from shardwise.run.verify import prove, prove_once
 
 
 def main(argv: list[str] | None = None) -> int:
     """What launch/rank.py calls after the imports."""
-    parser = argparse.ArgumentParser(prog="python -m shardwise.run.worker")
+    code = _run(argv, ranks_from_environment())
+    # torchrun's process API kills all ranks when one exits with an error. An orderly end is none: its code is in the run's
+    # last event, where the launcher reads it.
+    orderly = (Exit.STOPPED, Exit.INTERRUPTED, Exit.DIVERGED, Exit.FOUND_WRONG)
+    return int(Exit.DONE) if code in orderly else code
+
+
+def run_alone(run: RunDir, options: Sequence[str]) -> int:
+    """One process is enough: this one. Returns its exit code as it is."""
+    return _run([str(run.path), *options], Ranks())
+
+
+def _run(argv: list[str] | None, ranks: Ranks) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardwise.launch.rank")
     parser.add_argument("run_dir")
     parser.add_argument("--from-step", type=int)
     parser.add_argument("--launcher", type=int, help="the process that must live as long as this one")
+    parser.add_argument("--no-verify", action="store_true", help="train without a proof of the layout")
+    parser.add_argument("--verify", action="store_true", help="prove the layout and end")
     args = parser.parse_args(argv)
-    code = run_worker(RunDir(Path(args.run_dir)), ranks_from_environment(), args.from_step, args.launcher)
-    # torchrun's process API kills all ranks when one exits with an error. An orderly end is none: its code is in the run's
-    # last event, where the launcher reads it.
-    return int(Exit.DONE) if code in (Exit.STOPPED, Exit.INTERRUPTED, Exit.DIVERGED) else code
+    run = RunDir(Path(args.run_dir))
+    if args.verify:
+        return run_verify(run, ranks)
+    return run_worker(run, ranks, args.from_step, args.launcher, verify=not args.no_verify)
 
 
-def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None, launcher: int | None = None) -> int:
+def run_worker(
+    run: RunDir, ranks: Ranks, from_step: int | None = None, launcher: int | None = None, verify: bool = True
+) -> int:
     """Train as this rank. Clean stops return their code; a launcher reads it from the run's last event instead."""
     say = functools.partial(print, flush=True) if ranks.is_first else lambda line: None
     try:
@@ -57,6 +79,8 @@ def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None, launcher
             run.join_lock() if ranks.is_first else nullcontext(),
             StopRequests(run, config.train.time_limit, say, launcher) as stops,
         ):
+            if verify and (line := prove_once(config, session.spec, session.plan, ranks.rank, session.device)):
+                say(line)
             code = train(session, stops)
     except UserError as error:
         return _fail(run, ranks, error.code, str(error))
@@ -77,6 +101,25 @@ def run_worker(run: RunDir, ranks: Ranks, from_step: int | None = None, launcher
     return code
 
 
+def run_verify(run: RunDir, ranks: Ranks) -> int:
+    """One rank of `shardwise verify`; rank 0 leaves the result in the directory."""
+    try:
+        job = json.loads(run.proof_job.read_text(encoding="utf-8"))
+        plan, device = Plan.from_dict(job["plan"]), torch.device("cpu")
+        torch.set_num_threads(plan.threads_per_rank)
+        if ranks.world > 1:
+            start_process_group(CommConfig(), device)
+        optimizer = OptimizerConfig(**{**job["optimizer"], "betas": tuple(job["optimizer"]["betas"])})
+        proof = prove(ModelSpec.from_dict(job["model"]), plan, optimizer, ranks.rank, device, job["steps"])
+        if ranks.is_first:
+            write_atomically(run.proof, json.dumps(asdict(proof)))
+    except Exception as error:
+        return _crash(run, ranks, error)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(Exit.DONE)
+
+
 def _set_up(run: RunDir, ranks: Ranks, config: Config, from_step: int | None) -> Session:
     """The plan, the device, the other ranks."""
     plan = Plan.from_dict(run.read_plan())
@@ -88,7 +131,7 @@ def _set_up(run: RunDir, ranks: Ranks, config: Config, from_step: int | None) ->
         )
     device = torch.device("cuda", ranks.local_rank) if plan.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(plan.threads_per_rank)
-    if device.type == "cpu" and plan.precision == "bf16-true":
+    if device.type == "cpu" and plan.precision in ("bf16", "bf16-true"):
         # Some virtual machines announce AMX and then forbid it: oneDNN's bf16 kernels die there with SIGILL. This is read
         # at the first matmul; AVX-512 computes the same.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

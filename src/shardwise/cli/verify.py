@@ -1,0 +1,111 @@
+"""`shardwise verify`: the proof that a layout computes what one process computes, on this machine, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Exit, UserError
+
+if TYPE_CHECKING:
+    from shardwise.model.spec import ModelSpec
+    from shardwise.plan.plan import Plan
+
+HELP = (
+    "Train a small model of the config's kind in its layout and in one process, in fp64, and compare losses, gradients and "
+    "parameters. Exit 1 if they differ."
+)
+CONFIG = True
+REPORTS = True
+LIMIT = 1e-9
+NO_LIMIT = 2**62  # bytes: what is proven is a small model, whatever the real one needs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="a TOML file; without one, the default run")
+    parser.add_argument("--nproc", "--nproc-per-node", type=int, metavar="N", help="processes of the real job")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="optimizer steps to compare (default: 8)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.cli.train import check_nproc
+    from shardwise.config.load import load_config
+    from shardwise.plan.shrink import shrink_plan, shrink_spec
+    from shardwise.run.build import model_spec
+
+    if args.nproc is not None:
+        check_nproc(args.nproc)
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps} compares nothing", why="a proof needs a step", fix="--steps 8")
+    loaded = load_config(args.config, args.overrides)
+    spec = model_spec(loaded.config.model)
+    plan = _plan_of(loaded, spec, args.nproc)
+    small = shrink_plan(plan)
+    shape = shrink_spec(spec, small)
+    if not args.json:
+        print(f"layout   {plan.layout}, {plan.num_microbatches} micro-batches per step")
+        if small.world < plan.world:
+            print(f"proving  {small.layout}: the same axes on {small.world} processes instead of {plan.world}")
+        print(
+            f"model    {spec.name} shrunk to {shape.num_layers} layers x {shape.hidden}, {shape.num_heads} heads "
+            f"({shape.num_kv_heads} of keys and values), vocabulary {shape.vocab}",
+            flush=True,
+        )
+    found = _prove(spec, small, loaded.config.optimizer, args.steps)
+    largest = max(found[key] for key in ("losses", "norms", "gradients", "parameters"))
+    report = {"schema": 1, "layout": plan.layout, "proven": small.layout, "limit": LIMIT, "same": largest <= LIMIT}
+    report |= {key: value for key, value in found.items() if key != "layout"}
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print(found, largest)
+    return Exit.DONE if largest <= LIMIT else Exit.FOUND_WRONG
+
+
+def _plan_of(loaded: Any, spec: ModelSpec, nproc: int | None) -> Plan:
+    """The plan on a machine that has memory for everything: a proof is about numbers."""
+    from shardwise.cluster.machine import this_machine
+    from shardwise.plan.resolve import resolve
+
+    config = loaded.config
+    config = replace(config, memory=replace(config.memory, limit=NO_LIMIT, precision="fp64"))
+    machine = replace(this_machine(), gpus=())
+    return resolve(config, spec, machine, nproc, 1, loaded.origins).plan
+
+
+def _prove(spec: ModelSpec, plan: Plan, optimizer: Any, steps: int) -> dict[str, Any]:
+    from shardwise.launch.local import start_ranks
+    from shardwise.run.rundir import RunDir
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
+        run = RunDir(Path(folder))
+        for place in (run.log, run.crash):
+            place.mkdir()
+        job = {"model": spec.to_dict(), "plan": plan.to_dict(), "optimizer": asdict(optimizer), "steps": steps}
+        run.proof_job.write_text(json.dumps(job), encoding="utf-8")
+        code = start_ranks(run, plan.world, plan.threads_per_rank, None, ["--verify"])
+        if code or not run.proof.is_file():
+            details = "".join(file.read_text(encoding="utf-8") for file in sorted(run.crash.glob("rank*.txt"))[:1])
+            raise UserError(
+                f"{plan.layout} could not be run to the end",
+                why=details.strip().splitlines()[-1] if details else f"its ranks ended with code {code}",
+                fix="please report this with the layout",
+                code=Exit.FOUND_WRONG,
+            )
+        return json.loads(run.proof.read_text(encoding="utf-8"))
+
+
+def _print(found: dict[str, Any], largest: float) -> None:
+    print(f"trained  {found['steps']} steps in fp64, in this layout and in one process; {found['seconds']:.1f} s")
+    for key in ("losses", "norms", "gradients", "parameters"):
+        print(f"         {key:<11} largest difference {found[key]:.1e}")
+    if largest <= LIMIT:
+        print(f"SAME     every number within {LIMIT:.0e}: this layout computes what one process computes")
+    else:
+        print(f"WRONG    {largest:.1e} is more than {LIMIT:.0e}, most of all {found['worst'] or 'the losses'}")
+        print("  why    rounding in fp64 stays below 1e-12: this is a mistake, not noise")
+        print("  do     please report this with the layout above; do not train with it")

@@ -1,0 +1,147 @@
+"""The rules of [parallel] that need no model: which degrees, schedules and switches go together.
+
+Invariant: a config that passes may still be too much for its model or its machine (plan/degrees.py says), but no two of its
+own keys contradict each other. Every `fix` is a setting that can be typed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shardwise.config.keys import Origins, where_written
+from shardwise.config.schema import Config, ParallelConfig
+from shardwise.config.values import shown
+from shardwise.errors import UserError
+
+WITHOUT_PIPELINE = {"schedule": ("1f1b",), "virtual_stages": ("auto", 1), "split": ("auto",)}
+"""Keys that mean nothing when pp is 1, and the values they may still have."""
+
+
+def check_layout(config: Config, origins: Origins) -> None:
+    parallel = config.parallel
+    if parallel.dp != "auto" and parallel.replicate != "auto":
+        check_replicas(parallel.dp, parallel.replicate, parallel.zero, origins)
+    _sequence(config, origins)
+    if degree(parallel.pp) == 1:
+        _no_pipeline(parallel, origins)
+    else:
+        _virtual_stages(parallel, origins)
+        _entries_of_split(parallel, origins)
+
+
+def check_world(config: Config, world: int, origins: Origins) -> None:
+    """The degrees that are set must fit `world` processes: dp x cp x tp x pp = world."""
+    parallel = config.parallel
+    degrees = {"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp, "pp": parallel.pp}
+    fixed = {name: int(value) for name, value in degrees.items() if value != "auto"}
+    product = math.prod(fixed.values())
+    if product == world or (len(fixed) < len(degrees) and world % product == 0):
+        return
+    said = " x ".join(f"{name}={value}" for name, value in fixed.items() if value > 1) or "dp=1"
+    fixes = [product] if len(fixed) == len(degrees) else [world // product * product, -(-world // product) * product]
+    words = [f"--nproc {count}" for count in fixes if count]
+    without_dp = product // fixed.get("dp", 1)
+    if "dp" in fixed and world % without_dp == 0:
+        words.append(f"parallel.dp={world // without_dp}")
+    raise UserError(
+        f"the layout needs {product if len(fixed) == len(degrees) else f'a multiple of {product}'} processes, "
+        f"there are {world}",
+        why=f"{said} = {product}; dp x cp x tp x pp must be the number of processes",
+        fix=" or ".join(words),
+        where=where_written(origins, *(f"parallel.{name}" for name in fixed)),
+    )
+
+
+def check_replicas(dp: int, replicate: int, zero: int | str, origins: Origins) -> None:
+    """dp = replicas x shards. Without ZeRO nothing is sharded: every data-parallel rank is a replica."""
+    where = where_written(origins, "parallel.dp", "parallel.zero", "parallel.replicate")
+    if dp % replicate:
+        below = max(n for n in range(1, min(replicate, dp + 1)) if dp % n == 0)
+        above = min((n for n in range(replicate, dp + 1) if dp % n == 0), default=below)
+        raise UserError(
+            f"`parallel.replicate = {replicate}` does not divide dp={dp}",
+            why="dp = replicas x shards, so the replicas must divide it",
+            fix=" or ".join(f"parallel.replicate={n}" for n in ([dp] if zero == 0 else sorted({below, above}))),
+            where=where,
+        )
+    if zero == 0 and replicate != dp:
+        raise UserError(
+            f"`parallel.replicate = {replicate}` leaves shards, but `parallel.zero = 0` shards nothing",
+            why=f"dp={dp} over {replicate} replica{'s' if replicate > 1 else ''} makes {dp // replicate} shards of each",
+            fix=f"parallel.zero=1 or parallel.replicate={dp}",
+            where=where,
+        )
+
+
+def degree(asked: int | str) -> int:
+    """What tp, pp and cp are when nobody sets them."""
+    return 1 if asked == "auto" else int(asked)
+
+
+def stages_per_rank(parallel: ParallelConfig) -> int:
+    if parallel.virtual_stages != "auto":
+        return int(parallel.virtual_stages)
+    return 2 if degree(parallel.pp) > 1 and parallel.schedule in ("interleaved", "zbv") else 1
+
+
+def _sequence(config: Config, origins: Origins) -> None:
+    if config.parallel.sequence is not True:
+        return
+    tp, seq_len = degree(config.parallel.tp), config.train.seq_len
+    if tp == 1:
+        raise UserError(
+            "`parallel.sequence = true` without tensor parallelism",
+            why="sequence parallelism splits what tensor-parallel ranks would all hold, and tp is 1",
+            fix="parallel.sequence=auto, or set parallel.tp",
+            where=where_written(origins, "parallel.tp", "parallel.sequence"),
+        )
+    if seq_len % tp:
+        lengths = [n for n in (seq_len // tp * tp, -(-seq_len // tp) * tp) if n]
+        raise UserError(
+            f"`parallel.sequence = true` cannot cut {seq_len} tokens into {tp} equal parts",
+            why=f"each of the tp={tp} ranks takes train.seq_len / tp tokens",
+            fix=" or ".join(["parallel.sequence=false", *(f"train.seq_len={n}" for n in lengths)]),
+            where=where_written(origins, "train.seq_len", "parallel.tp", "parallel.sequence"),
+        )
+
+
+def _no_pipeline(parallel: ParallelConfig, origins: Origins) -> None:
+    wrong = [name for name, fine in WITHOUT_PIPELINE.items() if getattr(parallel, name) not in fine]
+    if wrong:
+        raise UserError(
+            f"`parallel.{wrong[0]} = {shown(getattr(parallel, wrong[0]))}` without a pipeline",
+            why="it says how the ranks of a pipeline work, and pp is 1",
+            fix=" ".join(f"parallel.{name}={WITHOUT_PIPELINE[name][0]}" for name in wrong) + ", or set parallel.pp",
+            where=where_written(origins, "parallel.pp", *(f"parallel.{name}" for name in wrong)),
+        )
+
+
+def _virtual_stages(parallel: ParallelConfig, origins: Origins) -> None:
+    schedule, stages = parallel.schedule, stages_per_rank(parallel)
+    if schedule in ("gpipe", "1f1b") and stages != 1:
+        why, fix = "it has one stage per rank", "parallel.virtual_stages=1 or parallel.schedule=interleaved"
+    elif schedule == "interleaved" and stages < 2:
+        why, fix = "it takes turns between the stages of a rank", "parallel.virtual_stages=2 or parallel.schedule=1f1b"
+    elif schedule == "zbv" and stages != 2:
+        why, fix = "its V goes down the ranks and up again: two stages on each", "parallel.virtual_stages=2"
+    else:
+        return
+    raise UserError(
+        f"`parallel.schedule = {shown(schedule)}` does not work with `parallel.virtual_stages = {stages}`",
+        why=why,
+        fix=fix,
+        where=where_written(origins, "parallel.schedule", "parallel.virtual_stages"),
+    )
+
+
+def _entries_of_split(parallel: ParallelConfig, origins: Origins) -> None:
+    pp, stages = degree(parallel.pp), stages_per_rank(parallel)
+    if isinstance(parallel.split, str) or len(parallel.split) == pp * stages:
+        return
+    product = f"pp={pp}" + (f" x virtual_stages={stages}" if stages > 1 else "")
+    raise UserError(
+        f"`parallel.split = {shown(parallel.split)}` has {len(parallel.split)} entries for {pp * stages} stages",
+        why=f"it lists the layers of each stage, and there are {product} of them",
+        fix="parallel.split=auto or parallel.split=even",
+        where=where_written(origins, "parallel.pp", "parallel.virtual_stages", "parallel.split"),
+    )

@@ -1,0 +1,71 @@
+"""Whole tensors from everybody's shards, on rank 0: what checkpoints and proofs need.
+
+Stage by stage: the ranks of one replica's (shard, tp) plane put each tensor together, and its first rank sends it to rank 0.
+Nothing is pickled: a message is a JSON list of names, shapes and formats, then the tensors as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.shards import Shard, gather
+
+Values = Callable[[Shard], dict[str, Tensor]]
+"""The local tensors of one shard, by the name they get in the result: shaped like the shard, or scalars."""
+
+
+def collect(engine: Engine, values: Values, extra: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Collective. Full tensors by name, on the CPU of rank 0; other ranks get an empty dictionary.
+
+    `extra`: tensors that every rank of a stage has whole (buffers)."""
+    mesh = engine.mesh
+    found: dict[str, Tensor] = {}
+    if mesh.at.replicate:  # the first replica speaks for all
+        return {}
+    for pp in range(mesh.plan.pp):
+        sender = mesh.plan.rank_at(mesh.plan.coordinates(0)) + pp * (mesh.plan.world // mesh.plan.pp)
+        whole: dict[str, Tensor] = {}
+        if mesh.at.pp == pp:
+            for shard in engine.shards:
+                for name, value in sorted(values(shard).items()):
+                    is_shard = value.ndim > 0 and value.shape == shard.local.shape
+                    full = gather(shard, value, mesh) if is_shard else value
+                    if mesh.rank == sender:
+                        whole[name] = full.detach().cpu()
+            whole |= {name: value.detach().cpu() for name, value in (extra or {}).items()}
+        if sender == 0:
+            found |= whole if mesh.rank == 0 else {}
+        elif mesh.rank == sender:
+            _send(whole, mesh)
+        elif mesh.rank == 0:
+            found |= _receive(sender, mesh)
+    return found
+
+
+def _send(tensors: dict[str, Tensor], mesh: Mesh) -> None:
+    about = [[name, list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in tensors.items()]
+    header = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8).to(mesh.device)
+    dist.send(torch.tensor([len(header)], device=mesh.device), 0)
+    dist.send(header, 0)
+    for value in tensors.values():
+        dist.send(value.contiguous().to(mesh.device), 0)
+
+
+def _receive(sender: int, mesh: Mesh) -> dict[str, Tensor]:
+    size = torch.zeros(1, dtype=torch.int64, device=mesh.device)
+    dist.recv(size, sender)
+    header = torch.empty(int(size), dtype=torch.uint8, device=mesh.device)
+    dist.recv(header, sender)
+    found = {}
+    for name, shape, dtype in json.loads(bytes(header.tolist())):
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
+        dist.recv(value, sender)
+        found[name] = value.cpu()
+    return found

@@ -1,0 +1,135 @@
+"""The engine: the model as this rank holds it, in whatever layout, behind one interface for the training loop.
+
+The loop hands in micro-batches and gets back what one process would have: the loss over all ranks, the global gradient norm,
+gradients ready for the optimizer. Which axes are at work behind it is nobody's business but apply.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.model.cache import KeyValueCache
+from shardwise.model.decoder import Decoder
+from shardwise.model.experts import moe_layers, update_router_bias
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel.data import Replicated, Traffic
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import Pipeline, Stage
+from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
+
+
+class Engine:
+    def __init__(
+        self, spec: ModelSpec, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, bucket_bytes: int, traffic: Traffic
+    ):
+        self.spec, self.stages, self.mesh, self.plan = spec, stages, mesh, mesh.plan
+        self.bucket_bytes, self.traffic = bucket_bytes, traffic
+        self.pipeline = Pipeline(stages, mesh, dtype, traffic)
+        self.shards = [shard for stage in stages for shard in shards_of(stage.model, mesh)]
+        self._in_buckets = any(isinstance(stage.sums, Replicated) for stage in stages)
+
+    @property
+    def models(self) -> list[Decoder]:
+        return [stage.model for stage in self.stages]
+
+    @property
+    def is_whole(self) -> bool:
+        """One rank alone has all of the model."""
+        return self.plan.tp == self.plan.pp == 1 and not any(shard.rows for shard in self.shards)
+
+    def locals(self) -> list[nn.Parameter]:
+        """What the optimizer updates. A rank may have two copies of a tied weight; both are updated alike."""
+        return [shard.local for shard in self.shards]
+
+    # One step -----------------------------------------------------------------------------------------------------
+
+    def gradients(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
+        """Gradients of a whole step, summed over everybody who has a part of them; returns this rank's loss sums."""
+        sums = self.pipeline.train(microbatches, num_targets, clock)
+        if self.mesh.tp is not None or self.plan.pp > 1:
+            with clock.span("comm_exposed", "replicated gradients"):
+                self._sum_tied()
+                self._sum_partial()
+        for shard in self.shards:
+            if shard.local is not shard.parameter:
+                shard.local.grad = shard.gradient
+        return sums if self.mesh.counts_loss else torch.zeros_like(sums)
+
+    def norm_and_losses(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """The global gradient norm and the losses over all ranks, in one small all-reduce."""
+        both = torch.cat([squared_norm(self.shards).to(sums.device).view(1), sums])
+        if self.plan.world > 1:
+            dist.all_reduce(both)
+        return both[0].sqrt(), both[1:]
+
+    @torch.no_grad()
+    def clip(self, norm: Tensor, largest: float) -> None:
+        gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
+        factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+    def zero_grad(self) -> None:
+        for shard in self.shards:
+            if shard.local is not shard.parameter:
+                shard.local.grad = None
+            if self._in_buckets and shard.parameter.grad is not None:
+                shard.parameter.grad.zero_()  # DDP's gradients are views of its buckets
+            else:
+                shard.parameter.grad = None
+
+    def balance_experts(self) -> None:
+        for model in self.models:
+            if self.mesh.dp is not None:
+                for layer in moe_layers(model):
+                    dist.all_reduce(layer.tokens_per_expert, group=self.mesh.dp)
+            update_router_bias(model)
+
+    def _sum_partial(self) -> None:
+        """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
+        for group in {id(s.sum_over): s.sum_over for s in self.shards if s.sum_over is not None}.values():
+            gradients = [g for s in self.shards if s.sum_over is group and (g := s.gradient) is not None]
+            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes)
+
+    def _sum_tied(self) -> None:
+        """A tied embedding on first and last stage: two copies, one gradient."""
+        if not self.spec.tied or self.plan.pp == 1:
+            return
+        gradients = [shard.gradient for shard in self.shards if shard.name == "embed.weight"]
+        if len(gradients) == 2:  # a V-shaped pipeline has both ends on one rank
+            first, last = gradients
+            assert first is not None and last is not None
+            first += last
+            last.copy_(first)
+        elif gradients and self.mesh.ends is not None:
+            sum_tensors([g for g in gradients if g is not None], self.mesh.ends, self.bucket_bytes)
+
+    # Without training ---------------------------------------------------------------------------------------------
+
+    def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
+        """Loss sums of this rank; add them up over all ranks."""
+        sums = self.pipeline.evaluate(microbatches)
+        return sums if self.mesh.counts_loss else torch.zeros_like(sums)
+
+    def logits(self, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
+        return self.pipeline.logits(tokens_BT, caches)
+
+    def new_caches(self, max_len: int) -> dict[int, KeyValueCache]:
+        return self.pipeline.new_caches(max_len)
+
+    def train(self, mode: bool = True) -> None:
+        for model in self.models:
+            model.train(mode)
+
+    # Whole tensors by global name ---------------------------------------------------------------------------------
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers (router biases), whole on every rank of their stage."""
+        parameters = {shard.name for shard in self.shards}
+        return {
+            name: value for model in self.models for name, value in model.state_dict().items() if name not in parameters
+        }

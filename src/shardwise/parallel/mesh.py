@@ -1,0 +1,115 @@
+"""The mesh: where this rank stands in the grid of ranks, and the process groups along its lines.
+
+Ranks are numbered with tensor parallelism innermost, so that its many small messages stay on the fastest links, then shards,
+then replicas, then pipeline stages (`Plan.coordinates`). Built once from the plan; nothing changes it afterwards. A line of
+length one has no group: nobody talks there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.plan import Coordinates, Plan
+
+Group = Any  # a torch.distributed.ProcessGroup; None where a line has one rank
+
+
+@dataclass(frozen=True)
+class Mesh:
+    plan: Plan
+    rank: int
+    at: Coordinates
+    device: torch.device
+    dp: Group = None  # replicas and shards together: who shares the batch
+    shard: Group = None
+    tp: Group = None
+    pp: Group = None
+    same_kv: Group = None  # tensor-parallel ranks that hold the same key-value heads
+    ends: Group = None  # first and last stage, when a tied embedding lives on both
+    fsdp: DeviceMesh | None = None  # (replicate, shard) for FSDP2
+    lanes: tuple[Group, ...] = ()  # CUDA: one pipeline group per kind and direction of message, see pipeline.py
+
+    @property
+    def is_alone(self) -> bool:
+        return self.plan.world == 1
+
+    @property
+    def counts_loss(self) -> bool:
+        """Tensor-parallel ranks compute the same losses; one of them reports."""
+        return self.at.tp == 0
+
+    @property
+    def counts_targets(self) -> bool:
+        """Of the ranks that work on the same rows, one counts them."""
+        return self.at.tp == 0 and self.at.pp == 0
+
+    def agree(self, value: int) -> int:
+        """Rank 0's value, on every rank."""
+        if self.plan.world == 1:
+            return value
+        tensor = torch.tensor([value], device=self.device)
+        dist.broadcast(tensor, 0)
+        return int(tensor)
+
+    def stage_rank(self, pp: int) -> int:
+        """The global rank at another place of this pipeline."""
+        return self.plan.rank_at(Coordinates(pp, self.at.replicate, self.at.shard, self.at.tp))
+
+
+def build_mesh(plan: Plan, spec: ModelSpec, rank: int, device: torch.device, *, fsdp: bool) -> Mesh:
+    """Collective: every rank of the job calls it at the same time. `fsdp`: FSDP2 will need its mesh."""
+    at = plan.coordinates(rank)
+    if plan.world == 1 and not fsdp:
+        return Mesh(plan, rank, at, device)
+    _start_alone(plan)
+    shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
+    kv_copies = 1 if spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
+    is_v = plan.schedule == "zbv" and plan.pp > 1  # its first and last stage are on the same rank
+    return Mesh(
+        plan,
+        rank,
+        at,
+        device,
+        dp=grid["replicate", "shard"]._flatten("dp").get_group() if plan.dp > 1 else None,
+        shard=grid["shard"].get_group() if plan.shard > 1 else None,
+        tp=grid["tp"].get_group() if plan.tp > 1 else None,
+        pp=grid["pp"].get_group() if plan.pp > 1 else None,
+        same_kv=_own_group(_kv_neighbours(plan, kv_copies), rank) if kv_copies > 1 else None,
+        ends=_own_group(_pipeline_ends(plan), rank) if spec.tied and plan.pp > 1 and not is_v else None,
+        fsdp=(grid["replicate", "shard"] if plan.replicate > 1 or plan.shard == 1 else grid["shard"]) if fsdp else None,
+        lanes=_lanes(plan, rank) if device.type == "cuda" and plan.pp > 1 else (),
+    )
+
+
+def _start_alone(plan: Plan) -> None:
+    """FSDP2 needs a process group even for one process; this one has no port and no peer."""
+    if plan.world == 1 and not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _own_group(members: list[list[int]], rank: int) -> Group:
+    """Groups are made by all ranks together, in the same order; each keeps its own."""
+    made = [(ranks, dist.new_group(ranks)) for ranks in members]
+    return next((group for ranks, group in made if rank in ranks), None)
+
+
+def _kv_neighbours(plan: Plan, copies: int) -> list[list[int]]:
+    return [list(range(first, first + copies)) for first in range(0, plan.world, copies)]
+
+
+def _pipeline_ends(plan: Plan) -> list[list[int]]:
+    lines = range(plan.world // plan.pp)  # the pipeline is the outermost axis
+    return [[line, line + (plan.pp - 1) * len(lines)] for line in lines]
+
+
+def _lanes(plan: Plan, rank: int) -> tuple[Group, ...]:
+    size = plan.world // plan.pp
+    pipelines = [[line + stage * size for stage in range(plan.pp)] for line in range(size)]
+    return tuple(_own_group(pipelines, rank) for _ in range(4))

@@ -1,0 +1,148 @@
+"""What this rank holds of every parameter: the table that weights, gradients, optimizer and checkpoints go through.
+
+A parameter of the model may be cut twice: tensor parallelism keeps a slice of one dimension, FSDP2 then keeps rows of that
+slice. `Shard` knows both cuts, so the rest of the program works with plain local tensors and global names. Invariant: `local`
+shares its memory with the module's parameter; whoever updates one updates the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.model.decoder import Decoder
+from shardwise.parallel.mesh import Group, Mesh
+from shardwise.parallel.tensor import Slice, placement, take
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    parameter: nn.Parameter  # as the module has it: plain, or FSDP2's DTensor
+    local: nn.Parameter  # this rank's numbers as a plain tensor: what the optimizer sees
+    slice: Slice | None  # tensor parallelism's part of the full tensor
+    rows: tuple[int, int] | None  # FSDP2's rows of that part
+    copies: int  # ranks of the job that hold these same numbers
+    sum_over: Group  # ranks whose gradients are parts of this one's, or None
+    tp_copies: int  # neighbouring tensor-parallel ranks with the same slice
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return _plain(self.parameter.grad)
+
+    def take(self, full: Tensor) -> Tensor:
+        """This rank's part of the full tensor."""
+        part = take(full, self.slice)
+        return part if self.rows is None else part[self.rows[0] : self.rows[1]]
+
+    def put(self, full: Tensor) -> None:
+        with torch.no_grad():
+            self.local.copy_(self.take(full))
+
+
+def shards_of(model: Decoder, mesh: Mesh) -> list[Shard]:
+    """After the model has memory. Frozen parameters are in the table too."""
+    return [_shard(model, name, parameter, mesh) for name, parameter in model.named_parameters()]
+
+
+def _shard(model: Decoder, name: str, parameter: nn.Parameter, mesh: Mesh) -> Shard:
+    plan, spec = mesh.plan, model.spec
+    placed = placement(spec, name, plan.tp, mesh.at.tp, plan.sequence)
+    rows, local = None, parameter
+    if isinstance(parameter, DTensor):
+        rows = row_range(parameter.shape[0], plan.shard, mesh.at.shard)
+        local = nn.Parameter(parameter._local_tensor, requires_grad=parameter.requires_grad)
+    dp_copies = plan.dp if rows is None else plan.replicate
+    tied_copies = 2 if spec.tied and name == "embed.weight" and plan.pp > 1 else 1
+    group = None
+    if placed.partial:
+        group = mesh.tp if placed.copies == plan.tp else mesh.same_kv
+    return Shard(
+        name, parameter, local, placed.slice, rows, dp_copies * placed.copies * tied_copies, group, placed.copies
+    )
+
+
+def row_range(num_rows: int, parts: int, index: int) -> tuple[int, int]:
+    """FSDP2's rule: equal parts, the last ones short or empty."""
+    size = -(-num_rows // parts)
+    return min(index * size, num_rows), min((index + 1) * size, num_rows)
+
+
+def _plain(tensor: Tensor | None) -> Tensor | None:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+# Sums and norms over ranks ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sum_tensors(tensors: Iterable[Tensor], group: Group, bucket_bytes: int) -> int:
+    """Add up each tensor over the group, in place, many tensors per message. Returns the bytes sent."""
+    buckets: list[list[Tensor]] = []
+    size = bucket_bytes
+    for tensor in tensors:
+        if size >= bucket_bytes or tensor.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(tensor)
+        size += tensor.nbytes
+    flat = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets]
+    works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in flat]
+    for bucket, buffer, work in zip(buckets, flat, works, strict=True):
+        work.wait()
+        parts = buffer.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
+    return sum(buffer.nbytes for buffer in flat)
+
+
+@torch.no_grad()
+def squared_norm(shards: Iterable[Shard]) -> Tensor:
+    """This rank's share of the squared gradient norm: numbers that several ranks hold count once in the sum over all ranks."""
+    found = [(shard.gradient, shard.copies) for shard in shards]
+    gradients = [gradient for gradient, _ in found if gradient is not None and gradient.numel()]
+    copies = [count for gradient, count in found if gradient is not None and gradient.numel()]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm(gradients)).double()
+    return (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
+
+
+# Whole tensors ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gather(shard: Shard, local: Tensor, mesh: Mesh) -> Tensor:
+    """The full tensor from everybody's parts; every rank of the (shard, tp) plane calls it and gets it."""
+    full = local.detach()
+    if shard.rows is not None and mesh.plan.shard > 1:
+        size = -(-shard.parameter.shape[0] // mesh.plan.shard)
+        full = torch.cat(_all_gather(_pad(full, 0, size), mesh.shard, mesh.plan.shard))[: shard.parameter.shape[0]]
+    if shard.slice is None or mesh.plan.tp == 1:
+        return full
+    dim, tp = shard.slice.dim, mesh.plan.tp
+    sizes = torch.zeros(tp, dtype=torch.int64, device=full.device)
+    sizes[mesh.at.tp] = full.shape[dim]
+    dist.all_reduce(sizes, group=mesh.tp)
+    pieces = _all_gather(_pad(full, dim, int(sizes.max())), mesh.tp, tp)
+    firsts = range(0, tp, shard.tp_copies)
+    return torch.cat([pieces[i].narrow(dim, 0, int(sizes[i])) for i in firsts], dim)
+
+
+def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - tensor.shape[dim]
+    if not missing:
+        return tensor.contiguous()
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+
+
+def _all_gather(tensor: Tensor, group: Group, size: int) -> list[Tensor]:
+    pieces = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(pieces, tensor, group=group)
+    return pieces

@@ -1,0 +1,193 @@
+"""Tensor and sequence parallelism: every rank holds a slice of each matrix, and explicit borders join the results.
+
+Owns which rank holds what (`placement`) and the rewiring of a plain decoder (`apply_tensor_parallel`). Parameters stay
+ordinary local tensors under their global names, so whatever comes after (recomputation, sharding, optimizers) sees a smaller
+plain model. Invariant: matrices that begin a region are cut by output (whole heads, feed-forward channels), those that end
+it by input; everything else is whole on every rank. Megatron-LM, arXiv 1909.08053 section 3; sequence parallelism,
+arXiv 2205.05198 section 4.2.2. Read next: `regions.py`, then `vocab.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.model.decoder import Block, Decoder
+from shardwise.model.experts import MixtureOfExperts, Routing
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel.regions import TensorParallel, enter, leave, scale_gradient, share
+from shardwise.parallel.vocab import VocabEmbedding, VocabHead
+
+# Who holds what --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a full tensor that a rank holds."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+class Placement(NamedTuple):
+    """`copies` neighbouring ranks hold the same numbers; if `partial`, their gradients are parts that must be summed."""
+
+    slice: Slice | None  # None: the whole tensor
+    copies: int
+    partial: bool
+
+
+def placement(spec: ModelSpec, name: str, tp: int, index: int, sequence: bool) -> Placement:
+    """Of the parameter or buffer with this global name, on rank `index` of `tp`."""
+    if tp == 1:
+        return Placement(None, 1, False)
+    inside = Placement(None, tp, True)  # whole within a region: each rank's gradient is a part
+    outside = Placement(None, tp, sequence)  # gradients are whole, unless each rank sees its own tokens only
+    path = name.split(".")
+    ffn = spec.ffn
+    if path[0] == "layers":
+        ffn = spec.layers[int(path[1])].ffn
+        path = path[2:]
+
+    def cut(dim: int, total: int) -> Placement:
+        return Placement(Slice(dim, *share(total, tp, index)), 1, False)
+
+    def cut_heads(dim: int, num_heads: int, width: int) -> Placement:
+        """Whole heads. With fewer of them than ranks, tp / num_heads neighbours hold the same one."""
+        whole = spec.num_heads % tp == 0 and (num_heads % tp == 0 or tp % num_heads == 0)
+        assert whole, f"{spec.num_heads} heads, {spec.num_kv_heads} of keys and values, over {tp} ranks"
+        copies = max(1, tp // num_heads)
+        start, stop = share(num_heads, tp // copies, index // copies)
+        return Placement(Slice(dim, start * width, stop * width), copies, copies > 1)
+
+    match path:
+        case ["embed" | "head", "weight"]:
+            return cut(0, spec.vocab)
+        case ["attention", "q", _]:
+            return cut_heads(0, spec.num_heads, spec.head_dim)
+        case ["attention", "k" | "v", _]:
+            return cut_heads(0, spec.num_kv_heads, spec.head_dim)
+        case ["attention", "kv_up", _]:
+            return cut_heads(0, spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
+        case ["attention", "o", "weight"]:
+            return cut_heads(1, spec.num_heads, spec.value_dim)
+        case ["attention", "q_norm" | "k_norm" | "q_down" | "kv_down" | "kv_norm", _]:
+            return inside
+        case ["feedforward", "gate" | "up", _]:
+            return cut(0, ffn)
+        case ["feedforward", "down", "weight"]:
+            return cut(1, ffn)
+        case ["feedforward", "experts", "gate" | "up"]:
+            return cut(1, ffn)
+        case ["feedforward", "experts", "down"]:
+            return cut(2, ffn)
+        case ["feedforward", "shared", "gate" | "up", "weight"]:
+            return cut(0, ffn * spec.num_shared_experts)
+        case ["feedforward", "shared", "down", "weight"]:
+            return cut(1, ffn * spec.num_shared_experts)
+        case ["feedforward", "router", "weight"]:
+            return inside
+        case ["feedforward", "router", "bias"] | ["feedforward", "tokens_per_expert"]:
+            return Placement(None, tp, False)  # buffers: all ranks route and count the same tokens
+        case ["attention" | "feedforward", "o" | "down", "bias"] | ["position_embed", "weight"]:
+            return outside
+        case ["norm", _] | ["attention_norm" | "attention_post_norm" | "feedforward_norm" | "feedforward_post_norm", _]:
+            return outside
+    raise LookupError(f"{name} is not a tensor of {spec.name}")
+
+
+def take(full: Tensor, slice: Slice | None) -> Tensor:
+    """The slice as a view of the full tensor."""
+    return full if slice is None else full.narrow(slice.dim, slice.start, slice.stop - slice.start)
+
+
+# Rewiring a decoder ----------------------------------------------------------------------------------------------------
+
+FORWARD = signature(Decoder.forward)
+
+
+def apply_tensor_parallel(model: Decoder, tp: TensorParallel) -> None:
+    """In place: keep this rank's slices, and put borders around the regions. The model may be a part, or on `meta`."""
+    if tp.size == 1:
+        return
+    slice_parameters(model, tp)
+    model.register_forward_pre_hook(partial(_begin_pass, tp), with_kwargs=True)
+    if model.embed is not None:
+        model.embed = VocabEmbedding(model.spec, model.embed.weight, tp)
+    if model.position_embed is not None:
+        model.position_embed.register_forward_pre_hook(lambda _, args: tp.split(args[0]))
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        _border_block(block, tp)
+    if model.head is not None:
+        model.head = VocabHead(model.spec, model.head.weight, tp)
+
+
+@torch.no_grad()
+def slice_parameters(model: Decoder, tp: TensorParallel) -> None:
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            where = placement(model.spec, f"{module_name}.{name}", tp.size, tp.index, tp.sequence).slice
+            if where is not None:
+                own = take(parameter, where).clone(memory_format=torch.contiguous_format)
+                setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+
+
+def _begin_pass(tp: TensorParallel, model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Decide for this pass whether ranks share the tokens outside regions."""
+    given = FORWARD.bind(model, *args, **kwargs).arguments
+    num_tokens = given["tokens_BT"].shape[1]
+    tp.active = tp.sequence and num_tokens % tp.size == 0 and given.get("cache") is None
+    if tp.sequence and not tp.active and torch.is_grad_enabled() and given.get("targets_BT") is not None:
+        # Gradients outside regions would be whole, but with `sequence` whoever sums them takes them for parts.
+        raise UserError(
+            f"{num_tokens} tokens cannot be trained with sequence parallelism over {tp.size} ranks",
+            why=f"{num_tokens} / {tp.size} is not whole: each rank takes an equal stretch of every sequence",
+            fix=f"choose train.seq_len divisible by {tp.size}, or parallel.sequence = false",
+        )
+
+
+def _border_block(block: Block, tp: TensorParallel) -> None:
+    def enter_first(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return enter(args[0], tp), *args[1:]
+
+    block.attention.register_forward_pre_hook(enter_first)
+    block.attention.o = RowLinear(block.attention.o, tp)
+    block.feedforward.register_forward_pre_hook(enter_first)
+    if isinstance(block.feedforward, MixtureOfExperts):
+        block.feedforward.register_forward_hook(partial(_leave_experts, tp))
+    else:
+        block.feedforward.down = RowLinear(block.feedforward.down, tp)
+
+
+class RowLinear(nn.Linear):
+    """The end of a region: the sum of all ranks' products, and the bias once."""
+
+    def __init__(self, linear: nn.Linear, tp: TensorParallel):
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
+
+    def forward(self, x_BTF: Tensor) -> Tensor:
+        x_BTD = leave(F.linear(x_BTF, self.weight), self.tp)
+        return x_BTD if self.bias is None else x_BTD + self.bias
+
+
+def _leave_experts(
+    tp: TensorParallel, module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Routing | None]
+) -> tuple[Tensor, Routing | None]:
+    """Routed and shared experts end together. Every rank has computed the router's losses in full: they count once."""
+    out_BTD, routing = result
+    if routing is not None:
+        aux, z = (scale_gradient(loss, 1 / tp.size) for loss in (routing.aux, routing.z))
+        routing = routing._replace(aux=aux, z=z)
+    return leave(out_BTD, tp), routing

@@ -1,0 +1,152 @@
+"""ZeRO as one table over FSDP2, not three implementations; mixed precision is FSDP2's policy on every layout.
+
+    stage 1    parameters stay gathered from the first forward of a step, gradients are reduced at the last micro-batch only
+    stage 2    the same, gradients are reduced at every micro-batch: no full gradient outlives its backward
+    stage 3    parameters are gathered block by block, for forward and again for backward, and dropped in between
+    hybrid     shards within `shard` ranks, replicas between: their all-reduce happens at the last micro-batch only
+
+The flags are set before every backward, also inside pipelines, where torch's own stage would turn all of them into stage 1.
+Gradients are summed (divide factor 1). On gloo the reduce-scatter is an all-to-all and a local sum in rank order: exact, and a
+fraction of the time of gloo's own, which is an all-reduce and a slice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from shardwise.model.decoder import Decoder
+from shardwise.parallel.compat import all_gather_single, fsdp_groups
+from shardwise.parallel.data import GradientSums, Traffic
+from shardwise.parallel.mesh import Mesh
+
+
+class Sharded(GradientSums):
+    """A stage whose parameters, gradients and optimizer state are spread over the data-parallel ranks."""
+
+    def __init__(self, model: Decoder, mesh: Mesh, traffic: Traffic):
+        super().__init__(model)
+        self.zero = mesh.plan.zero
+        self.root: FSDPModule = shard_decoder(model, mesh, traffic)
+
+    def before_backward(self, kind: str, *, last: bool) -> None:
+        self._set(reduce=kind == "B" and (self.zero >= 2 or last), last=last, finish=kind == "B" and last)
+
+    def after_backward(self, kind: str, *, last: bool) -> None:
+        if kind != "W":
+            return
+        # No backward pass ran here, so FSDP2's hooks did not either: fold the new gradients in, then reduce if it is time.
+        self._set(reduce=False, last=last, finish=False)
+        groups = list(parameter_groups(self.model))
+        for group in groups:
+            group.post_backward()
+        if self.zero >= 2 and not last:
+            self._set(reduce=True, last=last, finish=False)
+            for group in groups:
+                group.post_backward()
+        for group in groups:
+            group._training_state = TrainingState.IDLE
+
+    def finish(self) -> None:
+        """Reduce what is still local (after a last W), let go of gathered parameters, wait for everything."""
+        self._set(reduce=True, last=True, finish=True)
+        self.root._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _set(self, *, reduce: bool, last: bool, finish: bool) -> None:
+        self.root.set_requires_gradient_sync(reduce)
+        self.root.set_requires_all_reduce(last)
+        self.root.set_reshard_after_backward(self.zero == 3 or finish)
+        self.root.set_is_last_backward(finish)
+
+
+def shard_decoder(model: Decoder, mesh: Mesh, traffic: Traffic) -> FSDPModule:
+    """In place, on `meta` or with memory. One group per block, one for each end; a tied weight stays with the root, whole."""
+    plan = mesh.plan
+    mixed = plan.precision == "bf16"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    groups: list[list[nn.Module]] = [[block] for block in model.layers.values()]
+    if not model.spec.tied:
+        first: list[nn.Module] = [module for module in (model.embed, model.position_embed) if module is not None]
+        last: list[nn.Module] = [module for module in (model.norm, model.head) if module is not None]
+        groups = [group for group in [first, *groups, last] if group]
+    for group in groups:
+        # Backward begins where forward ended: what ends the model is not dropped in between.
+        reshard = plan.zero == 3 and group[-1] is not model.head
+        fully_shard(
+            group if len(group) > 1 else group[0], mesh=mesh.fsdp, reshard_after_forward=reshard, mp_policy=policy
+        )
+    root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy)
+    on_gloo = mesh.device.type == "cpu"
+    for module in _fsdp_modules(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if on_gloo:
+            module.set_custom_all_gather(CountedAllGather(traffic))
+            module.set_custom_reduce_scatter(ExactReduceScatter(traffic))
+    if on_gloo:
+        root._set_unshard_async_op(True)
+    if plan.zero == 3:
+        _prefetch([group[0] for group in groups])
+    return root
+
+
+def _prefetch(modules: list[Any]) -> None:
+    """While a block computes, the next one's parameters travel. The ends name themselves: nothing to prefetch there, and
+    FSDP2's own guess would be wrong when several micro-batches are under way."""
+    for here, following in itertools.pairwise(modules):
+        here.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([here])
+    modules[0].set_modules_to_backward_prefetch([modules[0]])
+
+
+def _fsdp_modules(root: FSDPModule) -> Iterator[FSDPModule]:
+    return (module for module in root.modules() if isinstance(module, FSDPModule))  # type: ignore[attr-defined]
+
+
+def parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups, the root's too; a group may serve several modules."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return iter({id(group): group for module in modules for group in fsdp_groups(module)}.values())
+
+
+class _Buffers:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedAllGather(_Buffers, AllGather):
+    def __init__(self, traffic: Traffic):
+        self.traffic = traffic
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.traffic.gathers += 1
+        self.traffic.num_bytes += output_tensor.nbytes
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class ExactReduceScatter(_Buffers, ReduceScatter):
+    """For gloo. Every rank adds the parts in rank order, so the sum does not depend on timing or ring position."""
+
+    def __init__(self, traffic: Traffic):
+        self.traffic = traffic
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, f"gradients are only ever summed, not {op}"
+        began = time.perf_counter()
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(dist.get_world_size(group), -1), 0, out=output_tensor)
+        self.traffic.reductions += 1
+        self.traffic.num_bytes += input_tensor.nbytes
+        self.traffic.waited += time.perf_counter() - began

@@ -1,0 +1,234 @@
+"""The degree of every axis: fills what is `auto`, and refuses what the model or the machine cannot bear.
+
+    world = dp x tp x pp        (cp and ep are 1 in this version)
+
+What only depends on the config itself was checked when it was loaded (config/check_layout.py). Invariant: degrees that leave
+this file multiply to the number of processes that will be started. Read next: refusal.py (how a fix is found), resolve.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.config.check_layout import check_replicas, check_world, degree, stages_per_rank
+from shardwise.config.keys import Origins
+from shardwise.config.schema import TrainConfig
+from shardwise.config.values import shown
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.refusal import Asked, Fix, Refusal, explained
+from shardwise.plan.split import balanced_split, estimated_costs, even_split
+
+DEFAULT_GLOBAL_BATCH = 8
+MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its memory
+
+
+@dataclass(frozen=True)
+class Degrees:
+    dp: int
+    tp: int
+    sequence: bool
+    pp: int
+    virtual_stages: int
+    split: tuple[int, ...]
+    reason: str
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+
+def choose_degrees(asked: Asked, origins: Origins) -> Degrees:
+    try:
+        return _choose(asked, origins)
+    except Refusal as problem:
+        raise explained(problem, asked, origins, lambda other: _choose(other, origins)) from None
+
+
+def global_batch_of(train: TrainConfig) -> int:
+    """Sequences per optimizer step."""
+    if train.global_batch_tokens:
+        return train.global_batch_tokens // train.seq_len
+    return train.global_batch or DEFAULT_GLOBAL_BATCH
+
+
+def _choose(asked: Asked, origins: Origins) -> Degrees:
+    parallel, train = asked.config.parallel, asked.config.train
+    tp, pp, stages = degree(parallel.tp), degree(parallel.pp), stages_per_rank(parallel)
+    _check_tensor(asked, tp)
+    _check_stages(asked, pp, stages)
+    dp, reason = _choose_dp(asked, origins, tp, pp)
+    _check_gpus(asked, dp, tp, pp)
+    _check_batch(asked, dp, tp, pp)
+    if parallel.replicate != "auto":
+        check_replicas(dp, int(parallel.replicate), parallel.zero, origins)
+    sequence = tp > 1 and train.seq_len % tp == 0 if parallel.sequence == "auto" else bool(parallel.sequence)
+    return Degrees(dp, tp, sequence, pp, stages, _choose_split(asked, pp * stages if pp > 1 else 0), reason)
+
+
+# Data parallelism, and how many processes there are --------------------------------------------------------------------
+
+
+def _choose_dp(asked: Asked, origins: Origins, tp: int, pp: int) -> tuple[int, str]:
+    parallel, machine, per_replica = asked.config.parallel, asked.machine, tp * pp
+    if asked.nproc:
+        filled = replace(asked.config, parallel=replace(parallel, tp=tp, cp=1, pp=pp))
+        check_world(filled, asked.nproc, origins)
+        return asked.nproc // per_replica, "as asked"
+    if parallel.dp != "auto":
+        return int(parallel.dp), "as asked"
+    on_gpus = asked.device == "cuda"
+    devices = len(machine.gpus) if on_gpus else min(machine.cores, MAX_DEFAULT_CPU_RANKS)
+    replicas, global_batch = degree(parallel.replicate), global_batch_of(asked.config.train)
+    most = replicas if parallel.zero == 0 and parallel.replicate != "auto" else devices // per_replica
+    fitting = (n for n in range(replicas, most + 1, replicas) if global_batch % n == 0)
+    dp = max(fitting, default=replicas)
+    if not on_gpus and dp * per_replica > machine.cores:
+        cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+        return dp, f"the degrees need {dp * per_replica} processes, which share {cores}"
+    unit = "GPU" if on_gpus else "core"
+    if per_replica > 1:
+        return dp, f"one replica per {per_replica} {unit}s, {dp} in all"
+    return dp, f"one replica per {unit}, {dp} in all" if dp > 1 else "one device: nothing to split"
+
+
+def _check_gpus(asked: Asked, dp: int, tp: int, pp: int) -> None:
+    num_gpus, world = len(asked.machine.gpus), dp * tp * pp
+    if asked.device != "cuda" or world <= num_gpus:
+        return
+    smaller: list[Fix] = [{"parallel.dp": n} for n in range(dp, 0, -1) if asked.config.parallel.dp != "auto"]
+    smaller += [{"--nproc": n} for n in range(num_gpus, 0, -1) if asked.nproc]
+    smaller += [{"parallel.tp": n} for n in reversed(tensor_degrees(asked.spec)) if n < tp]
+    smaller += [_shorter_pipeline(asked, n) for n in range(pp - 1, 0, -1)]
+    raise Refusal(
+        f"{_said(dp=dp, tp=tp, pp=pp)} needs {world} GPUs, this machine has {num_gpus}",
+        why="every rank needs a GPU of its own",
+        keys=("parallel.dp", "parallel.pp", "parallel.tp"),
+        fixes=[other for fix in smaller for other in _with_nproc(asked, fix, num_gpus)],
+    )
+
+
+def _check_batch(asked: Asked, dp: int, tp: int, pp: int) -> None:
+    train = asked.config.train
+    global_batch = global_batch_of(train)
+    if global_batch >= dp:
+        return
+    larger: Fix = {"train.global_batch": dp}
+    if train.global_batch_tokens:
+        larger = {"train.global_batch_tokens": dp * train.seq_len}
+    fewer: Fix = {} if asked.config.parallel.dp == "auto" else {"parallel.dp": global_batch}
+    if asked.nproc:
+        fewer["--nproc"] = global_batch * tp * pp
+    raise Refusal(
+        f"a global batch of {global_batch} is smaller than dp={dp}",
+        why="every data-parallel rank needs at least one sequence per step",
+        keys=("train.global_batch", "train.global_batch_tokens", "parallel.dp"),
+        fixes=[larger, fewer],
+    )
+
+
+# What the model allows -------------------------------------------------------------------------------------------------
+
+
+def tensor_degrees(spec: ModelSpec) -> list[int]:
+    """Every tp that this model can be cut into, ascending."""
+    return [tp for tp in range(1, spec.num_heads + 1) if _tensor_problem(spec, tp) is None]
+
+
+def _check_tensor(asked: Asked, tp: int) -> None:
+    problem = _tensor_problem(asked.spec, tp)
+    if problem is None:
+        return
+    near = sorted(tensor_degrees(asked.spec), key=lambda n: abs(n - tp))
+    raise Refusal(
+        f"{asked.spec.name} cannot be cut over tp={tp}",
+        why=problem,
+        keys=("parallel.tp",),
+        fixes=[fix for n in near for fix in _with_nproc(asked, {"parallel.tp": n})],
+    )
+
+
+def _tensor_problem(spec: ModelSpec, tp: int) -> str | None:
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if tp == 1:
+        return None
+    if heads % tp:
+        return f"each rank takes the same number of whole heads, and {heads} heads do not divide by {tp}"
+    if not spec.is_latent and kv_heads % tp and tp % kv_heads:
+        return f"key-value heads stay whole: {kv_heads} of them neither divide by {tp} nor go into it evenly"
+    widths = {"vocabulary": spec.vocab}
+    for layer in spec.layers:
+        widths["expert width" if layer.is_moe else "feed-forward width"] = layer.ffn
+        if layer.is_moe and spec.num_shared_experts:
+            widths["shared expert width"] = spec.expert_ffn * spec.num_shared_experts
+    name, width = min(widths.items(), key=lambda item: item[1])
+    return f"each rank needs a part of everything, and the {name} is only {width}" if width < tp else None
+
+
+def _check_stages(asked: Asked, pp: int, stages: int) -> None:
+    num_layers = asked.spec.num_layers
+    if pp == 1 or pp * stages <= num_layers:
+        return
+    parallel = asked.config.parallel
+    fixes: list[Fix] = []
+    if stages > 1 and parallel.schedule != "zbv":
+        fixes += [{"parallel.virtual_stages": n} for n in range(num_layers // pp, 0, -1)]
+    longest = max(1, min(pp - 1, num_layers // stages))
+    fixes += [_shorter_pipeline(asked, n) for n in range(longest, 0, -1)]
+    raise Refusal(
+        f"{_said(pp=pp, virtual_stages=stages)} makes more stages than {asked.spec.name} has layers",
+        why=f"{pp * stages} stages of at least one layer each, {num_layers} layer{'s' if num_layers > 1 else ''}",
+        keys=("parallel.virtual_stages", "parallel.pp"),
+        fixes=[other for fix in fixes for other in _with_nproc(asked, fix)],
+    )
+
+
+def _choose_split(asked: Asked, num_stages: int) -> tuple[int, ...]:
+    asked_split, num_layers = asked.config.parallel.split, asked.spec.num_layers
+    if num_stages == 0:
+        return ()
+    even = even_split(num_layers, num_stages)
+    if asked_split == "even":
+        return even
+    if asked_split == "auto":
+        return balanced_split(*estimated_costs(asked.spec, asked.config.train.seq_len), num_stages)
+    assert isinstance(asked_split, tuple) and len(asked_split) == num_stages, (asked_split, num_stages)
+    if sum(asked_split) != num_layers:
+        raise Refusal(
+            f"`parallel.split = {shown(asked_split)}` splits {sum(asked_split)} layers, "
+            f"{asked.spec.name} has {num_layers}",
+            why="it lists the layers of each stage, and every layer belongs to one",
+            keys=("parallel.split",),
+            fixes=[{"parallel.split": even}, {"parallel.split": "auto"}],
+        )
+    return asked_split
+
+
+# Fixes -----------------------------------------------------------------------------------------------------------------
+
+
+def _shorter_pipeline(asked: Asked, pp: int) -> Fix:
+    """With a list of layers goes what was said about stages that are no longer there."""
+    parallel = asked.config.parallel
+    fix: Fix = {"parallel.pp": pp}
+    if not isinstance(parallel.split, str):
+        fix["parallel.split"] = "auto"
+    if pp == 1 and parallel.schedule != "1f1b":
+        fix["parallel.schedule"] = "1f1b"
+    if pp == 1 and parallel.virtual_stages not in ("auto", 1):
+        fix["parallel.virtual_stages"] = "auto"
+    return fix
+
+
+def _with_nproc(asked: Asked, fix: Fix, most: int | None = None) -> list[Fix]:
+    """The fix as it is, and with the number of processes that goes with it."""
+    if not asked.nproc or "--nproc" in fix:
+        return [fix]
+    parallel = asked.changed(fix).config.parallel
+    per_replica = degree(parallel.tp) * degree(parallel.pp)
+    replicas = max(1, min(asked.nproc, most or asked.nproc) // per_replica)
+    dp = replicas if parallel.dp == "auto" else int(parallel.dp)
+    return [fix] if dp * per_replica == asked.nproc else [fix, {**fix, "--nproc": dp * per_replica}]
+
+
+def _said(**degrees: int) -> str:
+    return " ".join(f"{name}={value}" for name, value in degrees.items() if value > 1)

@@ -1,0 +1,110 @@
+"""The truth that layouts are measured against: the plain model, one process, torch's own optimizer and clipping, nothing of `parallel/`.
+
+`train_plain` trains on made-up batches and records losses, gradient norms, the first step's gradients and the final parameters.
+`verify` and the parity tests compare a layout's record with this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.config.schema import OptimizerConfig
+from shardwise.data.loader import TensorBatch, cut_microbatches
+from shardwise.data.sequences import IGNORE
+from shardwise.model.decoder import Decoder, Losses
+from shardwise.model.experts import update_router_bias
+from shardwise.model.initialize import initialize
+from shardwise.model.spec import ModelSpec
+from shardwise.run.optimizer import build_optimizer
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "bf16-true": torch.bfloat16}
+"""What parameters are kept in."""
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A short training that shows mistakes: uneven target counts, clipping at work, several micro-batches."""
+
+    num_steps: int = 3
+    global_batch: int = 8
+    micro_batch: int = 2
+    seq_len: int = 16
+    precision: str = "fp64"
+    clip: float = 0.5
+    seed: int = 0
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
+    documents: bool = False
+    attention: str = "auto"
+
+    def batch(self, spec: ModelSpec, step: int) -> TensorBatch:
+        """The rows of a step: random tokens; some targets, and one whole row in five, have no loss."""
+        draw = torch.Generator().manual_seed(1000 * self.seed + step)
+        shape = (self.global_batch, self.seq_len)
+        tokens = torch.randint(0, spec.vocab, shape, generator=draw)
+        targets = tokens.roll(-1, 1)
+        targets[torch.rand(shape, generator=draw) < 0.2] = IGNORE
+        targets[step % 5 :: 5, : self.seq_len // 2] = IGNORE
+        documents = None
+        if self.documents:
+            documents = (torch.rand(shape, generator=draw) < 0.2).cumsum(1)
+        return TensorBatch(tokens, targets, documents)
+
+
+@dataclass
+class Record:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step, before clipping
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # after the last step
+
+
+def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Record:
+    model = Decoder(spec, trial.attention).to(DTYPES[trial.precision])
+    initialize(model, trial.seed)
+    model.to(device)
+    optimizer = build_optimizer(trial.optimizer, model.parameters())
+    record = Record()
+    for step in range(1, trial.num_steps + 1):
+        batch = trial.batch(spec, step)
+        num_targets = int((batch.targets != IGNORE).sum())
+        micro = [part.to(device) for part in cut_microbatches(batch, trial.micro_batch)]
+        record.losses.append(plain_gradients(model, micro, num_targets, trial.precision))
+        if step == 1:
+            record.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        record.norms.append(plain_update(model, optimizer, trial.clip))
+    record.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return record
+
+
+def plain_gradients(model: Decoder, microbatches: Iterable[TensorBatch], num_targets: int, precision: str) -> float:
+    """Forward and backward of a step; returns its mean cross-entropy."""
+    total = 0.0
+    for micro in microbatches:
+        losses = _forward(model, micro, precision)
+        (torch.stack([part.to(losses.cross_entropy) for part in losses]).sum() / max(num_targets, 1)).backward()
+        total += float(losses.cross_entropy.detach())
+    return total / max(num_targets, 1)
+
+
+def plain_update(model: Decoder, optimizer: torch.optim.Optimizer, clip: float | None) -> float:
+    """Clip, update; returns the gradient norm."""
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")))
+    optimizer.step()
+    optimizer.zero_grad()
+    update_router_bias(model)
+    return norm
+
+
+def _forward(model: Decoder, micro: TensorBatch, precision: str) -> Losses:
+    arguments = (micro.tokens, micro.targets, None, micro.documents)
+    if precision != "bf16":
+        return model(*arguments)
+    # Mixed precision by its definition: bf16 copies of fp32 parameters, whose gradients arrive in fp32.
+    copies = {name: p.bfloat16() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, copies, arguments)

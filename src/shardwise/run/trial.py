@@ -1,0 +1,65 @@
+"""A layout put to the test: the same short training as reference.py, through the engine and the step that real runs use."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.config.schema import CommConfig
+from shardwise.data.loader import StepBatch, cut_microbatches
+from shardwise.data.sequences import IGNORE
+from shardwise.model.initialize import initialize
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel.apply import parallelize_decoder
+from shardwise.parallel.collect import collect
+from shardwise.parallel.engine import Engine
+from shardwise.plan.plan import Plan
+from shardwise.run.clock import Clock
+from shardwise.run.optimizer import build_optimizer
+from shardwise.run.reference import Record, Trial
+from shardwise.run.step import accumulate, update
+
+
+def trial_plan(trial: Trial, **layout: object) -> Plan:
+    """A plan for a trial: `layout` holds degrees as in `Plan`."""
+    return Plan(
+        device="cpu",
+        precision=trial.precision,
+        seq_len=trial.seq_len,
+        global_batch=trial.global_batch,
+        micro_batch=trial.micro_batch,
+        num_steps=trial.num_steps,
+        threads_per_rank=1,
+        reason="a trial",
+        **layout,  # type: ignore[arg-type]
+    )
+
+
+def build_trial(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: torch.device) -> Engine:
+    return parallelize_decoder(
+        spec, plan, rank, device, CommConfig(), trial.attention, lambda model: initialize(model, trial.seed)
+    )
+
+
+def trial_batch(spec: ModelSpec, plan: Plan, trial: Trial, step: int, dp_index: int) -> tuple[StepBatch, int]:
+    """This data-parallel rank's micro-batches, and the number of targets in the whole step."""
+    whole, rows = trial.batch(spec, step), plan.rows(dp_index)
+    part = whole.rows(rows.start, rows.stop)
+    micro = cut_microbatches(part, plan.micro_batch, plan.num_microbatches, plan.pp > 1)
+    return StepBatch(step, micro, int((part.targets != IGNORE).sum())), int((whole.targets != IGNORE).sum())
+
+
+def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: torch.device) -> Record:
+    """Collective. The record is complete on rank 0; other ranks have the losses and norms."""
+    engine = build_trial(spec, plan, trial, rank, device)
+    optimizer = build_optimizer(trial.optimizer, engine.locals())
+    clock, record = Clock(device), Record()
+    for step in range(1, trial.num_steps + 1):
+        batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)
+        norm, sums = accumulate(engine, batch, num_targets, clock)
+        record.losses.append(float(sums[0]) / num_targets)
+        record.norms.append(float(norm))
+        if step == 1:
+            record.gradients = collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
+        update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=clock)
+    record.parameters = collect(engine, lambda shard: {shard.name: shard.local.detach().clone()})
+    return record
