@@ -87,6 +87,11 @@ def verdict(parts: dict[str, float]) -> str:
     percent = {kind: f"{100 * value:.0f} %" for kind, value in share.items()}
     if share["data_wait"] > 0.1:
         return f"input-bound: {percent['data_wait']} waiting for data; more GPUs will not help"
+    if share["bubble"] > 0.2:
+        return (
+            f"pipeline-bound: {percent['bubble']} waiting for other stages, {percent['compute']} in the model; "
+            f"more micro-batches or another parallel.schedule help"
+        )
     if share["comm_exposed"] > 0.25:
         return f"network-bound: {percent['comm_exposed']} waiting for other ranks; larger batches or fewer ranks help"
     if share["optimizer"] > 0.3:

@@ -39,6 +39,8 @@ class Events:
             }
             if span.microbatch is not None:
                 line["microbatch"] = span.microbatch
+            if span.stage is not None:
+                line["stage"] = span.stage
             if span.bytes is not None:
                 line["bytes"] = span.bytes
             self.file.write(json.dumps(line) + "\n")

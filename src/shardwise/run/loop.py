@@ -30,6 +30,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict, predict_memory
 from shardwise.run import report
+from shardwise.run.balance import measured_split
 from shardwise.run.build import corpus_of, empty_model, weights_of
 from shardwise.run.calibrate import measure_rates
 from shardwise.run.clock import KINDS, Clock
@@ -77,6 +78,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     corpus = corpus_of(config, spec, progress=False)
     view = View(plan.num_steps, corpus.unigram_entropy(), quiet=session.quiet or not ranks.is_first)
     opened.enter_context(closing(view))
+    if plan.pp > 1 and config.parallel.split == "auto":
+        plan = replace(plan, split=measured_split(spec, plan, config.model.attention, device))
     if config.train.micro_batch == "auto" and plan.world == plan.dp and not plan.zero:
         plan = replace(plan, micro_batch=_largest_micro_batch(session))
     prediction = predict(

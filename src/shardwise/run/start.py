@@ -23,6 +23,7 @@ from shardwise.errors import Exit, UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.ranks import ranks_from_environment
 from shardwise.plan.plan import Plan
+from shardwise.plan.reopen import reopen
 from shardwise.plan.resolve import Resolved, resolve
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
 from shardwise.run.rundir import RunDir, create_run_dir
@@ -107,8 +108,7 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
     for key in allow:
         find_key(key)
     before = load_config(run.config).config
-    words = [*overrides, *([f"parallel.dp={nproc}"] if nproc else [])]
-    loaded = load_config(run.config, words)
+    loaded = reopen(run.config, overrides, nproc)
     changed = [
         f"{section.name}.{key.name}"
         for section in fields(before)
@@ -131,7 +131,7 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
         )
     # The run stays where it is, wherever it was started from.
     moved = replace(loaded.config, run=replace(loaded.config.run, dir=str(run.path.parent), name=run.name))
-    return make_job(replace(loaded, config=moved), None, progress=sys.stdout.isatty())
+    return make_job(replace(loaded, config=moved), nproc, progress=sys.stdout.isatty())
 
 
 def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
