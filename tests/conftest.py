@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ranks import RankPool
 
 
 @pytest.fixture
@@ -22,3 +26,13 @@ def run_here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return lambda *words: int(main([str(word) for word in words]))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Warm rank processes on the CPU: `ranks.run(function, 4, *args)` calls a function on four ranks that meet over gloo."""
+    from ranks import RankPool
+
+    pool = RankPool()
+    yield pool
+    pool.close()

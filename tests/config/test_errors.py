@@ -51,7 +51,8 @@ CASES = {
     "range both": ("", ["data.validation_fraction=0.9"], "`data.validation_fraction = 0.9` is out of range", "at least 0 and at most 0.5", "", "command line"),
     "choice": ("", ["optimizer.name=adamx"], '`optimizer.name` has no value "adamx"', "it takes: adamw, adam,", "did you mean `adam", "command line"),
     "choice in list": ("", ["run.loggers=jsonl,tensorbord"], '`run.loggers` has no value "tensorbord"', "jsonl, tensorboard", "did you mean `tensorboard`?", "command line"),
-    "not yet, key": ("[parallel]\nvirtual_stages = 2", [], "`parallel.virtual_stages = 2` is not available yet", "what works today: 1", "leave it out", "run.toml:2"),
+    "not yet, key": ("[parallel]\ncp_kind = \"ulysses\"", [], '`parallel.cp_kind = "ulysses"` is not available yet', 'what works today: "ring"', "leave it out", "run.toml:2"),
+    "not yet, degree": ("[parallel]\ncp = 2", [], "`parallel.cp = 2` is not available yet", "what works today: 1", "set `parallel.cp = 1`", "run.toml:2"),
     "not yet, value": ("[adapter]\nkind = \"lora\"", [], '`adapter.kind = "lora"` is not available yet', "what works today:", "leave it out", "run.toml:2"),
     "not yet, unset": ("", ["run.profile=10:13"], '`run.profile = "10:13"` is not available yet', "leaving it out", "leave it out", "command line"),
     "unknown section": ("[trian]\nsteps = 1", [], "unknown section `[trian]`", "the sections are: model, data, train,", "did you mean `[train]`?", "run.toml:1"),
@@ -106,7 +107,9 @@ CASES = {
     "layout twice": ("", ["parallel.layout=dp=2 dp=3"], "`dp` is set twice in the layout `dp=2 dp=3`", "it is 2 and 3", "", "command line"),
     "layout bare": ("", ["parallel.layout=dp"], "`dp` in the layout has no value", "", "dp=2", "command line"),
     "layout empty": ('[parallel]\nlayout = ""', [], "the layout is empty", "", "dp=2", "run.toml:2"),
-    "layout later": ("", ["parallel.layout=dp=2 virtual_stages=2"], "`parallel.virtual_stages = 2` is not available yet", "", "", "command line"),
+    "layout later": ("", ["parallel.layout=dp=2 ep=2"], "`parallel.ep = 2` is not available yet", "", "", "command line"),
+    "split word": ("", ["parallel.split=evn"], '`parallel.split` must be a list of whole numbers or "auto" or "even", got "evn"', "layers per stage", "[4, 4]", "command line"),
+    "split of nothing": ("", ["parallel.pp=2", "parallel.split=6,0"], "`parallel.split = 0` is out of range", "at least 1", "", "command line"),
 }  # fmt: skip
 
 

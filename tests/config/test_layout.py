@@ -32,3 +32,10 @@ def test_everything_at_once_reads_back():
 
 def test_what_does_not_apply_is_left_out():
     assert format_layout(ParallelConfig(dp=2, zero=0, tp=1)) == "dp=2"
+    assert format_layout(ParallelConfig(dp=2, pp=2)) == "dp=2 pp=2 schedule=1f1b"  # what is open is not said
+
+
+def test_a_word_for_the_split():
+    text = format_layout(ParallelConfig(dp=1, pp=2, split="even"))
+    assert text == "dp=1 pp=2 schedule=1f1b split=even"
+    assert parse_layout(text)["parallel.split"] == "even"

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.config.keys import all_keys
 from shardwise.config.load import load_config
-from shardwise.config.schema import Config
+from shardwise.config.schema import Config, ParallelConfig
 from shardwise.errors import UserError
 
 
@@ -54,6 +54,9 @@ def test_file_then_command_line_each_with_its_origin(config_file):
         ("optimizer.lr=3e-4", 3e-4),
         ("train.deterministic=True", True),
         ("parallel.sp=false", False),
+        ("parallel.zero=3", 3),
+        ("parallel.virtual_stages=auto", "auto"),
+        ("memory.precision=bf16-mixed", "bf16"),
         ("run.name=123", "123"),
         ("run.name=true", "true"),
         ('run.name="quoted"', "quoted"),
@@ -118,6 +121,15 @@ def test_layout_string_sets_the_keys_it_stands_for(config_file):
     assert (loaded.config.parallel.dp, loaded.config.parallel.zero, loaded.config.parallel.layout) == (2, 0, None)
     assert loaded.config.memory.precision == "fp32"
     assert loaded.origins["parallel.dp"] == "run.toml:2"
+
+
+def test_a_layout_string_sets_every_axis():
+    text = "dp=2 zero=3 replicate=1 tp=2 sp pp=2 schedule=interleaved virtual_stages=3 split=1,1,1,1,1,1 bf16"
+    config = load_config(None, [f"parallel.layout={text}"]).config
+    assert config.parallel == ParallelConfig(
+        dp=2, zero=3, replicate=1, tp=2, sequence=True, pp=2, schedule="interleaved", virtual_stages=3, split=(1,) * 6
+    )
+    assert config.memory.precision == "bf16"
 
 
 def test_command_line_beats_the_layout_of_the_file(config_file):

@@ -32,7 +32,18 @@ HELD = {
     "checkpoint.every": "5m",
     "run.name": "x",
     "parallel.layout": None,
+    "train.seq_len": 256,
 }
+LAYOUTS = [
+    {},
+    {"dp": 4, "zero": 3, "replicate": 2},
+    {"dp": 2, "zero": 0, "replicate": 2},
+    {"tp": 4, "sequence": True},
+    {"dp": 3, "tp": 2, "sequence": False, "pp": 2, "split": (4, 2)},
+    {"pp": 3, "schedule": "zbv", "virtual_stages": 2, "split": "even"},
+    {"pp": 2, "schedule": "interleaved", "virtual_stages": 3, "split": (1, 1, 1, 1, 1, 1)},
+    {"pp": 2, "schedule": "zero-bubble"},
+]
 
 
 def value_of(key: Key) -> st.SearchStrategy:
@@ -60,6 +71,9 @@ def value_of(key: Key) -> st.SearchStrategy:
 def configs(draw):
     sections = {}
     for section, cls in section_classes().items():
+        if section == "parallel":
+            sections[section] = cls(**draw(st.sampled_from(LAYOUTS)))
+            continue
         values = {key.name: HELD[key.dotted] if key.dotted in HELD else draw(value_of(key)) for key in keys_of(section)}
         if section == "model":
             if values["path"] is not None:

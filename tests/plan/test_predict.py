@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
-from shardwise.plan.activations import activation_bytes
+from shardwise.parallel.regions import TensorParallel
+from shardwise.parallel.tensor import apply_tensor_parallel
+from shardwise.plan.activations import activation_bytes, head_activation_bytes, layer_activations
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import Rates, predict_memory, predict_step
+from shardwise.plan.predict import Rates, bubble_share, predict_memory, predict_step
+from shardwise.plan.rank_share import rank_shares, tensor_slice
+from shardwise.plan.schedules import schedule_actions, stage_owners
+from shardwise.plan.split import even_split
+from shardwise.plan.timeline import simulate
 
 FAMILIES = [
     ("tiny", {}),
@@ -34,16 +43,138 @@ def test_counted_activations_are_what_torch_saves(name, overrides):
     assert activation_bytes(spec, 1, 128, 4) == pytest.approx(saved_bytes(model, tokens, tokens), rel=0.06)
 
 
+def saved_in_slices(families) -> list[tuple[int, int]]:
+    """On every rank: what a forward pass over all ranks keeps, without and with sequence parallelism."""
+    found = []
+    for name, overrides in families:
+        spec = preset(name).with_overrides(overrides)
+        saved = []
+        for sequence in (False, True):
+            model = Decoder(spec)
+            initialize(model, 0)
+            apply_tensor_parallel(model, TensorParallel(dist.group.WORLD, sequence))
+            tokens = torch.zeros(1, 128, dtype=torch.long)
+            saved.append(saved_bytes(model, tokens, tokens))
+        found.append(tuple(saved))
+    return found
+
+
+def test_counted_activations_of_a_slice_are_what_torch_saves(ranks):
+    """Norms stay whole without sequence parallelism and are shared with it; what enters a region is whole on every rank."""
+    families = [(name, {"num_heads": 8, "num_kv_heads": 4} if "smollm" in name else {}) for name, _ in FAMILIES]
+    families = [(name, overrides | changes) for (name, overrides), (_, changes) in zip(FAMILIES, families, strict=True)]
+    measured = ranks.run(saved_in_slices, 2, families)[0]
+    for (name, overrides), saved in zip(families, measured, strict=True):
+        part = tensor_slice(preset(name).with_overrides(overrides), 2)
+        for token_parts, size in zip((1, 2), saved, strict=True):
+            layers = layer_activations(part, part.layers, 128, token_parts)
+            counted = 128 * 4 * layers + head_activation_bytes(part, 128, 4, token_parts)
+            assert counted == pytest.approx(size, rel=0.06), (name, token_parts)
+
+
 def plan(**changes) -> Plan:
     values = dict(device="cuda", precision="fp32", seq_len=128, global_batch=8, micro_batch=2, num_steps=1,
                   threads_per_rank=1, reason="", dp=2)  # fmt: skip
     return Plan(**(values | changes))
 
 
+# Memory ----------------------------------------------------------------------------------------------------------------
+
+STATES = ("weights", "gathered", "gradients", "optimizer")
+
+
+def states(spec, here: Plan, optimizer: str = "adamw") -> int:
+    memory = predict_memory(spec, here, optimizer)
+    return sum(memory[name] for name in STATES)
+
+
 def test_states_take_sixteen_bytes_per_parameter_with_adam_in_fp32():
     spec = preset("llama2-7b")
     memory = predict_memory(spec, plan(), "adamw")
     assert memory["weights"] + memory["gradients"] + memory["optimizer"] == 16 * spec.num_parameters
+    assert memory["gathered"] == 0
+
+
+LLAMA = preset("llama2-7b")
+P = LLAMA.num_parameters
+BLOCK = P / 32 * 0.961  # one of 32 layers; the rest is embedding and head
+ZERO = [  # precision, stage, micro-batches -> bytes per parameter: sharded, whole
+    ("fp32", 0, 4, 0, 16),
+    ("bf16", 0, 4, 0, 18),
+    ("fp64", 0, 4, 0, 32),
+    ("bf16-true", 0, 4, 0, 8),
+    ("bf16", 1, 4, 16, 2 + 4),
+    ("bf16", 1, 1, 16, 2),
+    ("bf16", 2, 4, 16, 2),
+    ("fp32", 1, 4, 16, 4 + 4),
+    ("fp32", 1, 1, 16, 4),
+    ("fp32", 2, 4, 16, 4),
+    ("bf16", 3, 4, 16, 0),
+    ("fp32", 3, 4, 16, 0),
+]
+
+
+@pytest.mark.parametrize("precision, zero, microbatches, sharded, whole", ZERO)
+def test_every_zero_stage_holds_what_its_line_of_the_table_says(precision, zero, microbatches, sharded, whole):
+    here = plan(dp=8, global_batch=64, micro_batch=8 // microbatches, precision=precision, zero=zero)
+    assert here.num_microbatches == microbatches
+    held = states(LLAMA, here)
+    if zero == 3:  # and two blocks
+        held -= predict_memory(LLAMA, here, "adamw")["gathered"]
+    assert held == pytest.approx(P * (sharded / 8 + whole), rel=1e-6)
+
+
+@pytest.mark.parametrize("precision, size", [("bf16", 2), ("fp32", 4)])
+def test_stage_3_gathers_two_blocks(precision, size):
+    here = plan(dp=8, zero=3, precision=precision, micro_batch=1)
+    assert predict_memory(LLAMA, here, "adamw")["gathered"] == pytest.approx(2 * BLOCK * size, rel=0.01)
+    tied = replace(LLAMA, tied=True)
+    table = LLAMA.vocab * LLAMA.hidden  # stays gathered: both ends of the model use it
+    assert predict_memory(tied, here, "adamw")["gathered"] == pytest.approx((2 * BLOCK + table) * size, rel=0.01)
+
+
+def test_hybrid_sharding_divides_by_its_shards_only():
+    full, hybrid = (predict_memory(LLAMA, plan(dp=8, zero=3, replicate=n, micro_batch=1), "adamw") for n in (1, 4))
+    assert hybrid["optimizer"] == pytest.approx(4 * full["optimizer"])
+    assert hybrid["gathered"] == full["gathered"]
+
+
+def test_optimizers_are_charged_for_their_own_states():
+    assert [states(LLAMA, plan(), name) / P for name in ("sgd", "momentum", "adamw")] == [8, 12, 16]
+
+
+def test_tensor_parallelism_divides_the_states_and_most_activations():
+    whole, half = (predict_memory(LLAMA, plan(tp=tp), "adamw") for tp in (1, 2))
+    assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.01)
+    shared = predict_memory(LLAMA, plan(tp=2, sequence=True), "adamw")
+    assert whole["activations"] / 2 < shared["activations"] < half["activations"] < whole["activations"]
+
+
+def test_the_fullest_rank_of_a_pipeline_counts():
+    spec = preset("gpt2")
+    even, front = (predict_memory(spec, plan(dp=1, pp=2, split=split), "adamw") for split in ((6, 6), (10, 2)))
+    assert even["weights"] < front["weights"]
+    # GPT-2 is tied: both ends have the table, and the last rank the final norm.
+    last = rank_shares(spec, plan(dp=1, pp=2, split=(1, 11)))[1]
+    table = spec.vocab * spec.hidden
+    layers = 11 * (spec.num_parameters - spec.num_embedding_parameters - spec.num_norm_parameters) // 12
+    assert last.num_parameters == table + layers + spec.num_norm_parameters
+
+
+def test_schedules_that_hold_more_need_more():
+    def activations(schedule: str, stages: int = 1) -> int:
+        here = plan(dp=1, pp=4, micro_batch=1, global_batch=16, schedule=schedule, virtual_stages=stages,
+                    split=even_split(32, 4 * stages))  # fmt: skip
+        return predict_memory(LLAMA, here, "adamw")["activations"]
+
+    one, gpipe = activations("1f1b"), activations("gpipe")
+    assert gpipe == pytest.approx(4 * one, rel=0.15)  # 16 micro-batches instead of 4; 1f1b has the logits only once
+    assert one < activations("zero-bubble") < 1.05 * one  # as much on every rank, the last one with its logits too
+    assert 1.05 * one < activations("interleaved", 2) < gpipe
+    assert activations("zbv", 2) == pytest.approx(one, rel=0.1)
+
+
+# Time ------------------------------------------------------------------------------------------------------------------
 
 
 def test_step_time_is_work_over_rate():
@@ -53,7 +184,56 @@ def test_step_time_is_work_over_rate():
     assert slow["optimizer"] == fast["optimizer"]
 
 
-def test_rows_cover_the_batch_once():
-    four = plan(dp=4, micro_batch=1)
-    assert [row for rank in range(4) for row in four.rows(rank)] == list(range(8))
-    assert Plan.from_dict(four.to_dict()) == four
+RATES = Rates(matmul_flops=1e12, memory_bytes=1e11, all_reduce_bytes=1e9)
+
+
+def test_one_process_sends_nothing_and_a_replica_sends_its_gradients():
+    assert predict_step(LLAMA, plan(dp=1), "adamw", RATES).keys() == {"compute", "optimizer"}
+    step = predict_step(LLAMA, plan(), "adamw", RATES)
+    assert step.keys() == {"compute", "optimizer", "data-parallel"}
+    assert step["data-parallel"] == pytest.approx(4 * P / 1e9)
+
+
+def test_degrees_divide_the_work():
+    one = predict_step(LLAMA, plan(dp=1), "adamw", RATES)["compute"]
+    assert predict_step(LLAMA, plan(dp=1, tp=4), "adamw", RATES)["compute"] == pytest.approx(one / 4)
+    assert predict_step(LLAMA, plan(dp=2), "adamw", RATES)["compute"] == pytest.approx(one / 2)
+    piped = predict_step(LLAMA, plan(dp=1, pp=2, split=(16, 16)), "adamw", RATES)["compute"]
+    assert one / 2 < piped < one / 2 * 1.05  # the last stage has the head as well
+
+
+@pytest.mark.parametrize("zero, halves", [(0, 2), (1, 2), (2, 5), (3, 12)])
+def test_zero_stages_send_as_often_as_fsdp_does(zero, halves):
+    """4 micro-batches. An all-reduce is a reduction and a gathering. Stage 2 reduces 4 times and gathers once; stage 3 gathers
+    for each forward and each backward."""
+    here = plan(dp=8, global_batch=32, micro_batch=1, zero=zero)
+    assert predict_step(LLAMA, here, "adamw", RATES)["data-parallel"] == pytest.approx(halves / 2 * 4 * P / 1e9)
+
+
+def test_hybrid_sharding_adds_one_sum_of_a_shard():
+    def seconds(replicate: int) -> float:
+        here = plan(dp=8, micro_batch=1, zero=3, replicate=replicate)
+        return predict_step(LLAMA, here, "adamw", RATES)["data-parallel"]
+
+    assert seconds(2) - seconds(1) == pytest.approx(4 * P / 4 / 1e9)
+
+
+def test_tensor_parallelism_sends_four_sums_per_layer_and_micro_batch():
+    step = predict_step(LLAMA, plan(dp=1, tp=2), "adamw", replace(RATES, all_reduce_latency=1e-3))
+    one = 1e-3 + 2 * 128 * LLAMA.hidden * 4 / 1e9
+    assert step["tensor-parallel"] == pytest.approx(4 * 32 * 4 * one)
+
+
+@pytest.mark.parametrize(
+    "schedule, stages", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zbv", 2)]
+)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_bubbles_are_those_of_the_simulated_schedule(schedule, stages, pp):
+    """Stages of equal cost whose backward takes twice as long as their forward."""
+    here = plan(dp=1, pp=pp, micro_batch=1, global_batch=4 * pp, schedule=schedule, virtual_stages=stages,
+                split=even_split(32, pp * stages))  # fmt: skip
+    seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    actions = schedule_actions(schedule, pp, stages, 4 * pp)
+    timeline = simulate(actions, stage_owners(schedule, pp, stages), lambda action: seconds[action.kind])
+    work = 3.0 * stages * 4 * pp
+    assert bubble_share(here) == pytest.approx(timeline.total / work - 1)

@@ -37,7 +37,7 @@ def check_world(config: Config, world: int, origins: Origins) -> None:
     product = math.prod(fixed.values())
     if product == world or (len(fixed) < len(degrees) and world % product == 0):
         return
-    said = " x ".join(f"{name}={value}" for name, value in fixed.items() if value > 1) or "dp=1"
+    said = [f"{name}={value}" for name, value in fixed.items() if value > 1] or ["dp=1"]
     fixes = [product] if len(fixed) == len(degrees) else [world // product * product, -(-world // product) * product]
     words = [f"--nproc {count}" for count in fixes if count]
     without_dp = product // fixed.get("dp", 1)
@@ -46,7 +46,9 @@ def check_world(config: Config, world: int, origins: Origins) -> None:
     raise UserError(
         f"the layout needs {product if len(fixed) == len(degrees) else f'a multiple of {product}'} processes, "
         f"there are {world}",
-        why=f"{said} = {product}; dp x cp x tp x pp must be the number of processes",
+        why=" x ".join(said)
+        + (f" = {product}" if len(said) > 1 else "")
+        + "; dp x cp x tp x pp must be the number of processes",
         fix=" or ".join(words),
         where=where_written(origins, *(f"parallel.{name}" for name in fixed)),
     )

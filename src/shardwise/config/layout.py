@@ -80,7 +80,7 @@ def format_layout(parallel: ParallelConfig, memory: MemoryConfig | None = None) 
         words += [f"cp={parallel.cp}", f"cp_kind={parallel.cp_kind}"]
     if parallel.pp not in ("auto", 1):
         words += [f"pp={parallel.pp}", f"schedule={parallel.schedule}"]
-        if parallel.virtual_stages not in ("auto", 1):
+        if parallel.virtual_stages not in ("auto", 1) and parallel.schedule != "zbv":  # a V always has two
             words.append(f"virtual_stages={parallel.virtual_stages}")
         if parallel.split != "auto":
             layers = (parallel.split,) if isinstance(parallel.split, str) else parallel.split

@@ -40,21 +40,26 @@ def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
 def _smaller(plan: Plan, axis: str) -> Plan:
     """The next smaller degree of one axis."""
     if axis == "tp":
-        tp = max(n for n in range(1, plan.tp) if plan.tp % n == 0)
+        tp = _divisor(plan.tp)
         return replace(plan, tp=tp, sequence=plan.sequence and tp > 1)
     if axis == "pp":
         pp = plan.pp - 1
         if pp == 1:
             return replace(plan, pp=1, virtual_stages=1, schedule="1f1b", split=())
         return replace(plan, pp=pp, split=plan.split[: pp * plan.virtual_stages])
-    dp = max(n for n in range(1, plan.dp) if plan.dp % n == 0)
+    replicate, shard = plan.replicate, plan.shard
+    if replicate >= shard:
+        replicate = _divisor(replicate)
+    else:
+        shard = _divisor(shard)
+    dp = replicate * shard
     batch = max(dp, plan.global_batch * dp // plan.dp)
-    if plan.zero == 0:
-        return replace(plan, dp=dp, replicate=dp, global_batch=batch)
-    replicate = max(n for n in range(1, min(plan.replicate, dp) + 1) if dp % n == 0)
-    if plan.replicate > 1 and replicate == dp > 2:
-        replicate = 2  # hybrid sharding keeps both: replicas and shards
     return replace(plan, dp=dp, replicate=replicate, global_batch=batch)
+
+
+def _divisor(degree: int) -> int:
+    """The largest smaller one."""
+    return max(n for n in range(1, degree) if degree % n == 0)
 
 
 def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:

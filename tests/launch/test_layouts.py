@@ -1,0 +1,138 @@
+"""Layouts through the real command: the same losses, checkpoints that any layout reads, and clear ends for what cannot work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import SMALL, losses_of, run_command, start_command
+from test_processes import alive, children
+
+from shardwise.errors import Exit
+
+FP64 = [*SMALL, "model.num_layers=4", "memory.precision=fp64", "train.micro_batch=2", "train.steps=4"]
+CONSTANT = ["optimizer.schedule=constant", "optimizer.warmup=0"]  # the same steps, however long the run
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, no layout: the run that the others are compared with."""
+    home = tmp_path_factory.mktemp("alone")
+    done = run_command("train", "--nproc", 1, *FP64, *CONSTANT, "run.name=one", cwd=home)
+    assert done.returncode == Exit.DONE, done.stdout
+    return home / "runs/one"
+
+
+def same(run: Path, other: Path, steps: range = range(1, 5)) -> None:
+    for key, limit in (("loss", 1e-9), ("grad_norm", 1e-9)):
+        a, b = losses_of(run, key), losses_of(other, key)
+        assert [a[step] for step in steps] == pytest.approx([b[step] for step in steps], abs=limit), key
+
+
+def last_lines(run: Path, key: str) -> object:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return next(line[key] for line in reversed(lines) if key in line)
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=2 zero=3 pp=2 schedule=zero-bubble", "dp=1 tp=2 sp pp=2 schedule=zbv", "dp=3 zero=2"]
+)
+def test_a_layout_trains_evaluates_and_samples_like_one_process(layout: str, alone: Path, tmp_path: Path) -> None:
+    done = run_command("train", f"parallel.layout={layout}", *FP64, *CONSTANT, "run.name=run", cwd=tmp_path)
+    assert done.returncode == Exit.DONE, done.stdout
+    run = tmp_path / "runs/run"
+    same(run, alone)
+    assert last_lines(run, "eval_loss") == pytest.approx(last_lines(alone, "eval_loss"), abs=1e-9)
+    assert "proof    " + layout.split()[0] in done.stdout and "3 steps in fp64" in done.stdout
+    assert last_lines(run, "proof")["same"] is True
+    if "pp" in layout:
+        bubbles = losses_of(run, "bubble_s")
+        assert all(value > 0 for value in bubbles.values()), "a pipeline always waits somewhere"
+
+
+def test_a_checkpoint_of_one_layout_goes_on_in_another(alone: Path, tmp_path: Path) -> None:
+    """Three layouts after each other, two steps each; the losses are those of one uninterrupted process."""
+    words = [*FP64, *CONSTANT, "run.name=run"]
+    first = run_command("train", "parallel.layout=dp=2 zero=3 pp=2", *words, "train.steps=2", cwd=tmp_path)
+    assert first.returncode == Exit.DONE, first.stdout
+    longer = ("--allow", "train.steps")
+    second = run_command("resume", "run", *longer, "train.steps=3", "parallel.layout=dp=1 tp=2", cwd=tmp_path)
+    assert second.returncode == Exit.DONE, second.stdout
+    assert "dp=1 tp=2 sp" in second.stdout
+    third = run_command("resume", "run", *longer, "train.steps=4", "parallel.layout=dp=2 zero=1", cwd=tmp_path)
+    assert third.returncode == Exit.DONE, third.stdout
+    same(tmp_path / "runs/run", alone)
+    shown = run_command("eval", "run", "--json", cwd=tmp_path)
+    loss = json.loads(shown.stdout.splitlines()[-1])["loss"]
+    assert loss == pytest.approx(last_lines(tmp_path / "runs/run", "eval_loss"), abs=1e-5)
+
+
+def test_a_layout_is_proven_once(tmp_path: Path) -> None:
+    words = ("train", "--nproc", 2, *SMALL, "train.steps=1")
+    assert "proof    dp=2: 3 steps in fp64" in run_command(*words, cwd=tmp_path).stdout
+    assert "steps in fp64" not in run_command(*words, cwd=tmp_path).stdout
+    assert "steps in fp64" not in run_command(*words, "--no-verify", "train.global_batch=7", cwd=tmp_path).stdout
+    assert "steps in fp64" in run_command(*words, "train.global_batch=7", cwd=tmp_path).stdout
+
+
+def test_verify_proves_a_layout(tmp_path: Path) -> None:
+    done = run_command("verify", "parallel.layout=dp=2 zero=2 tp=2", "--steps", 2, "--json", cwd=tmp_path)
+    assert done.returncode == Exit.DONE, done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["same"] is True and found["schema"] == 1
+    assert max(found[key] for key in ("losses", "norms", "gradients", "parameters")) < 1e-9
+    assert list(tmp_path.iterdir()) == [], "a proof leaves nothing behind"
+
+
+def torchrun(nproc: int, *words: str, cwd: Path, each: str = "") -> subprocess.CompletedProcess[str]:
+    """The real torchrun; `each` is Python that may change sys.argv by rank before the command starts."""
+    program = f"import os, sys; rank = int(os.environ['RANK']); sys.argv[0] = 'shardwise'\n{each}\n"
+    program += "from shardwise.cli.main import main; sys.exit(main())"
+    (cwd / "start.py").write_text(program)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return subprocess.run(
+        [*launcher, "start.py", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def test_one_rank_with_another_config_stops_the_job(tmp_path: Path) -> None:
+    each = "if rank == 1: sys.argv.append('train.seed=7')"
+    done = torchrun(2, "train", *SMALL, "train.steps=2", cwd=tmp_path, each=each)
+    assert done.returncode != 0
+    assert "rank 1 started with another config than rank 0" in done.stderr
+    assert done.stderr.count("started with another config") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_world_unlike_the_configs_is_refused(tmp_path: Path) -> None:
+    done = torchrun(2, "train", *SMALL, "parallel.tp=2", "parallel.pp=2", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "4 processes" in done.stderr or "multiply" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr.split("torch/distributed/launcher")[0].split("elastic")[0]
+
+
+def test_a_rank_that_dies_at_start_ends_the_job(tmp_path: Path) -> None:
+    words = [*SMALL, "train.steps=100000", "parallel.layout=dp=2 zero=3 pp=2", "model.num_layers=2"]
+    process = start_command("train", *words, cwd=tmp_path)
+    deadline, ranks = time.monotonic() + 60, []
+    while len(ranks) < 4 and time.monotonic() < deadline:
+        ranks = children(process.pid)
+        time.sleep(0.05)
+    os.kill(ranks[2], signal.SIGKILL)  # while it imports torch
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == Exit.HARDWARE, output
+    assert time.monotonic() - killed < 45, "the others must not wait for it"
+    assert "error: rank 2 was killed by SIGKILL" in output
+    assert not any(alive(pid) for pid in ranks)

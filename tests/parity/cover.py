@@ -1,0 +1,60 @@
+"""A pairwise cover of the matrix: few rows in which every two values that can meet do meet.
+
+A row has six values: what its layout does along three kinds of axis, its model, its precision, its batch. Greedy: the row
+with the most new pairs for its cost comes next, of equal ones that with the values used least so far. Deterministic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from itertools import combinations, product
+
+from layouts import BATCHES, LAYOUTS, MODELS, PRECISIONS, Case, features, world
+
+Value = tuple[str, str]  # which column, what stands in it
+COST = {2: 1.0, 3: 1.1, 4: 1.2}  # more ranks take longer, but what runs on four alone has to run anyway
+MOST_RANKS = 4
+
+
+@cache
+def rows() -> tuple[Case, ...]:
+    """Everything that can be combined, on few enough ranks."""
+    small = [layout for layout in LAYOUTS if world(layout) <= MOST_RANKS]
+    cases = (Case(*values) for values in product(small, MODELS, PRECISIONS, BATCHES))
+    return tuple(case for case in cases if case.is_possible)
+
+
+def values_of(case: Case) -> list[Value]:
+    columns = features(case.layout) | {"model": case.model, "precision": case.precision, "batch": case.batch}
+    return list(columns.items())
+
+
+def goals_of(case: Case) -> set[tuple[Value, ...]]:
+    """Pairs of values; and the layout itself, so that each is run at least once."""
+    return {*combinations(values_of(case), 2), (("layout", case.layout),)}
+
+
+def all_goals(cases: Iterable[Case]) -> set[tuple[Value, ...]]:
+    return set().union(*(goals_of(case) for case in cases))
+
+
+@cache
+def cover() -> tuple[Case, ...]:
+    numbers = {goal: number for number, goal in enumerate(sorted(all_goals(rows())))}
+    left = {case: sum(1 << numbers[goal] for goal in goals_of(case)) for case in rows()}  # goals as bits of one integer
+    uses: Counter[str] = Counter()
+    chosen: list[Case] = []
+    while left:
+
+        def worth(case: Case, left: dict[Case, int] = left) -> tuple[float, int]:
+            new = left[case].bit_count() / COST[world(case.layout)]
+            return new, -sum(uses[value] for value in (case.model, case.precision, case.batch))
+
+        best = max(left, key=worth)
+        chosen.append(best)
+        uses.update((best.model, best.precision, best.batch))
+        reached = left[best]
+        left = {case: goals & ~reached for case, goals in left.items() if goals & ~reached}
+    return tuple(chosen)

@@ -1,0 +1,175 @@
+"""The same-loss matrix: every layout trains what one process trains. A pairwise cover here, the full product in `make parity`."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+from cases import Matrix, differences
+from cover import all_goals, cover, rows, values_of
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from layouts import CLIP, LAYOUTS, MODELS, NUM_STEPS, PRECISIONS, SCHEDULES, Case, plan_fields, world
+
+from shardwise.model.presets import preset
+from shardwise.model.spec import ModelSpec
+from shardwise.run.reference import Trial, train_plain
+from shardwise.run.trial import trial_plan
+
+EIGHT_RANKS = [
+    Case("dp=2 zero=1 tp=2 sp pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),
+    Case("dp=4 zero=3 replicate=2 tp=2 sp", "grouped-query", "fp64", "ragged"),
+]
+
+
+@pytest.fixture(scope="module")
+def matrix(ranks: Any) -> Matrix:
+    return Matrix(ranks)
+
+
+# The cover ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_axis_and_every_zero_stage_in_every_schedule() -> None:
+    assert len(LAYOUTS) >= 36 and len(set(LAYOUTS)) == len(LAYOUTS)
+    found = [plan_fields(layout) for layout in LAYOUTS]
+    for zero in range(4):
+        for words in SCHEDULES:
+            wanted = {"dp": 2, "pp": 2, **plan_fields(words)} | ({"zero": zero} if zero else {})
+            assert wanted in found, wanted
+    assert any("replicate" in fields and "pp" in fields for fields in found)
+    assert any({"dp", "tp", "pp"} <= fields.keys() for fields in found)
+
+
+def test_the_cover_reaches_every_pair() -> None:
+    """Counted anew from the definition: two columns, two values that some possible row has together."""
+    missing = all_goals(rows()) - all_goals(cover())
+    assert not missing, sorted(missing)[:5]
+    met = {frozenset(pair) for case in cover() for pair in combinations(values_of(case), 2)}
+    for model in MODELS:
+        for precision in PRECISIONS:
+            assert frozenset({("model", model), ("precision", precision)}) in met
+        for words in SCHEDULES:
+            fields = plan_fields(words)
+            pipeline = f"{fields['schedule']} {fields.get('virtual_stages', 1)}"
+            assert frozenset({("model", model), ("pipeline", pipeline)}) in met
+    assert {case.layout for case in cover()} == {layout for layout in LAYOUTS if world(layout) <= 4}
+
+
+def test_a_wrong_number_is_over_the_limit() -> None:
+    """The comparison itself: a small change of anything, or a NaN, is seen."""
+    case = Case("dp=2", "grouped-query", "fp64", "few")
+    truth, other = (train_plain(case.spec, case.trial) for _ in range(2))
+    assert not differences(other, truth).over(case.limits)
+    other.losses[-1] += 2e-9
+    assert set(differences(other, truth).over(case.limits)) == {"loss"}
+    other.losses[-1] = float("nan")
+    assert set(differences(other, truth).over(case.limits)) == {"loss"}
+    other.norms[3] *= 1 + 2e-9
+    other.gradients["layers.1.attention.k.weight"][3, 3] += 1e-9
+    other.parameters["norm.weight"][0] += 2e-9
+    assert set(differences(other, truth).over(case.limits)) == {"loss", "norm", "gradient", "parameter"}
+
+
+def test_clipping_is_at_work_in_every_step() -> None:
+    trial = Case("dp=2", "dense", "fp64", "even").trial
+    record = train_plain(MODELS["dense"], trial)
+    assert len(record.norms) == NUM_STEPS and min(record.norms) > CLIP
+
+
+# The rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cover(), ids=str)
+def test_same_loss(case: Case, matrix: Matrix) -> None:
+    found = matrix.measure(case)
+    assert not found.over(case.limits), f"{case}: {found}"
+
+
+@pytest.mark.parametrize("case", EIGHT_RANKS, ids=str)
+def test_same_loss_on_eight_ranks(case: Case, matrix: Matrix) -> None:
+    found = matrix.measure(case)
+    assert not found.over(case.limits), f"{case}: {found}"
+
+
+# Layouts and models that nobody chose ---------------------------------------------------------------------------------
+
+
+@st.composite
+def layout_strings(draw: st.DrawFn) -> str:
+    """Any valid layout on two to four ranks, without a split."""
+    dp, tp, pp = draw(
+        st.sampled_from(
+            [(d, t, p) for d in (1, 2, 3, 4) for t in (1, 2, 4) for p in (1, 2, 3, 4) if 2 <= d * t * p <= 4]
+        )
+    )
+    words = [f"dp={dp}"]
+    if zero := draw(st.integers(0, 3)):
+        replicate = draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
+        words += [f"zero={zero}", f"replicate={replicate}"]
+    if tp > 1:
+        words += [f"tp={tp}", *(["sp"] if draw(st.booleans()) else [])]
+    if pp > 1:
+        words += [f"pp={pp}", draw(st.sampled_from([words for words in SCHEDULES if pp < 4 or "=2" not in words]))]
+    return " ".join(words)
+
+
+@st.composite
+def specs(draw: st.DrawFn, num_stages: int) -> ModelSpec:
+    heads = 4
+    return preset(draw(st.sampled_from(["tiny", "tiny-moe"]))).with_overrides(
+        {
+            "num_layers": num_stages + draw(st.integers(0, 2)),
+            "hidden": draw(st.sampled_from([16, 20, 24])),
+            "num_heads": heads,
+            "num_kv_heads": draw(st.sampled_from([1, 2, 4])),
+            "head_dim": draw(st.sampled_from([4, 6])),
+            "ffn": draw(st.integers(8, 40)),
+            "expert_ffn": draw(st.integers(8, 24)),
+            "vocab": draw(st.integers(13, 60)),
+            "tied": draw(st.booleans()),
+            "qkv_bias": draw(st.booleans()),
+            "mlp_bias": draw(st.booleans()),
+            "sliding_window": draw(st.sampled_from([0, 3])),
+        }
+    )
+
+
+@st.composite
+def splits(draw: st.DrawFn, num_layers: int, num_stages: int) -> tuple[int, ...]:
+    cuts = sorted(draw(st.permutations(range(1, num_layers)))[: num_stages - 1])
+    return tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, num_layers], strict=True))
+
+
+@given(data=st.data())
+@settings(
+    max_examples=12,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_random_layouts_and_models(matrix: Matrix, data: st.DataObject) -> None:
+    layout = data.draw(layout_strings())
+    fields = plan_fields(layout)
+    pp, dp = int(fields.get("pp", 1)), int(fields["dp"])
+    num_stages = pp * int(fields.get("virtual_stages", 1))
+    spec = data.draw(specs(num_stages))
+    if pp > 1:
+        fields["split"] = data.draw(splits(spec.num_layers, num_stages))
+    rows_per_step = data.draw(st.integers(dp, 2 * dp + 3))
+    micro = data.draw(st.integers(1, min(3, -(-rows_per_step // dp))))
+    trial = Trial(
+        num_steps=3,
+        global_batch=rows_per_step,
+        micro_batch=micro,
+        seq_len=8,
+        clip=CLIP,
+        documents=data.draw(st.booleans()),
+    )
+    plan = trial_plan(trial, **fields)
+    found = matrix.compare(spec, plan, trial)
+    limits = dict.fromkeys(("loss", "norm", "gradient", "parameter"), 1e-9)
+    assert not found.over(limits), f"{plan.layout} with {spec} and {trial}: {found}"

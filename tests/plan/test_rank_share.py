@@ -1,0 +1,95 @@
+"""What a rank holds is counted against the real thing: decoders in parts, slices of their matrices, lists of actions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.model.decoder import Decoder
+from shardwise.model.presets import preset
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel.tensor import placement
+from shardwise.plan.plan import Plan
+from shardwise.plan.rank_share import rank_shares, tensor_slice
+from shardwise.plan.schedules import schedule_actions, stage_owners
+from shardwise.plan.split import even_split
+from shardwise.plan.timeline import peak_in_flight
+
+SMALL = {"num_layers": 4, "vocab": 1000}
+MODELS = [
+    ("tiny", {"num_layers": 4}),
+    ("tiny-moe", {"num_layers": 4, "num_shared_experts": 2}),
+    ("gpt2", SMALL),
+    ("qwen3-0.6b", SMALL),
+    ("gemma2-2b", SMALL | {"hidden": 256, "ffn": 512}),
+    ("deepseek-v3", SMALL | {"hidden": 256, "num_heads": 4, "num_kv_heads": 4, "ffn": 512, "expert_ffn": 128,
+                             "num_experts": 16}),
+]  # fmt: skip
+SPECS = {name: preset(name).with_overrides(changes) for name, changes in MODELS}
+
+
+def plan(**changes) -> Plan:
+    values = dict(device="cpu", precision="fp32", seq_len=128, global_batch=8, micro_batch=1, num_steps=1,
+                  threads_per_rank=1, reason="")  # fmt: skip
+    return Plan(**(values | changes))
+
+
+def held_parameters(spec: ModelSpec, tp: int, layers: range | None = None) -> int:
+    """The most that one of `tp` ranks has of a decoder, or of the part of it with these layers."""
+    with torch.device("meta"):
+        model = Decoder(spec, layers=layers)
+
+    def held(name: str, shape: torch.Size, index: int) -> int:
+        cut = placement(spec, name, tp, index, sequence=False).slice
+        return shape.numel() if cut is None else shape.numel() // shape[cut.dim] * (cut.stop - cut.start)
+
+    return max(sum(held(name, p.shape, index) for name, p in model.named_parameters()) for index in range(tp))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_slice_has_the_parameters_of_the_fullest_tensor_parallel_rank(name, tp):
+    assert tensor_slice(SPECS[name], tp).num_parameters == held_parameters(SPECS[name], tp)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("schedule, stages", [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_a_rank_of_a_pipeline_has_the_parameters_of_its_stages(name, tp, schedule, stages):
+    spec = SPECS[name]
+    here = plan(tp=tp, pp=2, schedule=schedule, virtual_stages=stages, split=even_split(4, 2 * stages))
+    owners = stage_owners(schedule, 2, stages)
+    for rank, share in enumerate(rank_shares(spec, here)):
+        mine = [here.layers_of(stage) for stage, owner in enumerate(owners) if owner == rank]
+        assert share.num_parameters == sum(held_parameters(spec, tp, layers) for layers in mine)
+
+
+def test_one_rank_alone_has_the_whole_model():
+    for spec in SPECS.values():
+        (share,) = rank_shares(spec, plan())
+        assert share.num_parameters == spec.num_parameters
+        assert (share.work, share.stages_in_flight) == (1.0, 1)
+
+
+def test_work_is_shared_completely():
+    spec = preset("llama3-8b")
+    shares = rank_shares(spec, plan(pp=4, split=(9, 9, 8, 6)))
+    assert sum(share.work for share in shares) == pytest.approx(1.0)
+    assert max(share.work for share in shares) < max(
+        share.work for share in rank_shares(spec, plan(pp=4, split=(8, 8, 8, 8)))
+    )
+
+
+@pytest.mark.parametrize("schedule, stages", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3),
+                                              ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)])  # fmt: skip
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 7, 8, 9, 24])
+def test_stages_in_flight_are_what_the_schedule_holds(schedule, stages, pp, microbatches):
+    spec = preset("llama3-8b")
+    here = plan(pp=pp, schedule=schedule, virtual_stages=stages, split=even_split(32, pp * stages),
+                global_batch=microbatches)  # fmt: skip
+    assert here.num_microbatches == microbatches
+    counted = peak_in_flight(schedule_actions(schedule, pp, stages, microbatches))
+    predicted = [share.stages_in_flight for share in rank_shares(spec, here)]
+    assert max(predicted) == max(counted)
+    assert all(mine >= theirs for mine, theirs in zip(predicted, counted, strict=True))
