@@ -1,35 +1,57 @@
-"""Our side: one function per variant, each returning the step that the benchmark times. TO BE FILLED IN.
-
-The contract, the same as for the peers:
-- build from `setting` alone: `setting.spec` with the weights of `initialize(model, setting.seed)`, AdamW and clipping with
-  the setting's numbers, `setting.micro_batches` micro-batches per step, fp32. The gloo process group exists already, and
-  torch's thread count is set;
-- the returned step takes this rank's micro-batches (lists of (tokens_BT, targets_BT), all targets count) and does all that
-  our trainer does in one step;
-- it returns `Done(loss, norm)`: the loss of this rank or of all, and the norm of the whole gradient before clipping.
-Losses and norms of the first steps are compared with a single process; a variant that differs is not timed.
-"""
+"""Our side: the engine and the step that `shardwise train` runs, with its clock and its agreement of the ranks."""
 
 from __future__ import annotations
 
-from peers.setting import Setting, Step
+import torch
+import torch.distributed as dist
+
+from peers.setting import Batch, Done, Setting, Step
+from shardwise.config.schema import CommConfig, OptimizerConfig
+from shardwise.data.loader import StepBatch, TensorBatch
+from shardwise.model.initialize import initialize
+from shardwise.parallel.apply import parallelize_decoder
+from shardwise.plan.plan import Plan
+from shardwise.run.clock import Clock
+from shardwise.run.optimizer import build_optimizer
+from shardwise.run.step import run_step
 
 
-class NotWired(Exception):
-    """This variant waits for its few lines below."""
+def ours(setting: Setting, *, zero: int) -> Step:
+    device = torch.device("cpu")
+    plan = Plan(
+        device="cpu",
+        precision="fp32",
+        seq_len=setting.seq_len,
+        global_batch=setting.ranks * setting.rows * setting.micro_batches,
+        micro_batch=setting.rows,
+        num_steps=1,
+        threads_per_rank=torch.get_num_threads(),
+        reason="a benchmark",
+        dp=setting.ranks,
+        zero=zero,
+    )
+    engine = parallelize_decoder(
+        setting.spec, plan, dist.get_rank(), device, CommConfig(), "auto", lambda model: initialize(model, setting.seed)
+    )
+    values = OptimizerConfig(lr=setting.lr, betas=setting.betas, eps=setting.eps, weight_decay=setting.weight_decay)
+    optimizer, clock = build_optimizer(values, engine.locals()), Clock(device)
 
+    def step(batch: list[Batch]) -> Done:
+        clock.begin()
+        # The loop's agreement before every step: the number of targets, whether to stop, whether to save.
+        agreed = torch.tensor([0, 0, sum(targets.numel() for _, targets in batch), 0])
+        dist.all_reduce(agreed)
+        micro = [TensorBatch(tokens, targets, None) for tokens, targets in batch]
+        done = run_step(
+            engine,
+            optimizer,
+            StepBatch(1, micro, 0),
+            num_targets=int(agreed[2]),
+            lr=setting.lr,
+            clip=setting.clip,
+            clock=clock,
+        )
+        clock.finish()
+        return Done(done.loss, torch.tensor(done.grad_norm))
 
-def ours_ddp(setting: Setting) -> Step:
-    raise NotWired("ours_ddp")
-
-
-def ours_zero1(setting: Setting) -> Step:
-    raise NotWired("ours_zero1")
-
-
-def ours_zero2(setting: Setting) -> Step:
-    raise NotWired("ours_zero2")
-
-
-def ours_zero3(setting: Setting) -> Step:
-    raise NotWired("ours_zero3")
+    return step

@@ -24,7 +24,6 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from peers.ours import NotWired
 from peers.patches import Patches
 from peers.setting import Batch, Done, Setting, Step, reference
 from peers.variants import VARIANTS
@@ -116,8 +115,6 @@ def _build(rank: int, job: Job, terminal: TextIO) -> tuple[list[Built], dict[str
         try:
             with patches.collect():
                 step = VARIANTS[name].build(job.setting)
-        except NotWired as missing:
-            error = f"not wired yet: ours.py, {missing}"
         except Exception as failure:
             traceback.print_exc()
             error = f"failed to build: {_first_line(failure)}"

@@ -45,7 +45,7 @@ VARIANTS = {
     "torch-ddp": Variant("torch DDP, by hand", "by_hand:torch_ddp", "torch-ddp"),
     "torch-ddp-again": Variant("torch DDP, by hand, again (A/A)", "by_hand:torch_ddp", "torch-ddp"),
     "accelerate-ddp": Variant("Accelerate DDP", "with_accelerate:accelerate_ddp", "torch-ddp", "accelerate"),
-    "ours-ddp": Variant("ours, ddp", "ours:ours_ddp", "torch-ddp"),
+    "ours-ddp": Variant("ours, ddp", "ours:ours", "torch-ddp", options={"zero": 0}),
     "torch-fsdp2": Variant(
         "torch FSDP2, by hand, resharded (ZeRO-3)", "by_hand:torch_fsdp2", "torch-fsdp2", options={"reshard": True}
     ),
@@ -56,7 +56,7 @@ VARIANTS = {
         "Accelerate FSDP2 (set by hand)", "with_accelerate:accelerate_fsdp2", "torch-fsdp2", "accelerate"
     ),
     "deepspeed-zero3": _zero(3),
-    "ours-zero3": Variant("ours, zero 3", "ours:ours_zero3", "torch-fsdp2"),
+    "ours-zero3": Variant("ours, zero 3", "ours:ours", "torch-fsdp2", options={"zero": 3}),
     "torch-fsdp2-keep": Variant(
         "torch FSDP2, by hand, kept (as ZeRO-2)", "by_hand:torch_fsdp2", "torch-fsdp2-keep", options={"reshard": False}
     ),
@@ -68,8 +68,8 @@ VARIANTS = {
     ),
     "deepspeed-zero1": _zero(1),
     "deepspeed-zero2": _zero(2),
-    "ours-zero1": Variant("ours, zero 1", "ours:ours_zero1", "torch-fsdp2-keep"),
-    "ours-zero2": Variant("ours, zero 2", "ours:ours_zero2", "torch-fsdp2-keep"),
+    "ours-zero1": Variant("ours, zero 1", "ours:ours", "torch-fsdp2-keep", options={"zero": 1}),
+    "ours-zero2": Variant("ours, zero 2", "ours:ours", "torch-fsdp2-keep", options={"zero": 2}),
 }
 
 BASELINES = ("torch-ddp", "torch-fsdp2", "torch-fsdp2-keep")  # each stands twice, as NAME and NAME-again

@@ -148,6 +148,9 @@ class Case:
 
     @property
     def trial(self) -> Trial:
+        """bf16 goes without clipping: torch adds a norm up in fp32, in an order that follows the shards, and a factor that differs
+        in its seventh digit sends some weight to the other neighbour in bf16, which moves the loss by 5e-5. Without it, layouts
+        that do not split a sum inside a layer agree to the last bit. Clipping itself is proved in fp64 and fp32."""
         batch = BATCHES[self.batch]
         rows_per_rank = -(-batch.rows // degree(self.layout, "dp"))
         return Trial(
@@ -156,7 +159,7 @@ class Case:
             micro_batch=min(batch.micro, rows_per_rank),
             seq_len=SEQ_LEN,
             precision=self.precision,
-            clip=CLIP,
+            clip=CLIP if self.precision != "bf16" else 0.0,
             documents=batch.documents,
         )
 

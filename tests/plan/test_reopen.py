@@ -91,3 +91,14 @@ def test_the_plan_of_an_old_run_can_be_reopened(path):
     """A config.toml from before layouts: `virtual_stages` was a number, and nothing says who chose it."""
     path.write_text('[parallel]\ndp = 2  # planner\nzero = 0  # planner\ntp = 1\nvirtual_stages = 1\nsplit = "auto"\n')
     assert isinstance(settle(reopen(path, ["parallel.zero=1"]), None, path).plan, Plan)
+
+
+def test_a_layout_string_replaces_the_whole_layout(tmp_path: Path) -> None:
+    """`parallel.layout=dp=2` after a run with a pipeline means dp=2 and nothing else."""
+    path = tmp_path / "config.toml"
+    loaded = load_config(None, ["parallel.layout=dp=1 pp=2 zero=0 schedule=zbv", "run.name=x"])
+    write_config(loaded.config, loaded.origins, path)
+    parallel = reopen(path, ["parallel.layout=dp=2 zero=1"]).config.parallel
+    assert (parallel.dp, parallel.zero, parallel.pp, parallel.schedule) == (2, 1, "auto", "1f1b")
+    kept = reopen(path, ["parallel.dp=2"]).config.parallel
+    assert (kept.dp, kept.pp, kept.schedule) == (2, 2, "zbv")

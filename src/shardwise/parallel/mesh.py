@@ -67,7 +67,7 @@ def build_mesh(plan: Plan, spec: ModelSpec, rank: int, device: torch.device, *, 
     at = plan.coordinates(rank)
     if plan.world == 1 and not fsdp:
         return Mesh(plan, rank, at, device)
-    _start_alone(plan)
+    _start_alone(plan, device)
     shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     kv_copies = 1 if spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
@@ -88,10 +88,11 @@ def build_mesh(plan: Plan, spec: ModelSpec, rank: int, device: torch.device, *, 
     )
 
 
-def _start_alone(plan: Plan) -> None:
+def _start_alone(plan: Plan, device: torch.device) -> None:
     """FSDP2 needs a process group even for one process; this one has no port and no peer."""
     if plan.world == 1 and not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _own_group(members: list[list[int]], rank: int) -> Group:

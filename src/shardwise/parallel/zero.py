@@ -94,8 +94,7 @@ def shard_decoder(model: Decoder, mesh: Mesh, traffic: Traffic) -> FSDPModule:
             module.set_custom_reduce_scatter(ExactReduceScatter(traffic))
     if on_gloo:
         root._set_unshard_async_op(True)
-    if plan.zero == 3:
-        _prefetch([group[0] for group in groups])
+    _prefetch([group[0] for group in groups])
     return root
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.config.keys import COMMAND_LINE, DEFAULT, all_keys
-from shardwise.config.layout import parse_layout
+from shardwise.config.layout import WORDS, parse_layout
 from shardwise.config.lines import key_lines
 from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.values import read_typed
@@ -30,6 +30,10 @@ def reopen(path: Path, words: Sequence[str], nproc: int | None = None) -> Loaded
         anew.add("parallel.dp")
     if nproc is not None or any(name.startswith("parallel.") for name in given):
         anew |= {name for name, origin in before.items() if origin == PLANNER and name.startswith("parallel.")}
+    if any(find_key(word.partition("=")[0].strip().lstrip("-")).dotted == "parallel.layout" for word in words):
+        anew |= {
+            name for name in WORDS.values() if name in before and name.startswith("parallel.")
+        }  # it says all of it
     reset = [f"{name}={all_keys()[name].default}" for name in sorted(anew - given)]
     loaded = load_config(path, [*reset, *words])
     kept = {name: origin for name, origin in before.items() if name in loaded.origins and name not in given | anew}

@@ -94,11 +94,16 @@ def plain_gradients(model: Decoder, microbatches: Iterable[TensorBatch], num_tar
 
 def plain_update(model: Decoder, optimizer: torch.optim.Optimizer, clip: float | None) -> float:
     """Clip, update; returns the gradient norm."""
-    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # Of bf16 gradients too the norm is a number in fp32: 8 bits of it would clip differently.
+    wide = [g.float() if g.dtype == torch.bfloat16 else g for g in gradients]
+    norm = torch.nn.utils.get_total_norm(wide)
+    if clip:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
     optimizer.step()
     optimizer.zero_grad()
     update_router_bias(model)
-    return norm
+    return float(norm)
 
 
 def _forward(model: Decoder, micro: TensorBatch, precision: str) -> Losses:

@@ -1,0 +1,40 @@
+"""One GPU: the engine that every layout uses, against the plain model on the same device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.model.presets import preset
+from shardwise.run.reference import Trial, train_plain
+from shardwise.run.trial import train_in_layout, trial_plan
+from shardwise.run.verify import compare
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+SIZES = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
+LIMITS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-5, "bf16-true": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", LIMITS)
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_the_engine_on_one_gpu_computes_what_the_plain_model_computes(name: str, precision: str) -> None:
+    device = torch.device("cuda", 0)
+    spec = preset(name).with_overrides(SIZES | ({"expert_ffn": 64} if name == "tiny-moe" else {}))
+    attention = "math" if precision == "fp64" else "auto"
+    trial = Trial(num_steps=4, precision=precision, attention=attention, seq_len=32)
+    record = train_in_layout(spec, trial_plan(trial), trial, 0, device)
+    (losses, norms, gradients, _), worst = compare(record, train_plain(spec, trial, device))
+    assert losses <= LIMITS[precision], (losses, worst)
+    assert norms <= (1e-12 if precision == "fp64" else 1e-2), norms
+    assert gradients <= (1e-10 if precision == "fp64" else 1e-2), (gradients, worst)
