@@ -20,8 +20,11 @@ LIMITS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-5, "bf16-true": 1e-5}
 
 
 @pytest.fixture(autouse=True)
-def no_group_left() -> Iterator[None]:
+def repeatable() -> Iterator[None]:
+    """Kernels that add in the order threads arrive (an index's backward) would differ from themselves in bf16."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
+    torch.use_deterministic_algorithms(False)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,0 +1,194 @@
+"""How long pipeline ranks really wait, against what the schedule says they must: measured bubble over predicted.
+
+    python benchmarks/pipeline_bubble.py [--steps 30] [--out FILE]
+
+The real executor, real processes and real messages. Two kinds of stage: `tiny`'s own layers over two ranks, one pinned core each;
+and stages that sleep instead of computing, for more ranks than this machine has cores. The prediction is the simulator's, fed with
+the median time of each kind of action on each stage in the same steps. Both bubbles are shares of all ranks' time in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from shardwise.model.decoder import Hidden, Losses
+from shardwise.model.presets import preset
+from shardwise.parallel.data import GradientSums
+from shardwise.plan.plan import Plan
+from shardwise.plan.schedules import Action, stage_owners
+from shardwise.plan.split import even_split
+from shardwise.plan.timeline import simulate
+from shardwise.run.clock import Clock
+from shardwise.run.reference import Trial
+from shardwise.run.trial import build_trial, trial_batch, trial_plan
+
+NAMES = {"forward": "F", "backward": "B", "backward inputs": "I", "backward weights": "W"}
+SECONDS = {"F": 0.010, "B": 0.020, "I": 0.010, "W": 0.010}  # of a sleeping stage with one layer's share
+CASES = [
+    # ranks, schedule, stages per rank, micro-batches, what a stage does
+    (2, "gpipe", 1, 8, "compute"),
+    (2, "1f1b", 1, 8, "compute"),
+    (2, "interleaved", 2, 8, "compute"),
+    (2, "zero-bubble", 1, 8, "compute"),
+    (2, "zbv", 2, 8, "compute"),
+    (4, "gpipe", 1, 8, "sleep"),
+    (4, "1f1b", 1, 8, "sleep"),
+    (4, "1f1b", 1, 3, "sleep"),
+    (4, "interleaved", 2, 8, "sleep"),
+    (4, "zero-bubble", 1, 8, "sleep"),
+    (4, "zero-bubble", 2, 8, "sleep"),
+    (4, "zbv", 2, 8, "sleep"),
+]
+
+
+class Sleeping(GradientSums):
+    """A stage that takes its time and computes next to nothing."""
+
+    def __init__(self, stage: Any, share: float):
+        super().__init__(stage.model)
+        self.share, self.is_last = share, stage.model.is_last
+        self.weight = nn.Parameter(torch.ones(()))
+        self.forward = self._forward  # type: ignore[assignment]
+
+    def _forward(self, tokens: Tensor, targets: Tensor, documents_BT: Any = None, x_BTD: Tensor | None = None) -> Any:
+        time.sleep(SECONDS["F"] * self.share)
+        x = tokens.new_ones(*tokens.shape, self.model.spec.hidden, dtype=torch.float32) if x_BTD is None else x_BTD
+        x = x * self.weight
+        zero = x.new_zeros(())
+        return Losses(x.sum(), zero, zero) if self.is_last else Hidden(x, zero, zero)
+
+    def before_backward(self, kind: str, *, last: bool) -> None:
+        time.sleep(SECONDS[kind] * self.share)
+
+    def after_backward(self, kind: str, *, last: bool) -> None:
+        if kind == "W":
+            time.sleep(SECONDS["W"] * self.share)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipeline_bubble.json")
+    args = parser.parse_args()
+    rows = []
+    for number, case in enumerate(CASES, 1):
+        print(f"case {number} of {len(CASES)}: {' '.join(map(str, case))}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(_rank, (case, args.steps, folder), nprocs=case[0])
+            rows.append(json.loads((Path(folder) / "row.json").read_text()))
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_average_before": os.getloadavg()[0],
+        "steps": args.steps,
+        "rows": rows,
+    }
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    _show(rows)
+
+
+def _rank(rank: int, case: tuple[int, str, int, int, str], steps: int, folder: str) -> None:
+    pp, schedule, virtual, num_microbatches, kind = case
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if kind == "compute" and len(cores) >= pp:
+        os.sched_setaffinity(0, {cores[rank]})
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", pp), rank=rank, world_size=pp)
+    spec = preset("tiny").with_overrides({"num_layers": 8})
+    rows = 2 if kind == "compute" else 1
+    trial = Trial(global_batch=rows * num_microbatches, micro_batch=rows, seq_len=128, precision="fp32")
+    split = even_split(spec.num_layers, pp * virtual)
+    plan: Plan = trial_plan(trial, pp=pp, schedule=schedule, virtual_stages=virtual, split=split)
+    engine = build_trial(spec, plan, trial, rank, torch.device("cpu"))
+    if kind == "sleep":
+        for stage in engine.stages:
+            stage.sums = Sleeping(stage, 1 / virtual)
+    batch, num_targets = trial_batch(spec, plan, trial, 1, 0)
+    clock = Clock(torch.device("cpu"))
+    seconds: dict[str, list[float]] = defaultdict(list)
+    totals = []
+    for step in range(steps + 3):
+        dist.barrier()
+        clock.begin()
+        began = time.perf_counter()
+        engine.pipeline.train(batch.microbatches, num_targets, clock)
+        totals.append(time.perf_counter() - began)
+        engine.zero_grad()
+        for span in clock.spans if step >= 3 else ():
+            if span.name in NAMES:
+                seconds[f"{NAMES[span.name]} {span.stage}"].append(span.duration_s)
+    gathered: list[Any] = [None] * pp
+    dist.all_gather_object(gathered, (dict(seconds), totals[3:]))
+    if rank == 0:
+        (Path(folder) / "row.json").write_text(json.dumps(_row(case, engine.pipeline.table, gathered)))
+    dist.destroy_process_group()
+
+
+def _row(case: tuple[int, str, int, int, str], table: Any, gathered: list[Any]) -> dict[str, Any]:
+    """Medians over steps. Every rank's step ends at its own last action, so the step is the slowest rank's."""
+    pp, schedule, virtual, num_microbatches, kind = case
+    median = {key: statistics.median(values) for found, _ in gathered for key, values in found.items()}
+
+    def cost(action: Action) -> float:
+        return median[f"{action.kind} {action.stage}"]
+
+    predicted = simulate(table, stage_owners(schedule, pp, virtual), cost)
+    busy = sum(cost(action) for actions in table for action in actions)
+    total = statistics.median(max(times) for times in zip(*(totals for _, totals in gathered), strict=True))
+    return {
+        "ranks": pp,
+        "schedule": schedule,
+        "virtual_stages": virtual,
+        "micro_batches": num_microbatches,
+        "stages": kind,
+        "predicted_step_s": predicted.total,
+        "measured_step_s": total,
+        "predicted_bubble": predicted.bubble_fraction,
+        "measured_bubble": 1 - busy / (pp * total),
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="pipeline bubble")
+    for name in (
+        "ranks",
+        "schedule",
+        "per rank",
+        "micro",
+        "stages",
+        "step predicted",
+        "measured",
+        "ratio",
+        "bubble predicted",
+        "measured",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["ranks"]), row["schedule"], str(row["virtual_stages"]), str(row["micro_batches"]), row["stages"],
+            f"{1e3 * row['predicted_step_s']:.1f} ms", f"{1e3 * row['measured_step_s']:.1f} ms",
+            f"{row['measured_step_s'] / row['predicted_step_s']:.3f}",
+            f"{100 * row['predicted_bubble']:.1f} %", f"{100 * row['measured_bubble']:.1f} %",
+        )  # fmt: skip
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

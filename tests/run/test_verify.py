@@ -1,0 +1,90 @@
+"""Proofs: they hold for what is right, and a mistake of any size that matters makes `verify` exit with 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.config.schema import OptimizerConfig
+from shardwise.errors import Exit
+from shardwise.model.presets import preset
+from shardwise.parallel.engine import Engine
+from shardwise.plan.plan import Plan
+from shardwise.run import verify
+from shardwise.run.reference import Record
+
+CPU = torch.device("cpu")
+
+
+def plan_of(**layout: object) -> Plan:
+    values = dict(device="cpu", precision="bf16", seq_len=64, num_steps=9, threads_per_rank=1, reason="")
+    return Plan(**values | dict(global_batch=8, micro_batch=2) | layout)  # type: ignore[arg-type]
+
+
+def proof_of(plan: Plan, broken: str = "") -> verify.Proof:
+    """Runs on a rank. `broken`: a method of the engine that does nothing."""
+    kept = getattr(Engine, broken) if broken else None
+    try:
+        if broken:
+            setattr(Engine, broken, lambda self, *arguments: None)
+        return verify.prove(preset("tiny"), plan, OptimizerConfig(), dist.get_rank(), CPU)
+    finally:
+        if broken:
+            setattr(Engine, broken, kept)
+
+
+def test_a_right_layout_is_proven_and_every_rank_knows(ranks) -> None:
+    proofs = ranks.run(proof_of, 4, plan_of(dp=2, zero=3, tp=2))
+    assert all(proof.holds and proof.largest < 1e-12 for proof in proofs)
+    assert len({proof.gradients for proof in proofs}) == 1
+
+
+@pytest.mark.parametrize("broken", ["_sum_partial", "clip"])
+def test_a_broken_layout_is_found(ranks, broken: str) -> None:
+    proof = ranks.run(proof_of, 2, plan_of(tp=2, sequence=True), broken)[0]
+    assert not proof.holds and proof.worst
+
+
+def test_a_missing_or_infinite_tensor_differs_without_bound() -> None:
+    good = Record([1.0], [1.0], {"a": torch.ones(2)}, {"a": torch.ones(2)})
+    missing = Record([1.0], [1.0], {}, {"a": torch.ones(2)})
+    broken = Record([1.0], [1.0], {"a": torch.tensor([1.0, float("nan")])}, {"a": torch.ones(2)})
+    assert verify.compare(good, good)[0] == (0.0, 0.0, 0.0, 0.0)
+    assert verify.compare(missing, good)[0][2] == verify.compare(broken, good)[0][2] == float("inf")
+
+
+def test_the_verb_exits_with_one_when_numbers_differ(run_here, monkeypatch, capsys) -> None:
+    """One process proves itself too: here, after its clipping was taken out."""
+    monkeypatch.setattr(Engine, "clip", lambda self, norm, largest: None)
+    assert run_here("verify", "--nproc", 1, "--steps", 2) == Exit.FOUND_WRONG
+    shown = capsys.readouterr().out
+    assert "WRONG" in shown and "do not train with it" in shown
+
+
+def test_the_verb_reports_as_json(run_here, capsys) -> None:
+    assert run_here("verify", "--nproc", 1, "--steps", 1, "--json", "model.preset=mixtral-8x7b") == Exit.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["same"] is True and found["steps"] == 1
+
+
+def test_proofs_are_remembered_by_layout_and_kind_of_model() -> None:
+    key = verify.proof_key(preset("tiny"), plan_of(dp=2))
+    assert key == verify.proof_key(preset("tiny"), plan_of(dp=2, precision="fp32"))
+    assert key != verify.proof_key(preset("tiny"), plan_of(dp=2, zero=1))
+    assert key != verify.proof_key(preset("gpt2"), plan_of(dp=2))
+    assert key != verify.proof_key(preset("tiny"), plan_of(dp=2, global_batch=7))
+    assert torch.__version__ in key
+
+
+def test_a_damaged_memory_only_means_a_new_proof(tmp_path: Path) -> None:
+    file = tmp_path / verify.MEMORY
+    assert verify.read_proofs(file) == {}
+    for text in ("{", "[1]"):
+        file.write_text(text)
+        assert verify.read_proofs(file) == {}
+    verify.remember(file, "a layout", verify.Proof("dp=2", 3, 0.0, 0.0, 0.0, 0.0, "", 1.0))
+    assert "a layout" in verify.read_proofs(file)
