@@ -1,11 +1,12 @@
 # make train   set up .venv and run the default job          make test    set up and run the tests
 # make setup   only .venv       make lint    ruff and mypy   make bench   the CPU benchmarks
+# make parity  every layout against one process: the whole same-loss matrix, about 15 minutes; writes docs/parity.md
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
-.PHONY: setup train test lint bench clean
+.PHONY: setup train test parity lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -32,6 +33,9 @@ train: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest
+
+parity: $(VENV)/.installed-dev
+	@$(BIN)/python tests/parity/full.py
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -9,7 +9,11 @@ import pytest
 import shardwise
 from shardwise.cli.main import main
 from shardwise.config.keys import all_keys
+from shardwise.config.write import is_built
 from shardwise.explain.pages import all_pages, find_page, render_page
+from shardwise.plan.plan import Plan
+from shardwise.plan.schedules import SCHEDULES, schedule_actions, stage_owners
+from shardwise.plan.timeline import peak_in_flight, simulate
 
 PACKAGE = Path(shardwise.__file__).parent
 PROMISED = [
@@ -19,6 +23,10 @@ PROMISED = [
     "sequence",
     "context",
     "pipeline",
+    "pipeline-schedules",
+    "layout",
+    "mesh",
+    "verify",
     "experts",
     "recompute",
     "offload",
@@ -66,11 +74,22 @@ def test_a_technique_that_is_not_built_says_so():
                 assert "not available yet in this version" in render_page(page)
 
 
+def test_a_technique_that_is_built_names_its_code():
+    """Pages are written before their technique is; when its keys have come to work, so has the file that does it."""
+    built = [
+        page for page in all_pages().values() if page.keys and all(is_built(all_keys()[name]) for name in page.keys)
+    ]
+    assert {"zero", "tensor", "sequence", "pipeline", "precision"} <= {page.word for page in built}
+    assert [page.word for page in built if not page.code] == []
+
+
 def test_aliases_lead_to_one_page_each():
     names = [name for page in all_pages().values() for name in (page.word, *page.aliases)]
     assert len(names) == len(set(names))
     assert find_page("FSDP").word == "zero"
     assert find_page("Ring_All-Reduce").word == "collectives"
+    assert find_page("hybrid").word == "zero"
+    assert {find_page(name).word for name in SCHEDULES} == {"pipeline-schedules"}
 
 
 def test_words_in_several_parts(capsys):
@@ -97,6 +116,29 @@ def test_zero_prints_the_paper_s_memory_table(capsys):
         printed = re.search(rf"{re.escape(stage)} +([\d.]+) +GB", text)
         assert printed is not None, stage
         assert float(printed[1]) == pytest.approx(figure, abs=0.05)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_figures_of_a_schedule_are_those_of_its_list(schedule, capsys):
+    """Idle share at 8 and 32 micro-batches on 4 ranks, and the activations of the fullest rank."""
+    main(["explain", "pipeline-schedules"])
+    row = re.search(rf"^ +{schedule} +(\d+) % +(\d+) % +([\d.]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert row is not None
+    stages = 2 if schedule in ("interleaved", "zbv") else 1
+    owners, seconds = stage_owners(schedule, 4, stages), {"F": 1, "I": 1, "W": 1, "B": 2}
+    for microbatches, printed in ((8, row[1]), (32, row[2])):
+        actions = schedule_actions(schedule, 4, stages, microbatches)
+        idle = simulate(actions, owners, lambda action: seconds[action.kind]).bubble_fraction
+        assert int(printed) == round(100 * idle)
+    assert float(row[3]) == max(peak_in_flight(schedule_actions(schedule, 4, stages, 8))) / stages
+
+
+def test_the_example_of_the_mesh_is_where_a_plan_puts_it(capsys):
+    main(["explain", "mesh"])
+    assert "Rank 5 of pp=2 dp=2 tp=2 stands at pp 1, dp 0, tp 1." in " ".join(capsys.readouterr().out.split())
+    plan = Plan("cpu", "fp32", 16, 8, 1, 1, 1, "", dp=2, tp=2, pp=2, split=(1, 1))
+    at = plan.coordinates(5)
+    assert (at.pp, at.dp, at.tp) == (1, 0, 1)
 
 
 def test_presets_lists_them_with_their_sizes(capsys):

@@ -2,7 +2,7 @@
 
 A command goes on over lines that end in a backslash, and through a here-document up to its closing word. Everything else in
 such a block is output and is not compared: it comes from another machine. A command that is meant to end with another code
-than 0 says so in a comment: `$ shardwise train parallel.tp=2    # exit 2`.
+than 0 says so in a comment: `$ shardwise train parallel.tp=3  # exit 2`.
 """
 
 from __future__ import annotations

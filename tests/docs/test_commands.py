@@ -1,7 +1,8 @@
 """Every command that README.md and docs/tutorial.md show is typed here, in order, in one empty directory.
 
-Training is made short by words appended to the command: few steps of a very small model in one process (the default run keeps
-its two). `make` lines are looked up in the Makefile; `make train` then stands for the command its recipe runs.
+Training is made short by words appended to the command: few steps of a very small model, in one process unless the command says how
+it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train` then stands for the command its
+recipe runs.
 """
 
 from __future__ import annotations
@@ -20,24 +21,31 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
 TIMEOUT_S = 180
 
-FEW_STEPS = ["train.steps=3", "train.seq_len=32", "train.global_batch=4", "train.eval_batches=1"]
-SMALL_MODEL = ["model.num_layers=2", "model.hidden=32", "model.num_heads=4", "model.num_kv_heads=2"]
-SMALL_MODEL += ["model.head_dim=8", "model.ffn=64"]
+FEW = 12  # steps: a command that takes no more is typed with the steps it has, because later ones build on its checkpoints
+SMALL_BATCH = ["train.seq_len=32", "train.global_batch=4", "train.eval_batches=1"]
+SMALL_MODEL = ["model.num_layers=4", "model.hidden=32", "model.num_heads=4", "model.num_kv_heads=2"]
+SMALL_MODEL += ["model.head_dim=8", "model.ffn=64"]  # four layers: enough for the stages of two ranks in a V
 
 
 def shortened(command: str) -> str:
     """The same command, doing less of it. Words that come later win, so it is enough to append."""
     if command == "make train":
-        return f"shardwise train {' '.join([*FEW_STEPS, *SMALL_MODEL])}"  # two processes, as the recipe would
+        return f"shardwise train train.steps=3 {' '.join([*SMALL_BATCH, *SMALL_MODEL])}"  # two processes, as the recipe would
     extra: list[str] = []
+    asked = re.search(r"train\.steps=(\d+)", command)
+    is_short = asked is not None and int(asked[1]) <= FEW
     if re.match(r"shardwise train\b", command) and "--dry-run" not in command:
-        extra = [*FEW_STEPS, "--nproc 1"]
+        extra = [*([] if is_short else ["train.steps=3"]), *SMALL_BATCH]
+        if "parallel." not in command:
+            extra += ["--nproc 1"]
         if "model.path=" not in command:  # a model directory has the size it has
             extra += SMALL_MODEL
         if "train.time_limit=" in command:  # over before the first step: how far it gets must not depend on the machine
             extra += ["train.time_limit=1ms"]
-    elif re.match(r"shardwise resume\b", command) and "train.steps=" in command:
+    elif re.match(r"shardwise resume\b", command) and asked and not is_short:
         extra = ["train.steps=5"]
+    elif re.match(r"shardwise verify\b", command):
+        extra = ["--steps 2"]
     elif re.match(r"shardwise generate\b", command):
         extra = ["--max-tokens 5"]
     before, comment = [*command.split("  #", 1), ""][:2]
@@ -87,6 +95,13 @@ def _type(command: Command, home: Path, environment: dict[str, str]) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_shell_blocks_mark_their_commands(document):
     assert shells_without_prompt(document) == [], f"{', '.join(SHELLS)} blocks need lines that start with `$ `"
+
+
+def test_what_a_document_says_about_processes_is_kept():
+    assert "--nproc 1" in shortened("shardwise train run.name=x train.steps=100")
+    split = shortened('shardwise train train.steps=12 parallel.layout="dp=2 zero=3"')
+    assert "--nproc" not in split and "train.steps=3" not in split
+    assert shortened("shardwise train parallel.tp=3  # exit 2").endswith("  # exit 2")
 
 
 def test_a_documented_command_that_fails_is_noticed(tmp_path):

@@ -67,9 +67,13 @@ def num_groups(plan: Plan, stage: int, tied: bool) -> int:
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("schedule", "stages"), PIPELINES)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+TIED = [(zero, *PIPELINES[index], True) for zero, index in ((1, 2), (2, 6), (3, 0), (3, 1), (3, 6))]
+
+
+@pytest.mark.parametrize(
+    ("zero", "schedule", "stages", "tied"),
+    [*((zero, *pipeline, False) for zero in range(4) for pipeline in PIPELINES), *TIED],
+)
 def test_messages_of_a_step(zero: int, schedule: str, stages: int, tied: bool, observed: Any) -> None:
     plan, ranks = observed(zero, schedule, stages, tied)
     for rank, found in enumerate(ranks):
@@ -216,28 +220,28 @@ def test_nothing_full_is_left_after_a_step(zero: int, schedule: str, stages: int
 
 # Bytes ----------------------------------------------------------------------------------------------------------------
 
-MANY = preset("tiny").with_overrides(
-    {"num_layers": 48, "hidden": 32, "num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "ffn": 64, "vocab": 64}
-)
-
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bytes_that_a_rank_holds(zero: int, precision: str, num_ranks: int, ranks: Any) -> None:
+    """P parameters, N shards. Kept: 16 P / N. On top of it, at the fullest moment between backward passes:
+
+    zero 1    all parameters and all gradients in full, but then the sharded gradients are not there yet
+    zero 2    all parameters in full
+    zero 3    the parameters of two blocks
+    """
     trial = Trial(global_batch=2 * num_ranks, micro_batch=1, seq_len=4, precision=precision)
-    plan = make_plan(MANY, trial, zero, "none", 1, dp=num_ranks)
-    size, shards = MANY.num_parameters, num_ranks if zero else 1
+    plan = make_plan(SPEC, trial, zero, "none", 1, dp=num_ranks)
+    size, shards = SPEC.num_parameters, num_ranks if zero else 1
     copy = 4 if precision == "fp32" else 2  # bytes of a gathered parameter
-    for found in ranks.run(observe, num_ranks, MANY, plan, trial, timeout=120):
+    for found in ranks.run(observe, num_ranks, SPEC, plan, trial, timeout=120):
         kept = {"parameters": 4 * size / shards, "gradients": 4 * size / shards, "optimizer": 8 * size / shards}
         assert found.local == pytest.approx(kept, rel=0.02)
-        print(
-            zero,
-            precision,
-            num_ranks,
-            found.peak("local_bytes", "gathered_bytes", "gradient_bytes") / size,
-            found.peak("gathered_bytes") / size,
-            found.peak("gradient_bytes") / size,
-            found.largest_block / size,
-        )
+        peak = {
+            0: 16 * size + (copy * size if precision == "bf16" else 0),  # FSDP2 makes the bf16 copy, without shards
+            1: 12 * size / shards + copy * size + 4 * size,
+            2: 16 * size / shards + copy * size,
+            3: 16 * size / shards + copy * 2 * found.largest_block,
+        }[zero]
+        assert found.peak("local_bytes", "gathered_bytes", "gradient_bytes") == pytest.approx(peak, rel=0.02)

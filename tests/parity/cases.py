@@ -6,7 +6,7 @@ Both sides run in processes of the pool, which have the same kernels for every p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -39,12 +39,12 @@ class Differences:
         return "  ".join(f"{part.name} {getattr(self, part.name):.1e}" for part in fields(self))
 
 
-@dataclass
 class Matrix:
     """Runs cases on a pool and remembers the truths that they share."""
 
-    ranks: Any
-    truths: dict[tuple[Any, ModelSpec, Trial], Record] = field(default_factory=dict)
+    def __init__(self, ranks: Any):
+        self.ranks = ranks
+        self.truths: dict[tuple[Any, ModelSpec, Trial], Record] = {}
 
     def truth(self, spec: ModelSpec, plan: Plan, trial: Trial) -> Record:
         has_two_copies = trial.precision == "bf16" and spec.tied and plan.pp > 1
@@ -58,7 +58,9 @@ class Matrix:
 
     def compare(self, spec: ModelSpec, plan: Plan, trial: Trial, job: Any = None, **options: Any) -> Differences:
         truth = self.truth(spec, plan, trial)
-        records = self.ranks.run(job or in_layout, plan.world, spec, plan, trial, timeout=120, **options)
+        records = self.ranks.run(
+            job or in_layout, plan.world, spec, plan, trial, timeout=options.pop("timeout", 120), **options
+        )
         for record in records[1:]:
             assert (record.losses, record.norms) == (records[0].losses, records[0].norms), (
                 "ranks report different numbers"
@@ -86,7 +88,7 @@ def train_with_two_copies(spec: ModelSpec, trial: Trial) -> Record:
             self.masters = [self.embed.weight]
             return self
 
-    reference.Decoder = TwoCopies  # type: ignore[misc]
+    reference.Decoder = TwoCopies  # type: ignore[misc, assignment]
     try:
         return train_plain(spec, trial)
     finally:

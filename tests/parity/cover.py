@@ -11,10 +11,15 @@ from collections.abc import Iterable
 from functools import cache
 from itertools import combinations, product
 
-from layouts import BATCHES, LAYOUTS, MODELS, PRECISIONS, Case, features, world
+from layouts import BATCHES, LAYOUTS, MODELS, PRECISIONS, Case, degree, features, world
 
 Value = tuple[str, str]  # which column, what stands in it
-COST = {2: 1.0, 3: 1.1, 4: 1.2}  # more ranks take longer, but what runs on four alone has to run anyway
+COST = {2: 1.0, 3: 1.1, 4: 1.2}  # by ranks. More take longer, but what runs on four alone has to run anyway
+COST_OF_TP = {
+    1: 1.0,
+    2: 1.2,
+    4: 4.0,
+}  # hundreds of small messages, each waiting for the slowest of four processes on few cores
 MOST_RANKS = 4
 
 
@@ -49,7 +54,7 @@ def cover() -> tuple[Case, ...]:
     while left:
 
         def worth(case: Case, left: dict[Case, int] = left) -> tuple[float, int]:
-            new = left[case].bit_count() / COST[world(case.layout)]
+            new = left[case].bit_count() / (COST[world(case.layout)] * COST_OF_TP[degree(case.layout, "tp")])
             return new, -sum(uses[value] for value in (case.model, case.precision, case.batch))
 
         best = max(left, key=worth)

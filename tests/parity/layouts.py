@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from shardwise.config.layout import parse_layout
 from shardwise.model.presets import preset
@@ -56,6 +57,9 @@ LAYOUTS: tuple[str, ...] = (
     "pp=4 schedule=zero-bubble",
     # Every ZeRO stage inside every schedule
     *(f"dp=2{f' zero={zero}' * (zero > 0)} pp=2 {schedule}" for zero in range(4) for schedule in SCHEDULES),
+    # Replicas and lonely shards where backward is split: gradients are reduced in unequal portions
+    "dp=2 zero=3 replicate=2 pp=2 schedule=zero-bubble",
+    "zero=2 pp=2 schedule=zbv virtual_stages=2",
     # Tensor parallelism inside pipelines
     "tp=2 pp=2 schedule=gpipe",
     "tp=2 sp pp=2 schedule=1f1b",
@@ -167,7 +171,7 @@ class Case:
     def is_possible(self) -> bool:
         """Whether this layout can hold this model, and one process does the same arithmetic."""
         fields = plan_fields(self.layout)
-        split, stages = fields.get("split"), int(fields.get("pp", 1)) * int(fields.get("virtual_stages", 1))
+        split, stages = fields.get("split"), fields.get("pp", 1) * fields.get("virtual_stages", 1)
         if stages > self.spec.num_layers or (split is not None and sum(split) != self.spec.num_layers):
             return False
         return self.precision != "bf16" or self.is_cut_alike
@@ -191,9 +195,9 @@ class Case:
         return {"loss": 5e-3 if degree(self.layout, "tp") > 1 else 1e-5}
 
 
-def plan_fields(layout: str, spec: ModelSpec | None = None) -> dict[str, object]:
+def plan_fields(layout: str, spec: ModelSpec | None = None) -> dict[str, Any]:
     """The fields of `Plan` that a layout string sets; with a model also an even split of its layers."""
-    fields: dict[str, object] = {}
+    fields: dict[str, Any] = {}
     for key, value in parse_layout(layout).items():
         name = key.split(".")[1]
         if name == "schedule":
@@ -205,7 +209,7 @@ def plan_fields(layout: str, spec: ModelSpec | None = None) -> dict[str, object]
         else:
             fields[name] = int(value)
     if spec is not None and "pp" in fields and "split" not in fields:
-        num_stages = int(fields["pp"]) * int(fields.get("virtual_stages", 1))
+        num_stages = fields["pp"] * fields.get("virtual_stages", 1)
         fields["split"] = even_split(spec.num_layers, num_stages)
     return fields
 
@@ -223,9 +227,7 @@ def world(layout: str) -> int:
 def features(layout: str) -> dict[str, str]:
     """What a layout does along each kind of axis: the values that the cover pairs up."""
     words = plan_fields(layout)
-    data = "alone"
-    if "dp" in words:
-        data = "hybrid" if "replicate" in words else f"zero {words.get('zero', 0)}"
-    tensor = f"tp {words['tp']}{' sp' * ('sequence' in words)}" if "tp" in words else "whole"
+    data = "hybrid" if "replicate" in words else f"zero {words.get('zero', 0)}" if "dp" in words else "alone"
+    tensor = f"tp{' sp' * ('sequence' in words)}" if "tp" in words else "whole"
     pipeline = f"{words['schedule']} {words.get('virtual_stages', 1)}" if "pp" in words else "one stage"
     return {"data": data, "tensor": tensor, "pipeline": pipeline}

@@ -117,20 +117,19 @@ def layout_strings(draw: st.DrawFn) -> str:
 
 @st.composite
 def specs(draw: st.DrawFn, num_stages: int) -> ModelSpec:
-    heads = 4
-    return preset(draw(st.sampled_from(["tiny", "tiny-moe"]))).with_overrides(
+    kind = draw(st.sampled_from(["tiny", "tiny-moe"]))
+    return preset(kind).with_overrides(
         {
             "num_layers": num_stages + draw(st.integers(0, 2)),
             "hidden": draw(st.sampled_from([16, 20, 24])),
-            "num_heads": heads,
+            "num_heads": 4,
             "num_kv_heads": draw(st.sampled_from([1, 2, 4])),
             "head_dim": draw(st.sampled_from([4, 6])),
             "ffn": draw(st.integers(8, 40)),
-            "expert_ffn": draw(st.integers(8, 24)),
             "vocab": draw(st.integers(13, 60)),
             "tied": draw(st.booleans()),
             "qkv_bias": draw(st.booleans()),
-            "mlp_bias": draw(st.booleans()),
+            "mlp_bias": kind == "tiny" and draw(st.booleans()),
             "sliding_window": draw(st.sampled_from([0, 3])),
         }
     )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config.schema import OptimizerConfig
-from shardwise.errors import Exit
+from shardwise.errors import Exit, UserError
 from shardwise.model.presets import preset
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
@@ -88,3 +88,15 @@ def test_a_damaged_memory_only_means_a_new_proof(tmp_path: Path) -> None:
         assert verify.read_proofs(file) == {}
     verify.remember(file, "a layout", verify.Proof("dp=2", 3, 0.0, 0.0, 0.0, 0.0, "", 1.0))
     assert "a layout" in verify.read_proofs(file)
+
+
+def test_an_older_torch_is_refused_for_split_models() -> None:
+    from shardwise.run.worker import check_torch
+
+    pipeline = plan_of(pp=2, split=(1, 1))
+    for plan in (pipeline, plan_of(dp=2, zero=3), plan_of(tp=2)):
+        with pytest.raises(UserError, match=r"needs torch 2\.11 or newer, this is 2\.9\.1"):
+            check_torch(plan, "2.9.1+cu128")
+        check_torch(plan, "2.11.0")
+        check_torch(plan, "3.0.0a0")
+    check_torch(plan_of(dp=2), "2.9.1")

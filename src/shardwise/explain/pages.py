@@ -47,7 +47,7 @@ class Page:
 def all_pages() -> dict[str, Page]:
     """Word -> page, sorted by word."""
     pages = {}
-    for path in sorted(WORDS.glob("*.toml")):
+    for path in sorted(WORDS.glob("*.toml"), key=lambda path: path.stem):
         entry = tomllib.loads(path.read_text(encoding="utf-8"))
         for name in ("keys", "code", "aliases"):
             entry[name] = tuple(entry.get(name, ()))

@@ -38,6 +38,8 @@ from shardwise.run.loop import Session, train
 from shardwise.run.rundir import RunDir
 from shardwise.run.verify import prove, prove_once
 
+OLDEST_TORCH = (2, 11)
+
 
 def main(argv: list[str] | None = None) -> int:
     """What launch/rank.py calls after the imports."""
@@ -129,6 +131,7 @@ def _set_up(run: RunDir, ranks: Ranks, config: Config, from_step: int | None) ->
             why=f"{plan.layout} was planned for {run.path}",
             fix=f"start {plan.world} processes, or set parallel.dp={ranks.world}",
         )
+    check_torch(plan, torch.__version__)
     device = torch.device("cuda", ranks.local_rank) if plan.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(plan.threads_per_rank)
     if device.type == "cpu" and plan.precision in ("bf16", "bf16-true"):
@@ -146,6 +149,19 @@ def _set_up(run: RunDir, ranks: Ranks, config: Config, from_step: int | None) ->
         start_process_group(config.comm, device)
     limit = rank_memory_limit(config, this_machine(), plan)
     return Session(run, config, plan, model_spec(config.model), ranks, device, limit, from_step=from_step)
+
+
+def check_torch(plan: Plan, version: str) -> None:
+    """Splitting a model is proven from OLDEST_TORCH on; before it FSDP2 lacks what ZeRO and pipelines here rely on."""
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    splits = plan.pp > 1 or plan.tp > 1 or plan.zero > 0
+    if splits and found < OLDEST_TORCH:
+        needed = ".".join(str(part) for part in OLDEST_TORCH)
+        raise UserError(
+            f"{plan.layout} needs torch {needed} or newer, this is {version}",
+            why="on older versions a split model is not proven to compute what one process computes",
+            fix=f"install torch >= {needed}, or parallel.layout=dp={plan.world}",
+        )
 
 
 def start_process_group(comm: CommConfig, device: torch.device) -> None:

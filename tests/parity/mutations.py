@@ -1,0 +1,330 @@
+"""Breaks one thing on purpose, on the ranks, and sees whether the matrix notices. `python tests/parity/full.py --mutations` tries all.
+
+A mutation patches product code for one job; the row named beside it must then be over its limits, or the job must raise. A
+mutation that nobody notices means that the matrix would not notice that mistake either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import Matrix, in_layout
+from layouts import Case
+from ranks import RankFailure, RankHang
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise.data.loader import TensorBatch
+from shardwise.model.decoder import Hidden
+from shardwise.model.experts import update_router_bias
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel import apply, data, engine, mailbox, pipeline, regions, shards, tensor, zero
+from shardwise.plan.plan import Plan
+from shardwise.run.reference import Record, Trial
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutation:
+    title: str
+    row: Case
+    apply: Callable[[Patch], None]
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(title: str, row: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """`row`: layout | model | precision | batch."""
+
+    def keep(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTATIONS[apply.__name__] = Mutation(title, Case(*row.split(" | ")), apply)
+        return apply
+
+    return keep
+
+
+def mutated(spec: ModelSpec, plan: Plan, trial: Trial, name: str) -> Record:
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[name].apply(patch)
+        return in_layout(spec, plan, trial)
+
+
+def try_mutation(matrix: Matrix, name: str) -> str | None:
+    """How the row notices, or None if it does not."""
+    row = MUTATIONS[name].row
+    try:
+        found = matrix.compare(row.spec, row.plan, row.trial, mutated, timeout=30, name=name)
+    except (RankFailure, AssertionError) as error:
+        headline = str(error).splitlines()[0]
+        assert "TypeError" not in headline and "AttributeError" not in headline, f"{name} itself is broken: {headline}"
+        return f"error: {headline.split(': ', 2)[-1][:80]}"
+    except RankHang:
+        return "hangs"
+    over = found.over(row.limits)
+    return ", ".join(f"{part} {value:.1e}" for part, value in over.items()) or None
+
+
+# Sums over data-parallel ranks ----------------------------------------------------------------------------------------
+
+
+@mutation("one gradient reduction is skipped", "dp=2 zero=2 | dense | fp64 | even")
+def skip_a_reduction(patch: Patch) -> None:
+    calls, reduce = [0], zero.ExactReduceScatter.__call__
+
+    def call(self: Any, output_tensor: Any, input_tensor: Any, group: Any, **rest: Any) -> None:
+        calls[0] += 1
+        if calls[0] != 3:
+            return reduce(self, output_tensor, input_tensor, group, **rest)
+        output_tensor.copy_(input_tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
+
+    patch.setattr(zero.ExactReduceScatter, "__call__", call)
+
+
+@mutation("shards average instead of adding", "dp=2 zero=3 | window | fp64 | ragged")
+def average_shards(patch: Patch) -> None:
+    reduce = zero.ExactReduceScatter.__call__
+
+    def call(self: Any, output_tensor: Any, **rest: Any) -> None:
+        reduce(self, output_tensor, **rest)
+        output_tensor.div_(2)
+
+    patch.setattr(zero.ExactReduceScatter, "__call__", call)
+
+
+@mutation("replicas average instead of adding", "dp=2 | grouped-query | fp32 | even")
+def average_replicas(patch: Patch) -> None:
+    add = data.Replicated._sum
+    patch.setattr(data.Replicated, "_sum", lambda self, state, bucket: add(self, state, bucket).then(_halved))
+
+
+def _halved(future: Any) -> Any:
+    return future.value() / 2
+
+
+@mutation("replicas of shards do not meet", "dp=4 zero=3 replicate=2 | tied | fp64 | odd")
+def forget_replicas(patch: Patch) -> None:
+    class Quiet:
+        """torch.distributed, but nobody answers an all-reduce."""
+
+        all_reduce = staticmethod(lambda *args, **kwargs: None)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(dist, name)
+
+    patch.setattr("torch.distributed.fsdp._fully_shard._fsdp_collectives.dist", Quiet())
+
+
+@mutation("replicas inside a pipeline do not meet", "dp=2 pp=2 schedule=1f1b | dense | fp64 | even")
+def forget_sum_at_end(patch: Patch) -> None:
+    patch.setattr(data.SummedAtEnd, "finish", lambda self: None)
+
+
+@mutation("gradients are reduced in bf16", "dp=2 zero=2 | dense | bf16 | even")
+def reduce_in_bf16(patch: Patch) -> None:
+    patch.setattr(zero, "MixedPrecisionPolicy", lambda *_: MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+
+
+@mutation("one gather brings zeros instead of a rank's rows", "dp=2 zero=3 | dense | fp64 | even")
+def forget_an_unshard(patch: Patch) -> None:
+    calls, gather = [0], zero.CountedAllGather.__call__
+
+    def call(self: Any, output_tensor: Any, input_tensor: Any, group: Any, **rest: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 9 and dist.get_rank(group) == 1:
+            input_tensor = torch.zeros_like(input_tensor)
+        return gather(self, output_tensor, input_tensor, group, **rest)
+
+    patch.setattr(zero.CountedAllGather, "__call__", call)
+
+
+@mutation("expert counts are not summed over ranks", "dp=2 | latent | fp64 | even")
+def forget_expert_counts(patch: Patch) -> None:
+    patch.setattr(
+        engine.Engine, "balance_experts", lambda self: [update_router_bias(model) for model in self.models] and None
+    )
+
+
+@mutation("gradients of the last step stay", "dp=2 zero=1 | dense | fp64 | few")
+def forget_zero_grad(patch: Patch) -> None:
+    patch.setattr(engine.Engine, "zero_grad", lambda self: None)
+
+
+# The sum rule and the batch -------------------------------------------------------------------------------------------
+
+
+@mutation("the loss is divided by twice the targets", "dp=2 | dense | fp64 | even")
+def drop_a_scale(patch: Patch) -> None:
+    train = pipeline.Pipeline.train
+    patch.setattr(
+        pipeline.Pipeline, "train", lambda self, micro, targets, clock: train(self, micro, 2 * targets, clock)
+    )
+
+
+@mutation("padding has targets", "dp=2 zero=1 | dense | fp64 | odd")
+def forget_ignore(patch: Patch) -> None:
+    padding = TensorBatch.padding
+
+    def with_targets(self: TensorBatch, rows: int) -> TensorBatch:
+        made = padding(self, rows)
+        return TensorBatch(made.tokens, torch.zeros_like(made.targets), made.documents)
+
+    patch.setattr(TensorBatch, "padding", with_targets)
+
+
+@mutation("every rank trains on the first rank's rows", "dp=2 zero=2 | gpt2 | fp64 | even")
+def same_rows(patch: Patch) -> None:
+    rows = Plan.rows
+    patch.setattr(Plan, "rows", lambda self, index: rows(self, 0))
+
+
+@mutation("documents are forgotten", "pp=2 schedule=1f1b | grouped-query | fp64 | ragged")
+def forget_documents(patch: Patch) -> None:
+    forward = pipeline.Pipeline._forward
+
+    def without(self: Any, stage: Any, action: Any, micro: TensorBatch, received: Any) -> Any:
+        return forward(self, stage, action, TensorBatch(micro.tokens, micro.targets, None), received)
+
+    patch.setattr(pipeline.Pipeline, "_forward", without)
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+@mutation("a stage has a layer of its neighbour", "pp=2 schedule=gpipe | tied | fp64 | even")
+def misplace_a_layer(patch: Patch) -> None:
+    layers = apply.stage_layers
+
+    def shifted(plan: Plan, num_layers: int) -> list[range]:
+        first, *rest = layers(plan, num_layers)
+        return [first, range(rest[0].start - 1, rest[0].stop), *rest[1:]]
+
+    patch.setattr(apply, "stage_layers", shifted)
+
+
+@mutation("the last W of a step is dropped", "pp=2 schedule=zero-bubble | dense | fp64 | even")
+def drop_last_w(patch: Patch) -> None:
+    finish, calls = pipeline.finish, [0]
+
+    def sometimes(todo: Any) -> None:
+        calls[0] += 1
+        if calls[0] % 4:  # four micro-batches a step
+            finish(todo)
+
+    patch.setattr(pipeline, "finish", sometimes)
+
+
+@mutation("gradients of two micro-batches are swapped", "pp=2 schedule=gpipe | dense | fp64 | even")
+def swap_microbatches(patch: Patch) -> None:
+    send, held = mailbox.Mailbox.send, {}
+
+    def swapped(self: Any, message: mailbox.Message, value: Any) -> None:
+        if message.kind == "g" and message.microbatch == 0:
+            held[message.stage] = value
+        elif message.kind == "g" and message.microbatch == 1:
+            send(self, message._replace(microbatch=0), value)
+            send(self, message, held.pop(message.stage))
+        else:
+            send(self, message, value)
+
+    patch.setattr(mailbox.Mailbox, "send", swapped)
+
+
+@mutation("a tied weight's two gradients are not added", "pp=2 schedule=1f1b | tied | fp64 | odd")
+def forget_tied_sum(patch: Patch) -> None:
+    patch.setattr(engine.Engine, "_sum_tied", lambda self: None)
+
+
+@mutation("a tied weight counts twice in the norm", "pp=2 schedule=zbv virtual_stages=2 | tied | fp64 | even")
+def count_tied_twice(patch: Patch) -> None:
+    make = shards.Shard
+
+    def counted(name: str, *rest: Any) -> Any:
+        *before, copies, group, tp_copies = rest
+        return make(name, *before, max(1, copies // 2) if name == "embed.weight" else copies, group, tp_copies)
+
+    patch.setattr(shards, "Shard", counted)
+
+
+@mutation("router losses of all stages but the last are ignored", "pp=2 schedule=1f1b | experts | fp64 | even")
+def forget_router_losses(patch: Patch) -> None:
+    forward = pipeline.Pipeline._forward
+
+    def without(self: Any, *args: Any) -> Any:
+        done = forward(self, *args)
+        if isinstance(done.output, Hidden):
+            done.output = done.output._replace(aux=done.output.aux.detach(), z=done.output.z.detach())
+        return done
+
+    patch.setattr(pipeline.Pipeline, "_forward", without)
+
+
+@mutation(
+    "after a split backward stage 3 drops what W computed",
+    "dp=2 zero=3 pp=2 schedule=zero-bubble | dense | fp64 | even",
+)
+def lose_w_in_zero_3(patch: Patch) -> None:
+    finish = pipeline.finish
+
+    def into_nothing(todo: Any) -> None:
+        todo[:] = [
+            (torch.nn.Parameter(torch.zeros(weight.shape, dtype=weight.dtype)), x, gradient)
+            for weight, x, gradient in todo
+        ]
+        finish(todo)
+
+    patch.setattr(pipeline, "finish", into_nothing)
+
+
+# Tensor parallelism ---------------------------------------------------------------------------------------------------
+
+
+@mutation("partial gradients are not summed", "tp=2 sp | dense | fp64 | even")
+def forget_partial_sum(patch: Patch) -> None:
+    patch.setattr(engine.Engine, "_sum_partial", lambda self: None)
+
+
+@mutation("ranks with the same key-value head do not meet", "tp=2 | window | fp64 | even")
+def forget_shared_heads(patch: Patch) -> None:
+    find = shards.placement
+
+    def whole(*args: Any) -> Any:
+        found = find(*args)
+        return found._replace(partial=found.partial and found.slice is None)
+
+    patch.setattr(shards, "placement", whole)
+
+
+@mutation("replicated vectors count twice in the norm", "tp=2 | tied | fp64 | even")
+def count_replicated_twice(patch: Patch) -> None:
+    find = shards.placement
+    patch.setattr(shards, "placement", lambda *args: find(*args)._replace(copies=1))
+
+
+@mutation("the gradient at the beginning of a region stays partial", "tp=2 | grouped-query | fp64 | odd")
+def forget_region_sum(patch: Patch) -> None:
+    patch.setattr(regions._SumGradient, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
+
+
+@mutation("every rank counts the router's losses in full", "tp=2 | experts | fp64 | even")
+def forget_router_share(patch: Patch) -> None:
+    patch.setattr(tensor, "scale_gradient", lambda x, factor: x)
+
+
+@mutation("every tensor-parallel rank reports the loss", "dp=2 tp=2 | dense | fp32 | even")
+def count_losses_twice(patch: Patch) -> None:
+    patch.setattr("shardwise.parallel.mesh.Mesh.counts_loss", True)
+
+
+@mutation("learned positions of the wrong stretch of tokens", "tp=2 sp | gpt2 | fp64 | even")
+def shift_positions(patch: Patch) -> None:
+    patch.setattr(
+        regions.TensorParallel,
+        "split",
+        lambda self, x: x.chunk(self.size, dim=1)[(self.index + 1) % self.size] if self.active else x,
+    )
