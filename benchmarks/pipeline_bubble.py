@@ -39,7 +39,8 @@ from shardwise.run.trial import build_trial, trial_batch, trial_plan
 
 NAMES = {"forward": "F", "backward": "B", "backward inputs": "I", "backward weights": "W"}
 SECONDS = {"F": 0.010, "B": 0.020, "I": 0.010, "W": 0.010}  # of a sleeping stage with one layer's share
-CASES = [
+Case = tuple[int, str, int, int, str]
+CASES: list[Case] = [
     # ranks, schedule, stages per rank, micro-batches, what a stage does
     (2, "gpipe", 1, 8, "compute"),
     (2, "1f1b", 1, 8, "compute"),
@@ -86,11 +87,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipeline_bubble.json")
     args = parser.parse_args()
     rows = []
-    for number, case in enumerate(CASES, 1):
-        print(f"case {number} of {len(CASES)}: {' '.join(map(str, case))}", flush=True)
+    for pp in sorted({case[0] for case in CASES}):
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(_rank, (case, args.steps, folder), nprocs=case[0])
-            rows.append(json.loads((Path(folder) / "row.json").read_text()))
+            torch.multiprocessing.spawn(_rank, (pp, args.steps, folder), nprocs=pp)
+            rows += json.loads((Path(folder) / "rows.json").read_text())
     report = {
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
@@ -104,13 +104,23 @@ def main() -> None:
     _show(rows)
 
 
-def _rank(rank: int, case: tuple[int, str, int, int, str], steps: int, folder: str) -> None:
-    pp, schedule, virtual, num_microbatches, kind = case
+def _rank(rank: int, pp: int, steps: int, folder: str) -> None:
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    if kind == "compute" and len(cores) >= pp:
-        os.sched_setaffinity(0, {cores[rank]})
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", pp), rank=rank, world_size=pp)
+    cores = sorted(os.sched_getaffinity(0))
+    rows = []
+    for case in (case for case in CASES if case[0] == pp):
+        if rank == 0:
+            print("measuring", *case, flush=True)
+        os.sched_setaffinity(0, {cores[rank]} if case[-1] == "compute" and len(cores) >= pp else cores)
+        rows.append(_case(rank, case, steps))
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _case(rank: int, case: Case, steps: int) -> dict[str, Any]:
+    pp, schedule, virtual, num_microbatches, kind = case
     spec = preset("tiny").with_overrides({"num_layers": 8})
     rows = 2 if kind == "compute" else 1
     trial = Trial(global_batch=rows * num_microbatches, micro_batch=rows, seq_len=128, precision="fp32")
@@ -136,12 +146,10 @@ def _rank(rank: int, case: tuple[int, str, int, int, str], steps: int, folder: s
                 seconds[f"{NAMES[span.name]} {span.stage}"].append(span.duration_s)
     gathered: list[Any] = [None] * pp
     dist.all_gather_object(gathered, (dict(seconds), totals[3:]))
-    if rank == 0:
-        (Path(folder) / "row.json").write_text(json.dumps(_row(case, engine.pipeline.table, gathered)))
-    dist.destroy_process_group()
+    return _row(case, engine.pipeline.table, gathered)
 
 
-def _row(case: tuple[int, str, int, int, str], table: Any, gathered: list[Any]) -> dict[str, Any]:
+def _row(case: Case, table: Any, gathered: list[Any]) -> dict[str, Any]:
     """Medians over steps. Every rank's step ends at its own last action, so the step is the slowest rank's."""
     pp, schedule, virtual, num_microbatches, kind = case
     median = {key: statistics.median(values) for found, _ in gathered for key, values in found.items()}

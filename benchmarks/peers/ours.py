@@ -16,7 +16,7 @@ from shardwise.run.optimizer import build_optimizer
 from shardwise.run.step import run_step
 
 
-def ours(setting: Setting, *, zero: int) -> Step:
+def ours(setting: Setting, *, zero: int, bucket: int | str = "auto") -> Step:
     device = torch.device("cpu")
     plan = Plan(
         device="cpu",
@@ -31,7 +31,13 @@ def ours(setting: Setting, *, zero: int) -> Step:
         zero=zero,
     )
     engine = parallelize_decoder(
-        setting.spec, plan, dist.get_rank(), device, CommConfig(), "auto", lambda model: initialize(model, setting.seed)
+        setting.spec,
+        plan,
+        dist.get_rank(),
+        device,
+        CommConfig(bucket=bucket),
+        "auto",
+        lambda model: initialize(model, setting.seed),
     )
     values = OptimizerConfig(lr=setting.lr, betas=setting.betas, eps=setting.eps, weight_decay=setting.weight_decay)
     optimizer, clock = build_optimizer(values, engine.locals()), Clock(device)

@@ -46,6 +46,9 @@ VARIANTS = {
     "torch-ddp-again": Variant("torch DDP, by hand, again (A/A)", "by_hand:torch_ddp", "torch-ddp"),
     "accelerate-ddp": Variant("Accelerate DDP", "with_accelerate:accelerate_ddp", "torch-ddp", "accelerate"),
     "ours-ddp": Variant("ours, ddp", "ours:ours", "torch-ddp", options={"zero": 0}),
+    "ours-ddp-25mib": Variant(
+        "ours, ddp, buckets of 25 MiB", "ours:ours", "torch-ddp", options={"zero": 0, "bucket": 25 * 2**20}
+    ),
     "torch-fsdp2": Variant(
         "torch FSDP2, by hand, resharded (ZeRO-3)", "by_hand:torch_fsdp2", "torch-fsdp2", options={"reshard": True}
     ),

@@ -34,7 +34,7 @@ def repeatable() -> Iterator[None]:
 def test_the_engine_on_one_gpu_computes_what_the_plain_model_computes(name: str, precision: str) -> None:
     device = torch.device("cuda", 0)
     spec = preset(name).with_overrides(SIZES | ({"expert_ffn": 64} if name == "tiny-moe" else {}))
-    attention = "math" if precision == "fp64" else "auto"
+    attention = "math" if precision == "fp64" or name == "tiny-moe" else "auto"  # cuDNN's backward is not repeatable
     trial = Trial(num_steps=4, precision=precision, attention=attention, seq_len=32)
     record = train_in_layout(spec, trial_plan(trial), trial, 0, device)
     (losses, norms, gradients, _), worst = compare(record, train_plain(spec, trial, device))

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     small = shrink_plan(plan)
     shape = shrink_spec(spec, small)
     if not args.json:
-        print(f"layout   {plan.layout}, {plan.num_microbatches} micro-batches per step")
+        count = plan.num_microbatches
+        print(f"layout   {plan.layout}, {count} micro-batch{'es' if count > 1 else ''} per step")
         if small.world < plan.world:
             print(f"proving  {small.layout}: the same axes on {small.world} processes instead of {plan.world}")
         print(
@@ -72,7 +73,7 @@ def _plan_of(loaded: Any, spec: ModelSpec, nproc: int | None) -> Plan:
     from shardwise.plan.resolve import resolve
 
     config = loaded.config
-    config = replace(config, memory=replace(config.memory, limit=NO_LIMIT, precision="fp64"))
+    config = replace(config, memory=replace(config.memory, limit=NO_LIMIT))
     machine = replace(this_machine(), gpus=())
     return resolve(config, spec, machine, nproc, 1, loaded.origins).plan
 

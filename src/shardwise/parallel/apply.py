@@ -40,10 +40,18 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "
 
 
 def parallelize_decoder(
-    spec: ModelSpec, plan: Plan, rank: int, device: torch.device, comm: CommConfig, attention: str, fill: Fill
+    spec: ModelSpec,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    comm: CommConfig,
+    attention: str,
+    fill: Fill,
+    *,
+    through_fsdp: bool = False,
 ) -> Engine:
-    """Collective: every rank of the job calls it."""
-    uses_fsdp = plan.zero > 0 or plan.precision == "bf16"
+    """Collective: every rank of the job calls it. `through_fsdp`: as mixed precision would, whatever the precision is."""
+    uses_fsdp = plan.zero > 0 or plan.precision == "bf16" or through_fsdp
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan, comm), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)

@@ -17,7 +17,7 @@ from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers, update_router_bias
 from shardwise.model.spec import ModelSpec
-from shardwise.parallel.data import Replicated, Traffic
+from shardwise.parallel.data import Traffic
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
@@ -31,7 +31,6 @@ class Engine:
         self.bucket_bytes, self.traffic = bucket_bytes, traffic
         self.pipeline = Pipeline(stages, mesh, dtype, traffic)
         self.shards = [shard for stage in stages for shard in shards_of(stage.model, mesh)]
-        self._in_buckets = any(isinstance(stage.sums, Replicated) for stage in stages)
 
     @property
     def models(self) -> list[Decoder]:
@@ -75,12 +74,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         for shard in self.shards:
-            if shard.local is not shard.parameter:
-                shard.local.grad = None
-            if self._in_buckets and shard.parameter.grad is not None:
-                shard.parameter.grad.zero_()  # DDP's gradients are views of its buckets
-            else:
-                shard.parameter.grad = None
+            shard.local.grad = shard.parameter.grad = None
 
     def balance_experts(self) -> None:
         for model in self.models:

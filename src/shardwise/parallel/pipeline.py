@@ -111,15 +111,15 @@ class Pipeline:
         """Runs backward through one stage; returns the gradient for the stage before."""
         last = action == stage.last_backward
         stage.sums.before_backward(action.kind, last=last)
-        share = 1.0 / max(num_targets, 1)
+        targets = max(num_targets, 1)
         if isinstance(done.output, Losses):
-            (torch.stack([part.to(done.output.cross_entropy) for part in done.output]).sum() * share).backward()
+            (torch.stack([part.to(done.output.cross_entropy) for part in done.output]).sum() / targets).backward()
         else:
             roots, gradients = [done.output.x_BTD], [received]
             for loss in done.output[1:]:
                 if loss.requires_grad:
                     roots.append(loss)
-                    gradients.append(torch.full_like(loss, share))
+                    gradients.append(torch.ones_like(loss) / targets)
             torch.autograd.backward(roots, gradients)
         stage.sums.after_backward(action.kind, last=last)
         done.output = None  # type: ignore[assignment]  # the graph is gone; with I only the noted pairs stay

@@ -32,9 +32,7 @@ def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
     global_batch = plan.dp * micro_batch * num_microbatches
     if not is_even and plan.dp > 1 and micro_batch * num_microbatches > 1:
         global_batch -= 1  # somebody has fewer rows, as in the real job
-    return replace(
-        plan, precision="fp64", seq_len=SEQ_LEN, global_batch=global_batch, micro_batch=micro_batch, split=split
-    )
+    return replace(plan, seq_len=SEQ_LEN, global_batch=global_batch, micro_batch=micro_batch, split=split)
 
 
 def _smaller(plan: Plan, axis: str) -> Plan:

@@ -41,6 +41,7 @@ class Trial:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
     documents: bool = False
     attention: str = "auto"
+    through_fsdp: bool = False  # the layout takes the way of mixed precision, in the trial's own precision
 
     def batch(self, spec: ModelSpec, step: int) -> TensorBatch:
         """The rows of a step: random tokens; some targets, and one whole row in five, have no loss."""

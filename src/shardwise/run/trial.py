@@ -36,7 +36,14 @@ def trial_plan(trial: Trial, **layout: object) -> Plan:
 
 def build_trial(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: torch.device) -> Engine:
     return parallelize_decoder(
-        spec, plan, rank, device, CommConfig(), trial.attention, lambda model: initialize(model, trial.seed)
+        spec,
+        plan,
+        rank,
+        device,
+        CommConfig(),
+        trial.attention,
+        lambda model: initialize(model, trial.seed),
+        through_fsdp=trial.through_fsdp,
     )
 
 

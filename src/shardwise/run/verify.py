@@ -64,9 +64,10 @@ def prove(
         micro_batch=small.micro_batch,
         seq_len=small.seq_len,
         optimizer=replace(optimizer, lr=1e-3),
+        through_fsdp=plan.precision == "bf16",
         attention="math" if device.type == "cuda" else "auto",  # fused GPU kernels have no fp64
     )
-    small = replace(small, num_steps=steps)
+    small = replace(small, num_steps=steps, precision="fp64")
     record = train_in_layout(shrink_spec(spec, small), small, trial, rank, device)
     found = [0.0] * 5
     worst = ""
@@ -147,7 +148,8 @@ def proof_key(spec: ModelSpec, plan: Plan) -> str:
     shape = shrink_spec(spec, small).with_overrides({"name": "any"})
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
-    return f"{plan.layout} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"
+    way = "mixed" if plan.precision == "bf16" else "plain"
+    return f"{plan.layout} {way} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"
 
 
 def read_proofs(file: Path) -> dict[str, object]:
