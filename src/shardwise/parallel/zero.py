@@ -36,14 +36,22 @@ class Sharded(GradientSums):
     def __init__(self, model: Decoder, mesh: Mesh, traffic: Traffic):
         super().__init__(model)
         self.zero = mesh.plan.zero
-        self.root: FSDPModule = shard_decoder(model, mesh, traffic)
+        self.reduction = ExactReduceScatter(traffic)
+        self.root: FSDPModule = shard_decoder(model, mesh, traffic, self.reduction)
+        self._can_overlap = mesh.plan.replicate == 1  # else an all-reduce reads the result at once
+        self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
-        self._set(reduce=kind == "B" and (self.zero >= 2 or last), last=last, finish=kind == "B" and last)
+        reduce = kind == "B" and (self.zero >= 2 or last)
+        self._set(reduce=reduce, last=last, finish=kind == "B" and last)
+        # Into empty gradients a result may arrive later; onto others FSDP2 adds it right away.
+        self.reduction.overlaps = reduce and self._can_overlap and self._is_first_reduction
+        self._is_first_reduction = self._is_first_reduction and not reduce
 
     def after_backward(self, kind: str, *, last: bool) -> None:
         if kind != "W":
             return
+        self.reduction.overlaps = self._is_first_reduction = False
         # No backward pass ran here, so FSDP2's hooks did not either: fold the new gradients in, then reduce if it is time.
         self._set(reduce=False, last=last, finish=False)
         groups = list(parameter_groups(self.model))
@@ -60,6 +68,8 @@ class Sharded(GradientSums):
         """Reduce what is still local (after a last W), let go of gathered parameters, wait for everything."""
         self._set(reduce=True, last=True, finish=True)
         self.root._get_fsdp_state()._root_post_backward_final_callback()
+        self.reduction.complete()
+        self._is_first_reduction = True
 
     def _set(self, *, reduce: bool, last: bool, finish: bool) -> None:
         self.root.set_requires_gradient_sync(reduce)
@@ -68,7 +78,7 @@ class Sharded(GradientSums):
         self.root.set_is_last_backward(finish)
 
 
-def shard_decoder(model: Decoder, mesh: Mesh, traffic: Traffic) -> FSDPModule:
+def shard_decoder(model: Decoder, mesh: Mesh, traffic: Traffic, reduction: ExactReduceScatter) -> FSDPModule:
     """In place, on `meta` or with memory. One group per block, one for each end; a tied weight stays with the root, whole."""
     plan = mesh.plan
     mixed = plan.precision == "bf16"
@@ -91,7 +101,7 @@ def shard_decoder(model: Decoder, mesh: Mesh, traffic: Traffic) -> FSDPModule:
         module.set_force_sum_reduction_for_comms(True)
         if on_gloo:
             module.set_custom_all_gather(CountedAllGather(traffic))
-            module.set_custom_reduce_scatter(ExactReduceScatter(traffic))
+            module.set_custom_reduce_scatter(reduction)
     if on_gloo:
         root._set_unshard_async_op(True)
     _prefetch([group[0] for group in groups])
@@ -133,19 +143,35 @@ class CountedAllGather(_Buffers, AllGather):
 
 
 class ExactReduceScatter(_Buffers, ReduceScatter):
-    """For gloo. Every rank adds the parts in rank order, so the sum does not depend on timing or ring position."""
+    """For gloo. Every rank adds the parts in rank order, so the sum does not depend on timing or ring position.
+
+    With `overlaps` the exchange goes on while backward computes the next block, and is completed when that one comes to be
+    reduced: one block's gradients are under way at a time.
+    """
 
     def __init__(self, traffic: Traffic):
-        self.traffic = traffic
+        self.traffic, self.overlaps = traffic, False
+        self._pending: tuple[Any, Tensor, Tensor, Tensor] | None = None
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, f"gradients are only ever summed, not {op}"
-        began = time.perf_counter()
+        self.complete()
         parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(dist.get_world_size(group), -1), 0, out=output_tensor)
+        work = dist.all_to_all_single(parts, input_tensor, group=group, async_op=True)
+        self._pending = (work, parts.view(dist.get_world_size(group), -1), input_tensor, output_tensor)
         self.traffic.reductions += 1
         self.traffic.num_bytes += input_tensor.nbytes
+        if not self.overlaps:
+            self.complete()
+
+    def complete(self) -> None:
+        if self._pending is None:
+            return
+        began = time.perf_counter()
+        work, parts, _, output = self._pending
+        self._pending = None
+        work.wait()
+        torch.sum(parts, 0, out=output)
         self.traffic.waited += time.perf_counter() - began
