@@ -1,6 +1,6 @@
 # make train   set up .venv and run the default job          make test    set up and run the tests
 # make setup   only .venv       make lint    ruff and mypy   make bench   the CPU benchmarks
-# make parity  every layout against one process: the whole same-loss matrix, about 15 minutes; writes docs/parity.md
+# make parity  every layout against one process: the whole same-loss matrix, half an hour; writes docs/parity.md
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from cases import Matrix, in_layout
 from layouts import Case
 from ranks import RankFailure, RankHang
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.data.loader import TensorBatch
 from shardwise.model.decoder import Hidden
@@ -63,7 +62,7 @@ def try_mutation(matrix: Matrix, name: str) -> str | None:
     except (RankFailure, AssertionError) as error:
         headline = str(error).splitlines()[0]
         assert "TypeError" not in headline and "AttributeError" not in headline, f"{name} itself is broken: {headline}"
-        return f"error: {headline.split(': ', 2)[-1][:80]}"
+        return f"error: {headline.split(': ', 2)[-1][:60]}"
     except RankHang:
         return "hangs"
     over = found.over(row.limits)
@@ -90,9 +89,8 @@ def skip_a_reduction(patch: Patch) -> None:
 def average_shards(patch: Patch) -> None:
     reduce = zero.ExactReduceScatter.__call__
 
-    def call(self: Any, output_tensor: Any, **rest: Any) -> None:
-        reduce(self, output_tensor, **rest)
-        output_tensor.div_(2)
+    def call(self: Any, output_tensor: Any, input_tensor: Any, **rest: Any) -> None:
+        reduce(self, output_tensor, input_tensor.div_(2), **rest)
 
     patch.setattr(zero.ExactReduceScatter, "__call__", call)
 
@@ -125,9 +123,14 @@ def forget_sum_at_end(patch: Patch) -> None:
     patch.setattr(data.SummedAtEnd, "finish", lambda self: None)
 
 
-@mutation("gradients are reduced in bf16", "dp=2 zero=2 | dense | bf16 | even")
+@mutation("gradients are rounded to bf16 before they are added", "dp=2 zero=1 | dense | bf16 | even")
 def reduce_in_bf16(patch: Patch) -> None:
-    patch.setattr(zero, "MixedPrecisionPolicy", lambda *_: MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    reduce = zero.ExactReduceScatter.__call__
+
+    def call(self: Any, output_tensor: Any, input_tensor: Any, **rest: Any) -> None:
+        reduce(self, output_tensor, input_tensor.copy_(input_tensor.bfloat16()), **rest)
+
+    patch.setattr(zero.ExactReduceScatter, "__call__", call)
 
 
 @mutation("one gather brings zeros instead of a rank's rows", "dp=2 zero=3 | dense | fp64 | even")

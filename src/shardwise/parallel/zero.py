@@ -28,6 +28,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.parallel.compat import all_gather_single, fsdp_groups
 from shardwise.parallel.data import GradientSums, Traffic
 from shardwise.parallel.mesh import Mesh
+from shardwise.plan.schedules import splits_backward
 
 
 class Sharded(GradientSums):
@@ -38,6 +39,9 @@ class Sharded(GradientSums):
         self.zero = mesh.plan.zero
         self.reduction = ExactReduceScatter(traffic)
         self.root: FSDPModule = shard_decoder(model, mesh, traffic, self.reduction)
+        # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
+        # parameters. After a split backward it has not: then replicas meet at every reduction.
+        self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
         self._can_overlap = mesh.plan.replicate == 1  # else an all-reduce reads the result at once
         self._is_first_reduction = True
 
@@ -73,7 +77,7 @@ class Sharded(GradientSums):
 
     def _set(self, *, reduce: bool, last: bool, finish: bool) -> None:
         self.root.set_requires_gradient_sync(reduce)
-        self.root.set_requires_all_reduce(last)
+        self.root.set_requires_all_reduce(last or self._meets_always)
         self.root.set_reshard_after_backward(self.zero == 3 or finish)
         self.root.set_is_last_backward(finish)
 
