@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardwise.data.corpus import Corpus
     from shardwise.model.spec import ModelSpec
 
+FIRST_WORD_S = 1.0  # torchrun ends everybody when one rank exits: the first one gets time to say why
 FREE_TO_CHANGE = ("parallel", "memory", "comm", "run", "checkpoint")
 """Sections that do not change what a run computes; anything else needs `--allow KEY` on resume."""
 
@@ -175,7 +177,10 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]], loaded: Loaded, 
             path = _share_text(path, device)
         if error is not None:
             raise error
-        return run_worker(RunDir(Path(path)), ranks, verify=verify) if path else int(Exit.USER_MISTAKE)
+        if path:
+            return run_worker(RunDir(Path(path)), ranks, verify=verify)
+        time.sleep(FIRST_WORD_S)
+        return int(Exit.USER_MISTAKE)
 
 
 def _odd_ranks(loaded: Loaded, world: int, device: torch.device) -> list[int]:
