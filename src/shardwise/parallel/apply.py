@@ -14,13 +14,13 @@ each is drawn or read at full shape and cut to what this rank holds, one layer a
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 
 from shardwise.config.schema import CommConfig
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
+from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
 from shardwise.parallel.engine import Engine
@@ -34,9 +34,6 @@ from shardwise.plan.schedules import stage_owners
 
 Fill = Callable[[Decoder], None]
 """Puts weights into a plain part of the model on the CPU: drawn from the seed, or read from files."""
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "bf16-true": torch.bfloat16}
-"""What parameters are kept in; with `bf16` FSDP2 computes in bf16 copies of them."""
 
 
 def parallelize_decoder(
@@ -60,7 +57,7 @@ def parallelize_decoder(
         if owners[index] != mesh.at.pp:
             continue
         with torch.device("meta"):
-            model = Decoder(spec, attention, layers).to(DTYPES[plan.precision])
+            model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
         if plan.tp > 1:
             apply_tensor_parallel(model, TensorParallel(mesh.tp, plan.sequence))
         sums = Sharded(model, mesh, traffic) if uses_fsdp else None
@@ -69,8 +66,7 @@ def parallelize_decoder(
             sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
         fill_stage(model, mesh, fill, layers)
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
-    compute = torch.bfloat16 if plan.precision == "bf16" else DTYPES[plan.precision]
-    return Engine(spec, stages, mesh, compute, size, traffic)
+    return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic)
 
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
@@ -81,9 +77,7 @@ def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> Gradi
 
 def stage_layers(plan: Plan, num_layers: int) -> list[range]:
     """The layers of each stage, in model order."""
-    sizes = plan.split or (num_layers,)
-    ends = list(accumulate(sizes))
-    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(num_layers)]
 
 
 def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range) -> None:
@@ -96,7 +90,7 @@ def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range) -> None:
     buffers = dict(model.named_buffers())
     for index in layers:
         with torch.device("meta"):
-            piece = Decoder(model.spec, "math", range(index, index + 1)).to(DTYPES[mesh.plan.precision])
+            piece = Decoder(model.spec, "math", range(index, index + 1)).to(KEPT[mesh.plan.precision])
         fill(piece.to_empty(device="cpu"))
         for name, value in piece.state_dict().items():
             if name in table:

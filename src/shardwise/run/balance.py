@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.model.decoder import Decoder, Head
+from shardwise.model.precision import COMPUTED
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.split import balanced_split
-from shardwise.run.calibrate import COMPUTE
 
 REPEATS = 3
 
@@ -38,7 +38,7 @@ def measured_split(spec: ModelSpec, plan: Plan, attention: str, device: torch.de
 def _layer_seconds(spec: ModelSpec, index: int, plan: Plan, attention: str, device: torch.device) -> float:
     part = _ready(Decoder, spec, attention, range(index, index + 1), plan=plan, device=device)
     positions = torch.arange(plan.seq_len, device=device)[None]
-    inputs = part.prepare_attention(COMPUTE[plan.precision], positions, None, None)[index]
+    inputs = part.prepare_attention(COMPUTED[plan.precision], positions, None, None)[index]
     targets = torch.full((plan.micro_batch,), plan.seq_len, device=device)
 
     def once() -> None:
@@ -62,13 +62,13 @@ def _head_seconds(spec: ModelSpec, plan: Plan, device: torch.device) -> float:
 
 def _hidden(spec: ModelSpec, plan: Plan, device: torch.device) -> torch.Tensor:
     shape = (plan.micro_batch, plan.seq_len, spec.hidden)
-    return torch.zeros(shape, dtype=COMPUTE[plan.precision], device=device, requires_grad=True)
+    return torch.zeros(shape, dtype=COMPUTED[plan.precision], device=device, requires_grad=True)
 
 
 def _ready(kind: Callable, *arguments: object, plan: Plan, device: torch.device) -> Any:
     """A module with memory and zeros in it: how long it takes does not depend on the numbers."""
     with torch.device("meta"):
-        module = kind(*arguments).to(COMPUTE[plan.precision])
+        module = kind(*arguments).to(COMPUTED[plan.precision])
     module.to_empty(device=device)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):

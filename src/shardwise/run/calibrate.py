@@ -8,16 +8,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from shardwise.model.precision import COMPUTED
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import Rates
 
-COMPUTE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "bf16-true": torch.bfloat16}
-
 
 def measure_rates(spec: ModelSpec, plan: Plan, device: torch.device, bucket_bytes: int) -> Rates:
     """About half a second: the model's own matmul shape, a memory copy, and one gradient bucket around the ranks."""
-    dtype = COMPUTE[plan.precision]
+    dtype = COMPUTED[plan.precision]
     rows = min(plan.micro_batch * plan.seq_len, 8192)
     x = torch.randn(rows, spec.hidden, device=device, dtype=dtype)
     w = torch.randn(spec.hidden, max(layer.ffn for layer in spec.layers), device=device, dtype=dtype)

@@ -24,6 +24,7 @@ from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
 from shardwise.memory.micro_batch import find_micro_batch
 from shardwise.memory.usage import peak_bytes
+from shardwise.model.precision import KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
 from shardwise.parallel.engine import Engine
@@ -39,7 +40,6 @@ from shardwise.run.events import Events
 from shardwise.run.guards import StopRequests
 from shardwise.run.metrics import Metrics
 from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import DTYPES
 from shardwise.run.rundir import RunDir
 from shardwise.run.schedule import LearningRate, learning_rate
 from shardwise.run.state import collect_state, restore_state
@@ -181,7 +181,7 @@ def _largest_micro_batch(session: Session) -> int:
     """Measured on a whole model without weights, which is let go again."""
     plan, config = session.plan, session.config
     parts = predict_memory(session.spec, plan, config.optimizer.name)
-    model = empty_model(config.model, session.spec, DTYPES[plan.precision], session.device)
+    model = empty_model(config.model, session.spec, KEPT[plan.precision], session.device)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()

@@ -18,11 +18,9 @@ from shardwise.data.sequences import IGNORE
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
+from shardwise.model.precision import KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.run.optimizer import build_optimizer
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "bf16-true": torch.bfloat16}
-"""What parameters are kept in."""
 
 CPU = torch.device("cpu")
 
@@ -66,7 +64,7 @@ class Record:
 
 
 def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Record:
-    model = Decoder(spec, trial.attention).to(DTYPES[trial.precision])
+    model = Decoder(spec, trial.attention).to(KEPT[trial.precision])
     initialize(model, trial.seed)
     model.to(device)
     optimizer = build_optimizer(trial.optimizer, model.parameters())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,9 @@ class Proof:
     @property
     def holds(self) -> bool:
         return self.largest <= LIMIT
+
+    def to_dict(self) -> dict[str, object]:
+        return {**asdict(self), "largest": self.largest, "limit": LIMIT, "same": self.holds}
 
 
 def prove(

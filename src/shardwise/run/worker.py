@@ -16,7 +16,6 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -114,7 +113,7 @@ def run_verify(run: RunDir, ranks: Ranks) -> int:
         optimizer = OptimizerConfig(**{**job["optimizer"], "betas": tuple(job["optimizer"]["betas"])})
         proof = prove(ModelSpec.from_dict(job["model"]), plan, optimizer, ranks.rank, device, job["steps"])
         if ranks.is_first:
-            write_atomically(run.proof, json.dumps(asdict(proof)))
+            write_atomically(run.proof, json.dumps(proof.to_dict()))
     except Exception as error:
         return _crash(run, ranks, error)
     if dist.is_initialized():

@@ -1,0 +1,8 @@
+"""Number formats by the name that `memory.precision` has: what parameters are kept in, and what is computed in."""
+
+from __future__ import annotations
+
+import torch
+
+KEPT = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "bf16-true": torch.bfloat16}
+COMPUTED = KEPT | {"bf16": torch.bfloat16}
