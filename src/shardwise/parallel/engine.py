@@ -59,8 +59,8 @@ class Engine:
                 shard.local.grad = shard.gradient
         return sums if self.mesh.counts_loss else torch.zeros_like(sums)
 
-    def norm_and_losses(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The global gradient norm and the losses over all ranks, in one small all-reduce."""
+    def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """The global gradient norm, and `sums` (losses and what else there is) over all ranks, in one small all-reduce."""
         both = torch.cat([squared_norm(self.shards).to(sums.device).view(1), sums])
         if self.plan.world > 1:
             dist.all_reduce(both)
