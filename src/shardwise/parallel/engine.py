@@ -68,6 +68,8 @@ class Engine:
 
     @torch.no_grad()
     def clip(self, norm: Tensor, largest: float) -> None:
+        if not norm.is_cuda and float(norm) + 1e-6 <= largest:
+            return  # the factor would be 1; on a GPU, looking would cost more than multiplying
         gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
         factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
