@@ -4,8 +4,9 @@
 
 The real executor, real processes and real messages. Two kinds of stage: `tiny`'s own layers over two ranks, one pinned core each;
 and stages that sleep instead of computing, for more ranks than this machine has cores. The prediction is the simulator's, fed with
-the median time of each kind of action on each stage in the same steps, and with the time of one message between neighbours, measured
-before. Both bubbles are shares of all ranks' time in a step; the simulator's without messages stands beside them.
+what each action took in the same step, and with the time of one message between neighbours, measured before. Both bubbles are shares
+of all ranks' time in a step, medians over steps; the simulator's without messages stands beside them. What an action costs besides
+(bookkeeping, posting messages) is no bubble of the schedule, but lengthens the step: it is the difference that remains.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from shardwise.run.reference import Trial
 from shardwise.run.trial import build_trial, trial_batch, trial_plan
 
 NAMES = {"forward": "F", "backward": "B", "backward inputs": "I", "backward weights": "W"}
-SECONDS = {"F": 0.010, "B": 0.020, "I": 0.010, "W": 0.010}  # of a sleeping stage with one layer's share
+SECONDS = {"F": 0.040, "B": 0.080, "I": 0.040, "W": 0.040}  # of a sleeping stage with one layer's share
 Case = tuple[int, str, int, int, str]
 CASES: list[Case] = [
     # ranks, schedule, stages per rank, micro-batches, what a stage does
@@ -134,20 +134,19 @@ def _case(rank: int, case: Case, steps: int) -> dict[str, Any]:
     batch, num_targets = trial_batch(spec, plan, trial, 1, 0)
     transfer = _message_seconds(rank, pp, (rows, trial.seq_len, spec.hidden))
     clock = Clock(torch.device("cpu"))
-    seconds: dict[str, list[float]] = defaultdict(list)
+    seconds: list[dict[Action, float]] = []
     totals = []
-    for step in range(steps + 3):
+    for _ in range(steps + 3):
         dist.barrier()
         clock.begin()
         began = time.perf_counter()
         engine.pipeline.train(batch.microbatches, num_targets, clock)
         totals.append(time.perf_counter() - began)
         engine.zero_grad()
-        for span in clock.spans if step >= 3 else ():
-            if span.name in NAMES:
-                seconds[f"{NAMES[span.name]} {span.stage}"].append(span.duration_s)
+        actions = [span for span in clock.spans if span.name in NAMES]
+        seconds.append({Action(NAMES[s.name], s.stage, s.microbatch): s.duration_s for s in actions})
     gathered: list[Any] = [None] * pp
-    dist.all_gather_object(gathered, (dict(seconds), totals[3:]))
+    dist.all_gather_object(gathered, (seconds[3:], totals[3:]))
     return _row(case, engine.pipeline.table, gathered, transfer)
 
 
@@ -175,29 +174,29 @@ def _message_seconds(rank: int, pp: int, shape: tuple[int, ...]) -> float:
 
 
 def _row(case: Case, table: Any, gathered: list[Any], transfer: float) -> dict[str, Any]:
-    """Medians over steps. Every rank's step ends at its own last action, so the step is the slowest rank's."""
+    """Every rank's step ends at its own last action, so the step is the slowest rank's."""
     pp, schedule, virtual, num_microbatches, kind = case
-    median = {key: statistics.median(values) for found, _ in gathered for key, values in found.items()}
-
-    def cost(action: Action) -> float:
-        return median[f"{action.kind} {action.stage}"]
-
     owners = stage_owners(schedule, pp, virtual)
-    predicted, at_once = simulate(table, owners, cost, transfer), simulate(table, owners, cost)
-    busy = sum(cost(action) for actions in table for action in actions)
-    total = statistics.median(max(times) for times in zip(*(totals for _, totals in gathered), strict=True))
+    steps = []
+    for durations, totals in zip(*(zip(*part, strict=True) for part in zip(*gathered, strict=True)), strict=True):
+        cost = {action: value for of_rank in durations for action, value in of_rank.items()}
+        predicted = simulate(table, owners, cost.__getitem__, transfer)
+        at_once = simulate(table, owners, cost.__getitem__)
+        measured = 1 - sum(cost.values()) / (pp * max(totals))
+        steps.append((predicted.total, max(totals), at_once.bubble_fraction, predicted.bubble_fraction, measured))
+    medians = [statistics.median(values) for values in zip(*steps, strict=True)]
     return {
         "ranks": pp,
         "schedule": schedule,
         "virtual_stages": virtual,
         "micro_batches": num_microbatches,
         "stages": kind,
-        "predicted_step_s": predicted.total,
-        "measured_step_s": total,
         "message_s": transfer,
-        "predicted_bubble_without_messages": at_once.bubble_fraction,
-        "predicted_bubble": predicted.bubble_fraction,
-        "measured_bubble": 1 - busy / (pp * total),
+        "predicted_step_s": medians[0],
+        "measured_step_s": medians[1],
+        "predicted_bubble_without_messages": medians[2],
+        "predicted_bubble": medians[3],
+        "measured_bubble": medians[4],
     }
 
 

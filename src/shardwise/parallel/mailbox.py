@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.parallel.mesh import Mesh
@@ -80,12 +79,8 @@ class Mailbox:
         while self.sending and self.sending[0][1].is_completed():
             self.sending.popleft()
         tensor = tensor.contiguous()
-        work = dist.isend(
-            tensor,
-            self.mesh.stage_rank(target),
-            group=self._lane(message.kind, self.here, target),
-            tag=_TAGS[message.kind],
-        )
+        lane = self._lane(message.kind, self.here, target)
+        work = lane.send([tensor], target, _TAGS[message.kind])  # a place in the pipeline is a rank of its groups
         self.sending.append((tensor, work))  # the tensor must live until it has left
 
     def expect(self, message: Message | None) -> None:
@@ -96,8 +91,8 @@ class Mailbox:
         while self.queues[queue]:
             following = self.queues[queue].popleft()
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.mesh.device)
-            group = self._lane(following.kind, queue[0], self.here)
-            work = dist.irecv(buffer, self.mesh.stage_rank(queue[0]), group=group, tag=_TAGS[following.kind])
+            lane = self._lane(following.kind, queue[0], self.here)
+            work = lane.recv([buffer], queue[0], _TAGS[following.kind])
             self.posted[following] = (buffer, work)
             if following == message:
                 return
