@@ -42,16 +42,17 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
     say("a step of the engine")
     seen = observe_step(TRIAL, rank, bucket=BUCKET, dp=world)
     backward = [span for span in seen.spans if span.name in ("forward", "backward")]
+    sums = of_kind(seen.messages, "all-reduce")
     truth = truth_of(EXACT, rank)
     say("comparison with one process")
     return {
         "before": before,
         "after": after.tolist(),
         **ways,
-        "messages": [(m.kind, m.num_bytes, m.phase, m.microbatch, m.at_s - seen.began_s) for m in seen.messages],
+        "messages": [(m.kind, m.num_bytes, m.phase, m.microbatch, m.at_s - seen.began_s) for m in sums],
         "spans": [(span.name, span.microbatch, span.start_s, span.duration_s) for span in backward],
-        "all_reduces": len(of_kind(seen.messages, "all-reduce")),
-        "buffer_bytes": total(of_kind(seen.messages, "all-reduce")),
+        "all_reduces": len(sums),
+        "buffer_bytes": total(sums),
         "sent": seen.sent,
         "difference": difference(EXACT, truth, rank, dp=world),
     }

@@ -1,7 +1,7 @@
 """One step of the real engine, watched: what every demo of a layout needs.
 
-The engine is built and stepped as `verify` does it. Two steps go before the one that counts: DDP arranges its buckets after the first
-one, and the optimizer has its state from then on.
+The engine is built and stepped as `verify` does it. A step goes before the one that counts: from then on gloo has its connections and
+the optimizer its state. (DDP begins its second step with two small broadcasts, to agree on the order of its buckets.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from shardwise.run.trial import train_in_layout, trial_batch, trial_plan
 from shardwise.run.verify import compare
 
 CPU = torch.device("cpu")
-WARM_STEPS = 2
 SPEC = preset("tiny").with_overrides(
     {"num_layers": 4, "hidden": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "ffn": 128, "vocab": 128}
 )
@@ -66,10 +65,9 @@ def observe_step(
     engine = parallelize_decoder(spec, plan, rank, CPU, comm, "auto", lambda model: initialize(model, trial.seed))
     optimizer = build_optimizer(trial.optimizer, engine.locals())
     seen, wire, clock = Observed(engine), Wire(), Clock(CPU)
-    for step in range(1, WARM_STEPS + 2):
-        counts = step > WARM_STEPS
+    for step in (1, 2):
         batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)
-        if counts:
+        if step == 2:
             if prepare:
                 prepare(engine, optimizer)
             dist.barrier()

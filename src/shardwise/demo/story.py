@@ -40,7 +40,7 @@ class Check:
         verdict = "same" if self.holds else "DIFFERENT"
         if self.holds and self.limit:
             verdict += f", {self.counted / self.expected - 1:+.1%}" if self.expected else f": below {self.limit:.0e}"
-        return f"{self.what}\n    {' = '.join(dict.fromkeys(sides)):<50} counted {number(self.counted):>10}   {verdict}"
+        return f"{self.what}\n    {' = '.join(dict.fromkeys(sides)):<54} counted {number(self.counted):>10}  {verdict}"
 
 
 def same_as_one_process(difference: float, steps: int) -> Check:
@@ -48,12 +48,12 @@ def same_as_one_process(difference: float, steps: int) -> Check:
     return Check(what, "0", "", 0.0, difference, 1e-9)
 
 
-def on_the_wire(formula: str, numbers: str, expected: float, sent: list[int | None]) -> list[Check]:
+def on_the_wire(formula: str, numbers: str, expected: float, sent: list[int | None], of: str = "") -> list[Check]:
     """Where the system counts per socket. gloo adds headers to every message: up to 5 % of these small ones."""
     counted = [value for value in sent if value is not None]
     if not counted:
         return []
-    what = "bytes that left a rank's sockets, as the system counts them, headers included"
+    what = f"{of}bytes that left a rank's sockets, as the system counts them, headers included"
     return [Check(what, formula, numbers, expected, sum(counted) / len(counted), 0.05 * expected)]
 
 
@@ -111,11 +111,11 @@ def make_console() -> Console:
     return console
 
 
-def table(columns: list[str], rows: list[list[Any]], left: int = 1) -> Table:
-    """Figures to the right; the first `left` columns are words."""
+def table(columns: list[str], rows: list[list[Any]], words: tuple[int, ...] = (0,)) -> Table:
+    """Figures to the right; the columns of `words` to the left."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(columns):
-        made.add_column(name, justify="left" if index < left else "right", overflow="fold")
+        made.add_column(name, justify="left" if index in words else "right")
     for row in rows:
         made.add_row(*(cell if isinstance(cell, str) else number(cell) for cell in row))
     return made
