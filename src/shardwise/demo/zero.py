@@ -161,9 +161,9 @@ def tell(found: list[dict[str, Any]]) -> Story:
 
 
 WHY = (
-    "gathered once; gradients add up to the end",
-    "gathered once; a block's gradients leave",
-    "two blocks and a border; gradients leave",
+    "gradients wait for the last micro-batch",
+    "a block's gradients leave at once",
+    "and weights come block by block",
 )
 
 
@@ -193,9 +193,9 @@ def _checks(stage: int, ranks: list[dict[str, Any]]) -> list[Check]:
             "(N-1)/N of both", f"3/4 x {gathered_bytes + reduced_bytes:,}", sent, _sent(ranks), f"stage {stage}: "
         ),
     ]  # fmt: skip
-    if stage < 3:
-        most = ranks[0]["most_full_weights"]
-        checks.append(Check(f"stage {stage}: full weights at most", "4P", f"4 x {parameters:,}", size, most))
+    block = 4 * (parameters - 2 * SPEC.vocab * SPEC.hidden - SPEC.hidden) // SPEC.num_layers
+    whole = ("4P", f"4 x {parameters:,}", size) if stage < 3 else ("two blocks", f"2 x {block:,}", 2 * block)
+    checks.append(Check(f"stage {stage}: full weights at most", *whole, ranks[0]["most_full_weights"]))
     if stage == 1:
         most = ranks[0]["most_full_gradients"]
         checks.append(Check("stage 1: full gradients at most", "4P", f"4 x {parameters:,}", size, most))
