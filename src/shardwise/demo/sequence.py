@@ -129,7 +129,7 @@ def tell(found: list[dict[str, Any]]) -> Story:
     rows += [["sum, on both ranks", *_digits(found[0]["norm_sum"])]]
     rows += [["one process", *_digits(found[0]["norm_one_process"])]]
     story.step(
-        "The price: norms saw a part of the tokens, so their gradients are parts too and are added once per step",
+        "The price: norms saw a part of the tokens; their gradients are added once per step",
         table(["gradient of the last norm", "[0]", "[1]", "[2]", "[3]"], rows),
     )
     story.checks = _checks(found, without, with_sp)
@@ -166,7 +166,9 @@ def _checks(found: list[dict[str, Any]], without: dict[str, Any], with_sp: dict[
     size, layers, hidden = ROWS * TOKENS * SPEC.hidden * 4, SPEC.num_layers, SPEC.hidden
     pairs = NUM_MICRO * 2 * PASSED
     text = f"2 x {NUM_MICRO} x (2 x {layers} + 1)"
-    outside = 2 * PASSED * size  # input and normalised values of every norm
+    outside = (
+        PASSED * 4 * ROWS * TOKENS * (2 * hidden + 1)
+    )  # of every norm: input, normalised values, a scale per token
     norms = 4 * PASSED * hidden
     loss = NUM_MICRO * 12 * ROWS * TOKENS
     wire = pairs * size * 2 * (WORLD - 1) / WORLD
@@ -175,7 +177,7 @@ def _checks(found: list[dict[str, Any]], without: dict[str, Any], with_sp: dict[
         Check("all-reduces of hidden states with it", "0", "", 0, with_sp["counts"]["all-reduce"]),
         Check("all-gathers with it", "2M(2L + 1)", text, pairs, with_sp["counts"]["all-gather"]),
         Check("reduce-scatters with it", "2M(2L + 1)", text, pairs, with_sp["counts"]["all-to-all"]),
-        Check("bytes kept for backward: what falls away", "(1 - 1/t) 2(2L+1) 4bsh", f"1/2 x {outside:,}",
+        Check("bytes kept for backward: what falls away", "(1-1/t) (2L+1) 4bs(2h+1)", f"1/2 x {outside:,}",
               outside * (1 - 1 / WORLD), without["saved"] - with_sp["saved"]),
         Check("bytes of norms' gradients, once per step", "4(2L + 1)h", f"4 x {PASSED} x {hidden}", norms, with_sp["norm_bytes"]),
     ]  # fmt: skip

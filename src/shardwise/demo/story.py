@@ -84,8 +84,8 @@ class Story:
 
     def show(self, console: Console) -> None:
         console.print(self.title, style="bold")
-        for number, (heading, parts) in enumerate(self.steps, 1):
-            console.print(f"\n{number}. {heading}", style="bold")
+        for index, (heading, parts) in enumerate(self.steps, 1):
+            console.print(f"\n{index}. {heading}", style="bold")
             for part in parts:
                 console.print(_indented(part))
         console.print(
