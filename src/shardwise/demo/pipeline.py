@@ -31,7 +31,7 @@ from shardwise.run.trial import build_trial, trial_batch, trial_plan
 WORLD = 4
 NUM_MICRO = 8
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "zero-bubble": 1, "zbv": 2}  # stages per rank
-UNIT_S = 0.018
+UNIT_S = 0.024
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 MODEL = SPEC.with_overrides({"num_layers": 8})
 ROWS, TOKENS = 2, 32

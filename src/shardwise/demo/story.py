@@ -44,7 +44,7 @@ class Check:
 
 
 def same_as_one_process(difference: float, steps: int) -> Check:
-    what = f"largest difference of any loss, gradient or parameter from one process, {steps} steps in fp64"
+    what = f"largest difference of any loss, gradient or parameter from one process, {steps} {'step' if steps == 1 else 'steps'}, fp64"
     return Check(what, "0", "", 0.0, difference, 1e-9)
 
 

@@ -1,7 +1,7 @@
 """Counts what really travels, in two independent ways; neither is a counter of ours inside `parallel/`.
 
     Wire          notes every operation that torch hands to a process group: its kind, the bytes of its buffer, when and in which phase
-    sent_bytes    what the system says this process has sent over its TCP sockets, headers of gloo included (Linux only)
+    sent_bytes    what the system says this process has sent over TCP, gloo's headers included (Linux only)
 
 A ring all-reduce of S bytes over N ranks makes each of them send 2(N-1)/N S, a gather or an exchange (N-1)/N S, a message S.
 """
@@ -31,7 +31,8 @@ KINDS = {
     "broadcast_": "broadcast",
 }
 IGNORED = ("recv_", "barrier")  # a receive is somebody else's send
-BYTES_SENT = struct.Struct("@Q"), 200  # tcpi_bytes_sent in Linux's struct tcp_info
+SENT = struct.Struct("@QQ")  # tcpi_bytes_sent and tcpi_bytes_retrans, next to each other in Linux's struct tcp_info
+SENT_OFFSET = 200
 
 
 class Message(NamedTuple):
@@ -82,14 +83,13 @@ class PhaseClock(Clock):
 
 
 def sent_bytes() -> int | None:
-    """By this process since it began, over all sockets that are open now; None where the system does not count."""
-    if not sys.platform.startswith("linux"):
+    """By this process, over the sockets that are open now, repetitions left out; None where the system does not count."""
+    if sys.platform != "linux":
         return None
-    return sum(_sent_by(int(name)) for name in os.listdir("/proc/self/fd"))
+    return sum(_sent_by(int(name)) for name in os.listdir("/proc/self/fd")) or None
 
 
 def _sent_by(descriptor: int) -> int:
-    layout, offset = BYTES_SENT
     try:
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return 0
@@ -97,7 +97,10 @@ def _sent_by(descriptor: int) -> int:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     except OSError:  # closed meanwhile, or no TCP socket
         return 0
-    return int(layout.unpack_from(info, offset)[0]) if len(info) >= offset + layout.size else 0
+    if len(info) < SENT_OFFSET + SENT.size:  # an old kernel
+        return 0
+    sent, again = SENT.unpack_from(info, SENT_OFFSET)
+    return int(sent - again)
 
 
 def of_kind(messages: Iterable[Message], kind: str, *phases: str) -> list[Message]:
