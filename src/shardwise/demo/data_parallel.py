@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.config.schema import CommConfig
 from shardwise.data.loader import cut_microbatches
 from shardwise.data.sequences import IGNORE
 from shardwise.demo.observe import CPU, SPEC, difference, observe_step, truth_of
@@ -40,7 +41,7 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
     say("averaging against summing")
     ways = _ways(rank, trial_plan(EXACT, dp=world))
     say("a step of the engine")
-    seen = observe_step(TRIAL, rank, bucket=BUCKET, dp=world)
+    seen = observe_step(TRIAL, rank, comm=CommConfig(bucket=BUCKET), dp=world)
     backward = [span for span in seen.spans if span.name in ("forward", "backward")]
     sums = of_kind(seen.messages, "all-reduce")
     truth = truth_of(EXACT, rank)

@@ -55,13 +55,12 @@ def observe_step(
     *,
     prepare: Look | None = None,
     look: Look | None = None,
-    bucket: int | str = "auto",
+    comm: CommConfig = CommConfig(),  # noqa: B008, it is frozen
     spec: ModelSpec = SPEC,
     **layout: Any,
 ) -> Observed:
     """Collective. `prepare` is called before the step that counts, `look` between its backward and its update."""
     plan = trial_plan(trial, **layout)
-    comm = CommConfig(bucket=bucket)
     engine = parallelize_decoder(spec, plan, rank, CPU, comm, "auto", lambda model: initialize(model, trial.seed))
     optimizer = build_optimizer(trial.optimizer, engine.locals())
     seen, wire, clock = Observed(engine), Wire(), Clock(CPU)

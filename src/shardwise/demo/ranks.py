@@ -59,14 +59,13 @@ def play(act: Act, world: int, deadline_s: float = DEADLINE_S) -> list[Any]:
 def _collect(pipes: list[Connection], end: float, deadline_s: float) -> list[Any]:
     doing, results = ["starting"] * len(pipes), dict[int, Any]()
     while len(results) < len(pipes):
-        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
-        ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+        waiting = [rank for rank in range(len(pipes)) if rank not in results]
+        ready = wait([pipes[rank] for rank in waiting], timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            raise _stuck({rank: text for rank, text in enumerate(doing) if rank not in results}, deadline_s)
-        for pipe in ready:
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            raise _stuck({rank: doing[rank] for rank in waiting}, deadline_s)
+        for rank in (rank for rank in waiting if pipes[rank] in ready):
             try:
-                kind, value = pipe.recv()  # type: ignore[union-attr]
+                kind, value = pipes[rank].recv()
             except EOFError:
                 raise UserError(
                     f"rank {rank} of the demo was killed",

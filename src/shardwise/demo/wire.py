@@ -54,7 +54,8 @@ class Wire(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[Message] = []
-        self.phase, self.microbatch = "", None
+        self.phase = ""
+        self.microbatch: int | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":

@@ -6,7 +6,9 @@ Each stage is a step of the engine with two micro-batches. Hooks on the blocks l
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from shardwise.demo.observe import SPEC, difference, kept_bytes, observe_step, truth_of
 from shardwise.demo.ranks import Say
@@ -30,40 +32,51 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
     stages = []
     for zero in STAGES:
         say(f"a step of stage {zero}")
-        moments: list[tuple[str, str, int, int]] = []
-        kept: dict[str, int] = {}
-        seen = observe_step(
-            TRIAL,
-            rank,
-            prepare=lambda engine, _, moments=moments: _watch(engine, moments),
-            look=lambda engine, optimizer, kept=kept: kept.update(kept_bytes(engine, optimizer)),
-            dp=world,
-            zero=zero,
-        )
-        gathers, sums = of_kind(seen.messages, "all-gather"), of_kind(seen.messages, "all-to-all", "backward")
+        stages.append(_stage(rank, world, zero))
         say(f"comparison of stage {zero} with one process")
-        stages.append(
-            {
-                "stage": zero,
-                "kept": kept,
-                "gathers": len(gathers),
-                "gathered_bytes": total(gathers),
-                "reductions": len(sums),
-                "reduced_bytes": total(sums),
-                "all_reduces": len(of_kind(seen.messages, "all-reduce")),
-                "all_reduced_bytes": total(of_kind(seen.messages, "all-reduce")),
-                "sent": seen.sent,
-                "most_full_weights": max((moment[2] for moment in moments), default=0),
-                "most_full_gradients": max((moment[3] for moment in moments), default=0),
-                "moments": [moment[:2] for moment in moments if moment[0]],
-                "difference": difference(EXACT, truth, rank, dp=world, zero=zero),
-            }
-        )
+        stages[-1]["difference"] = difference(EXACT, truth, rank, dp=world, zero=zero)
     return {"stages": stages}
 
 
-def _watch(engine: Engine, moments: list[tuple[str, str, int, int]]) -> None:
-    """Before each block's forward and as its backward begins: (moment, # or . per group, full weights, full gradients in bytes)."""
+def _stage(rank: int, world: int, zero: int) -> dict[str, Any]:
+    moments: list[Moment] = []
+    kept: dict[str, int] = {}
+    seen = observe_step(
+        TRIAL,
+        rank,
+        prepare=lambda engine, _: _watch(engine, moments),
+        look=lambda engine, optimizer: kept.update(kept_bytes(engine, optimizer)),
+        dp=world,
+        zero=zero,
+    )
+    gathers, exchanges, sums = (of_kind(seen.messages, kind) for kind in ("all-gather", "all-to-all", "all-reduce"))
+    return {
+        "stage": zero,
+        "kept": kept,
+        "gathers": len(gathers),
+        "gathered_bytes": total(gathers),
+        "reductions": len(exchanges),
+        "reduced_bytes": total(exchanges),
+        "all_reduces": len(sums),
+        "all_reduced_bytes": total(sums),
+        "sent": seen.sent,
+        "most_full_weights": max((moment.weights for moment in moments), default=0),
+        "most_full_gradients": max((moment.gradients for moment in moments), default=0),
+        "moments": [(moment.when, moment.groups) for moment in moments if moment.when],
+    }
+
+
+class Moment(NamedTuple):
+    """What is whole on a rank: one sign per group (# in full, + arriving, . sharded), and bytes."""
+
+    when: str
+    groups: str
+    weights: int
+    gradients: int
+
+
+def _watch(engine: Engine, moments: list[Moment]) -> None:
+    """Look before each block's forward, as its backward begins, and shortly before that ends."""
     model = engine.stages[0].model
     groups = list(parameter_groups(model))
     groups.sort(key=lambda group: (_is_head(group, model), not _is_embed(group, model)))
@@ -79,19 +92,17 @@ def _watch(engine: Engine, moments: list[tuple[str, str, int, int]]) -> None:
                 unsharded = getattr(parameter, "_unsharded_param", None)
                 found = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
                 gradients += sum(gradient.nbytes for gradient in found if gradient is not None)
-        moments.append((when, here, weights, gradients))
+        moments.append(Moment(when, here, weights, gradients))
+
+    def after(output: Tensor, when: str) -> None:
+        output.register_hook(lambda gradient: note(when))
 
     for index, block in model.layers.items():
-        # At the output of its first norm a block's backward has nearly ended: its own gradients are there, in full.
-        block.attention_norm.register_forward_hook(
-            lambda module, args, result: result.register_hook(lambda gradient: note("")) and None
-        )
         block.register_forward_pre_hook(lambda module, args, index=index: note(f"F{index}"))
-        block.register_forward_hook(
-            lambda module, args, result, index=index: (
-                result[0].register_hook(lambda gradient: note(f"B{index}")) and None
-            )
-        )
+        block.register_forward_hook(lambda module, args, result, index=index: after(result[0], f"B{index}"))
+        # At the output of its first norm a block's backward has nearly ended: its own gradients are there, in full.
+        norm = block.get_submodule("attention_norm")
+        norm.register_forward_hook(lambda module, args, result: after(result, ""))
 
 
 def _is_embed(group: Any, model: Any) -> bool:
