@@ -23,7 +23,7 @@ def perform(word: str, as_json: bool = False) -> int:
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: ranks share the cores
     from shardwise.demo.ranks import play
-    from shardwise.demo.story import Story, make_console
+    from shardwise.demo.story import WIDTH, Story, make_console
 
     demo: Any = import_module(f"shardwise.demo.{DEMOS[word]}")
     story: Story = demo.tell(play(demo.act, demo.WORLD))
@@ -32,6 +32,8 @@ def perform(word: str, as_json: bool = False) -> int:
         print(json.dumps({**story.to_dict(), "world": demo.WORLD, "seconds": round(seconds, 2)}, indent=2))
     else:
         console = make_console()
+        if console.width < WIDTH:
+            console.print(f"note     drawings are {WIDTH} columns wide; this window has {console.width}")
         story.show(console)
         console.print(f"time     {seconds:.1f} s, {demo.WORLD} processes        the page: shardwise explain {word}")
     return Exit.DONE if story.holds else Exit.FOUND_WRONG

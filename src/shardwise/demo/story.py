@@ -122,7 +122,8 @@ def table(columns: list[str], rows: list[list[Any]], words: tuple[int, ...] = (0
 
 
 def drawing(text: str) -> Text:
-    return Text(text, no_wrap=True, overflow="crop")
+    """As it stands; in a window that is too narrow its lines are folded, not cut."""
+    return Text(text, overflow="fold")
 
 
 def number(value: float) -> str:
