@@ -4,7 +4,8 @@
 
 The real executor, real processes and real messages. Two kinds of stage: `tiny`'s own layers over two ranks, one pinned core each;
 and stages that sleep instead of computing, for more ranks than this machine has cores. The prediction is the simulator's, fed with
-the median time of each kind of action on each stage in the same steps. Both bubbles are shares of all ranks' time in a step.
+the median time of each kind of action on each stage in the same steps, and with the time of one message between neighbours, measured
+before. Both bubbles are shares of all ranks' time in a step; the simulator's without messages stands beside them.
 """
 
 from __future__ import annotations
@@ -131,6 +132,7 @@ def _case(rank: int, case: Case, steps: int) -> dict[str, Any]:
         for stage in engine.stages:
             stage.sums = Sleeping(stage, 1 / virtual)
     batch, num_targets = trial_batch(spec, plan, trial, 1, 0)
+    transfer = _message_seconds(rank, pp, (rows, trial.seq_len, spec.hidden))
     clock = Clock(torch.device("cpu"))
     seconds: dict[str, list[float]] = defaultdict(list)
     totals = []
@@ -146,10 +148,33 @@ def _case(rank: int, case: Case, steps: int) -> dict[str, Any]:
                 seconds[f"{NAMES[span.name]} {span.stage}"].append(span.duration_s)
     gathered: list[Any] = [None] * pp
     dist.all_gather_object(gathered, (dict(seconds), totals[3:]))
-    return _row(case, engine.pipeline.table, gathered)
+    return _row(case, engine.pipeline.table, gathered, transfer)
 
 
-def _row(case: Case, table: Any, gathered: list[Any]) -> dict[str, Any]:
+def _message_seconds(rank: int, pp: int, shape: tuple[int, ...]) -> float:
+    """Half of a round trip between neighbours, the median of all."""
+    there, back, seconds = torch.zeros(shape), torch.zeros(shape), []
+    for low in range(pp - 1):
+        for _ in range(30):
+            dist.barrier()
+            if rank not in (low, low + 1):
+                continue
+            peer = low if rank == low + 1 else low + 1
+            arriving = dist.irecv(back, peer)
+            began = time.perf_counter()
+            if rank == low:
+                dist.isend(there, peer).wait()
+                arriving.wait()
+                seconds.append((time.perf_counter() - began) / 2)
+            else:
+                arriving.wait()
+                dist.isend(there, peer).wait()
+    gathered: list[Any] = [None] * pp
+    dist.all_gather_object(gathered, seconds)
+    return statistics.median(value for found in gathered for value in found)
+
+
+def _row(case: Case, table: Any, gathered: list[Any], transfer: float) -> dict[str, Any]:
     """Medians over steps. Every rank's step ends at its own last action, so the step is the slowest rank's."""
     pp, schedule, virtual, num_microbatches, kind = case
     median = {key: statistics.median(values) for found, _ in gathered for key, values in found.items()}
@@ -157,7 +182,8 @@ def _row(case: Case, table: Any, gathered: list[Any]) -> dict[str, Any]:
     def cost(action: Action) -> float:
         return median[f"{action.kind} {action.stage}"]
 
-    predicted = simulate(table, stage_owners(schedule, pp, virtual), cost)
+    owners = stage_owners(schedule, pp, virtual)
+    predicted, at_once = simulate(table, owners, cost, transfer), simulate(table, owners, cost)
     busy = sum(cost(action) for actions in table for action in actions)
     total = statistics.median(max(times) for times in zip(*(totals for _, totals in gathered), strict=True))
     return {
@@ -168,6 +194,8 @@ def _row(case: Case, table: Any, gathered: list[Any]) -> dict[str, Any]:
         "stages": kind,
         "predicted_step_s": predicted.total,
         "measured_step_s": total,
+        "message_s": transfer,
+        "predicted_bubble_without_messages": at_once.bubble_fraction,
         "predicted_bubble": predicted.bubble_fraction,
         "measured_bubble": 1 - busy / (pp * total),
     }
@@ -184,8 +212,11 @@ def _show(rows: list[dict[str, Any]]) -> None:
         "step predicted",
         "measured",
         "ratio",
+        "message",
         "bubble predicted",
         "measured",
+        "ratio",
+        "predicted without messages",
     ):
         table.add_column(name, justify="right")
     for row in rows:
@@ -193,9 +224,12 @@ def _show(rows: list[dict[str, Any]]) -> None:
             str(row["ranks"]), row["schedule"], str(row["virtual_stages"]), str(row["micro_batches"]), row["stages"],
             f"{1e3 * row['predicted_step_s']:.1f} ms", f"{1e3 * row['measured_step_s']:.1f} ms",
             f"{row['measured_step_s'] / row['predicted_step_s']:.3f}",
+            f"{1e3 * row['message_s']:.2f} ms",
             f"{100 * row['predicted_bubble']:.1f} %", f"{100 * row['measured_bubble']:.1f} %",
+            f"{row['measured_bubble'] / row['predicted_bubble']:.2f}",
+            f"{100 * row['predicted_bubble_without_messages']:.1f} %",
         )  # fmt: skip
-    Console(width=140).print(table)
+    Console(width=170).print(table)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def observe(spec: ModelSpec, plan: Plan, trial: Trial) -> Observation:
             watch(engine, optimizer, found.looks)
             engine.traffic.gathers = engine.traffic.reductions = engine.traffic.num_bytes = 0
         batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)
-        norm, _ = accumulate(engine, batch, num_targets, clock)
+        norm, *_ = accumulate(engine, batch, num_targets, clock)
         found.local = local_bytes(engine, optimizer)
         update(engine, optimizer, norm, lr=1e-3, clip=1.0, clock=clock)
     found.gathers, found.reductions = engine.traffic.gathers, engine.traffic.reductions

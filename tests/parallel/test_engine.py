@@ -75,7 +75,7 @@ def true_gradients(name: str) -> dict[str, Tensor]:
 def clipped(spec: ModelSpec, plan: Plan, largest: float) -> tuple[float, dict[str, Tensor]]:
     engine = build_trial(spec, plan, TRIAL, dist.get_rank(), CPU)
     batch, num_targets = trial_batch(spec, plan, TRIAL, 1, engine.mesh.at.dp)
-    norm, _ = accumulate(engine, batch, num_targets, Clock(CPU))
+    norm, *_ = accumulate(engine, batch, num_targets, Clock(CPU))
     engine.clip(norm, largest)
     return float(norm), collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
 

@@ -112,9 +112,11 @@ def actions_of(plan: Plan, rank: int, stage: int) -> list[Action]:
 
 def gathers_of_zero_3(plan: Plan, rank: int, stage: int, tied: bool) -> int:
     """Blocks: once for each forward and once for each backward. What ends the model, and a tied model's ends, is kept from forward
-    to backward and gathered only when it is not there; any backward of its stage drops it."""
+    to backward and gathered only when it is not there; any backward of its stage drops it. So is the last block where there is
+    no pipeline. The backward of an embedding needs no embedding."""
     keeps = stage == plan.num_stages - 1 or (tied and stage == 0)
-    count, is_here = 2 * NUM_MICRO * (num_groups(plan, stage, tied) - keeps), False
+    forward_only = (plan.pp == 1) + (stage == 0 and not tied)
+    count, is_here = NUM_MICRO * (2 * (num_groups(plan, stage, tied) - keeps) - forward_only), False
     for action in actions_of(plan, rank, stage) if keeps else ():
         count += action.kind != "W" and not is_here
         is_here = action.kind == "F"
@@ -126,10 +128,15 @@ def test_bytes_of_a_step(zero: int, observed: Any) -> None:
     """Sizes divide, so nothing is padded: P parameters of four bytes travel as often as messages say."""
     _, ranks = observed(zero, "none", 1)
     size = 4 * SPEC.num_parameters
-    end = 4 * (SPEC.vocab + 1) * SPEC.hidden  # head and last norm: gathered once for both passes
-    gathered = size if zero < 3 else NUM_MICRO * (2 * size - end)
+    # Gathered once for both passes: embedding, last block, last norm and head.
+    once = 4 * (SPEC.num_parameters - sum_of_blocks(SPEC) * (SPEC.num_layers - 1) // SPEC.num_layers)
+    gathered = size if zero < 3 else NUM_MICRO * (2 * size - once)
     reduced = size * (1 if zero == 1 else NUM_MICRO)
     assert [found.traffic_bytes for found in ranks] == [gathered + reduced] * 2
+
+
+def sum_of_blocks(spec: ModelSpec) -> int:
+    return spec.num_parameters - (2 * spec.vocab + 1) * spec.hidden  # all but embedding, head and last norm
 
 
 # Full tensors ---------------------------------------------------------------------------------------------------------

@@ -59,8 +59,8 @@ class Engine:
                 shard.local.grad = shard.gradient
         return sums if self.mesh.counts_loss else torch.zeros_like(sums)
 
-    def norm_and_losses(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The global gradient norm and the losses over all ranks, in one small all-reduce."""
+    def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """The global gradient norm, and `sums` (losses and what else there is) over all ranks, in one small all-reduce."""
         both = torch.cat([squared_norm(self.shards).to(sums.device).view(1), sums])
         if self.plan.world > 1:
             dist.all_reduce(both)
@@ -68,6 +68,8 @@ class Engine:
 
     @torch.no_grad()
     def clip(self, norm: Tensor, largest: float) -> None:
+        if not norm.is_cuda and float(norm) + 1e-6 <= largest:
+            return  # the factor would be 1; on a GPU, looking would cost more than multiplying
         gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
         factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))

@@ -67,9 +67,10 @@ class Pipeline:
         for number, action in enumerate(self.actions):
             stage = self.stages[action.stage]
             key, needed = (action.stage, action.microbatch), needed_by(action, self.num_stages)
-            mail.expect(needed)
-            if number + 1 < len(self.actions):  # let the next message arrive while this action computes
-                mail.expect(needed_by(self.actions[number + 1], self.num_stages))
+            for following in self.actions[
+                number : number + 1 + AHEAD
+            ]:  # let messages arrive while this action computes
+                mail.expect(needed_by(following, self.num_stages))
             received = self._wait(mail, needed, clock, action) if needed else None
             with clock.span("compute", NAMES[action.kind], action.microbatch, action.stage):
                 handed_on: Tensor | None = None
@@ -203,6 +204,9 @@ class Pipeline:
         if waited:
             clock.move(waited, "comm_exposed", "data-parallel", num_bytes)
 
+
+AHEAD = 2
+"""How many actions ahead a receive is posted: the sender of a message that nobody waits for yet must ask first."""
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward inputs", "W": "backward weights"}
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -88,16 +88,23 @@ def shard_decoder(model: Decoder, mesh: Mesh, traffic: Traffic, reduction: Exact
     mixed = plan.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     groups: list[list[nn.Module]] = [[block] for block in model.layers.values()]
+    # Backward begins where forward ended: what ends the model is not dropped in between.
+    kept = [groups[-1]] if plan.pp == 1 else []
+    first: list[nn.Module] = []
     if not model.spec.tied:
-        first: list[nn.Module] = [module for module in (model.embed, model.position_embed) if module is not None]
+        first = [module for module in (model.embed, model.position_embed) if module is not None]
         last: list[nn.Module] = [module for module in (model.norm, model.head) if module is not None]
         groups = [group for group in [first, *groups, last] if group]
+        kept.append(last)
     for group in groups:
-        # Backward begins where forward ended: what ends the model is not dropped in between.
-        reshard = plan.zero == 3 and group[-1] is not model.head
         fully_shard(
-            group if len(group) > 1 else group[0], mesh=mesh.fsdp, reshard_after_forward=reshard, mp_policy=policy
+            group if len(group) > 1 else group[0],
+            mesh=mesh.fsdp,
+            reshard_after_forward=plan.zero == 3 and group not in kept,
+            mp_policy=policy,
         )
+    if first:
+        cast(FSDPModule, first[0]).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
     root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy)
     on_gloo = mesh.device.type == "cpu"
     for module in _fsdp_modules(root):

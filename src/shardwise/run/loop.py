@@ -19,7 +19,7 @@ from shardwise.checkpoint import store
 from shardwise.config.schema import Config
 from shardwise.config.units import parse_seconds
 from shardwise.data.corpus import Corpus
-from shardwise.data.loader import Loader
+from shardwise.data.loader import Loader, StepBatch
 from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
 from shardwise.memory.micro_batch import find_micro_batch
@@ -115,24 +115,21 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     history = report.History()
     checkpoint = _CheckpointClock(config.checkpoint.every, done)
     step, stop = done, Exit.DONE
+    batch: StepBatch | None = None
 
-    for step in range(done + 1, plan.num_steps + 1):
-        # Get this rank's rows; agree on the step's token count and on whether to go on.
-        clock.begin()
+    def ask() -> list[int]:
+        """Get this rank's rows of the next step; say how many targets they have, and what this rank wishes."""
+        nonlocal batch
         with clock.span("data_wait", "next batch"):
-            batch = loader.next()
-        with clock.span("comm_exposed", "agree"):
-            due = ranks.is_first and checkpoint.due(step - 1)
-            own_targets = batch.num_targets if engine.mesh.counts_targets else 0
-            stop, (num_targets, save) = _agree(stops.check(), [own_targets, due], device, plan)
-        if save and step - 1 > checkpoint.last_step:
-            _save(session, step - 1, engine, optimizer)
-            checkpoint.done(step - 1)
-        if stop:
-            step -= 1
-            break
+            batch = loader.next() if step < plan.num_steps else None
+        targets = batch.num_targets if batch and engine.mesh.counts_targets else 0
+        return [*_wishes(stops.check()), targets, int(ranks.is_first and checkpoint.due(step))]
 
-        # Train.
+    clock.begin()
+    stop, num_targets, save = _answer(_summed(ask(), device, plan))
+    for step in range(done + 1, plan.num_steps + 1) if not stop else ():
+        # Train. The one small message of a step also settles how the next one starts.
+        assert batch is not None
         result = run_step(
             engine,
             optimizer,
@@ -142,6 +139,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
             clip=config.train.clip,
             clock=clock,
             skip_non_finite=config.run.on_nan == "skip",
+            ask=ask,
         )
 
         # Tell.
@@ -159,6 +157,13 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
             report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
         if config.train.sample_every and step % config.train.sample_every == 0 and step < plan.num_steps:
             report.sample(view, engine, corpus, config, ranks)
+        clock.begin()
+        stop, num_targets, save = _answer(result.answers)
+        if save and step < plan.num_steps:
+            _save(session, step, engine, optimizer)
+            checkpoint.done(step)
+        if stop:
+            break
 
     # Commit, and say how it went.
     loader.close()
@@ -166,7 +171,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         _save(session, step, engine, optimizer)
     peak = int(_largest(peak_bytes(device), device, plan))
     if not stop:
-        stop, _ = _agree(stops.check(), [], device, plan)
+        stop, *_ = _answer(_summed([*_wishes(stops.check()), 0, 0], device, plan))
     if not stop:
         report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
         report.sample(view, engine, corpus, config, ranks)
@@ -228,16 +233,22 @@ def _metrics_line(
     return line
 
 
-def _agree(wish: Exit | None, values: list[int], device: torch.device, plan: Plan) -> tuple[Exit, list[int]]:
-    """One small all-reduce. Token counts add up; a wish of one rank to stop becomes everyone's (DONE: nobody wants to)."""
-    wishes = [int(wish == Exit.INTERRUPTED), int(wish == Exit.STOPPED)]
-    summed = [*wishes, *values]
-    if plan.world > 1:
-        tensor = torch.tensor(summed, dtype=torch.int64, device=device)
-        dist.all_reduce(tensor)
-        summed = tensor.tolist()
-    interrupted, stopped, *rest = summed
-    return Exit.INTERRUPTED if interrupted else Exit.STOPPED if stopped else Exit.DONE, rest
+def _wishes(wish: Exit | None) -> list[int]:
+    return [int(wish == Exit.INTERRUPTED), int(wish == Exit.STOPPED)]
+
+
+def _answer(summed: list[int]) -> tuple[Exit, int, bool]:
+    """Whether to stop (DONE: nobody wants to), the next step's target tokens, whether to save. One rank's wish is everyone's."""
+    interrupted, stopped, num_targets, save = summed
+    return Exit.INTERRUPTED if interrupted else Exit.STOPPED if stopped else Exit.DONE, num_targets, bool(save)
+
+
+def _summed(values: list[int], device: torch.device, plan: Plan) -> list[int]:
+    if plan.world == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
 
 
 def _largest(value: float, device: torch.device, plan: Plan) -> float:

@@ -7,7 +7,8 @@ batch gives the same step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +16,10 @@ from shardwise.data.loader import StepBatch
 from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import set_learning_rate
+
+Ask = Callable[[], Sequence[int]]
+"""Called when a step's gradients are complete: small numbers to be added up over all ranks, in the message that carries the
+norm and the losses anyway."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class StepResult:
     z_loss: float
     grad_norm: float
     skipped: bool = False
+    answers: list[int] = field(default_factory=list)  # what `ask` returned, summed over all ranks
 
 
 def run_step(
@@ -36,20 +42,25 @@ def run_step(
     clip: float | None,
     clock: Clock,
     skip_non_finite: bool = False,
+    ask: Ask = lambda: (),
 ) -> StepResult:
-    norm, sums = accumulate(engine, batch, num_targets, clock)
+    norm, sums, answers = accumulate(engine, batch, num_targets, clock, ask)
     skip = skip_non_finite and not bool(torch.isfinite(norm))
     update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
     cross_entropy, aux, z = (sums / max(num_targets, 1)).tolist()
-    return StepResult(cross_entropy, aux, z, float(norm), skip)
+    return StepResult(cross_entropy, aux, z, float(norm), skip, [round(answer) for answer in answers.tolist()])
 
 
-def accumulate(engine: Engine, batch: StepBatch, num_targets: int, clock: Clock) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and backward of every micro-batch; the global gradient norm, and the loss sums over all ranks."""
+def accumulate(
+    engine: Engine, batch: StepBatch, num_targets: int, clock: Clock, ask: Ask = lambda: ()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Forward and backward of every micro-batch; the global gradient norm, the loss sums and the answers over all ranks."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
+    questions = torch.tensor(ask(), dtype=torch.float64).to(sums.device, non_blocking=True)
     with clock.span("comm_exposed", "norm and loss"):
-        return engine.norm_and_losses(sums)
+        norm, summed = engine.norm_and_sums(torch.cat([sums, questions]))
+    return norm, summed[: len(sums)], summed[len(sums) :]
 
 
 def update(

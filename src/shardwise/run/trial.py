@@ -62,7 +62,7 @@ def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device
     clock, record = Clock(device), Record()
     for step in range(1, trial.num_steps + 1):
         batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)
-        norm, sums = accumulate(engine, batch, num_targets, clock)
+        norm, sums, _ = accumulate(engine, batch, num_targets, clock)
         record.losses.append(float(sums[0]) / num_targets)
         record.norms.append(float(norm))
         if step == 1:
