@@ -72,7 +72,7 @@ def observe_step(
             dist.barrier()
             clock, before = PhaseClock(wire), sent_bytes()
             with wire:
-                norm, sums = accumulate(engine, batch, num_targets, clock)
+                norm, sums, _ = accumulate(engine, batch, num_targets, clock)
             time.sleep(0.02)  # let the system send what it has been given
             after = sent_bytes()
             seen.sent = None if before is None or after is None else after - before
@@ -80,7 +80,7 @@ def observe_step(
             if look:
                 look(engine, optimizer)
         else:
-            norm, _ = accumulate(engine, batch, num_targets, clock)
+            norm, *_ = accumulate(engine, batch, num_targets, clock)
         update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=Clock(CPU))
     seen.messages = [message for message in wire.messages if message.phase != "norm and loss"]
     seen.spans, seen.began_s = clock.spans, clock.start

@@ -24,7 +24,9 @@ NUM_MICRO = 2
 TRIAL = Trial(global_batch=WORLD * NUM_MICRO, micro_batch=1, seq_len=8, precision="fp32")
 EXACT = Trial(global_batch=WORLD * NUM_MICRO, micro_batch=1, seq_len=8, num_steps=2)
 GROUPS = SPEC.num_layers + 2  # one per block, one for each end
-END = 4 * (SPEC.vocab + 1) * SPEC.hidden  # head and last norm: kept from forward to backward
+BLOCK = 4 * (SPEC.num_parameters - (2 * SPEC.vocab + 1) * SPEC.hidden) // SPEC.num_layers  # bytes
+ONCE = 4 * SPEC.num_parameters - (SPEC.num_layers - 1) * BLOCK
+"""Bytes that stage 3 gathers once per micro-batch: last block and head, where backward begins, and the embedding, which it does not read."""
 
 
 def act(rank: int, world: int, say: Say) -> dict[str, Any]:
@@ -161,7 +163,8 @@ def tell(found: list[dict[str, Any]]) -> Story:
             ],
         ),
         "A gather brings a group's weights to every rank. A reduction adds its gradients and leaves each rank its own quarter "
-        "(on gloo an exchange and a local sum).",
+        f"(on gloo an exchange and a local sum). Stage 3 gathers for forward and again for backward, but once ({ONCE:,} bytes) what "
+        "ends the model, where backward begins, and the embedding, which backward does not read.",
     )  # fmt: skip
     for stage in STAGES:
         story.checks += _checks(stage, [rank["stages"][stage] for rank in found])
@@ -187,25 +190,24 @@ def _checks(stage: int, ranks: list[dict[str, Any]]) -> list[Check]:
     if stage == 0:
         checks.append(Check("stage 0: bytes summed", "4P", f"4 x {parameters:,}", size, ranks[0]["all_reduced_bytes"]))
         return checks + on_the_wire("8P(N-1)/N", f"2 x {size:,} x 3/4", 1.5 * size, _sent(ranks), "stage 0: ")
-    gathers, formula = (NUM_MICRO * (2 * GROUPS - 1), "M(2G-1)") if stage == 3 else (GROUPS, "G")
+    gathers, formula = (NUM_MICRO * (2 * GROUPS - 3), "M(2G-3)") if stage == 3 else (GROUPS, "G")
     reductions, reduced = (GROUPS, "G") if stage == 1 else (NUM_MICRO * GROUPS, "MG")
-    gathered_bytes = NUM_MICRO * (2 * size - END) if stage == 3 else size
+    gathered_bytes = NUM_MICRO * (2 * size - ONCE) if stage == 3 else size
     reduced_bytes = size * reductions // GROUPS
-    put_in = f"{NUM_MICRO} x {2 * GROUPS - 1}" if stage == 3 else ""
+    put_in = f"{NUM_MICRO} x {2 * GROUPS - 3}" if stage == 3 else ""
     sent = (gathered_bytes + reduced_bytes) * (WORLD - 1) / WORLD
     checks += [
         Check(f"stage {stage}: gathers", formula, put_in, gathers, ranks[0]["gathers"]),
         Check(f"stage {stage}: reductions", reduced, f"{NUM_MICRO} x {GROUPS}" if stage > 1 else "", reductions,
               ranks[0]["reductions"]),
-        Check(f"stage {stage}: bytes gathered", "M(8P - head)" if stage == 3 else "4P",
-              f"{NUM_MICRO} x (8 x {parameters:,} - {END:,})" if stage == 3 else f"4 x {parameters:,}", gathered_bytes,
+        Check(f"stage {stage}: bytes gathered", "M(8P - once)" if stage == 3 else "4P",
+              f"{NUM_MICRO} x (8 x {parameters:,} - {ONCE:,})" if stage == 3 else f"4 x {parameters:,}", gathered_bytes,
               ranks[0]["gathered_bytes"]),
         *on_the_wire(
             "(N-1)/N of both", f"3/4 x {gathered_bytes + reduced_bytes:,}", sent, _sent(ranks), f"stage {stage}: "
         ),
     ]  # fmt: skip
-    block = 4 * (parameters - 2 * SPEC.vocab * SPEC.hidden - SPEC.hidden) // SPEC.num_layers
-    whole = ("4P", f"4 x {parameters:,}", size) if stage < 3 else ("two blocks", f"2 x {block:,}", 2 * block)
+    whole = ("4P", f"4 x {parameters:,}", size) if stage < 3 else ("two blocks", f"2 x {BLOCK:,}", 2 * BLOCK)
     checks.append(Check(f"stage {stage}: full weights at most", *whole, ranks[0]["most_full_weights"]))
     if stage == 1:
         most = ranks[0]["most_full_gradients"]
