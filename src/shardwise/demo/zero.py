@@ -22,7 +22,7 @@ WORLD = 4
 STAGES = (0, 1, 2, 3)
 NUM_MICRO = 2
 TRIAL = Trial(global_batch=WORLD * NUM_MICRO, micro_batch=1, seq_len=8, precision="fp32")
-EXACT = Trial(global_batch=WORLD * NUM_MICRO, micro_batch=1, seq_len=8, num_steps=2)
+EXACT = Trial(global_batch=WORLD * NUM_MICRO, micro_batch=1, seq_len=8, num_steps=1)
 GROUPS = SPEC.num_layers + 2  # one per block, one for each end
 BLOCK = 4 * (SPEC.num_parameters - (2 * SPEC.vocab + 1) * SPEC.hidden) // SPEC.num_layers  # bytes
 ONCE = 4 * SPEC.num_parameters - (SPEC.num_layers - 1) * BLOCK
