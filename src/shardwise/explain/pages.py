@@ -1,7 +1,8 @@
 """Reads the explanations of words/ and lays them out: eight fixed parts, the same for every word.
 
 What a text says about config keys is not written by hand: whether a key works today is looked up in the schema, and whether a
-word has a demo in the list of demos, so a page cannot go stale when a technique arrives. Invariant: no torch, no rich; a page answers at once.
+word has a demo in the list of demos, so a page cannot go stale when a technique arrives. Invariant: no torch, no rich; a page
+answers at once.
 """
 
 from __future__ import annotations
