@@ -10,6 +10,7 @@ import shardwise
 from shardwise.cli.main import main
 from shardwise.config.keys import all_keys
 from shardwise.config.write import is_built
+from shardwise.demo import DEMOS
 from shardwise.explain.pages import all_pages, find_page, render_page
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import SCHEDULES, schedule_actions, stage_owners
@@ -141,6 +142,11 @@ def test_the_example_of_the_mesh_is_where_a_plan_puts_it(capsys):
     assert (at.pp, at.dp, at.tp) == (1, 0, 1)
 
 
+def test_a_page_mentions_its_demo():
+    for word, page in all_pages().items():
+        assert (f"shardwise explain {word} --demo" in " ".join(render_page(page).split())) == (word in DEMOS)
+
+
 def test_presets_lists_them_with_their_sizes(capsys):
     assert main(["explain", "presets"]) == 0
     assert re.search(r"^ +llama3-8b +8\.0 B +32 +4096$", capsys.readouterr().out, re.MULTILINE)
@@ -156,7 +162,12 @@ def test_json(words, capsys):
 def test_mistakes(capsys):
     assert main(["explain", "pipelin"]) == 2
     assert "fix  did you mean `shardwise explain pipeline`?" in capsys.readouterr().err
-    assert main(["explain", "zero", "--demo"]) == 2
-    assert "`--demo` is not available yet" in capsys.readouterr().err
+    for word in ("context", "experts", "seeds"):
+        assert main(["explain", word, "--demo"]) == 2
+        refusal = capsys.readouterr().err
+        assert f"`--demo` is not available yet for `{word}`" in refusal
+        assert all(demo in refusal for demo in DEMOS)
+    assert main(["explain", "--demo"]) == 2
+    assert "a demo needs a word" in capsys.readouterr().err
     assert main(["explain", "zero", "train.steps=3"]) == 2
     assert "has no place here" in capsys.readouterr().err

@@ -21,8 +21,8 @@ FOR_ALL = {"errors", "files", "__version__"}
 """What stands beside the rooms, for anybody to use."""
 
 NO_TORCH = (
-    "cli/", "config/", "plan/", "explain/", "cluster/machine.py", "cluster/measure.py", "cluster/link.py",
-    "cluster/versions.py", "model/spec.py", "model/presets.py", "model/hf_config.py", "model/hf_directory.py",
+    "cli/", "config/", "plan/", "explain/", "demo/__init__.py", "demo/perform.py", "cluster/machine.py",
+    "cluster/measure.py", "cluster/link.py", "cluster/versions.py", "model/spec.py", "model/presets.py", "model/hf_config.py", "model/hf_directory.py",
     "data/", "run/build.py", "run/rundir.py", "run/start.py", "run/weights.py", "run/guards.py", "launch/ranks.py",
     "launch/rank.py", "launch/local.py", "checkpoint/listing.py", "errors.py", "files.py", "__init__.py", "__main__.py",
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """Reads the explanations of words/ and lays them out: eight fixed parts, the same for every word.
 
-What a text says about config keys is not written by hand: whether a key works today is looked up in the schema, so a page
-cannot go stale when a technique arrives. Invariant: no torch, no rich; a page answers at once.
+What a text says about config keys is not written by hand: whether a key works today is looked up in the schema, and whether a
+word has a demo in the list of demos, so a page cannot go stale when a technique arrives. Invariant: no torch, no rich; a page
+answers at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from shardwise.config.keys import Key, all_keys
 from shardwise.config.units import format_count
 from shardwise.config.write import is_built, with_unit
+from shardwise.demo import DEMOS
 from shardwise.errors import UserError
 
 WORDS = Path(__file__).parent / "words"
@@ -92,6 +94,8 @@ def render_page(page: Page) -> str:
         lines += _part("config" if index == 0 else "", text)
     lines += _part("cost", page.cost)
     lines += _part("paper", page.paper)
+    if page.word in DEMOS:
+        lines += _part("demo", f"shardwise explain {page.word} --demo: a few processes act it out and count the bytes")
     lines += _part("code", ", ".join(f"shardwise/{path}" for path in page.code) or NOT_YET)
     return "\n".join(lines)
 

@@ -1,0 +1,116 @@
+"""Starts the processes of a demo on this machine, lets them meet over gloo, and collects what each of them returns.
+
+torch is loaded once, by the process that forks the ranks, so that four of them are there as soon as one is. They meet at a file, and
+gloo listens on the loopback interface only. Invariant: when `play` returns or raises, no rank is alive; a rank whose parent was
+killed ends by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # every model loads it: here once, not in each rank
+import torch.distributed as dist
+
+from shardwise.cluster.link import loopback_interface
+from shardwise.errors import Exit, UserError
+
+DEADLINE_S = 60.0
+Say = Callable[[str], None]
+Act = Callable[[int, int, Say], Any]
+"""(rank, world, say) -> what it saw. `say` names what the rank does now, for the message about one that is stuck."""
+
+
+def play(act: Act, world: int, deadline_s: float = DEADLINE_S) -> list[Any]:
+    """What `act` returned on each of `world` ranks."""
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    sys.stdout.flush()  # else a forked rank would print it again
+    processes, pipes = [], []
+    with tempfile.TemporaryDirectory(prefix="shardwise-demo-") as folder:
+        try:
+            for rank in range(world):
+                here, there = context.Pipe(duplex=False)
+                arguments = (act, rank, world, str(Path(folder) / "store"), there, os.getpid(), deadline_s)
+                processes.append(context.Process(target=_rank, args=arguments, daemon=True))
+                pipes.append(here)
+                processes[-1].start()
+                there.close()
+            return _collect(pipes, time.monotonic() + deadline_s, deadline_s)
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Connection], end: float, deadline_s: float) -> list[Any]:
+    doing, results = ["starting"] * len(pipes), dict[int, Any]()
+    while len(results) < len(pipes):
+        waiting = [rank for rank in range(len(pipes)) if rank not in results]
+        ready = wait([pipes[rank] for rank in waiting], timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            raise _stuck({rank: doing[rank] for rank in waiting}, deadline_s)
+        for rank in (rank for rank in waiting if pipes[rank] in ready):
+            try:
+                kind, value = pipes[rank].recv()
+            except EOFError:
+                raise UserError(
+                    f"rank {rank} of the demo was killed",
+                    why=f"it was at: {doing[rank]}; often the system ran out of memory",
+                    fix="close other programs and try again",
+                    code=Exit.HARDWARE,
+                ) from None
+            if kind == "failed":
+                raise RuntimeError(f"rank {rank} failed at: {doing[rank]}\n{value}")
+            if kind == "doing":
+                doing[rank] = value
+            else:
+                results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _stuck(doing: dict[int, str], deadline_s: float) -> UserError:
+    return UserError(
+        f"{', '.join(f'rank {rank}' for rank in doing)} did not finish within {deadline_s:.0f} s",
+        why="; ".join(f"rank {rank} is at: {text}" for rank, text in doing.items()),
+        fix="a very busy machine needs longer: try again when it is calmer",
+        code=Exit.HARDWARE,
+    )
+
+
+def _rank(act: Act, rank: int, world: int, store: str, pipe: Connection, parent: int, deadline_s: float) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody in the terminal; the parent ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    if interface := loopback_interface():
+        os.environ["GLOO_SOCKET_IFNAME"] = interface  # gloo's own variable: listen there and nowhere else
+    torch.set_num_threads(1)
+    try:
+        meeting, patience = dist.FileStore(store, world), timedelta(seconds=deadline_s)
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=patience)
+        found = act(rank, world, lambda text: pipe.send(("doing", text)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        pipe.send(("failed", traceback.format_exc()))
+    else:
+        pipe.send(("done", found))
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(int(Exit.STOPPED))
