@@ -34,6 +34,8 @@ SMALL = [
     f"data.source={STORIES}",
     "train.seq_len=32",
     "train.global_batch=8",
+    "train.eval_batches=2",
+    "train.sample_tokens=8",
     "optimizer.lr=1e-3",
 ]
 """A model that trains a step in milliseconds."""

@@ -27,7 +27,7 @@ DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
 TIMEOUT_S = 180
 
 FEW = 12  # steps: a command that takes no more is typed with the steps it has, because later ones build on its checkpoints
-SMALL_BATCH = ["train.seq_len=32", "train.global_batch=4", "train.eval_batches=1"]
+SMALL_BATCH = ["train.seq_len=32", "train.global_batch=4", "train.eval_batches=1", "train.sample_tokens=8"]
 SMALL_MODEL = ["model.num_layers=4", "model.hidden=32", "model.num_heads=4", "model.num_kv_heads=2"]
 SMALL_MODEL += ["model.head_dim=8", "model.ffn=64"]  # four layers: enough for the stages of two ranks in a V
 
