@@ -1,4 +1,8 @@
-"""The small text, a tiny model, and the real command run as a user would run it."""
+"""The small text, a tiny model, and the real command: in processes of its own as a user starts it, or in warm ones.
+
+A process of its own imports torch for seconds. It is for tests of processes: signals, kills, what listens, what is left. A test of
+what a command computes or says takes a warm one.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from ranks import RankPool
 
 STORIES = Path(__file__).parent / "golden" / "stories.jsonl"
 
@@ -24,6 +34,8 @@ SMALL = [
     f"data.source={STORIES}",
     "train.seq_len=32",
     "train.global_batch=8",
+    "train.eval_batches=2",
+    "train.sample_tokens=8",
     "optimizer.lr=1e-3",
 ]
 """A model that trains a step in milliseconds."""
@@ -59,6 +71,54 @@ def run_command(*words: object, cwd: Path, timeout: float = 180.0) -> subprocess
         output, _ = process.communicate()
         pytest.fail(f"shardwise {' '.join(map(str, words))} hung for {timeout} s; its output:\n{output}")
     return subprocess.CompletedProcess(process.args, process.returncode, output, "")
+
+
+def warm_command(
+    ranks: RankPool, *words: object, cwd: Path, nproc: int = 1, timeout: float = 180.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a verb in a process of the pool, which is the launcher if the verb wants several ranks. With `nproc` the pool stands
+    for torchrun: every process of it runs the verb as one rank, and what rank 0 said comes back."""
+    listed = [str(word) for word in words]
+    code, out, err = ranks.run(_be_command, nproc, listed, str(cwd), timeout=timeout)[0]
+    return subprocess.CompletedProcess(["shardwise", *listed], code, out, err)
+
+
+def _be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
+    import torch.distributed as dist
+
+    from shardwise.cli.main import main
+
+    os.chdir(cwd)
+    if dist.get_world_size() > 1:
+        os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    else:
+        dist.destroy_process_group()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    with _caught(1, sys.stdout) as out, _caught(2, sys.stderr) as err:
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return int(code), out[0], err[0]
+
+
+@contextmanager
+def _caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
+    """What this process and those that it starts write there."""
+    said: list[str] = []
+    with ExitStack() as held:
+        file = held.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
+        before = os.dup(descriptor)
+        held.callback(os.close, before)
+        os.dup2(file.fileno(), descriptor)
+        try:
+            yield said
+        finally:
+            stream.flush()
+            os.dup2(before, descriptor)
+            file.seek(0)
+            said.append(file.read())
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> str:

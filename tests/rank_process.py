@@ -1,7 +1,7 @@
 """The processes behind ranks.py: the template, which forks ranks and reaps them, and the rank, which runs jobs.
 
 Invariant: the template runs no job and starts no thread, so what is forked from it is always the same clean state: torch
-imported, nothing used. It ends when the pool's end of its socket closes, and its ranks end with it.
+and shardwise imported, nothing used. It ends when the pool's end of its socket closes, and its ranks end with it.
 """
 
 from __future__ import annotations
@@ -86,9 +86,12 @@ def _unpack_tensor(data: bytearray, dtype: Any, shape: Any, is_parameter: bool, 
 
 def be_template(control_fd: str, folder: str) -> None:
     import pytest  # noqa: F401  test modules need it
+    import torch._dynamo  # every optimizer does
     import torch.distributed.fsdp
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
+
+    import shardwise.run.worker  # noqa: F401  and with it what it imports: once here, not in every rank
 
     torch.set_num_threads(1)
     gc.collect()

@@ -1,6 +1,6 @@
 """Warm rank processes for tests: `RankPool.run` calls one function on every rank of a gloo job; results come in rank order.
 
-Three kinds of process. The pool lives in pytest. It starts one template, which imports torch and never runs a job. Ranks are
+Three kinds of process. The pool lives in pytest. It starts one template, which imports torch and shardwise and never runs a job. Ranks are
 forked from the template in milliseconds, where an import of torch takes seconds: more ranks, or new ones after a failure, are
 cheap. A rank stays and takes one job after another. The other two processes are in rank_process.py.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SMALL, STORIES, finish, losses_of, run_command, start_command
+from commands import SMALL, STORIES, finish, losses_of, run_command, start_command, warm_command
 from safetensors.torch import load_file, save_file
 
 from shardwise.cli.main import main
@@ -317,7 +317,7 @@ def test_a_signal_while_data_is_prepared_leaves_nothing_behind(tmp_path, number,
     assert "Traceback" not in output
 
 
-def test_ctrl_c_while_the_ranks_start_is_a_clean_stop(tmp_path):
+def test_ctrl_c_while_the_ranks_start_is_a_clean_stop(ranks, tmp_path):
     process = start_command("train", "--nproc", 2, *SMALL, "train.steps=3", "run.name=early", cwd=tmp_path)
     run = tmp_path / "runs/early"
     wait_until("rank processes", lambda: (run / "log/rank1.1.err").exists(), process)
@@ -326,8 +326,8 @@ def test_ctrl_c_while_the_ranks_start_is_a_clean_stop(tmp_path):
     assert process.returncode == Exit.INTERRUPTED, output
     assert "resumable" in output and "Traceback" not in output
     assert RunDir(run).state() == "stopped"
-    again = run_command("resume", "early", "--nproc", 1, cwd=tmp_path)
-    assert again.returncode == Exit.DONE, again.stdout
+    again = warm_command(ranks, "resume", "early", "--nproc", 1, cwd=tmp_path)
+    assert again.returncode == Exit.DONE, again.stdout + again.stderr
     assert max(losses_of(run)) == 3
 
 

@@ -2,7 +2,7 @@
 
 Training is made short by words appended to the command: few steps of a very small model, in one process unless the command says how
 it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train` then stands for the command its
-recipe runs.
+recipe runs. That one starts a process of its own, as everything does that is not `shardwise`; the others share warm ones.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from blocks import SHELLS, Command, commands_of, shells_without_prompt
+from blocks import EXIT, SHELLS, Command, commands_of, shells_without_prompt
+from commands import warm_command
+
+if TYPE_CHECKING:
+    from ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
 TIMEOUT_S = 180
 
 FEW = 12  # steps: a command that takes no more is typed with the steps it has, because later ones build on its checkpoints
-SMALL_BATCH = ["train.seq_len=32", "train.global_batch=4", "train.eval_batches=1"]
+SMALL_BATCH = ["train.seq_len=32", "train.global_batch=4", "train.eval_batches=1", "train.sample_tokens=8"]
 SMALL_MODEL = ["model.num_layers=4", "model.hidden=32", "model.num_heads=4", "model.num_kv_heads=2"]
 SMALL_MODEL += ["model.head_dim=8", "model.ffn=64"]  # four layers: enough for the stages of two ranks in a V
 
@@ -69,7 +74,7 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_command_of_the_document_works(document, environment, tmp_path):
+def test_every_command_of_the_document_works(document, environment, ranks, tmp_path):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = commands_of(document)
     assert len(commands) >= 10, f"only {len(commands)} commands were found in {document}"
@@ -79,14 +84,17 @@ def test_every_command_of_the_document_works(document, environment, tmp_path):
         if command.text == ". .venv/bin/activate":
             assert "VENV   := .venv" in (ROOT / "Makefile").read_text()
         elif target is None or target == "train":
-            _type(command, tmp_path, environment)
+            _type(command, tmp_path, environment, ranks)
 
 
-def _type(command: Command, home: Path, environment: dict[str, str]) -> None:
+def _type(command: Command, home: Path, environment: dict[str, str], ranks: RankPool) -> None:
     typed = shortened(command.text)
-    done = subprocess.run(
-        ["bash", "-c", typed], cwd=home, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
-    )  # fmt: skip
+    if command.text.startswith("shardwise "):
+        done = warm_command(ranks, *shlex.split(typed, comments=True)[1:], cwd=home, timeout=TIMEOUT_S)
+    else:
+        done = subprocess.run(
+            ["bash", "-c", typed], cwd=home, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+        )  # fmt: skip
     said = f"{command.where}: `{typed}` ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert done.returncode == command.expected_exit, said
     assert "Traceback" not in done.stderr, said
@@ -104,12 +112,25 @@ def test_what_a_document_says_about_processes_is_kept():
     assert shortened("shardwise train parallel.tp=3  # exit 2").endswith("  # exit 2")
 
 
-def test_a_documented_command_that_fails_is_noticed(tmp_path):
-    (tmp_path / "page.md").write_text("```console\n$ false\n$ exit 75   # exit 75\n```\n")
-    wrong, right = commands_of(tmp_path / "page.md")
+def test_a_documented_command_that_fails_is_noticed(ranks, tmp_path):
+    shown = ["false", "exit 75   # exit 75", "shardwise watch nothing", "shardwise watch nothing  # exit 2"]
+    (tmp_path / "page.md").write_text("\n".join(["```console", *(f"$ {line}" for line in shown), "```\n"]))
+    wrong, right, unknown, expected = commands_of(tmp_path / "page.md")
     with pytest.raises(AssertionError, match=r"page.md:2: `false` ended with 1"):
-        _type(wrong, tmp_path, dict(os.environ))
-    _type(right, tmp_path, dict(os.environ))
+        _type(wrong, tmp_path, dict(os.environ), ranks)
+    with pytest.raises(AssertionError, match=r"page.md:4: `shardwise watch nothing` ended with 2"):
+        _type(unknown, tmp_path, dict(os.environ), ranks)
+    for command in (right, expected):
+        _type(command, tmp_path, dict(os.environ), ranks)
+
+
+def test_a_documented_command_is_one_that_needs_no_shell():
+    """What starts with `shardwise` is not typed into a shell: pipes and the like would be taken for its arguments."""
+    found = [command for document in DOCUMENTS for command in commands_of(document)]
+    plain = [command for command in found if command.text.startswith("shardwise ")]
+    assert plain
+    for command in plain:
+        assert not set("|&;<>$`*?~\n") & set(EXIT.sub("", command.text)), f"{command.where} needs a shell"
 
 
 def test_commands_are_read_with_their_continuations(tmp_path):

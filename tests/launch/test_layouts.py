@@ -1,4 +1,7 @@
-"""Layouts through the real command: the same losses, checkpoints that any layout reads, and clear ends for what cannot work."""
+"""Layouts through the real command: the same losses, checkpoints that any layout reads, and clear ends for what cannot work.
+
+What a layout computes is seen on warm ranks. Ranks that the program starts itself are in the resumed run, the proof and the kill.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SMALL, losses_of, run_command, start_command
+from commands import SMALL, losses_of, start_command, warm_command
+from ranks import RankPool
 from test_processes import alive, children
 
 from shardwise.errors import Exit
@@ -21,11 +25,11 @@ CONSTANT = ["optimizer.schedule=constant", "optimizer.warmup=0"]  # the same ste
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, no layout: the run that the others are compared with."""
     home = tmp_path_factory.mktemp("alone")
-    done = run_command("train", "--nproc", 1, *FP64, *CONSTANT, "run.name=one", cwd=home)
-    assert done.returncode == Exit.DONE, done.stdout
+    done = warm_command(ranks, "train", "--nproc", 1, *FP64, *CONSTANT, "run.name=one", cwd=home)
+    assert done.returncode == Exit.DONE, done.stdout + done.stderr
     return home / "runs/one"
 
 
@@ -40,10 +44,13 @@ def last_lines(run: Path, key: str) -> object:
     return next(line[key] for line in reversed(lines) if key in line)
 
 
-@pytest.mark.parametrize("layout", ["dp=3 zero=3", "dp=1 tp=2 sp pp=2 schedule=zbv"])
-def test_a_layout_trains_evaluates_and_samples_like_one_process(layout: str, alone: Path, tmp_path: Path) -> None:
-    done = run_command("train", f"parallel.layout={layout}", *FP64, *CONSTANT, "run.name=run", cwd=tmp_path)
-    assert done.returncode == Exit.DONE, done.stdout
+@pytest.mark.parametrize("layout, world", [("dp=3 zero=3", 3), ("dp=1 tp=2 sp pp=2 schedule=zbv", 4)])
+def test_a_layout_trains_evaluates_and_samples_like_one_process(
+    layout: str, world: int, alone: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    words = [f"parallel.layout={layout}", *FP64, *CONSTANT, "run.name=run"]
+    done = warm_command(ranks, "train", *words, cwd=tmp_path, nproc=world)
+    assert done.returncode == Exit.DONE, done.stdout + done.stderr
     run = tmp_path / "runs/run"
     same(run, alone)
     assert last_lines(run, "eval_loss") == pytest.approx(last_lines(alone, "eval_loss"), abs=1e-9)
@@ -54,33 +61,38 @@ def test_a_layout_trains_evaluates_and_samples_like_one_process(layout: str, alo
         assert all(value > 0 for value in bubbles.values()), "a pipeline always waits somewhere"
 
 
-def test_a_checkpoint_of_one_layout_goes_on_in_another(alone: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_layout_goes_on_in_another(alone: Path, ranks: RankPool, tmp_path: Path) -> None:
     """Two layouts after each other; the losses are those of one uninterrupted process."""
     words = [*FP64, *CONSTANT, "run.name=run"]
     layout = "parallel.layout=dp=2 zero=3 pp=2 schedule=zero-bubble"
-    first = run_command("train", layout, *words, "train.steps=2", cwd=tmp_path)
-    assert first.returncode == Exit.DONE, first.stdout
-    longer = ("--allow", "train.steps")
-    second = run_command("resume", "run", *longer, "train.steps=4", "parallel.layout=dp=1 tp=2", cwd=tmp_path)
-    assert second.returncode == Exit.DONE, second.stdout
+    first = warm_command(ranks, "train", layout, *words, "train.steps=2", cwd=tmp_path, nproc=4)
+    assert first.returncode == Exit.DONE, first.stdout + first.stderr
+    longer = ("--allow", "train.steps", "train.steps=4")
+    second = warm_command(ranks, "resume", "run", *longer, "parallel.layout=dp=1 tp=2", cwd=tmp_path)
+    assert second.returncode == Exit.DONE, second.stdout + second.stderr
     assert "plan     dp=1 tp=2 sp fp64" in second.stdout
     same(tmp_path / "runs/run", alone)
-    shown = run_command("eval", "run", "--json", cwd=tmp_path)
-    loss = json.loads(shown.stdout[shown.stdout.index("{") :])["loss"]
+    loss = json.loads(warm_command(ranks, "eval", "run", "--json", cwd=tmp_path).stdout)["loss"]
     assert loss == pytest.approx(last_lines(tmp_path / "runs/run", "eval_loss"), abs=1e-5)
 
 
-def test_a_layout_is_proven_once(tmp_path: Path) -> None:
-    words = ("train", "--nproc", 2, *SMALL, "train.steps=1")
-    assert "proof    dp=2: 3 steps in fp64" in run_command(*words, cwd=tmp_path).stdout
-    assert "steps in fp64" not in run_command(*words, cwd=tmp_path).stdout
+def test_a_layout_is_proven_once(ranks: RankPool, tmp_path: Path) -> None:
+    def said(*words: str) -> str:
+        done = warm_command(ranks, "train", *SMALL, "train.steps=1", *words, cwd=tmp_path, nproc=2)
+        assert done.returncode == Exit.DONE, done.stdout + done.stderr
+        return done.stdout
+
+    assert "proof    dp=2: 3 steps in fp64" in said()
+    assert "steps in fp64" not in said()
     other = "train.global_batch=7"  # another division of the batch is another proof
-    assert "steps in fp64" not in run_command(*words, "--no-verify", other, cwd=tmp_path).stdout
+    assert "steps in fp64" not in said("--no-verify", other)
+    assert "steps in fp64" in said(other)
 
 
-def test_verify_proves_a_layout(tmp_path: Path) -> None:
-    done = run_command("verify", "parallel.layout=dp=2 zero=2 tp=2", "--steps", 2, "--json", cwd=tmp_path)
-    assert done.returncode == Exit.DONE, done.stdout
+def test_verify_proves_a_layout(ranks: RankPool, tmp_path: Path) -> None:
+    """On ranks of its own; four and eight of them are in README.md and the tutorial."""
+    done = warm_command(ranks, "verify", "parallel.layout=dp=2 zero=2", "--steps", 2, "--json", cwd=tmp_path)
+    assert done.returncode == Exit.DONE, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["same"] is True and found["schema"] == 1
     assert max(found[key] for key in ("losses", "norms", "gradients", "parameters")) < 1e-9

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SMALL, finish, losses_of, run_command, start_command
+from commands import SMALL, finish, losses_of, run_command, start_command, warm_command
 
 from shardwise.errors import Exit
 from shardwise.run.rundir import RunDir
@@ -45,10 +45,10 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" if Path(f"/proc/{pid}").exists() else False
 
 
-def test_two_ranks_compute_what_one_process_computes(tmp_path):
+def test_two_ranks_compute_what_one_process_computes(ranks, tmp_path):
     words = [*SMALL, "train.steps=6", "memory.precision=fp64", "train.micro_batch=2"]
     two = run_command("train", "--nproc", 2, *words, "run.name=two", cwd=tmp_path)
-    one = run_command("train", "--nproc", 1, *words, "run.name=one", cwd=tmp_path)
+    one = warm_command(ranks, "train", "--nproc", 1, *words, "run.name=one", cwd=tmp_path)
     assert two.returncode == one.returncode == Exit.DONE, two.stdout + one.stdout
     assert "proof    steps 1-3 repeated in one process" in two.stdout
     a, b = losses_of(tmp_path / "runs/two"), losses_of(tmp_path / "runs/one")
@@ -59,17 +59,17 @@ def test_two_ranks_compute_what_one_process_computes(tmp_path):
     assert {file.name for file in (tmp_path / "runs/two/events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
 
 
-def test_experts_balance_over_all_ranks_as_in_one_process(tmp_path):
+def test_experts_balance_over_all_ranks_as_in_one_process(ranks, tmp_path):
     """The router's bias moves by the counts of the whole step, so they must be summed over ranks."""
     words = [*SMALL, "model.preset=tiny-moe", "model.expert_ffn=32", "model.router=sigmoid-bias",
              "model.bias_update_rate=0.05", "train.steps=5", "memory.precision=fp64"]  # fmt: skip
-    two = run_command("train", "--nproc", 2, *words, "run.name=two", cwd=tmp_path)
-    one = run_command("train", "--nproc", 1, *words, "run.name=one", cwd=tmp_path)
-    assert two.returncode == one.returncode == Exit.DONE, two.stdout + one.stdout
+    two = warm_command(ranks, "train", *words, "run.name=two", cwd=tmp_path, nproc=2)
+    one = warm_command(ranks, "train", "--nproc", 1, *words, "run.name=one", cwd=tmp_path)
+    assert two.returncode == one.returncode == Exit.DONE, two.stderr + one.stderr
     assert losses_of(tmp_path / "runs/two") == pytest.approx(losses_of(tmp_path / "runs/one"), abs=1e-12)
 
 
-def test_ctrl_c_commits_and_the_run_goes_on_exactly(tmp_path):
+def test_ctrl_c_commits_and_the_run_goes_on_exactly(ranks, tmp_path):
     process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
     run = tmp_path / "runs/long"
     wait_for_step(run, 3, process)
@@ -79,36 +79,49 @@ def test_ctrl_c_commits_and_the_run_goes_on_exactly(tmp_path):
     assert "resumable" in output and "Traceback" not in output
     done = max(losses_of(run))
     assert (run / "checkpoints" / f"step-{done}" / "manifest.json").is_file()
-    again = run_command("resume", run, "--nproc", 1, "--allow", "train.steps", f"train.steps={done + 3}", cwd=tmp_path)
-    assert again.returncode == Exit.DONE, again.stdout
+    longer = ("--allow", "train.steps", f"train.steps={done + 3}")
+    again = warm_command(ranks, "resume", run, "--nproc", 1, *longer, cwd=tmp_path)
+    assert again.returncode == Exit.DONE, again.stdout + again.stderr
     words = ["run.name=straight", f"train.steps={done + 3}"]
-    straight = run_command("train", "--nproc", 1, *LONG, *words, cwd=tmp_path)
-    assert straight.returncode == Exit.DONE, straight.stdout
+    straight = warm_command(ranks, "train", "--nproc", 1, *LONG, *words, cwd=tmp_path)
+    assert straight.returncode == Exit.DONE, straight.stdout + straight.stderr
     assert losses_of(run) == pytest.approx(losses_of(tmp_path / "runs/straight"), abs=1e-5)
 
 
-def test_stop_ends_a_run_from_another_terminal(tmp_path):
+def test_a_run_listens_on_loopback_only_and_ends_when_another_terminal_says_stop(tmp_path):
     process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
     wait_for_step(tmp_path / "runs/long", 2, process)
+    listening = addresses_listening({process.pid, *children(process.pid)})
     watch = run_command("watch", "long", "--once", cwd=tmp_path)
-    assert "running" in watch.stdout
     stop = run_command("stop", "last", cwd=tmp_path)
-    assert stop.returncode == Exit.DONE and "stopped" in stop.stdout
     output = finish(process)
+    assert listening, "the store that ranks meet at must be found, or this test sees nothing"
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert set(listening) <= loopback, listening
+    assert "running" in watch.stdout
+    assert stop.returncode == Exit.DONE and "stopped" in stop.stdout
     assert process.returncode == Exit.STOPPED, output
     assert RunDir(tmp_path / "runs/long").state() == "stopped"
 
 
-def test_sigterm_is_a_clean_stop(tmp_path):
-    process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
-    wait_for_step(tmp_path / "runs/long", 2, process)
-    os.kill(process.pid, signal.SIGTERM)
-    output = finish(process)
-    assert process.returncode == Exit.STOPPED, output
-    assert "SIGTERM" in output
+def addresses_listening(pids: set[int]) -> list[str]:
+    """The addresses, as the kernel writes them, on which any of these processes waits for connections."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(link) if link.is_symlink() else ""
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in sockets:  # 0A: LISTEN
+                listening.append(words[1].split(":")[0])
+    return listening
 
 
-def test_a_killed_rank_is_named_and_the_run_resumes(tmp_path):
+def test_a_killed_rank_is_named_and_the_run_resumes_until_sigterm(tmp_path):
     process = start_command("train", "--nproc", 2, *LONG, "checkpoint.every=2", cwd=tmp_path)
     run = tmp_path / "runs/long"
     wait_for_step(run, 5, process)
@@ -119,9 +132,14 @@ def test_a_killed_rank_is_named_and_the_run_resumes(tmp_path):
     assert process.returncode == Exit.HARDWARE, output
     assert "rank 1 was killed by SIGKILL" in output and "Traceback" not in output
     last = max(losses_of(run))
-    again = run_command("resume", run, "--allow", "train.steps", f"train.steps={last + 2}", cwd=tmp_path)
-    assert again.returncode == Exit.DONE, again.stdout
-    assert max(losses_of(run)) == last + 2
+    again = start_command("resume", run, cwd=tmp_path)
+    wait_for_step(run, last + 2, again)
+    os.kill(again.pid, signal.SIGTERM)
+    output = finish(again)
+    assert again.returncode == Exit.STOPPED, output
+    assert "SIGTERM" in output and "Traceback" not in output
+    done = max(losses_of(run))
+    assert (run / "checkpoints" / f"step-{done}" / "manifest.json").is_file()
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
@@ -139,29 +157,6 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     assert not survivors
     event = json.loads((tmp_path / "runs/long/metrics.jsonl").read_text().splitlines()[-1])
     assert event["event"] == "stopped"
-
-
-def test_nothing_listens_beyond_loopback(tmp_path):
-    process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
-    wait_for_step(tmp_path / "runs/long", 2, process)
-    family = {process.pid, *children(process.pid)}
-    sockets = set()
-    for pid in family:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(link) if link.is_symlink() else ""
-            if target.startswith("socket:["):
-                sockets.add(target[8:-1])
-    listening = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in sockets:  # 0A: LISTEN
-                listening.append(words[1].split(":")[0])
-    os.killpg(process.pid, signal.SIGTERM)
-    finish(process)
-    assert listening, "the store that ranks meet at must be found, or this test sees nothing"
-    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-    assert set(listening) <= loopback, listening
 
 
 def test_torchrun_can_start_the_ranks(tmp_path):

@@ -40,10 +40,11 @@ class Differences:
 
 
 class Matrix:
-    """Runs cases on a pool and remembers the truths that they share."""
+    """Runs cases on a pool; remembers the truths that they share, and what it measured."""
 
     def __init__(self, ranks: Any):
         self.ranks = ranks
+        self.measured: dict[Case, Differences] = {}
         self.truths: dict[tuple[Any, ModelSpec, Trial], Record] = {}
 
     def truth(self, spec: ModelSpec, plan: Plan, trial: Trial) -> Record:
@@ -54,7 +55,9 @@ class Matrix:
         return self.truths[key]
 
     def measure(self, case: Case) -> Differences:
-        return self.compare(case.spec, case.plan, case.trial)
+        if case not in self.measured:
+            self.measured[case] = self.compare(case.spec, case.plan, case.trial)
+        return self.measured[case]
 
     def compare(self, spec: ModelSpec, plan: Plan, trial: Trial, job: Any = None, **options: Any) -> Differences:
         truth = self.truth(spec, plan, trial)

@@ -20,6 +20,7 @@ COST_OF_TP = {
     2: 1.2,
     4: 4.0,
 }  # hundreds of small messages, each waiting for the slowest of four processes on few cores
+COST_OF_MICROBATCH = 0.1  # each is another forward and backward in every step
 MOST_RANKS = 4
 
 
@@ -41,6 +42,12 @@ def goals_of(case: Case) -> set[tuple[Value, ...]]:
     return {*combinations(values_of(case), 2), (("layout", case.layout),)}
 
 
+def cost_of(case: Case) -> float:
+    """The time a row takes, roughly."""
+    steps = 1 + COST_OF_MICROBATCH * case.plan.num_microbatches
+    return COST[world(case.layout)] * COST_OF_TP[degree(case.layout, "tp")] * steps
+
+
 def all_goals(cases: Iterable[Case]) -> set[tuple[Value, ...]]:
     return set().union(*(goals_of(case) for case in cases))
 
@@ -49,13 +56,14 @@ def all_goals(cases: Iterable[Case]) -> set[tuple[Value, ...]]:
 def cover() -> tuple[Case, ...]:
     numbers = {goal: number for number, goal in enumerate(sorted(all_goals(rows())))}
     left = {case: sum(1 << numbers[goal] for goal in goals_of(case)) for case in rows()}  # goals as bits of one integer
+    cost = {case: cost_of(case) for case in left}
     uses: Counter[str] = Counter()
     chosen: list[Case] = []
     while left:
 
         def worth(case: Case, left: dict[Case, int] = left) -> tuple[float, int]:
-            new = left[case].bit_count() / (COST[world(case.layout)] * COST_OF_TP[degree(case.layout, "tp")])
-            return new, -sum(uses[value] for value in (case.model, case.precision, case.batch))
+            often = sum(uses[value] for value in (case.model, case.precision, case.batch))
+            return left[case].bit_count() / cost[case], -often
 
         best = max(left, key=worth)
         chosen.append(best)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from cases import Matrix
 from mutations import MUTATIONS, try_mutation
@@ -23,11 +21,6 @@ QUICK = [
     "forget_shared_heads",
     "count_replicated_twice",
 ]
-
-
-@pytest.fixture(scope="module")
-def matrix(ranks: Any) -> Matrix:
-    return Matrix(ranks)
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import Any
 
 import pytest
 from cases import Matrix, differences
@@ -21,11 +20,6 @@ EIGHT_RANKS = [
     Case("dp=2 zero=1 tp=2 sp pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),
     Case("dp=4 zero=3 replicate=2 tp=2 sp", "grouped-query", "fp64", "ragged"),
 ]
-
-
-@pytest.fixture(scope="module")
-def matrix(ranks: Any) -> Matrix:
-    return Matrix(ranks)
 
 
 # The cover ------------------------------------------------------------------------------------------------------------

@@ -89,6 +89,17 @@ def test_metrics_have_every_field_and_their_parts_add_up(run_here):
     assert finished["measured"]["memory_bytes"] > 0
 
 
+def test_a_sample_is_as_long_as_asked(run_here, capsys):
+    for length in (5, 0):
+        train(
+            run_here, f"sample-{length}", "train.steps=1", "train.sample_prompt=Once", f"train.sample_tokens={length}"
+        )
+        samples = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sample   ")]
+        texts = [json.loads(line.removeprefix("sample   ")) for line in samples]
+        assert [text[:4] for text in texts] == ["Once"] * (length > 0)
+        assert all(4 < len(text) <= 4 + length for text in texts)
+
+
 def test_events_are_sampled(run_here):
     run = train(run_here, "events", "train.steps=6", "run.events_every=3")
     events = [json.loads(line) for line in (run / "events" / "rank0.jsonl").read_text().splitlines()]

@@ -89,6 +89,7 @@ class TrainConfig:
     sample_prompt: str | None = setting(
         None, "prompt of those samples; default: the start of a held-out document, `def ` for `python`"
     )
+    sample_tokens: int = setting(160, "tokens of such a sample; 0: no samples", low=0)
     time_limit: float | None = setting(None, "stop cleanly and resumably after this long", unit="time", above=0)
     deterministic: bool = setting(False, "only deterministic kernels; slower on GPUs")
 

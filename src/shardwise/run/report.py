@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from shardwise.run.loop import Session
 
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}  # bf16, dense
-SAMPLE_TOKENS = 160
 PROMPT_TOKENS = 12
 PROOF_LIMITS = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 5e-3, "bf16-true": 5e-3}
 """How far the losses of the first steps may be from one process, relative to the loss. With 8 bits a rounding that falls the other way
@@ -126,15 +125,16 @@ def evaluation(view: View, metrics: Metrics | None, step: int, loss: float | Non
 
 def sample(view: View, engine: Engine, corpus: Corpus, config: Config, ranks: Ranks) -> None:
     """A short continuation, shown escaped on one line. Ranks that hold only a part of the model all take part."""
-    if engine.is_whole and not ranks.is_first:
+    length = config.train.sample_tokens
+    if length == 0 or (engine.is_whole and not ranks.is_first):
         return
     text = config.train.sample_prompt or ("def " if config.data.source == "python" else None)
     prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else corpus.held_out_start(PROMPT_TOKENS)
     sampling, stop = Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator})
     if engine.is_whole:
-        new = list(generate(engine.models[0], prompt, SAMPLE_TOKENS, sampling, stop))
+        new = list(generate(engine.models[0], prompt, length, sampling, stop))
     else:
-        new = generate_together(engine, prompt, SAMPLE_TOKENS, sampling, stop)
+        new = generate_together(engine, prompt, length, sampling, stop)
     view.say("sample   " + json.dumps(corpus.tokenizer.decode([*prompt, *new]), ensure_ascii=False))
 
 
