@@ -28,7 +28,7 @@ from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
 from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
-from shardwise.parallel.zero import Sharded
+from shardwise.parallel.zero import Sharded, decoder_groups
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import stage_owners
 
@@ -60,9 +60,12 @@ def parallelize_decoder(
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
         if plan.tp > 1:
             apply_tensor_parallel(model, TensorParallel(mesh.tp, plan.sequence))
-        sums = Sharded(model, mesh, traffic) if uses_fsdp else None
+        sums = None
+        if uses_fsdp:
+            ends = model.is_last and not spec.tied  # the last group is the head
+            sums = Sharded(model, decoder_groups(model), mesh, traffic, keeps_last=ends)
         model.to_empty(device=device)
-        if isinstance(sums, Sharded):
+        if sums is not None:
             sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
         fill_stage(model, mesh, fill, layers)
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
@@ -86,7 +89,7 @@ def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range) -> None:
     if plain:
         fill(model)
         return
-    table = {shard.name: shard for shard in shards_of(model, mesh)}
+    table = {shard.name: shard for shard in shards_of(model, mesh, model.spec)}
     buffers = dict(model.named_buffers())
     for index in layers:
         with torch.device("meta"):

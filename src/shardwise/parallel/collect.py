@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import Shard, gather
 
@@ -21,7 +21,14 @@ Values = Callable[[Shard], dict[str, Tensor]]
 """The local tensors of one shard, by the name they get in the result: shaped like the shard, or scalars."""
 
 
-def collect(engine: Engine, values: Values, extra: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+class Holder(Protocol):
+    """An engine, or a module that was parallelized: whoever has a table of shards."""
+
+    mesh: Mesh
+    shards: list[Shard]
+
+
+def collect(engine: Holder, values: Values, extra: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Collective. Full tensors by name, on the CPU of rank 0; other ranks get an empty dictionary.
 
     `extra`: tensors that every rank of a stage has whole (buffers)."""

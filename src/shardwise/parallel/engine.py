@@ -30,7 +30,7 @@ class Engine:
         self.spec, self.stages, self.mesh, self.plan = spec, stages, mesh, mesh.plan
         self.bucket_bytes, self.traffic = bucket_bytes, traffic
         self.pipeline = Pipeline(stages, mesh, dtype, traffic)
-        self.shards = [shard for stage in stages for shard in shards_of(stage.model, mesh)]
+        self.shards = [shard for stage in stages for shard in shards_of(stage.model, mesh, spec)]
 
     @property
     def models(self) -> list[Decoder]:
