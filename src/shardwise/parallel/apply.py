@@ -5,6 +5,7 @@
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
+    any_module.py the last two for modules that are not ours
     shards.py     the table of what came out of it
 
 Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights come last:
@@ -14,6 +15,7 @@ each is drawn or read at full shape and cut to what this rank holds, one layer a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -22,6 +24,9 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_model import TransformersModel
+from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.parallel.any_module import split_in_place
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh, build_mesh
@@ -52,6 +57,9 @@ def parallelize_decoder(
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan, comm), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
+    if isinstance(spec, TransformersSpec):
+        stage = _whole_stage(spec, mesh, attention, fill, size, traffic)
+        return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic)
     stages = []
     for index, layers in enumerate(stage_layers(plan, spec.num_layers)):
         if owners[index] != mesh.at.pp:
@@ -70,6 +78,14 @@ def parallelize_decoder(
         fill_stage(model, mesh, fill, layers)
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
     return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic)
+
+
+def _whole_stage(spec: TransformersSpec, mesh: Mesh, attention: str, fill: Fill, size: int, traffic: Traffic) -> Stage:
+    """A model of transformers is read whole, then replicated or sharded in place."""
+    model = cast(Decoder, TransformersModel(spec, attention, KEPT[mesh.plan.precision]))  # it has the decoder's calls
+    fill(model)
+    groups = [[block] for block in cast(TransformersModel, model).blocks()]
+    return Stage(0, model, split_in_place(model, groups, mesh, traffic, size))
 
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
