@@ -18,9 +18,13 @@ from shardwise.parallel.any_module import Split
 from shardwise.parallel.collect import collect
 
 LAYOUTS = [
-    "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3",
+    "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=2 zero=3 replicate=2",
     "dp=4", "dp=4 zero=3", "dp=4 zero=1 replicate=2", "dp=4 zero=2 replicate=2", "dp=4 zero=3 replicate=2",
 ]  # fmt: skip
+ROWS = [(name, layout) for name in ("tied", "neox") for layout in LAYOUTS] + [
+    ("untied", "dp=2"),
+    ("untied", "dp=4 zero=3"),
+]
 truth = cache(any_models.train_plain)
 
 
@@ -75,8 +79,7 @@ def check(found: list[dict[str, Any]], name: str, dtype: torch.dtype, limit: flo
     assert all(one["state"] == {} for one in found[1:])
 
 
-@pytest.mark.parametrize("name", ["tied", "untied", "neox"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "layout"), ROWS)
 def test_same_as_a_plain_loop_in_fp64(layout: str, name: str, ranks: Any) -> None:
     world = int(layout[3])
     found = ranks.run(train, world, name, layout, torch.float64, 1)
@@ -105,6 +108,24 @@ def test_one_process_without_a_group(layout: str, ranks: Any) -> None:
 def train_alone(layout: str) -> dict[str, Any]:
     dist.destroy_process_group()
     return train("tied", layout, torch.float64, 3)
+
+
+def traffic(layout: str) -> tuple[int, int, int]:
+    split = parallelize(build("tied", torch.float64), layout, blocks="body.blocks")
+    split.gradients(own_rows(split, batch(0), 2), loss_sum)
+    return split.traffic.gathers, split.traffic.reductions, sum(p.numel() for p in split.parameters())
+
+
+@pytest.mark.parametrize(
+    ("zero", "gathers", "reductions"),
+    [(1, 4, 4), (2, 4, 2 * 4), (3, 2 * (4 + 2), 2 * 4)],
+)
+def test_what_is_sent(zero: int, gathers: int, reductions: int, ranks: Any) -> None:
+    """Three blocks and the rest are four groups, two micro-batches. ZeRO 3 gathers for forward and again for backward, but for the last
+    block and the rest, which stay."""
+    found = ranks.run(traffic, 2, f"dp=2 zero={zero}")
+    assert [one[:2] for one in found] == [(gathers, reductions)] * 2
+    assert sum(one[2] for one in found) == sum(p.numel() for p in build("tied", torch.float64).parameters())
 
 
 def test_clipping_is_at_work_and_can_be_off(ranks: Any) -> None:
