@@ -40,7 +40,7 @@ def train(name: str, layout: str, dtype: torch.dtype, micro: int, clip: float | 
         found["norms"].append(done.norm)
         if step == 0:
             found["gradients"] = collect(split, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
-        found["eval early"] = split.evaluate(own_rows(split, batch(99), 3), loss_sum)
+        held_out(split.module)  # a look in between leaves parameters gathered, which the update makes old
         optimizer.step()
     found["eval"] = split.evaluate(own_rows(split, batch(99), 3), loss_sum)
     found["state"] = split.state_dict()

@@ -86,11 +86,11 @@ class Split:
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any], loss: Loss) -> float:
         """The mean loss per target over all ranks, without gradients. Dropout and the like are the module's `eval()`."""
+        self._forget_gathered()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for micro, weight in self._turns(microbatches):
             value, count = _checked(loss(self.module, micro))
             total += torch.stack([value.double(), total.new_tensor(count)]) * weight
-        self._forget_gathered()
         value, count = self._over_ranks(total).tolist()
         return value / max(count, 1)
 
@@ -131,6 +131,7 @@ class Split:
         return numbers
 
     def _forget_gathered(self) -> None:
+        """Parameters that an earlier forward pass has gathered may be older than the optimizer's last update."""
         if isinstance(self.sums, Sharded):
             self.sums.forget_gathered()
 
