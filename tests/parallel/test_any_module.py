@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import Plan, UserError, parallelize
-from shardwise.parallel.any_module import Split
 from shardwise.parallel.collect import collect
+from shardwise.parallel.split_module import Split
 
 LAYOUTS = [
     "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=2 zero=3 replicate=2",
@@ -185,6 +185,30 @@ def test_a_state_goes_out_and_in(layout: str, ranks: Any) -> None:
     right = held_out(build("tied", torch.float64))
     for before, after, refused in ranks.run(restored, 2, layout):
         assert (before, after, refused) == (pytest.approx(right), before, True)
+
+
+def moved(first: str, second: str) -> dict[str, Tensor]:
+    """All steps but the last in one layout, the last one by another module in another layout."""
+    state: dict[str, Tensor] = {}
+    averages: dict[str, Tensor] = {}
+    for layout, steps in ((first, range(STEPS - 1)), (second, range(STEPS - 1, STEPS))):
+        split = parallelize(build("tied", torch.float64, seed=steps.start), layout, blocks="body.blocks")
+        optimizer = torch.optim.AdamW([p for p in split.parameters() if p.requires_grad], lr=LR)
+        if steps.start:
+            split.load_state_dict(state)
+            split.load_optimizer_state(optimizer, averages)
+        for step in steps:
+            split.gradients(own_rows(split, batch(step), 2), loss_sum, clip=CLIP)
+            optimizer.step()
+        state, averages = split.state_dict(), split.optimizer_state(optimizer)
+    return state
+
+
+@pytest.mark.parametrize(("first", "second"), [("dp=2", "dp=2 zero=3"), ("dp=2 zero=2", "dp=2")])
+def test_training_goes_on_in_another_layout(first: str, second: str, ranks: Any) -> None:
+    state = ranks.run(moved, 2, first, second)[0]
+    for name, value in truth("tied", torch.float64)["state"].items():
+        assert torch.allclose(state[name], value, rtol=0, atol=1e-9), name
 
 
 # What cannot work -----------------------------------------------------------------------------------------------------

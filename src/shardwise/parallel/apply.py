@@ -5,7 +5,7 @@
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
-    any_module.py the last two for modules that are not ours
+    any_module.py the last two for modules that are not ours              (split_module.py)
     shards.py     the table of what came out of it
 
 Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights come last:
@@ -26,12 +26,12 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.parallel.any_module import split_in_place
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
+from shardwise.parallel.split_module import split_in_place
 from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
 from shardwise.parallel.zero import Sharded, decoder_groups
 from shardwise.plan.plan import Plan
