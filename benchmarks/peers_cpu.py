@@ -44,8 +44,11 @@ BUSY = 0.5
 
 
 def main() -> None:
-    args = _arguments()
-    setting = Setting(args.ranks, args.rows, args.seq_len, args.micro_batches, args.hidden, args.layers)
+    args = arguments(__doc__)
+    measure(Setting(args.ranks, args.rows, args.seq_len, args.micro_batches, args.hidden, args.layers), args)
+
+
+def measure(setting: Setting, args: argparse.Namespace) -> None:
     missing = {name: VARIANTS[name].missing for name in args.variants if VARIANTS[name].missing}
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +78,7 @@ def main() -> None:
         "ranks": args.ranks,
         "threads_per_rank": job.threads,
         "rounds": args.rounds,
-        "setting": {**asdict(setting), "parameters": setting.spec.num_parameters},
+        "setting": {**asdict(setting), "parameters": _num_parameters(setting)},
         "check": {"steps": args.check_steps, "loss_tolerance": LOSS_TOLERANCE, "norm_tolerance": NORM_TOLERANCE},
         **summarise(variants, raw["step_s"], args.ranks),
         "step_ms": {name: [round(1000 * s, 3) for s in seconds] for name, seconds in raw["step_s"].items()},
@@ -85,8 +88,8 @@ def main() -> None:
         args.out.write_text(_compact(report))
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def arguments(about: str, **defaults: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=220)
     parser.add_argument("--warmup", type=int, default=5, help="rounds before those that count")
@@ -102,9 +105,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--check-steps", type=int, default=5, help="first steps whose losses must agree")
     parser.add_argument("--out", type=Path)
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     args.variants = args.variants or [name for name, variant in VARIANTS.items() if variant.baseline in args.over]
     return args
+
+
+def _num_parameters(setting: Setting) -> int:
+    return sum(parameter.numel() for parameter in setting.new_model().parameters())
 
 
 def _run(job: Job) -> dict[str, Any]:

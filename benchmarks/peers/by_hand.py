@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -37,15 +38,17 @@ def torch_fsdp2(setting: Setting, *, reshard: bool) -> Step:
     """`reshard=True` is ZeRO-3. False keeps parameters from forward to backward: one gather less, much like ZeRO-2."""
     model = setting.new_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.layers.values():
+    for block in model.get_submodule(setting.blocks).children():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)  # what blocks do not own: embedding, last norm, head; the root's default is to keep
+    root: Any = fully_shard(
+        model, mesh=mesh
+    )  # what blocks do not own: embedding, last norm, head; the root's default is to keep
     optimizer = setting.new_optimizer(model)
 
     def step(batch: list[Batch]) -> Done:
         total = 0.0
         for index, micro in enumerate(batch):
-            model.set_requires_gradient_sync(index == len(batch) - 1)  # type: ignore[operator]
+            root.set_requires_gradient_sync(index == len(batch) - 1)
             loss = mean_loss(model, micro, len(batch))
             loss.backward()
             total += loss.item()

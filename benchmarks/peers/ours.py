@@ -1,6 +1,10 @@
-"""Our side: the engine and the step that `shardwise train` runs, with its clock and its agreement of the ranks."""
+"""Our side: the engine and the step that `shardwise train` runs, with its clock and its agreement of the ranks; and `parallelize`, which
+takes the model as it is."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,11 +13,28 @@ from peers.setting import Batch, Done, Setting, Step
 from shardwise.config.schema import CommConfig, OptimizerConfig
 from shardwise.data.loader import StepBatch, TensorBatch
 from shardwise.model.initialize import initialize
+from shardwise.parallel.any_module import parallelize
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.plan.plan import Plan
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import build_optimizer
 from shardwise.run.step import run_step
+
+
+def parallelized(setting: Setting, *, zero: int) -> Step:
+    split = parallelize(setting.new_model(), f"dp={setting.ranks} zero={zero}", blocks=setting.blocks)
+    optimizer = setting.new_optimizer(split)
+
+    def loss(model: Callable[..., Any], micro: Batch) -> tuple[torch.Tensor, int]:
+        tokens_BT, targets_BT = micro
+        return model(tokens_BT, targets_BT).cross_entropy, targets_BT.numel()
+
+    def step(batch: list[Batch]) -> Done:
+        done = split.gradients(batch, loss, clip=setting.clip)
+        optimizer.step()
+        return Done(done.loss, torch.tensor(done.norm))
+
+    return step
 
 
 def ours(setting: Setting, *, zero: int, bucket: int | str = "auto") -> Step:

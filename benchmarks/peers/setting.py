@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,13 @@ class Setting:
     weight_decay: float = 0.1
     clip: float = 1.0
 
+    blocks = "layers"  # where the model has its list of blocks, and their class
+    block_class = "Block"
+
+    @property
+    def vocab(self) -> int:
+        return self.spec.vocab
+
     @property
     def spec(self) -> ModelSpec:
         """The `tiny` preset, stretched to `hidden` and `layers`; at 256 and 6 it is `tiny` itself."""
@@ -61,13 +68,13 @@ class Setting:
             ffn=self.hidden * 11 // 4,
         )
 
-    def new_model(self) -> Decoder:
+    def new_model(self) -> nn.Module:
         model = Decoder(self.spec)
         initialize(model, self.seed)
         return model
 
-    def new_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        """Weight decay on matrices only, as careful people do. `model` may be sharded already: shards keep their ndim."""
+    def new_optimizer(self, model: Any) -> torch.optim.AdamW:
+        """Weight decay on matrices only, as careful people do. `model` has `parameters()`; if they are shards, those keep their ndim."""
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
@@ -79,7 +86,7 @@ class Setting:
         """The micro-batches of one rank in one round. Fresh random tokens: nothing to memorise, so losses stay ordinary."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) * 1_000 + rank)
         shape = (self.micro_batches, self.rows, self.seq_len + 1)
-        tokens_MBT = torch.randint(0, self.spec.vocab, shape, generator=generator)
+        tokens_MBT = torch.randint(0, self.vocab, shape, generator=generator)
         return [(t_BT[:, :-1].contiguous(), t_BT[:, 1:].contiguous()) for t_BT in tokens_MBT]
 
 

@@ -60,6 +60,7 @@ VARIANTS = {
     ),
     "deepspeed-zero3": _zero(3),
     "ours-zero3": Variant("ours, zero 3", "ours:ours", "torch-fsdp2", options={"zero": 3}),
+    "parallelize-zero3": Variant("ours, parallelize, zero 3", "ours:parallelized", "torch-fsdp2", options={"zero": 3}),
     "torch-fsdp2-keep": Variant(
         "torch FSDP2, by hand, kept (as ZeRO-2)", "by_hand:torch_fsdp2", "torch-fsdp2-keep", options={"reshard": False}
     ),
@@ -94,6 +95,7 @@ BARS = (
     Bar("ours-ddp", "accelerate-ddp", 1.0, strict=True),
     Bar("ours-zero3", "torch-fsdp2", 0.85, ranks=4),
     Bar("ours-zero3", "accelerate-fsdp2", 1.0, strict=True),
+    Bar("parallelize-zero3", "accelerate-fsdp2", 1.0),
     Bar("ours-zero3", "deepspeed-zero3", 1.0, strict=True),
     Bar("ours-zero2", "deepspeed-zero2", 1.0, strict=True),
     Bar("ours-zero1", "deepspeed-zero1", 1.0, strict=True),

@@ -33,7 +33,7 @@ def accelerate_fsdp2(setting: Setting) -> Step:
         fsdp_version=2,
         reshard_after_forward=True,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
+        transformer_cls_names_to_wrap=[setting.block_class],
         cpu_ram_efficient_loading=False,  # every rank has the weights already
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=setting.micro_batches)

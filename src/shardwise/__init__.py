@@ -15,6 +15,7 @@ _EXPORTS = {
     "ModelSpec": "shardwise.model.spec",
     "Plan": "shardwise.plan.plan",
     "UserError": "shardwise.errors",
+    "parallelize": "shardwise.parallel.any_module",
 }
 __all__ = [*_EXPORTS, "__version__"]
 

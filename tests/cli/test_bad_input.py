@@ -155,7 +155,7 @@ def test_an_unknown_preset(refused):
     assert "did you mean `llama3-8b`" in refused("train", "model.preset=lama3-8b")
 
 
-@pytest.mark.parametrize("config", [{"model_type": "t5"}, {"model_type": "mamba2"}, {}])
+@pytest.mark.parametrize("config", [{"model_type": "t5"}, {"model_type": "never-heard-of"}, {}])
 def test_an_unsupported_architecture(refused, workdir, config):
     (workdir / "model").mkdir()
     (workdir / "model/config.json").write_text(json.dumps(config))

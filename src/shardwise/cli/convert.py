@@ -50,7 +50,10 @@ def convert(weights: Weights, to: str, out: Path, dtype_name: str | None) -> Non
         save_model(model, out, dtype=dtype, extra_files=extra)
     else:
         state = {"model": weights.spec.to_dict()}
-        store.write(out, 0, {"weights": dict(model.state_dict())}, state)
+        tensors = model.state_dict(keep_vars=True)
+        first = {id(value): name for name, value in reversed(tensors.items())}  # a tied weight is written once
+        whole = {name: value.detach() for name, value in tensors.items() if first[id(value)] == name}
+        store.write(out, 0, {"weights": whole}, state)
         if folder:
             copy_tokenizer(folder, out / "tokenizer")
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

@@ -43,7 +43,9 @@ class ModelConfig:
     """What is trained."""
 
     preset: str = setting("tiny", "a named model; `shardwise explain presets` lists them")
-    path: str | None = setting(None, "a Hugging Face directory or hub id in the local cache; replaces `preset`")
+    path: str | None = setting(
+        None, "a Hugging Face directory or hub id in the local cache, of any causal language model; replaces `preset`"
+    )
     attention: str = setting("auto", "attention kernel", choices=("auto", "sdpa", "math", "flex"))
     overrides: tuple[tuple[str, Any], ...] = setting(
         (), "ModelSpec fields given in [model], for example num_layers = 4"

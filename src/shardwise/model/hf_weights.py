@@ -26,6 +26,7 @@ from shardwise.model.experts import moe_layers
 from shardwise.model.hf_export import config_from_spec
 from shardwise.model.hf_names import Part, TheirTensor, is_ignorable, tensor_table
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_model import TransformersModel
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIB = 2**30
@@ -208,7 +209,7 @@ def shorten(names: list[str], limit: int = 6) -> str:
 
 
 def save_model(
-    model: Decoder,
+    model: Decoder | TransformersModel,
     directory: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -223,11 +224,14 @@ def save_model(
             why="nothing is ever overwritten",
             fix="choose another directory, or remove it",
         )
-    weight_dtype = dtype or next(model.parameters()).dtype
-    config = config_from_spec(model.spec) | {"dtype": str(weight_dtype).removeprefix("torch.")}
     with appearing_at_once(directory, replace=False) as scratch:  # an empty directory gives way to the rename
         for source in extra_files:
             shutil.copy2(source, scratch / Path(source).name)
+        if isinstance(model, TransformersModel):
+            model.save(scratch, dtype, max_shard_bytes)
+            return
+        weight_dtype = dtype or next(model.parameters()).dtype
+        config = config_from_spec(model.spec) | {"dtype": str(weight_dtype).removeprefix("torch.")}
         write_json(scratch / "config.json", config)
         write_weights(model, scratch, dtype, max_shard_bytes)
 

@@ -10,27 +10,51 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.model.hf_config import spec_from_config
+from shardwise.model.hf_config import ARCHITECTURES, spec_from_config
 from shardwise.model.hf_directory import find_model_dir, read_config
 from shardwise.model.hf_export import config_from_spec
+from shardwise.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.model.decoder import Decoder
+    from shardwise.model.transformers_model import TransformersModel
 
-__all__ = ["config_from_spec", "find_model_dir", "load_weights", "read_config", "save_model", "spec_from_config"]
+__all__ = [
+    "config_from_spec",
+    "find_model_dir",
+    "load_weights",
+    "read_config",
+    "read_spec",
+    "save_model",
+    "spec_from_config",
+]
 
 
-def load_weights(model: Decoder, directory: str | Path) -> None:
+def read_spec(directory: Path) -> ModelSpec:
+    """The shapes that config.json describes: one of our architectures, or whatever transformers can build."""
+    config = read_config(directory)
+    if config.get("model_type") in ARCHITECTURES or not isinstance(config.get("model_type"), str):
+        return spec_from_config(config)
+    from shardwise.model.transformers_spec import spec_from_transformers
+
+    return spec_from_transformers(config)
+
+
+def load_weights(model: Decoder | TransformersModel, directory: str | Path) -> None:
     """Stream a checkpoint's tensors into the model's own, whatever their device and dtype."""
     from shardwise.model import hf_weights
+    from shardwise.model.transformers_model import TransformersModel
 
-    hf_weights.load_weights(model, Path(directory))
+    if isinstance(model, TransformersModel):
+        model.read(Path(directory))
+    else:
+        hf_weights.load_weights(model, Path(directory))
 
 
 def save_model(
-    model: Decoder,
+    model: Decoder | TransformersModel,
     directory: str | Path,
     *,
     dtype: torch.dtype | None = None,

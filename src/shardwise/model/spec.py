@@ -125,6 +125,11 @@ class ModelSpec:
     # What follows from the fields ---------------------------------------------------------------------------------
 
     @property
+    def is_ours(self) -> bool:
+        """Our own decoder computes it, so it can be cut anywhere. False: transformers builds it (transformers_spec.py)."""
+        return True
+
+    @property
     def is_latent(self) -> bool:
         return self.kv_lora_rank > 0
 

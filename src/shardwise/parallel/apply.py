@@ -5,6 +5,7 @@
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
+    any_module.py the last two for modules that are not ours              (split_module.py)
     shards.py     the table of what came out of it
 
 Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights come last:
@@ -14,6 +15,7 @@ each is drawn or read at full shape and cut to what this rank holds, one layer a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -22,13 +24,16 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_model import TransformersModel
+from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
+from shardwise.parallel.split_module import split_in_place
 from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
-from shardwise.parallel.zero import Sharded
+from shardwise.parallel.zero import Sharded, decoder_groups
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import stage_owners
 
@@ -52,6 +57,9 @@ def parallelize_decoder(
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan, comm), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
+    if isinstance(spec, TransformersSpec):
+        stage = _whole_stage(spec, mesh, attention, fill, size, traffic)
+        return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic)
     stages = []
     for index, layers in enumerate(stage_layers(plan, spec.num_layers)):
         if owners[index] != mesh.at.pp:
@@ -60,13 +68,24 @@ def parallelize_decoder(
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
         if plan.tp > 1:
             apply_tensor_parallel(model, TensorParallel(mesh.tp, plan.sequence))
-        sums = Sharded(model, mesh, traffic) if uses_fsdp else None
+        sums = None
+        if uses_fsdp:
+            num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head
+            sums = Sharded(model, decoder_groups(model), mesh, traffic, num_kept)
         model.to_empty(device=device)
-        if isinstance(sums, Sharded):
+        if sums is not None:
             sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
         fill_stage(model, mesh, fill, layers)
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
     return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic)
+
+
+def _whole_stage(spec: TransformersSpec, mesh: Mesh, attention: str, fill: Fill, size: int, traffic: Traffic) -> Stage:
+    """A model of transformers is read whole, then replicated or sharded in place."""
+    model = cast(Decoder, TransformersModel(spec, attention, KEPT[mesh.plan.precision]))  # it has the decoder's calls
+    fill(model)
+    groups = [[block] for block in cast(TransformersModel, model).blocks()]
+    return Stage(0, model, split_in_place(model, groups, mesh, traffic, size))
 
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
@@ -86,7 +105,7 @@ def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range) -> None:
     if plain:
         fill(model)
         return
-    table = {shard.name: shard for shard in shards_of(model, mesh)}
+    table = {shard.name: shard for shard in shards_of(model, mesh, model.spec)}
     buffers = dict(model.named_buffers())
     for index in layers:
         with torch.device("meta"):

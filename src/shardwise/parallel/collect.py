@@ -1,4 +1,4 @@
-"""Whole tensors from everybody's shards, on rank 0: what checkpoints and proofs need.
+"""Whole tensors from everybody's shards, on rank 0, and back: what checkpoints and proofs need.
 
 Stage by stage: the ranks of one replica's (shard, tp) plane put each tensor together, and its first rank sends it to rank 0.
 Nothing is pickled: a message is a JSON list of names, shapes and formats, then the tensors as they are.
@@ -7,13 +7,13 @@ Nothing is pickled: a message is a JSON list of names, shapes and formats, then 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import Shard, gather
 
@@ -21,7 +21,14 @@ Values = Callable[[Shard], dict[str, Tensor]]
 """The local tensors of one shard, by the name they get in the result: shaped like the shard, or scalars."""
 
 
-def collect(engine: Engine, values: Values, extra: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+class Holder(Protocol):
+    """An engine, or a module that was parallelized: whoever has a table of shards."""
+
+    mesh: Mesh
+    shards: list[Shard]
+
+
+def collect(engine: Holder, values: Values, extra: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Collective. Full tensors by name, on the CPU of rank 0; other ranks get an empty dictionary.
 
     `extra`: tensors that every rank of a stage has whole (buffers)."""
@@ -49,9 +56,57 @@ def collect(engine: Engine, values: Values, extra: dict[str, Tensor] | None = No
     return found
 
 
-def _send(tensors: dict[str, Tensor], mesh: Mesh) -> None:
+def share(tensors: dict[str, Tensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Collective. Rank 0's tensors on every rank, one at a time; what others hand in is not looked at."""
+    if mesh.is_alone:
+        yield from tensors.items()
+        return
+    header = _header(tensors, mesh) if mesh.rank == 0 else None
+    size = torch.tensor([0 if header is None else len(header)], device=mesh.device)
+    dist.broadcast(size, 0)
+    header = torch.empty(int(size), dtype=torch.uint8, device=mesh.device) if header is None else header
+    dist.broadcast(header, 0)
+    for name, shape, dtype in json.loads(bytes(header.tolist())):
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
+        if mesh.rank == 0:
+            value.copy_(tensors[name])
+        dist.broadcast(value, 0)
+        yield name, value
+
+
+def optimizer_states(optimizer: torch.optim.Optimizer) -> Values:
+    """What an optimizer keeps for each shard, as "exp_avg/NAME"."""
+
+    def states(shard: Shard) -> dict[str, Tensor]:
+        found = optimizer.state[shard.local].items() if shard.local in optimizer.state else ()
+        return {f"{key}/{shard.name}": value for key, value in found if isinstance(value, Tensor)}
+
+    return states
+
+
+def put_optimizer_states(
+    engine: Holder, optimizer: torch.optim.Optimizer, states: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Full states by those names, cut to this rank's share. torch's own loading knows where each optimizer wants its counters."""
+    by_name = {shard.name: shard for shard in engine.shards}
+    saved: dict[str, dict[str, Tensor]] = {}
+    for key, value in states:
+        state, name = key.split("/", 1)
+        if name in by_name:
+            saved.setdefault(name, {})[state] = by_name[name].take(value).clone() if value.ndim else value
+    names = {id(shard.local): shard.name for shard in engine.shards}
+    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    found = {number: saved[name] for number, name in enumerate(ordered) if name in saved}
+    optimizer.load_state_dict({"state": found, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _header(tensors: dict[str, Tensor], mesh: Mesh) -> Tensor:
     about = [[name, list(value.shape), str(value.dtype).removeprefix("torch.")] for name, value in tensors.items()]
-    header = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8).to(mesh.device)
+    return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8).to(mesh.device)
+
+
+def _send(tensors: dict[str, Tensor], mesh: Mesh) -> None:
+    header = _header(tensors, mesh)
     dist.send(torch.tensor([len(header)], device=mesh.device), 0)
     dist.send(header, 0)
     for value in tensors.values():

@@ -30,7 +30,9 @@ class Engine:
         self.spec, self.stages, self.mesh, self.plan = spec, stages, mesh, mesh.plan
         self.bucket_bytes, self.traffic = bucket_bytes, traffic
         self.pipeline = Pipeline(stages, mesh, dtype, traffic)
-        self.shards = [shard for stage in stages for shard in shards_of(stage.model, mesh)]
+        self.shards = [
+            shard for stage in stages for shard in shards_of(stage.model, mesh, spec if spec.is_ours else None)
+        ]
 
     @property
     def models(self) -> list[Decoder]:
@@ -125,7 +127,5 @@ class Engine:
 
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers (router biases), whole on every rank of their stage."""
-        parameters = {shard.name for shard in self.shards}
-        return {
-            name: value for model in self.models for name, value in model.state_dict().items() if name not in parameters
-        }
+        values = ((name, value) for model in self.models for name, value in model.state_dict(keep_vars=True).items())
+        return {name: value for name, value in values if not isinstance(value, nn.Parameter)}

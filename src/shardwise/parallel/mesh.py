@@ -62,15 +62,17 @@ class Mesh:
         return self.plan.rank_at(Coordinates(pp, self.at.replicate, self.at.shard, self.at.tp))
 
 
-def build_mesh(plan: Plan, spec: ModelSpec, rank: int, device: torch.device, *, fsdp: bool) -> Mesh:
-    """Collective: every rank of the job calls it at the same time. `fsdp`: FSDP2 will need its mesh."""
+def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.device, *, fsdp: bool) -> Mesh:
+    """Collective: every rank of the job calls it at the same time. `fsdp`: FSDP2 will need its mesh. `spec`: None for a module
+    that is not cut, only replicated and sharded."""
     at = plan.coordinates(rank)
     if plan.world == 1 and not fsdp:
         return Mesh(plan, rank, at, device)
     _start_alone(plan, device)
     shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
-    kv_copies = 1 if spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
+    assert spec is not None or plan.world == plan.dp, plan.layout
+    kv_copies = 1 if spec is None or spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
     is_v = plan.schedule == "zbv" and plan.pp > 1  # its first and last stage are on the same rank
     return Mesh(
         plan,
@@ -82,7 +84,9 @@ def build_mesh(plan: Plan, spec: ModelSpec, rank: int, device: torch.device, *, 
         tp=grid["tp"].get_group() if plan.tp > 1 else None,
         pp=grid["pp"].get_group() if plan.pp > 1 else None,
         same_kv=_own_group(_kv_neighbours(plan, kv_copies), rank) if kv_copies > 1 else None,
-        ends=_own_group(_pipeline_ends(plan), rank) if spec.tied and plan.pp > 1 and not is_v else None,
+        ends=_own_group(_pipeline_ends(plan), rank)
+        if spec is not None and spec.tied and plan.pp > 1 and not is_v
+        else None,
         fsdp=(grid["replicate", "shard"] if plan.replicate > 1 or plan.shard == 1 else grid["shard"]) if fsdp else None,
         lanes=_lanes(plan, rank) if device.type == "cuda" and plan.pp > 1 else (),
     )

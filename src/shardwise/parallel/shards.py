@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.model.decoder import Decoder
+from shardwise.model.spec import ModelSpec
 from shardwise.parallel.mesh import Group, Mesh
-from shardwise.parallel.tensor import Slice, placement, take
+from shardwise.parallel.tensor import Placement, Slice, placement, take
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,22 @@ class Shard:
             self.local.copy_(self.take(full))
 
 
-def shards_of(model: Decoder, mesh: Mesh) -> list[Shard]:
-    """After the model has memory. Frozen parameters are in the table too."""
-    return [_shard(model, name, parameter, mesh) for name, parameter in model.named_parameters()]
+def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shard]:
+    """After the model has memory. Frozen parameters are in the table too. `spec`: None for a module that is not cut."""
+    return [_shard(name, parameter, mesh, spec) for name, parameter in model.named_parameters()]
 
 
-def _shard(model: Decoder, name: str, parameter: nn.Parameter, mesh: Mesh) -> Shard:
-    plan, spec = mesh.plan, model.spec
-    placed = placement(spec, name, plan.tp, mesh.at.tp, plan.sequence)
+def _shard(name: str, parameter: nn.Parameter, mesh: Mesh, spec: ModelSpec | None) -> Shard:
+    plan = mesh.plan
+    placed, tied_copies = Placement(None, 1, False), 1
+    if spec is not None:
+        placed = placement(spec, name, plan.tp, mesh.at.tp, plan.sequence)
+        tied_copies = 2 if spec.tied and name == "embed.weight" and plan.pp > 1 else 1
     rows, local = None, parameter
     if isinstance(parameter, DTensor):
         rows = row_range(parameter.shape[0], plan.shard, mesh.at.shard)
         local = nn.Parameter(parameter._local_tensor, requires_grad=parameter.requires_grad)
     dp_copies = plan.dp if rows is None else plan.replicate
-    tied_copies = 2 if spec.tied and name == "embed.weight" and plan.pp > 1 else 1
     group = None
     if placed.partial:
         group = mesh.tp if placed.copies == plan.tp else mesh.same_kv

@@ -30,15 +30,18 @@ from shardwise.parallel.data import GradientSums, Traffic
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.schedules import splits_backward
 
+Groups = list[list[nn.Module]]
+"""Modules whose parameters travel together."""
+
 
 class Sharded(GradientSums):
     """A stage whose parameters, gradients and optimizer state are spread over the data-parallel ranks."""
 
-    def __init__(self, model: Decoder, mesh: Mesh, traffic: Traffic):
+    def __init__(self, model: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, num_kept: int):
         super().__init__(model)
         self.zero = mesh.plan.zero
         self.reduction = ExactReduceScatter(traffic)
-        self.root: FSDPModule = shard_decoder(model, mesh, traffic, self.reduction)
+        self.root: FSDPModule = shard_groups(model, groups, mesh, traffic, self.reduction, num_kept)
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
         # parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
@@ -75,6 +78,11 @@ class Sharded(GradientSums):
         self.reduction.complete()
         self._is_first_reduction = True
 
+    def forget_gathered(self) -> None:
+        """Let go of gathered parameters that a forward pass without backward has left behind."""
+        for module in _fsdp_modules(self.root):
+            module.reshard()
+
     def _set(self, *, reduce: bool, last: bool, finish: bool) -> None:
         self.root.set_requires_gradient_sync(reduce)
         self.root.set_requires_all_reduce(last or self._meets_always)
@@ -82,29 +90,35 @@ class Sharded(GradientSums):
         self.root.set_is_last_backward(finish)
 
 
-def shard_decoder(model: Decoder, mesh: Mesh, traffic: Traffic, reduction: ExactReduceScatter) -> FSDPModule:
-    """In place, on `meta` or with memory. One group per block, one for each end; a tied weight stays with the root, whole."""
+def decoder_groups(model: Decoder) -> Groups:
+    """One group per block, one for each end; a tied weight stays with the root, whole."""
+    blocks: Groups = [[block] for block in model.layers.values()]
+    if model.spec.tied:
+        return blocks
+    first: list[nn.Module] = [module for module in (model.embed, model.position_embed) if module is not None]
+    last: list[nn.Module] = [module for module in (model.norm, model.head) if module is not None]
+    return [group for group in [first, *blocks, last] if group]
+
+
+def shard_groups(
+    model: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, reduction: ExactReduceScatter, num_kept: int
+) -> FSDPModule:
+    """In place, on `meta` or with memory. The groups stand in the order of a forward pass; the rest belongs to the root.
+
+    `num_kept`: backward begins where forward ended, so the last of them are not dropped in between."""
     plan = mesh.plan
     mixed = plan.precision == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-    groups: list[list[nn.Module]] = [[block] for block in model.layers.values()]
-    # Backward begins where forward ended: what ends the model is not dropped in between.
-    kept = [groups[-1]] if plan.pp == 1 else []
-    first: list[nn.Module] = []
-    if not model.spec.tied:
-        first = [module for module in (model.embed, model.position_embed) if module is not None]
-        last: list[nn.Module] = [module for module in (model.norm, model.head) if module is not None]
-        groups = [group for group in [first, *groups, last] if group]
-        kept.append(last)
-    for group in groups:
+    lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
+    for number, group in enumerate(groups):
         fully_shard(
             group if len(group) > 1 else group[0],
             mesh=mesh.fsdp,
-            reshard_after_forward=plan.zero == 3 and group not in kept,
+            reshard_after_forward=plan.zero == 3 and number < len(groups) - num_kept,
             mp_policy=policy,
         )
-    if first:
-        cast(FSDPModule, first[0]).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
+    for module in lookups:
+        cast(FSDPModule, module).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
     root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy)
     on_gloo = mesh.device.type == "cpu"
     for module in _fsdp_modules(root):

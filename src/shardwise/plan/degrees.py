@@ -53,6 +53,8 @@ def global_batch_of(train: TrainConfig) -> int:
 
 def _choose(asked: Asked, origins: Origins) -> Degrees:
     parallel, train = asked.config.parallel, asked.config.train
+    if not asked.spec.is_ours:
+        _check_whole(asked)
     tp, pp, stages = degree(parallel.tp), degree(parallel.pp), stages_per_rank(parallel)
     _check_tensor(asked, tp)
     _check_stages(asked, pp, stages)
@@ -123,6 +125,23 @@ def _check_batch(asked: Asked, dp: int, tp: int, pp: int) -> None:
         why="every data-parallel rank needs at least one sequence per step",
         keys=("train.global_batch", "train.global_batch_tokens", "parallel.dp"),
         fixes=[larger, fewer],
+    )
+
+
+def _check_whole(asked: Asked) -> None:
+    """A model that transformers builds is replicated or held in rows; nobody here knows where else to cut it."""
+    parallel = asked.config.parallel
+    cut = [axis for axis in ("tp", "pp", "cp", "ep") if degree(getattr(parallel, axis)) > 1]
+    if not cut:
+        return
+    fix: Fix = {f"parallel.{axis}": 1 for axis in cut}
+    fix |= _shorter_pipeline(asked, 1) if "pp" in cut else {}
+    fix |= {"parallel.sequence": "auto"} if parallel.sequence is True else {}
+    raise Refusal(
+        f"{asked.spec.name} cannot be cut over {cut[0]}={getattr(parallel, cut[0])}",
+        why="transformers builds this model, and it is not known inside: dp, zero and replicate work, tp, pp, cp and ep do not",
+        keys=[f"parallel.{axis}" for axis in cut],
+        fixes=[other for more in ({"parallel.zero": 3}, {}) for other in _with_nproc(asked, fix | more)],
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwise.config.layout import format_layout
 from shardwise.config.schema import ParallelConfig
+from shardwise.errors import UserError
 from shardwise.plan.split import even_split
 
 
@@ -141,6 +142,43 @@ class Plan:
                 virtual_stages=self.virtual_stages,
                 split="auto" if is_even else self.split,
             )
+        )
+
+    @classmethod
+    def from_layout(
+        cls, layout: str, *, world: int | None = None, precision: str = "fp32", device: str = "cpu"
+    ) -> Plan:
+        """A plan for a hand-written loop (`shardwise.parallelize`), which has its batches itself: only who holds what.
+
+        `world`: the number of processes, for a layout without dp. A precision in the string comes before the argument."""
+        from shardwise.config.check_layout import check_replicas, degree
+        from shardwise.config.load import load_config  # the schema's own checks of every word
+
+        config = load_config(None, [f"parallel.layout={layout}"]).config
+        parallel, memory = config.parallel, config.memory
+        cut = [axis for axis in ("tp", "pp", "cp", "ep") if degree(getattr(parallel, axis)) > 1]
+        if cut:
+            raise UserError(
+                f"{cut[0]}={getattr(parallel, cut[0])} needs a model to cut, and a layout alone has none",
+                why="layers, heads, experts and sequences are cut by a model's shape; dp, zero and replicate are not",
+                fix=f"leave out {' and '.join(cut)} here; `shardwise train` plans them together with the model",
+            )
+        dp = (world or 1) if parallel.dp == "auto" else int(parallel.dp)
+        zero = 0 if parallel.zero == "auto" else int(parallel.zero)
+        if parallel.replicate != "auto":
+            check_replicas(dp, int(parallel.replicate), zero, {})
+        return cls(
+            device=device,
+            precision=precision if memory.precision == "auto" else memory.precision,
+            seq_len=1,
+            global_batch=dp,
+            micro_batch=1,
+            num_steps=1,
+            threads_per_rank=1,
+            reason="as asked",
+            dp=dp,
+            zero=zero,
+            replicate=degree(parallel.replicate) if zero else dp,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from shardwise.config.schema import Config, ParallelConfig
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_spec import no_document_mask
 from shardwise.plan.degrees import choose_degrees, global_batch_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict_memory
@@ -51,6 +52,8 @@ def resolve(
             fix=f"train.seq_len={spec.max_seq_len}",
             where=where_written(origins, "train.seq_len"),
         )
+    if config.data.document_mask and not spec.is_ours:
+        raise no_document_mask(spec.name, where_written(origins, "data.document_mask"))
     asked = Asked(config, spec, machine, nproc)
     degrees = choose_degrees(asked, origins)
     global_batch = global_batch_of(train)

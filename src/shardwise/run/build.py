@@ -8,13 +8,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from shardwise.config.schema import Config, ModelConfig
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.errors import UserError
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_spec import TransformersSpec
 
 if TYPE_CHECKING:
     import torch
@@ -51,9 +52,9 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 def read_spec(directory: Path) -> ModelSpec:
     """The shapes a Hugging Face directory's config.json describes."""
-    from shardwise.model.huggingface import read_config, spec_from_config
+    from shardwise.model import huggingface
 
-    return spec_from_config(read_config(directory))
+    return huggingface.read_spec(directory)
 
 
 def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
@@ -70,6 +71,8 @@ def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
 
 def build_model(config: ModelConfig, spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A whole decoder on its device: weights drawn from (seed, name), or read from the model directory."""
+    if isinstance(spec, TransformersSpec):
+        return _foreign_model(config, spec, dtype, device, model_dir(config))
     model = empty_model(config, spec, dtype, device)
     weights_of(config, seed)(model)
     return model
@@ -108,9 +111,25 @@ def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device
     from shardwise.model.decoder import Decoder
 
     check_attention(config, device.type)
+    if isinstance(spec, TransformersSpec):
+        return _foreign_model(config, spec, dtype, device, None)
     with torch.device("meta"):
         model = Decoder(spec, config.attention)
     return model.to(dtype).to_empty(device=device)
+
+
+def _foreign_model(
+    config: ModelConfig, spec: TransformersSpec, dtype: torch.dtype, device: torch.device, directory: Path | None
+) -> Decoder:
+    """transformers' model, with the calls of our decoder: read from its directory, or only with memory."""
+    from shardwise.model.transformers_model import TransformersModel
+
+    model = TransformersModel(spec, config.attention, dtype)
+    if directory:
+        model.read(directory)
+    else:
+        model.draw()
+    return cast("Decoder", model.to(device))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from shardwise.config.schema import Config, ModelConfig
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.run.build import empty_model, model_dir, read_spec
 from shardwise.run.rundir import RunDir, find_run
 
@@ -65,10 +66,15 @@ class Weights:
 
         from shardwise.checkpoint.store import Checkpoint
         from shardwise.model.huggingface import load_weights
+        from shardwise.model.transformers_model import TransformersModel
 
         model = empty_model(ModelConfig(attention=attention), self.spec, dtype or torch.float32, device)
         if self.checkpoint:
-            model.load_state_dict(Checkpoint(self.checkpoint, 0).load("weights"))
+            tensors = Checkpoint(self.checkpoint, 0).load("weights")
+            if isinstance(model, TransformersModel):
+                model.load_tensors(tensors)
+            else:
+                model.load_state_dict(tensors)
         else:
             assert self.huggingface is not None
             load_weights(model, self.huggingface)
@@ -117,7 +123,8 @@ def _from_checkpoint(path: Path, run: RunDir | None) -> Weights:
     if run is None and (path.parent.parent / "config.toml").is_file():
         run = RunDir(path.parent.parent)  # RUN/checkpoints/step-N given directly
     try:
-        spec = ModelSpec.from_dict(json.loads((path / "manifest.json").read_text(encoding="utf-8"))["state"]["model"])
+        values = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["state"]["model"]
+        spec = (TransformersSpec if "config_json" in values else ModelSpec).from_dict(values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path / 'manifest.json'} cannot be read", why=str(error), fix="choose another step") from None
     config = load_config(run.config).config if run else None

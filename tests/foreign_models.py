@@ -1,0 +1,28 @@
+"""Small models that our decoder does not describe, as directories that transformers has written. Random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SIZES = {"vocab_size": 256, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+KINDS: dict[str, dict[str, Any]] = {
+    # rotary positions on a part of each head, attention beside the feed-forward part, untied
+    "gpt_neox": {**SIZES, **ENDS, "intermediate_size": 50, "max_position_embeddings": 64},
+    # learned positions, tied, dropout in its config
+    "opt": {**SIZES, **ENDS, "ffn_dim": 50, "word_embed_proj_dim": 24, "max_position_embeddings": 64, "dropout": 0.3},
+    # no positions at all but a bias by distance, tied, other names for its sizes
+    "bloom": {**ENDS, "vocab_size": 256, "hidden_size": 24, "n_layer": 3, "n_head": 4},
+}
+
+
+def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**KINDS[kind])).save_pretrained(directory)
+    return directory
