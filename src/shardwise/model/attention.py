@@ -8,6 +8,7 @@ Shapes: B batch, T query tokens, S key tokens, D model width, H heads, K key-val
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -26,13 +27,33 @@ from shardwise.model.spec import LayerSpec, ModelSpec
 KERNELS = ("auto", "sdpa", "math", "flex")
 
 
+def attend(
+    q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, kernel: str, scale: float, softcap: float
+) -> Tensor:
+    """softmax(scale * QK^T, softly capped, masked) V by the chosen kernel."""
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q_BTHC, k_BSKC, v_BSKC))
+    if kernel == "flex" and mask.block_mask is None:
+        kernel = "math" if softcap else "sdpa"  # with a cache; see Decoder.prepare_attention
+    if kernel == "math":
+        out = _math(q, k, v, mask, scale, softcap)
+    elif kernel == "flex":
+        out = _flex(q, k, v, mask, scale, softcap)
+    else:
+        out = _sdpa(q, k, v, mask, scale)
+    return out.transpose(1, 2)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Mask, str, float, float], Tensor]
+
+
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What every layer of one kind shares in a forward pass."""
+    """What every layer of one kind shares in a forward pass. `attend`: another way to compute what the function above does."""
 
     mask: Mask
     rotation: Rotation | None
     cache: KeyValueCache | None = None
+    attend: Attend = attend
 
 
 class Attention(nn.Module):
@@ -60,24 +81,8 @@ class Attention(nn.Module):
         k_BSKC, v_BSKC = k_BTKC, v_BTKC
         if inputs.cache is not None:
             k_BSKC, v_BSKC = inputs.cache.append(self.index, k_BTKC, v_BTKC)
-        out_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, inputs.mask, self.kernel, self.scale, self.softcap)
+        out_BTHC = inputs.attend(q_BTHC, k_BSKC, v_BSKC, inputs.mask, self.kernel, self.scale, self.softcap)
         return self.o(out_BTHC.flatten(-2))
-
-
-def attend(
-    q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, kernel: str, scale: float, softcap: float
-) -> Tensor:
-    """softmax(scale * QK^T, softly capped, masked) V by the chosen kernel."""
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q_BTHC, k_BSKC, v_BSKC))
-    if kernel == "flex" and mask.block_mask is None:
-        kernel = "math" if softcap else "sdpa"  # with a cache; see Decoder.prepare_attention
-    if kernel == "math":
-        out = _math(q, k, v, mask, scale, softcap)
-    elif kernel == "flex":
-        out = _flex(q, k, v, mask, scale, softcap)
-    else:
-        out = _sdpa(q, k, v, mask, scale)
-    return out.transpose(1, 2)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:

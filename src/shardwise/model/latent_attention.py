@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.attention import AttentionInputs, attend
+from shardwise.model.attention import AttentionInputs
 from shardwise.model.norm import RMSNorm
 from shardwise.model.rope import rotate, softmax_scale
 from shardwise.model.spec import LayerSpec, ModelSpec
@@ -61,7 +61,7 @@ class LatentAttention(nn.Module):
         k_BSHQ = torch.cat((k_nope_BSHN, k_rope_BSHR), dim=-1)
         # 4. Attention. Fused kernels want values as wide as queries: pad with zeros, cut the result.
         padding = 0 if self.kernel == "math" else max(0, q_BTHQ.shape[-1] - self.value_dim)
-        out_BTHV = attend(
+        out_BTHV = inputs.attend(
             q_BTHQ, k_BSHQ, F.pad(v_BSHV, (0, padding)), inputs.mask, self.kernel, self.scale, self.softcap
         )
         return self.o(out_BTHV[..., : self.value_dim].flatten(-2))

@@ -34,7 +34,7 @@ def collect(engine: Holder, values: Values, extra: dict[str, Tensor] | None = No
     `extra`: tensors that every rank of a stage has whole (buffers)."""
     mesh = engine.mesh
     found: dict[str, Tensor] = {}
-    if mesh.at.replicate:  # the first replica speaks for all
+    if mesh.at.replicate and mesh.expert is None:  # the first replica speaks for all; experts may lie across replicas
         return {}
     for pp in range(mesh.plan.pp):
         sender = mesh.plan.rank_at(mesh.plan.coordinates(0)) + pp * (mesh.plan.world // mesh.plan.pp)

@@ -1,7 +1,8 @@
 """The mesh: where this rank stands in the grid of ranks, and the process groups along its lines.
 
-Ranks are numbered with tensor parallelism innermost, so that its many small messages stay on the fastest links, then shards,
-then replicas, then pipeline stages (`Plan.coordinates`). Built once from the plan; nothing changes it afterwards. A line of
+Ranks are numbered with tensor parallelism innermost, so that its many small messages stay on the fastest links, then context
+parallelism, shards, replicas and pipeline stages (`Plan.coordinates`). Experts are a second view of the ranks of a stage: `ep`
+neighbours share them out, and those at the same place of each such row hold the same ones. Built once from the plan; nothing changes it afterwards. A line of
 length one has no group: nobody talks there.
 """
 
@@ -21,14 +22,30 @@ Group = Any  # a torch.distributed.ProcessGroup; None where a line has one rank
 
 
 @dataclass(frozen=True)
+class ExpertMesh:
+    """The ranks of a stage as its experts see them."""
+
+    group: Group  # who has the other experts
+    index: int
+    copies: Group  # who has the same ones: their gradients are summed
+    fsdp: DeviceMesh | None
+    shard: Group  # who shares the states of the same experts, by ZeRO
+    num_shards: int
+    shard_index: int
+
+
+@dataclass(frozen=True)
 class Mesh:
     plan: Plan
     rank: int
     at: Coordinates
     device: torch.device
-    dp: Group = None  # replicas and shards together: who shares the batch
-    shard: Group = None
+    dp: Group = None  # replicas, shards and context together: whose gradients are summed
+    shard: Group = None  # who shares a replica's states: shards and context
+    cp: Group = None
     tp: Group = None
+    tokens: Group = None  # context and tensor parallelism together: who works on the same sequences
+    expert: ExpertMesh | None = None  # with ep > 1
     pp: Group = None
     same_kv: Group = None  # tensor-parallel ranks that hold the same key-value heads
     ends: Group = None  # first and last stage, when a tied embedding lives on both
@@ -47,7 +64,12 @@ class Mesh:
     @property
     def counts_targets(self) -> bool:
         """Of the ranks that work on the same rows, one counts them."""
-        return self.at.tp == 0 and self.at.pp == 0
+        return self.at.tp == self.at.cp == self.at.pp == 0
+
+    @property
+    def state_index(self) -> int:
+        """Whose rows ZeRO gives to this rank."""
+        return self.at.shard * self.plan.cp + self.at.cp
 
     def agree(self, value: int) -> int:
         """Rank 0's value, on every rank."""
@@ -59,7 +81,7 @@ class Mesh:
 
     def stage_rank(self, pp: int) -> int:
         """The global rank at another place of this pipeline."""
-        return self.plan.rank_at(Coordinates(pp, self.at.replicate, self.at.shard, self.at.tp))
+        return self.plan.rank_at(Coordinates(pp, self.at.replicate, self.at.shard, self.at.cp, self.at.tp))
 
 
 def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.device, *, fsdp: bool) -> Mesh:
@@ -69,7 +91,8 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
     if plan.world == 1 and not fsdp:
         return Mesh(plan, rank, at, device)
     _start_alone(plan, device)
-    shape = (plan.pp, plan.replicate, plan.shard, plan.tp)
+    shards = plan.shard * plan.cp  # context-parallel ranks see the same parameters: ZeRO spreads states over them too
+    shape = (plan.pp, plan.replicate, shards, plan.tp)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     assert spec is not None or plan.world == plan.dp, plan.layout
     kv_copies = 1 if spec is None or spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
@@ -79,15 +102,18 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
         rank,
         at,
         device,
-        dp=grid["replicate", "shard"]._flatten("dp").get_group() if plan.dp > 1 else None,
-        shard=grid["shard"].get_group() if plan.shard > 1 else None,
+        dp=grid["replicate", "shard"]._flatten("dp").get_group() if plan.dp * plan.cp > 1 else None,
+        shard=grid["shard"].get_group() if shards > 1 else None,
+        cp=_own_group(_lines(plan.world, plan.cp, plan.tp), rank) if plan.cp > 1 else None,
         tp=grid["tp"].get_group() if plan.tp > 1 else None,
+        tokens=_own_group(_lines(plan.world, plan.cp * plan.tp, 1), rank) if plan.cp * plan.tp > 1 else None,
+        expert=_expert_mesh(plan, rank, device, fsdp) if plan.ep > 1 else None,
         pp=grid["pp"].get_group() if plan.pp > 1 else None,
-        same_kv=_own_group(_kv_neighbours(plan, kv_copies), rank) if kv_copies > 1 else None,
+        same_kv=_own_group(_lines(plan.world, kv_copies, 1), rank) if kv_copies > 1 else None,
         ends=_own_group(_pipeline_ends(plan), rank)
         if spec is not None and spec.tied and plan.pp > 1 and not is_v
         else None,
-        fsdp=(grid["replicate", "shard"] if plan.replicate > 1 or plan.shard == 1 else grid["shard"]) if fsdp else None,
+        fsdp=(grid["replicate", "shard"] if plan.replicate > 1 or shards == 1 else grid["shard"]) if fsdp else None,
         lanes=_lanes(plan, rank) if device.type == "cuda" and plan.pp > 1 else (),
     )
 
@@ -105,8 +131,31 @@ def _own_group(members: list[list[int]], rank: int) -> Group:
     return next((group for ranks, group in made if rank in ranks), None)
 
 
-def _kv_neighbours(plan: Plan, copies: int) -> list[list[int]]:
-    return [list(range(first, first + copies)) for first in range(0, plan.world, copies)]
+def _lines(world: int, length: int, stride: int) -> list[list[int]]:
+    """All lines of `length` ranks that stand `stride` apart, when everything inside is smaller than the stride."""
+    block = length * stride
+    return [
+        list(range(first + offset, first + offset + block, stride))
+        for first in range(0, world, block)
+        for offset in range(stride)
+    ]
+
+
+def _expert_mesh(plan: Plan, rank: int, device: torch.device, fsdp: bool) -> ExpertMesh:
+    """Hybrid keeps its replicas here too, unless a row of experts is longer than a replica."""
+    in_replica = plan.stage_world // plan.replicate
+    replicate = plan.replicate if plan.zero and in_replica % plan.ep == 0 else 1
+    num_shards = plan.expert_copies // replicate
+    group = _own_group(_lines(plan.world, plan.ep, 1), rank)
+    copies = _own_group(_lines(plan.world, plan.expert_copies, plan.ep), rank)
+    states = shard = None
+    if fsdp:
+        grid = torch.arange(plan.world).reshape(plan.pp, replicate, num_shards, plan.ep)
+        whole = DeviceMesh(device.type, grid, mesh_dim_names=("pp", "replicate", "shard", "ep"))
+        states = whole["replicate", "shard"] if replicate > 1 or num_shards == 1 else whole["shard"]
+        shard = whole["shard"].get_group() if num_shards > 1 else None
+    place = rank % plan.stage_world // plan.ep
+    return ExpertMesh(group, rank % plan.ep, copies, states, shard, num_shards, place % num_shards)
 
 
 def _pipeline_ends(plan: Plan) -> list[list[int]]:

@@ -190,7 +190,7 @@ class Pipeline:
 
     def _mailbox(self, table: Table, shape_BT: Sequence[int]) -> Mailbox:
         batch, tokens = shape_BT
-        tokens //= self.plan.tp if self.plan.sequence else 1
+        tokens //= self.plan.cp * (self.plan.tp if self.plan.sequence else 1)
         shape = (batch, tokens, self._any_model().spec.hidden)
         return Mailbox(self.mesh, table, self.owners, shape, self.dtype)
 

@@ -29,7 +29,9 @@ class Shard:
     rows: tuple[int, int] | None  # FSDP2's rows of that part
     copies: int  # ranks of the job that hold these same numbers
     sum_over: Group  # ranks whose gradients are parts of this one's, or None
-    tp_copies: int  # neighbouring tensor-parallel ranks with the same slice
+    cut_over: Group  # ranks that have the other slices, or None
+    slice_copies: int  # neighbours among them with the same slice
+    spread_over: Group  # ranks that have the other rows, or None
 
     @property
     def gradient(self) -> Tensor | None:
@@ -54,18 +56,33 @@ def _shard(name: str, parameter: nn.Parameter, mesh: Mesh, spec: ModelSpec | Non
     plan = mesh.plan
     placed, tied_copies = Placement(None, 1, False), 1
     if spec is not None:
-        placed = placement(spec, name, plan.tp, mesh.at.tp, plan.sequence)
+        expert_index = mesh.expert.index if mesh.expert else 0
+        placed = placement(spec, name, plan.tp, mesh.at.tp, plan.sequence, plan.ep, expert_index)
         tied_copies = 2 if spec.tied and name == "embed.weight" and plan.pp > 1 else 1
+    experts = mesh.expert if ".experts." in name else None
+    states = mesh.shard if experts is None else experts.shard
+    parts, index = (
+        (plan.shard * plan.cp, mesh.state_index) if experts is None else (experts.num_shards, experts.shard_index)
+    )
     rows, local = None, parameter
     if isinstance(parameter, DTensor):
-        rows = row_range(parameter.shape[0], plan.shard, mesh.at.shard)
+        rows = row_range(parameter.shape[0], parts, index)
         local = nn.Parameter(parameter._local_tensor, requires_grad=parameter.requires_grad)
-    dp_copies = plan.dp if rows is None else plan.replicate
+    same = plan.dp * plan.cp if experts is None else plan.expert_copies
     group = None
     if placed.partial:
         group = mesh.tp if placed.copies == plan.tp else mesh.same_kv
     return Shard(
-        name, parameter, local, placed.slice, rows, dp_copies * placed.copies * tied_copies, group, placed.copies
+        name=name,
+        parameter=parameter,
+        local=local,
+        slice=placed.slice,
+        rows=rows,
+        copies=(same if rows is None else same // parts) * placed.copies * tied_copies,
+        sum_over=group,
+        cut_over=mesh.tp if experts is None else experts.group,
+        slice_copies=placed.copies,
+        spread_over=states if rows is not None else None,
     )
 
 
@@ -119,19 +136,20 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
 
 @torch.no_grad()
 def gather(shard: Shard, local: Tensor, mesh: Mesh) -> Tensor:
-    """The full tensor from everybody's parts; every rank of the (shard, tp) plane calls it and gets it."""
+    """The full tensor from everybody's parts; every rank that has one of them calls it and gets it."""
     full = local.detach()
-    if shard.rows is not None and mesh.plan.shard > 1:
-        size = -(-shard.parameter.shape[0] // mesh.plan.shard)
-        full = torch.cat(_all_gather(_pad(full, 0, size), mesh.shard, mesh.plan.shard))[: shard.parameter.shape[0]]
-    if shard.slice is None or mesh.plan.tp == 1:
+    if shard.spread_over is not None:
+        size = -(-shard.parameter.shape[0] // shard.spread_over.size())
+        full = torch.cat(_all_gather(_pad(full, 0, size), shard.spread_over))[: shard.parameter.shape[0]]
+    group = shard.cut_over
+    if shard.slice is None or group is None:
         return full
-    dim, tp = shard.slice.dim, mesh.plan.tp
-    sizes = torch.zeros(tp, dtype=torch.int64, device=full.device)
-    sizes[mesh.at.tp] = full.shape[dim]
-    dist.all_reduce(sizes, group=mesh.tp)
-    pieces = _all_gather(_pad(full, dim, int(sizes.max())), mesh.tp, tp)
-    firsts = range(0, tp, shard.tp_copies)
+    dim = shard.slice.dim
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=full.device)
+    sizes[group.rank()] = full.shape[dim]
+    dist.all_reduce(sizes, group=group)
+    pieces = _all_gather(_pad(full, dim, int(sizes.max())), group)
+    firsts = range(0, group.size(), shard.slice_copies)
     return torch.cat([pieces[i].narrow(dim, 0, int(sizes[i])) for i in firsts], dim)
 
 
@@ -144,7 +162,7 @@ def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(shape)], dim)
 
 
-def _all_gather(tensor: Tensor, group: Group, size: int) -> list[Tensor]:
-    pieces = [torch.empty_like(tensor) for _ in range(size)]
+def _all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
+    pieces = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(pieces, tensor, group=group)
     return pieces

@@ -45,8 +45,12 @@ class Placement(NamedTuple):
     partial: bool
 
 
-def placement(spec: ModelSpec, name: str, tp: int, index: int, sequence: bool) -> Placement:
-    """Of the parameter or buffer with this global name, on rank `index` of `tp`."""
+def placement(
+    spec: ModelSpec, name: str, tp: int, index: int, sequence: bool, ep: int = 1, expert_index: int = 0
+) -> Placement:
+    """Of the parameter or buffer with this global name, on rank `index` of `tp`, with the experts of rank `expert_index` of `ep`."""
+    if ep > 1 and ".experts." in name:
+        return Placement(Slice(0, *share(spec.num_experts, ep, expert_index)), 1, False)
     if tp == 1:
         return Placement(None, 1, False)
     inside = Placement(None, tp, True)  # whole within a region: each rank's gradient is a part
@@ -94,7 +98,7 @@ def placement(spec: ModelSpec, name: str, tp: int, index: int, sequence: bool) -
         case ["feedforward", "shared", "down", "weight"]:
             return cut(1, ffn * spec.num_shared_experts)
         case ["feedforward", "router", "weight"]:
-            return inside
+            return outside if ep > 1 else inside  # with ep every rank routes its own tokens
         case ["feedforward", "router", "bias"] | ["feedforward", "tokens_per_expert"]:
             return Placement(None, tp, False)  # buffers: all ranks route and count the same tokens
         case ["attention" | "feedforward", "o" | "down", "bias"] | ["position_embed", "weight"]:

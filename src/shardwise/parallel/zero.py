@@ -117,8 +117,8 @@ def shard_groups(
             reshard_after_forward=plan.zero == 3 and number < len(groups) - num_kept,
             mp_policy=policy,
         )
-    for module in lookups:
-        cast(FSDPModule, module).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
+    for lookup in lookups:
+        cast(FSDPModule, lookup).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
     root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy)
     on_gloo = mesh.device.type == "cpu"
     for module in _fsdp_modules(root):

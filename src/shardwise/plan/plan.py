@@ -1,9 +1,9 @@
 """`Plan`: exactly what the runtime executes, with every `auto` resolved. Written to plan.json, no torch needed to read it.
 
-    world = dp x tp x pp        dp = replicate x shard
+    world = dp x cp x tp x pp        dp = replicate x shard        ep divides dp x cp x tp
 
-Ranks are numbered with the pipeline outermost, then replicas, then shards, then tensor parallelism, whose ranks are
-neighbours and share the fastest links. Invariant: a `Plan` that exists is consistent; whether the model and the machine
+Ranks are numbered with the pipeline outermost, then replicas, shards, context and tensor parallelism, whose ranks are
+neighbours and share the fastest links. Expert-parallel ranks are neighbours too: `ep` of them in a row. Invariant: a `Plan` that exists is consistent; whether the model and the machine
 can bear it was checked before (degrees.py). Read next: resolve.py, which makes it.
 """
 
@@ -25,6 +25,7 @@ class Coordinates:
     pp: int
     replicate: int
     shard: int
+    cp: int
     tp: int
     num_shards: int | None = field(default=None, compare=False, repr=False)  # known when `Plan.coordinates` made this
 
@@ -52,10 +53,13 @@ class Plan:
     replicate: int = 1  # with zero = 0 always dp: every rank is a replica. Whoever changes zero says replicate too
     tp: int = 1
     sequence: bool = False
+    cp: int = 1
+    cp_kind: str = "ring"
     pp: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1  # stages per rank
     split: tuple[int, ...] = ()  # layers of each stage, in model order; empty without a pipeline
+    ep: int = 1
 
     def __post_init__(self) -> None:
         if self.zero == 0:
@@ -68,27 +72,48 @@ class Plan:
         assert len(self.split) == (self.num_stages if self.pp > 1 else 0), (self.split, self.num_stages)
         assert all(layers >= 1 for layers in self.split), self.split
         assert self.pp > 1 or self.virtual_stages == 1, self.virtual_stages
+        assert self.stage_world % self.ep == 0, (self.ep, self.layout)
+        assert self.ep == 1 or self.tp == 1 or self.sequence, (
+            "experts over tensor-parallel ranks need sequence parallelism"
+        )
 
     # The grid of ranks --------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def stage_world(self) -> int:
+        """Ranks that have the same layers."""
+        return self.dp * self.cp * self.tp
 
     @property
     def shard(self) -> int:
-        """Ranks that share one replica's states."""
+        """Data-parallel ranks of one replica."""
         return self.dp // self.replicate
+
+    @property
+    def state_shards(self) -> int:
+        """Parts into which ZeRO cuts one replica's states: context-parallel ranks take part."""
+        return self.shard * self.cp if self.zero else 1
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a stage that hold, or share by ZeRO, the same experts."""
+        return self.stage_world // self.ep
 
     def coordinates(self, rank: int) -> Coordinates:
         assert 0 <= rank < self.world, (rank, self.world)
         rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
         rest, shard = divmod(rest, self.shard)
         pp, replicate = divmod(rest, self.replicate)
-        return Coordinates(pp, replicate, shard, tp, num_shards=self.shard)
+        return Coordinates(pp, replicate, shard, cp, tp, num_shards=self.shard)
 
     def rank_at(self, at: Coordinates) -> int:
-        return ((at.pp * self.replicate + at.replicate) * self.shard + at.shard) * self.tp + at.tp
+        line = (at.pp * self.replicate + at.replicate) * self.shard + at.shard
+        return (line * self.cp + at.cp) * self.tp + at.tp
 
     # The batch ----------------------------------------------------------------------------------------------------
 
@@ -137,10 +162,13 @@ class Plan:
                 replicate=self.replicate if self.zero else "auto",
                 tp=self.tp,
                 sequence=self.sequence,
+                cp=self.cp,
+                cp_kind=self.cp_kind,
                 pp=self.pp,
                 schedule=self.schedule,
                 virtual_stages=self.virtual_stages,
                 split="auto" if is_even else self.split,
+                ep=self.ep,
             )
         )
 
