@@ -42,13 +42,13 @@ def test_every_rank_has_its_own_place(grid):
 def test_tensor_parallel_ranks_are_neighbours_and_the_pipeline_is_outermost():
     here = plan(dp=4, zero=1, replicate=2, tp=2, pp=2, split=(3, 3))
     along = {
-        "tp": [here.rank_at(Coordinates(0, 0, 0, tp)) for tp in range(2)],
-        "shard": [here.rank_at(Coordinates(0, 0, shard, 0)) for shard in range(2)],
-        "replicate": [here.rank_at(Coordinates(0, replicate, 0, 0)) for replicate in range(2)],
-        "pp": [here.rank_at(Coordinates(pp, 0, 0, 0)) for pp in range(2)],
+        "tp": [here.rank_at(Coordinates(0, 0, 0, 0, tp)) for tp in range(2)],
+        "shard": [here.rank_at(Coordinates(0, 0, shard, 0, 0)) for shard in range(2)],
+        "replicate": [here.rank_at(Coordinates(0, replicate, 0, 0, 0)) for replicate in range(2)],
+        "pp": [here.rank_at(Coordinates(pp, 0, 0, 0, 0)) for pp in range(2)],
     }
     assert along == {"tp": [0, 1], "shard": [0, 2], "replicate": [0, 4], "pp": [0, 8]}
-    assert here.coordinates(6) == Coordinates(pp=0, replicate=1, shard=1, tp=0)
+    assert here.coordinates(6) == Coordinates(pp=0, replicate=1, shard=1, cp=0, tp=0)
     assert here.coordinates(6).dp == 3
 
 

@@ -21,7 +21,9 @@ def check_layout(config: Config, origins: Origins) -> None:
     parallel = config.parallel
     if parallel.dp != "auto" and parallel.replicate != "auto":
         check_replicas(parallel.dp, parallel.replicate, parallel.zero, origins)
+    _context(config, origins)
     _sequence(config, origins)
+    _experts_over_slices(config, origins)
     if degree(parallel.pp) == 1:
         _no_pipeline(parallel, origins)
     else:
@@ -86,6 +88,36 @@ def stages_per_rank(parallel: ParallelConfig) -> int:
     return 2 if degree(parallel.pp) > 1 and parallel.schedule in ("interleaved", "zbv") else 1
 
 
+def _context(config: Config, origins: Origins) -> None:
+    cp, kind, seq_len = degree(config.parallel.cp), config.parallel.cp_kind, config.train.seq_len
+    parts = 2 * cp if kind == "ring" else cp
+    if cp == 1 or seq_len % parts == 0:
+        return
+    lengths = [n for n in (seq_len // parts * parts, -(-seq_len // parts) * parts) if n]
+    why = f"a ring gives each of the cp={cp} ranks one piece from the front and one from the back: {parts} equal pieces"
+    raise UserError(
+        f"`train.seq_len = {seq_len}` cannot be shared by cp={cp} ranks ({kind})",
+        why=why if kind == "ring" else f"each of the cp={cp} ranks takes train.seq_len / cp tokens",
+        fix=" or ".join(f"train.seq_len={n}" for n in lengths),
+        where=where_written(origins, "train.seq_len", "parallel.cp"),
+    )
+
+
+def _experts_over_slices(config: Config, origins: Origins) -> None:
+    parallel = config.parallel
+    if degree(parallel.ep) == 1 or degree(parallel.tp) == 1:
+        return
+    if parallel.sequence is not False and config.train.seq_len % (degree(parallel.tp) * degree(parallel.cp)) == 0:
+        return
+    parts = degree(parallel.tp) * degree(parallel.cp)
+    raise UserError(
+        f"ep={parallel.ep} with tp={parallel.tp} needs sequence parallelism",
+        why="each rank sends its own tokens to the experts, so tensor-parallel ranks must share the tokens between them",
+        fix=f"parallel.sequence=true with train.seq_len divisible by {parts}, or parallel.ep=1",
+        where=where_written(origins, "parallel.ep", "parallel.tp", "parallel.sequence", "train.seq_len"),
+    )
+
+
 def _sequence(config: Config, origins: Origins) -> None:
     if config.parallel.sequence is not True:
         return
@@ -97,11 +129,14 @@ def _sequence(config: Config, origins: Origins) -> None:
             fix="parallel.sequence=auto, or set parallel.tp",
             where=where_written(origins, "parallel.tp", "parallel.sequence"),
         )
-    if seq_len % tp:
-        lengths = [n for n in (seq_len // tp * tp, -(-seq_len // tp) * tp) if n]
+    cp = degree(config.parallel.cp)
+    parts = tp * cp
+    if seq_len % parts:
+        lengths = [n for n in (seq_len // parts * parts, -(-seq_len // parts) * parts) if n]
+        taken = f"each of the tp={tp} ranks takes train.seq_len / tp tokens"
         raise UserError(
-            f"`parallel.sequence = true` cannot cut {seq_len} tokens into {tp} equal parts",
-            why=f"each of the tp={tp} ranks takes train.seq_len / tp tokens",
+            f"`parallel.sequence = true` cannot cut {seq_len} tokens into {parts} equal parts",
+            why=taken if cp == 1 else f"the cp={cp} x tp={tp} ranks take train.seq_len / {parts} tokens each",
             fix=" or ".join(["parallel.sequence=false", *(f"train.seq_len={n}" for n in lengths)]),
             where=where_written(origins, "train.seq_len", "parallel.tp", "parallel.sequence"),
         )

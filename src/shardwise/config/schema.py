@@ -135,8 +135,8 @@ class ParallelConfig:
     sequence: bool | Auto = setting(
         "auto", "sequence parallelism inside tp (alias sp); auto: on when tp > 1 divides seq_len"
     )
-    cp: int | Auto = setting("auto", "context-parallel ranks", low=1, available=(1, "auto"))
-    cp_kind: str = setting("ring", "how context-parallel ranks attend", choices=("ring", "ulysses"), later=True)
+    cp: int | Auto = setting("auto", "context-parallel ranks, which share every sequence; auto: 1", low=1)
+    cp_kind: str = setting("ring", "how context-parallel ranks attend", choices=("ring", "ulysses"))
     pp: int | Auto = setting("auto", "pipeline-parallel ranks; auto: 1", low=1)
     schedule: str = setting("1f1b", "pipeline schedule", choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"))
     virtual_stages: int | Auto = setting(
@@ -145,7 +145,9 @@ class ParallelConfig:
     split: tuple[int, ...] | Auto | Literal["even"] = setting(
         "auto", "layers per stage, in model order; `even` counts layers, `auto` balances their time", low=1
     )
-    ep: int | Auto = setting("auto", "expert-parallel ranks", low=1, available=(1, "auto"))
+    ep: int | Auto = setting(
+        "auto", "expert-parallel ranks, out of dp x cp x tp; auto: 1, every rank has all experts", low=1
+    )
     strategy: str = setting(
         "collective",
         "how gradients meet",

@@ -1,6 +1,6 @@
 """The degree of every axis: fills what is `auto`, and refuses what the model or the machine cannot bear.
 
-    world = dp x tp x pp        (cp and ep are 1 in this version)
+    world = dp x cp x tp x pp        ep divides dp x cp x tp
 
 What only depends on the config itself was checked when it was loaded (config/check_layout.py). Invariant: degrees that leave
 this file multiply to the number of processes that will be started. Read next: refusal.py (how a fix is found), resolve.py.
@@ -27,14 +27,16 @@ class Degrees:
     dp: int
     tp: int
     sequence: bool
+    cp: int
     pp: int
     virtual_stages: int
     split: tuple[int, ...]
+    ep: int
     reason: str
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
 
 def choose_degrees(asked: Asked, origins: Origins) -> Degrees:
@@ -56,24 +58,30 @@ def _choose(asked: Asked, origins: Origins) -> Degrees:
     if not asked.spec.is_ours:
         _check_whole(asked)
     tp, pp, stages = degree(parallel.tp), degree(parallel.pp), stages_per_rank(parallel)
+    cp, ep = degree(parallel.cp), degree(parallel.ep)
     _check_tensor(asked, tp)
+    _check_heads(asked, cp, tp)
     _check_stages(asked, pp, stages)
-    dp, reason = _choose_dp(asked, origins, tp, pp)
-    _check_gpus(asked, dp, tp, pp)
-    _check_batch(asked, dp, tp, pp)
+    dp, reason = _choose_dp(asked, origins, cp * tp, pp)
+    _check_gpus(asked, dp, cp, tp, pp)
+    _check_batch(asked, dp, cp * tp, pp)
+    _check_experts(asked, dp, cp, tp, ep)
     if parallel.replicate != "auto":
         check_replicas(dp, int(parallel.replicate), parallel.zero, origins)
-    sequence = tp > 1 and train.seq_len % tp == 0 if parallel.sequence == "auto" else bool(parallel.sequence)
-    return Degrees(dp, tp, sequence, pp, stages, _choose_split(asked, pp * stages if pp > 1 else 0), reason)
+    divides = train.seq_len % (tp * cp) == 0
+    sequence = tp > 1 and divides if parallel.sequence == "auto" else bool(parallel.sequence)
+    split = _choose_split(asked, pp * stages if pp > 1 else 0)
+    return Degrees(dp, tp, sequence, cp, pp, stages, split, ep, reason)
 
 
 # Data parallelism, and how many processes there are --------------------------------------------------------------------
 
 
-def _choose_dp(asked: Asked, origins: Origins, tp: int, pp: int) -> tuple[int, str]:
-    parallel, machine, per_replica = asked.config.parallel, asked.machine, tp * pp
+def _choose_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[int, str]:
+    parallel, machine, per_replica = asked.config.parallel, asked.machine, per_stage * pp
     if asked.nproc:
-        filled = replace(asked.config, parallel=replace(parallel, tp=tp, cp=1, pp=pp))
+        whole = replace(parallel, tp=degree(parallel.tp), cp=degree(parallel.cp), pp=pp)
+        filled = replace(asked.config, parallel=whole)
         check_world(filled, asked.nproc, origins)
         return asked.nproc // per_replica, "as asked"
     if parallel.dp != "auto":
@@ -93,23 +101,24 @@ def _choose_dp(asked: Asked, origins: Origins, tp: int, pp: int) -> tuple[int, s
     return dp, f"one replica per {unit}, {dp} in all" if dp > 1 else "one device: nothing to split"
 
 
-def _check_gpus(asked: Asked, dp: int, tp: int, pp: int) -> None:
-    num_gpus, world = len(asked.machine.gpus), dp * tp * pp
+def _check_gpus(asked: Asked, dp: int, cp: int, tp: int, pp: int) -> None:
+    num_gpus, world = len(asked.machine.gpus), dp * cp * tp * pp
     if asked.device != "cuda" or world <= num_gpus:
         return
     smaller: list[Fix] = [{"parallel.dp": n} for n in range(dp, 0, -1) if asked.config.parallel.dp != "auto"]
     smaller += [{"--nproc": n} for n in range(num_gpus, 0, -1) if asked.nproc]
     smaller += [{"parallel.tp": n} for n in reversed(tensor_degrees(asked.spec)) if n < tp]
     smaller += [_shorter_pipeline(asked, n) for n in range(pp - 1, 0, -1)]
+    smaller += [{"parallel.cp": n} for n in range(cp - 1, 0, -1)]
     raise Refusal(
-        f"{_said(dp=dp, tp=tp, pp=pp)} needs {world} GPUs, this machine has {num_gpus}",
+        f"{_said(dp=dp, cp=cp, tp=tp, pp=pp)} needs {world} GPUs, this machine has {num_gpus}",
         why="every rank needs a GPU of its own",
-        keys=("parallel.dp", "parallel.pp", "parallel.tp"),
+        keys=("parallel.dp", "parallel.pp", "parallel.tp", "parallel.cp"),
         fixes=[other for fix in smaller for other in _with_nproc(asked, fix, num_gpus)],
     )
 
 
-def _check_batch(asked: Asked, dp: int, tp: int, pp: int) -> None:
+def _check_batch(asked: Asked, dp: int, per_stage: int, pp: int) -> None:
     train = asked.config.train
     global_batch = global_batch_of(train)
     if global_batch >= dp:
@@ -119,7 +128,7 @@ def _check_batch(asked: Asked, dp: int, tp: int, pp: int) -> None:
         larger = {"train.global_batch_tokens": dp * train.seq_len}
     fewer: Fix = {} if asked.config.parallel.dp == "auto" else {"parallel.dp": global_batch}
     if asked.nproc:
-        fewer["--nproc"] = global_batch * tp * pp
+        fewer["--nproc"] = global_batch * per_stage * pp
     raise Refusal(
         f"a global batch of {global_batch} is smaller than dp={dp}",
         why="every data-parallel rank needs at least one sequence per step",
@@ -183,6 +192,45 @@ def _tensor_problem(spec: ModelSpec, tp: int) -> str | None:
     return f"each rank needs a part of everything, and the {name} is only {width}" if width < tp else None
 
 
+def _check_heads(asked: Asked, cp: int, tp: int) -> None:
+    """Ulysses gives every context-parallel rank some of the heads for all tokens."""
+    heads = asked.spec.num_heads // tp
+    if cp == 1 or asked.config.parallel.cp_kind != "ulysses" or heads % cp == 0:
+        return
+    fitting = [n for n in range(cp - 1, 0, -1) if heads % n == 0]
+    has = f"{asked.spec.num_heads} heads" + (f" over tp={tp} are {heads} per rank" if tp > 1 else "")
+    raise Refusal(
+        f"{asked.spec.name} cannot be shared by cp={cp} ranks the way of Ulysses",
+        why=f"each rank takes the same number of whole heads: {has}, which do not divide by {cp}",
+        keys=("parallel.cp", "parallel.cp_kind"),
+        fixes=[
+            {"parallel.cp_kind": "ring"},
+            *(other for n in fitting for other in _with_nproc(asked, {"parallel.cp": n})),
+        ],
+    )
+
+
+def _check_experts(asked: Asked, dp: int, cp: int, tp: int, ep: int) -> None:
+    if ep == 1:
+        return
+    spec, ranks = asked.spec, dp * cp * tp
+    fixes: list[Fix] = [{"parallel.ep": n} for n in range(min(ep, ranks), 0, -1)]
+    if not spec.num_experts:
+        what, why = (
+            f"ep={ep} needs experts, and {spec.name} has none",
+            "it shares out the experts of a model between ranks",
+        )
+    elif spec.num_experts % ep:
+        what = f"the {spec.num_experts} experts of {spec.name} cannot be shared out over ep={ep} ranks"
+        why = f"each rank takes the same number of experts, and {spec.num_experts} does not divide by {ep}"
+    elif ranks % ep:
+        what = f"ep={ep} does not divide the {ranks} ranks of {_said(dp=dp, cp=cp, tp=tp) or 'dp=1'}"
+        why = "ranks of dp x cp x tp share the experts between them, the same number in every group"
+    else:
+        return
+    raise Refusal(what, why=why, keys=("parallel.ep", "parallel.dp", "parallel.cp", "parallel.tp"), fixes=fixes)
+
+
 def _check_stages(asked: Asked, pp: int, stages: int) -> None:
     num_layers = asked.spec.num_layers
     if pp == 1 or pp * stages <= num_layers:
@@ -243,7 +291,7 @@ def _with_nproc(asked: Asked, fix: Fix, most: int | None = None) -> list[Fix]:
     if not asked.nproc or "--nproc" in fix:
         return [fix]
     parallel = asked.changed(fix).config.parallel
-    per_replica = degree(parallel.tp) * degree(parallel.pp)
+    per_replica = degree(parallel.tp) * degree(parallel.cp) * degree(parallel.pp)
     replicas = max(1, min(asked.nproc, most or asked.nproc) // per_replica)
     dp = replicas if parallel.dp == "auto" else int(parallel.dp)
     return [fix] if dp * per_replica == asked.nproc else [fix, {**fix, "--nproc": dp * per_replica}]

@@ -91,7 +91,7 @@ def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]
     """
     weight, compute = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision]
     full = weight * share.num_parameters
-    own = -(-full // plan.shard)
+    own = -(-full // plan.state_shards)
     gathered, accumulated = compute * share.num_parameters, 0
     if plan.zero == 0 and compute == weight:
         gathered = 0
@@ -116,7 +116,7 @@ def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]
 def _activations(share: RankShare, plan: Plan) -> int:
     """Of every stage in flight; a loss is followed by its backward at once, except by gpipe."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
-    tokens = plan.micro_batch * plan.seq_len
+    tokens = plan.micro_batch * plan.seq_len // plan.cp
     layers = layer_activations(share.spec, share.layers, plan.seq_len, token_parts)
     held = tokens * layers * size * share.stages_in_flight // plan.virtual_stages
     if share.has_last_stage:
@@ -130,20 +130,20 @@ def predict_step(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> d
     slowest = max(rank_shares(spec, plan), key=lambda share: share.work)
     # The micro-batches of a pipeline have one shape, so the last one is filled up; without one it may be smaller.
     rows = plan.rows_per_rank if plan.pp == 1 else plan.num_microbatches * plan.micro_batch
-    flops = rows * plan.seq_len * spec.flops_per_token(plan.seq_len) * slowest.work / plan.tp
+    flops = rows * plan.seq_len * spec.flops_per_token(plan.seq_len) * slowest.work / (plan.tp * plan.cp)
     launches = len(slowest.layers) * plan.num_microbatches * LAUNCH_SECONDS_PER_LAYER[plan.device]
     compute = max(flops / (rates.matmul_flops * MATMUL_SHARE[plan.device]), launches)
     # Read gradient and weight, write weight, read and write each state; + 2: the norm for clipping, and its scaling.
     passes = 3 + 2 * STATES_PER_PARAMETER[optimizer] + 2
     weight_bytes = WEIGHT_BYTES[plan.precision] * slowest.num_parameters
-    step = {"compute": compute, "optimizer": passes * weight_bytes / plan.shard / rates.memory_bytes}
+    step = {"compute": compute, "optimizer": passes * weight_bytes / plan.state_shards / rates.memory_bytes}
     if plan.pp > 1:
         step["bubble"] = compute * bubble_share(plan)
-    if plan.dp > 1:
+    if plan.dp * plan.cp > 1:
         step["data-parallel"] = _data_parallel_seconds(slowest, plan, rates)
     if plan.tp > 1:
         # Two sums per layer, forward and backward. Sequence parallelism cuts each in two halves of the same total.
-        message = plan.micro_batch * plan.seq_len * spec.hidden * COMPUTE_BYTES[plan.precision]
+        message = plan.micro_batch * plan.seq_len // plan.cp * spec.hidden * COMPUTE_BYTES[plan.precision]
         sums = 4 * len(slowest.layers) * plan.num_microbatches
         step["tensor-parallel"] = sums * (rates.all_reduce_latency + message / rates.all_reduce_bytes)
     return step
@@ -167,6 +167,6 @@ def _data_parallel_seconds(share: RankShare, plan: Plan, rates: Rates) -> float:
     moved = (reductions * weight + gathers * compute) / 2
     calls = (reductions + gathers) / 2 * (len(share.layers) + 2)  # one per block and end
     if plan.replicate > 1:  # the owners of one shard meet once, at the last micro-batch
-        moved += weight / plan.shard
+        moved += weight / plan.state_shards
         calls += 1
     return calls * rates.all_reduce_latency + moved / rates.all_reduce_bytes

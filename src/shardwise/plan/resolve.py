@@ -70,10 +70,13 @@ def resolve(
         dp=degrees.dp,
         tp=degrees.tp,
         sequence=degrees.sequence,
+        cp=degrees.cp,
+        cp_kind=parallel.cp_kind,
         pp=degrees.pp,
         schedule=parallel.schedule,
         virtual_stages=degrees.virtual_stages,
         split=degrees.split,
+        ep=degrees.ep,
     )
     if train.micro_batch != "auto":
         _check_micro_batch(config, plan, int(train.micro_batch), origins)

@@ -6,6 +6,7 @@ tied ends, windows, router, biases, norms); only sizes go down, to what the layo
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from shardwise.model.spec import ModelSpec
@@ -21,10 +22,12 @@ MAX_MICROBATCHES = 5
 
 def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
     """The same axes, schedule and ZeRO stage, on at most `max_ranks` ranks; each stage keeps one or two layers."""
+    ep = plan.ep
     split = tuple(1 + (layers > min(plan.split)) for layers in plan.split)
     while plan.world > max_ranks:
-        axes = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp}
-        plan = _smaller(plan, max(axes, key=lambda name: axes[name]))
+        axes = {"dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "cp": plan.cp}
+        plan = _smaller(replace(plan, ep=1), max(axes, key=lambda name: axes[name]))
+        plan = replace(plan, ep=math.gcd(ep, plan.stage_world))
         split = split[: plan.num_stages] if plan.pp > 1 else ()
     is_even = plan.global_batch % plan.dp == 0
     num_microbatches = min(plan.num_microbatches, MAX_MICROBATCHES)
@@ -32,11 +35,14 @@ def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
     global_batch = plan.dp * micro_batch * num_microbatches
     if not is_even and plan.dp > 1 and micro_batch * num_microbatches > 1:
         global_batch -= 1  # somebody has fewer rows, as in the real job
-    return replace(plan, seq_len=SEQ_LEN, global_batch=global_batch, micro_batch=micro_batch, split=split)
+    seq_len = math.lcm(SEQ_LEN, 2 * plan.cp * (plan.tp if plan.sequence else 1))
+    return replace(plan, seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch, split=split)
 
 
 def _smaller(plan: Plan, axis: str) -> Plan:
     """The next smaller degree of one axis."""
+    if axis == "cp":
+        return replace(plan, cp=_divisor(plan.cp))
     if axis == "tp":
         tp = _divisor(plan.tp)
         return replace(plan, tp=tp, sequence=plan.sequence and tp > 1)
@@ -70,7 +76,7 @@ def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
         "num_kv_heads": num_kv_heads,
         "ffn": max(44, 2 * plan.tp + 1),
         "vocab": VOCAB,
-        "max_seq_len": max(SEQ_LEN, min(spec.max_seq_len, 4 * SEQ_LEN)),
+        "max_seq_len": max(plan.seq_len, min(spec.max_seq_len, 4 * SEQ_LEN)),
     }
     if spec.is_latent:
         sizes |= {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 0}
@@ -81,7 +87,7 @@ def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
         sizes["sliding_window"] = SEQ_LEN // 2
     if spec.num_experts:
         groups = spec.num_expert_groups
-        experts = 2 * groups if groups > 1 else min(spec.num_experts, 8)
+        experts = math.lcm(2 * groups if groups > 1 else min(spec.num_experts, 8), plan.ep)
         sizes |= {"num_experts": experts, "expert_ffn": max(20, 2 * plan.tp + 1)}
         sizes |= {"experts_per_token": min(spec.experts_per_token, experts // 2 or 1)}
         sizes |= {"first_dense_layers": min(spec.first_dense_layers, 1)}
