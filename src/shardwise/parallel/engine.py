@@ -6,7 +6,7 @@ gradients ready for the optimizer. Which axes are at work behind it is nobody's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,12 +61,24 @@ class Engine:
                 shard.local.grad = shard.gradient
         return sums if self.mesh.counts_loss else torch.zeros_like(sums)
 
-    def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The global gradient norm, and `sums` (losses and what else there is) over all ranks, in one small all-reduce."""
-        both = torch.cat([squared_norm(self.shards).to(sums.device).view(1), sums])
-        if self.plan.world > 1:
-            dist.all_reduce(both)
-        return both[0].sqrt(), both[1:]
+    def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The global gradient norm, and later `sums` (losses and what else there is) over all ranks: one small all-reduce. Whole
+        replicas need nobody for the norm, and the message travels while they update."""
+        squared = squared_norm(self.shards).to(sums.device).view(1)
+        if self.plan.world == 1:
+            return squared.sqrt()[0], lambda: sums
+        is_local = all(shard.copies == self.plan.world for shard in self.shards)
+        both = torch.cat([squared, sums])
+        work = dist.all_reduce(both, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return both[1:]
+
+        if is_local:
+            return (squared * self.plan.world).sqrt()[0], wait
+        work.wait()
+        return both[0].sqrt(), wait
 
     @torch.no_grad()
     def clip(self, norm: Tensor, largest: float) -> None:

@@ -44,23 +44,25 @@ def run_step(
     skip_non_finite: bool = False,
     ask: Ask = lambda: (),
 ) -> StepResult:
-    norm, sums, answers = accumulate(engine, batch, num_targets, clock, ask)
+    norm, finish = accumulate(engine, batch, num_targets, clock, ask)
     skip = skip_non_finite and not bool(torch.isfinite(norm))
     update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
-    cross_entropy, aux, z = (sums / max(num_targets, 1)).tolist()
-    return StepResult(cross_entropy, aux, z, float(norm), skip, [round(answer) for answer in answers.tolist()])
+    with clock.span("comm_exposed", "losses"):
+        cross_entropy, aux, z, *answers = finish().tolist()
+    targets = max(num_targets, 1)
+    losses = (cross_entropy / targets, aux / targets, z / targets)
+    return StepResult(*losses, float(norm), skip, [round(answer) for answer in answers])
 
 
 def accumulate(
     engine: Engine, batch: StepBatch, num_targets: int, clock: Clock, ask: Ask = lambda: ()
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Forward and backward of every micro-batch; the global gradient norm, the loss sums and the answers over all ranks."""
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """Forward and backward of every micro-batch; the global gradient norm, and later the loss sums and the answers over all ranks."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
     questions = torch.tensor(ask(), dtype=torch.float64).to(sums.device, non_blocking=True)
     with clock.span("comm_exposed", "norm and loss"):
-        norm, summed = engine.norm_and_sums(torch.cat([sums, questions]))
-    return norm, summed[: len(sums)], summed[len(sums) :]
+        return engine.norm_and_sums(torch.cat([sums, questions]))
 
 
 def update(
