@@ -7,15 +7,15 @@ gradients ready for the optimizer. Which axes are at work behind it is nobody's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.cache import KeyValueCache
-from shardwise.model.decoder import Decoder
-from shardwise.model.experts import moe_layers, update_router_bias
+from shardwise.model.decoder import Block, Decoder
+from shardwise.model.experts import MixtureOfExperts, update_router_bias
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.data import Traffic
 from shardwise.parallel.mesh import Mesh
@@ -33,6 +33,15 @@ class Engine:
         self.shards = [
             shard for stage in stages for shard in shards_of(stage.model, mesh, spec if spec.is_ours else None)
         ]
+        rows = [layer.index for layer in spec.layers if layer.is_moe] if spec.is_ours else []
+        self._num_routed = len(rows)
+        self._routed: dict[int, MixtureOfExperts] = {
+            row: block.feedforward
+            for model in self.models
+            for row, index in enumerate(rows)
+            if (block := cast(Block, dict(model.layers.items()).get(str(index)))) is not None
+        }
+        self.expert_counts = torch.zeros(0)  # of the last step, over all ranks: tokens by routed layer and expert
 
     @property
     def models(self) -> list[Decoder]:
@@ -41,7 +50,7 @@ class Engine:
     @property
     def is_whole(self) -> bool:
         """One rank alone has all of the model."""
-        return self.plan.tp == self.plan.pp == 1 and not any(shard.rows for shard in self.shards)
+        return self.plan.tp == self.plan.pp == self.plan.ep == 1 and not any(shard.rows for shard in self.shards)
 
     def locals(self) -> list[nn.Parameter]:
         """What the optimizer updates. A rank may have two copies of a tied weight; both are updated alike."""
@@ -59,14 +68,20 @@ class Engine:
         for shard in self.shards:
             if shard.local is not shard.parameter:
                 shard.local.grad = shard.gradient
-        return sums if self.mesh.counts_loss else torch.zeros_like(sums)
+        return self._counted(sums)
 
     def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The global gradient norm, and `sums` (losses and what else there is) over all ranks, in one small all-reduce."""
-        both = torch.cat([squared_norm(self.shards).to(sums.device).view(1), sums])
+        """The global gradient norm, and `sums` (losses and what else there is) over all ranks, in one small all-reduce. The tokens
+        that each expert got travel with it: from here on every layer has its count over all ranks."""
+        counts = self._expert_counts()
+        both = torch.cat([squared_norm(self.shards).to(sums.device).view(1), sums, counts.flatten()])
         if self.plan.world > 1:
             dist.all_reduce(both)
-        return both[0].sqrt(), both[1:]
+        norm, sums, flat = both.split([1, len(sums), counts.numel()])
+        self.expert_counts = flat.view_as(counts)
+        for row, layer in self._routed.items():
+            layer.tokens_per_expert.copy_(self.expert_counts[row])
+        return norm[0].sqrt(), sums
 
     @torch.no_grad()
     def clip(self, norm: Tensor, largest: float) -> None:
@@ -81,11 +96,23 @@ class Engine:
             shard.local.grad = shard.parameter.grad = None
 
     def balance_experts(self) -> None:
+        """After `norm_and_sums`, which has summed the counts."""
         for model in self.models:
-            if self.mesh.dp is not None:
-                for layer in moe_layers(model):
-                    dist.all_reduce(layer.tokens_per_expert, group=self.mesh.dp)
             update_router_bias(model)
+
+    def _expert_counts(self) -> Tensor:
+        """Tokens of this rank by routed layer of the whole model and expert. Tensor-parallel ranks route the same tokens, unless
+        experts are spread over them."""
+        counts = torch.zeros(self._num_routed, self.spec.num_experts, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.at.tp == 0 or self.plan.ep > 1:
+            for row, layer in self._routed.items():
+                counts[row] = layer.tokens_per_expert
+        return counts
+
+    def _counted(self, sums: Tensor) -> Tensor:
+        """What this rank reports: tensor-parallel ranks have the same losses, but for those of routers whose tokens they share."""
+        reports_routers = self.mesh.counts_loss or self.plan.ep > 1
+        return sums * sums.new_tensor([self.mesh.counts_loss, reports_routers, reports_routers])
 
     def _sum_partial(self) -> None:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
@@ -110,8 +137,7 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """Loss sums of this rank; add them up over all ranks."""
-        sums = self.pipeline.evaluate(microbatches)
-        return sums if self.mesh.counts_loss else torch.zeros_like(sums)
+        return self._counted(self.pipeline.evaluate(microbatches))
 
     def logits(self, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
         return self.pipeline.logits(tokens_BT, caches)
