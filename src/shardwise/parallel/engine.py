@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.cache import KeyValueCache
-from shardwise.model.decoder import Block, Decoder
+from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, update_router_bias
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.data import Traffic
@@ -35,11 +35,9 @@ class Engine:
         ]
         rows = [layer.index for layer in spec.layers if layer.is_moe] if spec.is_ours else []
         self._num_routed = len(rows)
-        self._routed: dict[int, MixtureOfExperts] = {
-            row: block.feedforward
-            for model in self.models
-            for row, index in enumerate(rows)
-            if (block := cast(Block, dict(model.layers.items()).get(str(index)))) is not None
+        blocks = {int(index): block for model in self.models if rows for index, block in model.layers.items()}
+        self._routed = {
+            row: cast(MixtureOfExperts, blocks[index].feedforward) for row, index in enumerate(rows) if index in blocks
         }
         self.expert_counts = torch.zeros(0)  # of the last step, over all ranks: tokens by routed layer and expert
 
