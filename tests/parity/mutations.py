@@ -253,9 +253,8 @@ def forget_tied_sum(patch: Patch) -> None:
 def count_tied_twice(patch: Patch) -> None:
     make = shards.Shard
 
-    def counted(name: str, *rest: Any) -> Any:
-        *before, copies, group, tp_copies = rest
-        return make(name, *before, max(1, copies // 2) if name == "embed.weight" else copies, group, tp_copies)
+    def counted(*, name: str, copies: int, **rest: Any) -> Any:
+        return make(name=name, copies=max(1, copies // 2) if name == "embed.weight" else copies, **rest)
 
     patch.setattr(shards, "Shard", counted)
 
