@@ -38,7 +38,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec)
         self.shared = FeedForward(spec, spec.expert_ffn * spec.num_shared_experts) if spec.num_shared_experts else None
         # Ranks may have parts of the same sequences: adds up counts over them. On one device a rank has it all.
-        self.over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
         # Tokens each expert got since the last optimizer step, over sequences that have targets.
         self.tokens_per_expert: Tensor
         self.register_buffer("tokens_per_expert", torch.zeros(spec.num_experts, dtype=torch.int64), persistent=False)
@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
         batch = target_counts_B.shape[0]
         experts_BM = choice.experts_NK.view(batch, -1)
         counts_BE = count_experts(experts_BM, self.num_experts)
-        counts_whole_BE = self.over_sequence(counts_BE)
+        counts_whole_BE = self.sum_over_sequence(counts_BE)
         probabilities_BTE = choice.probabilities_NE.unflatten(0, (batch, -1))
         logits_BTE = choice.logits_NE.unflatten(0, (batch, -1))
         weight_B = target_counts_B.to(probabilities_BTE.dtype)

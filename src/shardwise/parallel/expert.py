@@ -49,7 +49,7 @@ def apply_expert_parallel(model: Decoder, mesh: Mesh, tp: TensorParallel | None)
     assert mesh.expert is not None
     for layer in moe_layers(model):
         layer.experts = SpreadExperts(layer.experts, mesh.expert.group)
-        layer.over_sequence = sequence_sum(mesh, tp)
+        layer.sum_over_sequence = sequence_sum(mesh, tp)
         if tp is not None:
             layer.register_forward_hook(_part_of_losses(tp))
 

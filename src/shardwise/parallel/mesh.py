@@ -142,11 +142,7 @@ def _lines(world: int, length: int, stride: int) -> list[list[int]]:
 
 
 def _expert_mesh(plan: Plan, rank: int, device: torch.device, fsdp: bool) -> ExpertMesh:
-    """Hybrid keeps its replicas here too, unless a row of experts is longer than a replica. Without ZeRO all copies are replicas."""
-    in_replica = plan.stage_world // plan.replicate
-    replicate = plan.replicate if in_replica % plan.ep == 0 else 1
-    if not plan.zero:
-        replicate = plan.expert_copies
+    replicate = plan.expert_replicas
     num_shards = plan.expert_copies // replicate
     group = _own_group(_lines(plan.world, plan.ep, 1), rank)
     copies = _own_group(_lines(plan.world, plan.expert_copies, plan.ep), rank)

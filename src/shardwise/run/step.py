@@ -30,6 +30,7 @@ class StepResult:
     grad_norm: float
     skipped: bool = False
     answers: list[int] = field(default_factory=list)  # what `ask` returned, summed over all ranks
+    expert_tokens: list[list[float]] = field(default_factory=list)  # of every routed layer, over all ranks
 
 
 def run_step(
@@ -48,7 +49,8 @@ def run_step(
     skip = skip_non_finite and not bool(torch.isfinite(norm))
     update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
     cross_entropy, aux, z = (sums / max(num_targets, 1)).tolist()
-    return StepResult(cross_entropy, aux, z, float(norm), skip, [round(answer) for answer in answers.tolist()])
+    asked = [round(answer) for answer in answers.tolist()]
+    return StepResult(cross_entropy, aux, z, float(norm), skip, asked, engine.expert_counts.tolist())
 
 
 def accumulate(
@@ -81,5 +83,5 @@ def update(
             optimizer.step()
         engine.zero_grad()
     if engine.spec.num_experts:
-        with clock.span("comm_exposed", "expert counts"):
+        with clock.span("optimizer", "balance experts"):
             engine.balance_experts()
