@@ -151,7 +151,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(spec.num_experts, spec.hidden, spec.expert_ffn))
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        if can_group(x_MD) and self.up.shape[1] % 8 == 0:  # the kernel reads rows of 16 bytes
+        # The kernel reads rows of 16 bytes, and wants some.
+        if can_group(x_MD) and self.up.shape[1] % 8 == 0 and x_MD.shape[0]:
             return self._grouped(x_MD, counts_E)
         sizes = even_sizes(x_MD.shape[0], counts_E.shape[0]) if x_MD.is_meta else counts_E.tolist()
         # unbind, not indexing: its backward stacks the experts' gradients once instead of adding E stacks of zeros.
