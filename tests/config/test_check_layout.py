@@ -64,6 +64,8 @@ CASES = {
     "sp and tp=1": (["parallel.layout=dp=2 tp=1 sp"], "`parallel.sequence = true` without tensor parallelism", "", "parallel.sequence=auto"),
     "sp and length": (["parallel.layout=tp=4 sp", "train.seq_len=126"], "`parallel.sequence = true` cannot cut 126 tokens into 4 equal parts", "train.seq_len / tp", "parallel.sequence=false or train.seq_len=124 or train.seq_len=128"),
     "sp and a short length": (["parallel.layout=tp=8 sp", "train.seq_len=4"], "`parallel.sequence = true` cannot cut 4 tokens into 8 equal parts", "", "parallel.sequence=false or train.seq_len=8"),
+    "experts over slices": (["parallel.layout=tp=2 ep=2", "parallel.sequence=false"], "ep=2 with tp=2 needs sequence parallelism", "must share the tokens", "parallel.sequence=auto or parallel.ep=1"),
+    "experts over slices, length": (["parallel.layout=tp=4 ep=2", "train.seq_len=126"], "ep=2 with tp=4 needs sequence parallelism", "", "train.seq_len=128 or parallel.ep=1"),
     "schedule without pipeline": (["parallel.schedule=zbv"], '`parallel.schedule = "zbv"` without a pipeline', "pp is 1", "parallel.schedule=1f1b"),
     "all without pipeline": (["parallel.pp=1", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "parallel.split=even"], '`parallel.schedule = "interleaved"` without a pipeline', "", "parallel.schedule=1f1b parallel.virtual_stages=auto parallel.split=auto"),
     "split without pipeline": (["parallel.split=3,3"], "`parallel.split = [3, 3]` without a pipeline", "", "parallel.split=auto"),

@@ -36,6 +36,7 @@ from layouts import (  # noqa: E402
     MAIN_MODELS,
     NUM_STEPS,
     PRECISIONS,
+    ROUTED,
     Case,
     degree,
 )
@@ -54,6 +55,8 @@ def all_cases() -> list[Case]:
     for number, layout in enumerate(LAYOUTS):
         others = list(product(FAMILIES, PRECISIONS))
         chosen = [others[(5 * number + step) % len(others)] for step in (0, 4, 8)]  # every precision, three families
+        if degree(layout, "ep") > 1:
+            chosen = list(product(("experts", "latent", *ROUTED), PRECISIONS))
         for model, precision in [*product(MAIN_MODELS, PRECISIONS), *chosen]:
             names = list(BATCHES)
             turns = names[len(cases) % len(names) :] + names

@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.compat import all_gather_single, fsdp_groups
 from shardwise.parallel.data import GradientSums, Traffic
+from shardwise.parallel.expert import SpreadExperts
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.schedules import splits_backward
 
@@ -45,7 +46,9 @@ class Sharded(GradientSums):
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
         # parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
-        self._can_overlap = mesh.plan.replicate == 1  # else an all-reduce reads the result at once
+        self._can_overlap = (
+            mesh.plan.zero > 0 and mesh.plan.replicate == 1
+        )  # else an all-reduce reads the result at once
         self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
@@ -111,11 +114,14 @@ def shard_groups(
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
     for number, group in enumerate(groups):
+        drops = plan.zero == 3 and number < len(groups) - num_kept
+        for experts in _spread_experts(
+            group
+        ):  # other ranks have the same ones: a group of their own inside of the block's
+            assert mesh.expert is not None
+            fully_shard(experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, mp_policy=policy)
         fully_shard(
-            group if len(group) > 1 else group[0],
-            mesh=mesh.fsdp,
-            reshard_after_forward=plan.zero == 3 and number < len(groups) - num_kept,
-            mp_policy=policy,
+            group if len(group) > 1 else group[0], mesh=mesh.fsdp, reshard_after_forward=drops, mp_policy=policy
         )
     for lookup in lookups:
         cast(FSDPModule, lookup).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
@@ -129,17 +135,23 @@ def shard_groups(
             module.set_custom_reduce_scatter(reduction)
     if on_gloo:
         root._set_unshard_async_op(True)
-    _prefetch([group[0] for group in groups])
+    _prefetch([[group[0], *_spread_experts(group)] for group in groups])
     return root
 
 
-def _prefetch(modules: list[Any]) -> None:
-    """While a block computes, the next one's parameters travel. The ends name themselves: nothing to prefetch there, and
-    FSDP2's own guess would be wrong when several micro-batches are under way."""
-    for here, following in itertools.pairwise(modules):
-        here.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([here])
-    modules[0].set_modules_to_backward_prefetch([modules[0]])
+def _spread_experts(group: list[nn.Module]) -> list[nn.Module]:
+    return [module for top in group for module in top.modules() if isinstance(module, SpreadExperts)]
+
+
+def _prefetch(units: list[list[Any]]) -> None:
+    """While a block computes, the next one's parameters travel, with those of its experts. Who has nothing to prefetch names
+    itself: FSDP2's own guess would be wrong when several micro-batches are under way."""
+    for here, following in itertools.pairwise(units):
+        here[0].set_modules_to_forward_prefetch([*here[1:], *following])
+        following[0].set_modules_to_backward_prefetch([*following[1:], *here])
+    units[0][0].set_modules_to_backward_prefetch([*units[0][1:], units[0][0]])
+    for experts in (module for unit in units for module in unit[1:]):
+        experts.set_modules_to_backward_prefetch([experts])
 
 
 def _fsdp_modules(root: FSDPModule) -> Iterator[FSDPModule]:

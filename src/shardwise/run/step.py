@@ -30,6 +30,7 @@ class StepResult:
     grad_norm: float
     skipped: bool = False
     answers: list[int] = field(default_factory=list)  # what `ask` returned, summed over all ranks
+    expert_tokens: list[list[float]] = field(default_factory=list)  # of every routed layer, over all ranks
 
 
 def run_step(
@@ -51,7 +52,8 @@ def run_step(
         cross_entropy, aux, z, *answers = finish().tolist()
     targets = max(num_targets, 1)
     losses = (cross_entropy / targets, aux / targets, z / targets)
-    return StepResult(*losses, float(norm), skip, [round(answer) for answer in answers])
+    asked = [round(answer) for answer in answers]
+    return StepResult(*losses, float(norm), skip, asked, engine.expert_counts.tolist())
 
 
 def accumulate(
@@ -83,5 +85,5 @@ def update(
             optimizer.step()
         engine.zero_grad()
     if engine.spec.num_experts:
-        with clock.span("comm_exposed", "expert counts"):
+        with clock.span("optimizer", "balance experts"):
             engine.balance_experts()
