@@ -37,6 +37,9 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(spec)
         self.experts = Experts(spec)
         self.shared = FeedForward(spec, spec.expert_ffn * spec.num_shared_experts) if spec.num_shared_experts else None
+        # Where others have the rest of each sequence: how many parts there are, and how counts become those of the whole.
+        self.sequence_parts = 1
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
         # Tokens each expert got since the last optimizer step, over sequences that have targets.
         self.tokens_per_expert: Tensor
         self.register_buffer("tokens_per_expert", torch.zeros(spec.num_experts, dtype=torch.int64), persistent=False)
@@ -59,14 +62,18 @@ class MixtureOfExperts(nn.Module):
         return out_BTD, None if target_counts_B is None else self._report(choice, target_counts_B)
 
     def _report(self, choice: Choice, target_counts_B: Tensor) -> Routing:
+        """`target_counts_B` is that of whole sequences. The losses are the part of them that these tokens bring in."""
         batch = target_counts_B.shape[0]
         experts_BM = choice.experts_NK.view(batch, -1)
         counts_BE = count_experts(experts_BM, self.num_experts)
         probabilities_BTE = choice.probabilities_NE.unflatten(0, (batch, -1))
         logits_BTE = choice.logits_NE.unflatten(0, (batch, -1))
-        weight_B = target_counts_B.to(probabilities_BTE.dtype)
+        parts = self.sequence_parts
+        weight_B = target_counts_B.to(probabilities_BTE.dtype) / parts
         # Switch Transformer, section 2.2, per sequence as in DeepSeek-V3 (17)-(20): 1 when perfectly balanced.
-        share_BE = counts_BE.to(weight_B.dtype) * (self.num_experts / experts_BM.shape[1])
+        share_BE = self.sum_over_sequence(counts_BE).to(weight_B.dtype) * (
+            self.num_experts / (experts_BM.shape[1] * parts)
+        )
         aux_B = (share_BE * probabilities_BTE.mean(1)).sum(-1)
         # ST-MoE, equation 5: keeps the router's logits small.
         z_B = logits_BTE.logsumexp(-1).square().mean(1)

@@ -2,6 +2,7 @@
 
     mesh.py       where this rank stands, and with whom it talks
     pipeline.py   which layers this rank has                              (mailbox.py, deferred.py)
+    context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
@@ -26,6 +27,7 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh, build_mesh
@@ -66,6 +68,8 @@ def parallelize_decoder(
             continue
         with torch.device("meta"):
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
+        if plan.cp > 1:
+            apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind))
         if plan.tp > 1:
             apply_tensor_parallel(model, TensorParallel(mesh.tp, plan.sequence))
         sums = None
