@@ -196,59 +196,73 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q_BtHC: Tensor, k_BtKC: Tensor, v_BtKC: Tensor, ring: Any, view: View, score: Score
     ) -> Tensor:
-        q = q_BtHC.transpose(1, 2)
-        out = torch.zeros(*q.shape[:3], v_BtKC.shape[-1], dtype=work_dtype(q), device=q.device)
-        lse = torch.full(q.shape[:3], float("-inf"), dtype=work_dtype(q), device=q.device)
-        flat = torch.cat((k_BtKC.flatten(), v_BtKC.flatten()))
-        for step in range(ring.size):
-            source = (ring.index - step) % ring.size
-            arriving = ring.pass_on(flat) if step < ring.size - 1 else None
-            k, v = _unpack(flat, k_BtKC, v_BtKC)
-            for block in view.plan[source]:
-                rows, columns = block.queries, block.keys
-                more = attend_block(q[:, :, rows], k[:, :, columns], v[:, :, columns], view.sight(block, source), score)
-                merge(out[:, :, rows], lse[:, :, rows], *more)
-            if arriving is not None:
-                flat = arriving()
-        result = out.to(q.dtype).transpose(1, 2)
-        ctx.save_for_backward(q_BtHC, k_BtKC, v_BtKC, result, lse)
+        out_BtHC, lse = ring_forward(q_BtHC, k_BtKC, v_BtKC, ring, view, score)
+        ctx.save_for_backward(q_BtHC, k_BtKC, v_BtKC, out_BtHC, lse)
         ctx.ring, ctx.view, ctx.score = ring, view, score
-        return result
+        return out_BtHC
 
     @staticmethod
     def backward(ctx: Any, grad_BtHC: Tensor) -> tuple[Any, ...]:
-        q_BtHC, k_BtKC, v_BtKC, result, lse = ctx.saved_tensors
-        ring, view = ctx.ring, ctx.view
-        grad, q, out = (x.transpose(1, 2) for x in (grad_BtHC, q_BtHC, result))
-        dq = torch.zeros(q.shape, dtype=work_dtype(q), device=q.device)
-        flat = torch.cat((k_BtKC.flatten(), v_BtKC.flatten()))
-        own: Tensor | None = None
-        returning: Callable[[], Tensor] | None = None
-        for step in range(ring.size):
-            source = (ring.index - step) % ring.size
-            arriving = ring.pass_on(flat) if step < ring.size - 1 else None
-            k, v = _unpack(flat, k_BtKC, v_BtKC)
-            sums = torch.zeros(flat.shape, dtype=work_dtype(q), device=q.device)
-            dk, dv = _unpack(sums, k_BtKC, v_BtKC)
-            for block in view.plan[source]:
-                rows, columns = block.queries, block.keys
-                more = attend_block_backward(
-                    grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows],
-                    lse[:, :, rows], view.sight(block, source), ctx.score,
-                )  # fmt: skip
-                for total, part in zip((dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]), more, strict=True):
-                    total += part
-            if own is None:
-                own = sums  # the gradients of our own keys stay here; others carry theirs home
-            else:
-                # What the ranks before us found for these keys has travelled one step behind the keys.
-                returning = ring.pass_on(sums if returning is None else sums.add_(returning()))
-            if arriving is not None:
-                flat = arriving()
-        assert own is not None and returning is not None, "a ring has at least two ranks"
-        own += returning()
-        dk, dv = (part.transpose(1, 2).to(q.dtype) for part in _unpack(own, k_BtKC, v_BtKC))
-        return dq.to(q.dtype).transpose(1, 2), dk, dv, None, None, None
+        return *ring_backward(grad_BtHC, *ctx.saved_tensors, ctx.ring, ctx.view, ctx.score), None, None, None
+
+
+def ring_forward(
+    q_BtHC: Tensor, k_BtKC: Tensor, v_BtKC: Tensor, ring: Any, view: View, score: Score
+) -> tuple[Tensor, Tensor]:
+    """The output of this rank's queries, and their LSE."""
+    q, work = q_BtHC.transpose(1, 2), work_dtype(q_BtHC)
+    out = torch.zeros(*q.shape[:3], v_BtKC.shape[-1], dtype=work, device=q.device)
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=work, device=q.device)
+    flat = torch.cat((k_BtKC.flatten(), v_BtKC.flatten()))
+    for step in range(ring.size):
+        source = (ring.index - step) % ring.size
+        arriving = ring.pass_on(flat) if step < ring.size - 1 else None
+        k, v = _unpack(flat, k_BtKC, v_BtKC)
+        for block in view.plan[source]:
+            rows, columns = block.queries, block.keys
+            more = attend_block(q[:, :, rows], k[:, :, columns], v[:, :, columns], view.sight(block, source), score)
+            merge(out[:, :, rows], lse[:, :, rows], *more)
+        if arriving is not None:
+            flat = arriving()
+    return out.to(q.dtype).transpose(1, 2), lse
+
+
+def ring_backward(
+    grad_BtHC: Tensor, q_BtHC: Tensor, k_BtKC: Tensor, v_BtKC: Tensor, out_BtHC: Tensor, lse: Tensor,
+    ring: Any, view: View, score: Score,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of this rank's queries, and of its keys and values, to which all ranks have added."""
+    grad, q, out = (x.transpose(1, 2) for x in (grad_BtHC, q_BtHC, out_BtHC))
+    work = work_dtype(q)
+    dq = torch.zeros(q.shape, dtype=work, device=q.device)
+    flat = torch.cat((k_BtKC.flatten(), v_BtKC.flatten()))
+    own: Tensor | None = None
+    returning: Callable[[], Tensor] | None = None
+    for step in range(ring.size):
+        source = (ring.index - step) % ring.size
+        arriving = ring.pass_on(flat) if step < ring.size - 1 else None
+        k, v = _unpack(flat, k_BtKC, v_BtKC)
+        sums = torch.zeros(flat.shape, dtype=work, device=q.device)
+        dk, dv = _unpack(sums, k_BtKC, v_BtKC)
+        for block in view.plan[source]:
+            rows, columns = block.queries, block.keys
+            more = attend_block_backward(
+                grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows],
+                view.sight(block, source), score,
+            )  # fmt: skip
+            for total, part in zip((dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]), more, strict=True):
+                total += part
+        if own is None:
+            own = sums  # the gradients of our own keys stay here; others carry theirs home
+        else:
+            # What the ranks before us found for these keys has travelled one step behind the keys.
+            returning = ring.pass_on(sums if returning is None else sums.add_(returning()))
+        if arriving is not None:
+            flat = arriving()
+    assert own is not None and returning is not None, "a ring has at least two ranks"
+    own += returning()
+    dk, dv = (part.transpose(1, 2).to(q.dtype) for part in _unpack(own, k_BtKC, v_BtKC))
+    return dq.to(q.dtype).transpose(1, 2), dk, dv
 
 
 def _unpack(flat: Tensor, k_BtKC: Tensor, v_BtKC: Tensor) -> tuple[Tensor, Tensor]:
