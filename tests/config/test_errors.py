@@ -51,8 +51,6 @@ CASES = {
     "range both": ("", ["data.validation_fraction=0.9"], "`data.validation_fraction = 0.9` is out of range", "at least 0 and at most 0.5", "", "command line"),
     "choice": ("", ["optimizer.name=adamx"], '`optimizer.name` has no value "adamx"', "it takes: adamw, adam,", "did you mean `adam", "command line"),
     "choice in list": ("", ["run.loggers=jsonl,tensorbord"], '`run.loggers` has no value "tensorbord"', "jsonl, tensorboard", "did you mean `tensorboard`?", "command line"),
-    "not yet, key": ("[parallel]\ncp_kind = \"ulysses\"", [], '`parallel.cp_kind = "ulysses"` is not available yet', 'what works today: "ring"', "leave it out", "run.toml:2"),
-    "not yet, degree": ("[parallel]\ncp = 2", [], "`parallel.cp = 2` is not available yet", "what works today: 1", "set `parallel.cp = 1`", "run.toml:2"),
     "not yet, value": ("[adapter]\nkind = \"lora\"", [], '`adapter.kind = "lora"` is not available yet', "what works today:", "leave it out", "run.toml:2"),
     "not yet, unset": ("", ["run.profile=10:13"], '`run.profile = "10:13"` is not available yet', "leaving it out", "leave it out", "command line"),
     "unknown section": ("[trian]\nsteps = 1", [], "unknown section `[trian]`", "the sections are: model, data, train,", "did you mean `[train]`?", "run.toml:1"),

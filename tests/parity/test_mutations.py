@@ -20,6 +20,8 @@ QUICK = [
     "forget_partial_sum",
     "forget_shared_heads",
     "count_replicated_twice",
+    "drop_a_ring_step",
+    "swap_the_pieces",
 ]
 
 

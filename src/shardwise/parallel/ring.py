@@ -203,7 +203,9 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_BtHC: Tensor) -> tuple[Any, ...]:
-        return *ring_backward(grad_BtHC, *ctx.saved_tensors, ctx.ring, ctx.view, ctx.score), None, None, None
+        q_BtHC, k_BtKC, v_BtKC, out_BtHC, lse = ctx.saved_tensors
+        ours = (ctx.ring, ctx.view, ctx.score)
+        return *ring_backward(grad_BtHC, q_BtHC, k_BtKC, v_BtKC, out_BtHC, lse, *ours), None, None, None
 
 
 def ring_forward(
@@ -211,7 +213,8 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output of this rank's queries, and their LSE."""
     q, work = q_BtHC.transpose(1, 2), work_dtype(q_BtHC)
-    out = torch.zeros(*q.shape[:3], v_BtKC.shape[-1], dtype=work, device=q.device)
+    out_BtHC = torch.zeros(*q_BtHC.shape[:3], v_BtKC.shape[-1], dtype=work, device=q.device)
+    out = out_BtHC.transpose(1, 2)
     lse = torch.full(q.shape[:3], float("-inf"), dtype=work, device=q.device)
     flat = torch.cat((k_BtKC.flatten(), v_BtKC.flatten()))
     for step in range(ring.size):
@@ -224,7 +227,7 @@ def ring_forward(
             merge(out[:, :, rows], lse[:, :, rows], *more)
         if arriving is not None:
             flat = arriving()
-    return out.to(q.dtype).transpose(1, 2), lse
+    return out_BtHC.to(q.dtype), lse
 
 
 def ring_backward(
@@ -234,7 +237,8 @@ def ring_backward(
     """Gradients of this rank's queries, and of its keys and values, to which all ranks have added."""
     grad, q, out = (x.transpose(1, 2) for x in (grad_BtHC, q_BtHC, out_BtHC))
     work = work_dtype(q)
-    dq = torch.zeros(q.shape, dtype=work, device=q.device)
+    dq_BtHC = torch.zeros(q_BtHC.shape, dtype=work, device=q.device)
+    dq = dq_BtHC.transpose(1, 2)
     flat = torch.cat((k_BtKC.flatten(), v_BtKC.flatten()))
     own: Tensor | None = None
     returning: Callable[[], Tensor] | None = None
@@ -262,7 +266,7 @@ def ring_backward(
     assert own is not None and returning is not None, "a ring has at least two ranks"
     own += returning()
     dk, dv = (part.transpose(1, 2).to(q.dtype) for part in _unpack(own, k_BtKC, v_BtKC))
-    return dq.to(q.dtype).transpose(1, 2), dk, dv
+    return dq_BtHC.to(q.dtype), dk, dv
 
 
 def _unpack(flat: Tensor, k_BtKC: Tensor, v_BtKC: Tensor) -> tuple[Tensor, Tensor]:
