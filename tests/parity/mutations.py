@@ -20,7 +20,21 @@ from ranks import RankFailure, RankHang
 from shardwise.data.loader import TensorBatch
 from shardwise.model.decoder import Hidden
 from shardwise.model.spec import ModelSpec
-from shardwise.parallel import apply, data, engine, expert, mailbox, pipeline, regions, shards, tensor, zero
+from shardwise.parallel import (
+    apply,
+    context,
+    data,
+    engine,
+    expert,
+    mailbox,
+    pipeline,
+    regions,
+    ring,
+    shards,
+    tensor,
+    ulysses,
+    zero,
+)
 from shardwise.plan.plan import Plan
 from shardwise.run.reference import Record, Trial
 
@@ -336,6 +350,90 @@ def shift_positions(patch: Patch) -> None:
         "split",
         lambda self, x: x.chunk(self.size, dim=1)[(self.index + 1) % self.size] if self.active else x,
     )
+
+
+# Context parallelism --------------------------------------------------------------------------------------------------
+
+
+@mutation("one step of the ring is not computed", "cp=4 cp_kind=ring | dense | fp64 | even")
+def drop_a_ring_step(patch: Patch) -> None:
+    blocks = ring.Zigzag.blocks
+
+    def fewer(self: Any, source: int, window: int | None = None) -> Any:
+        return [] if source == (self.index - 1) % self.size else blocks(self, source, window)
+
+    patch.setattr(ring.Zigzag, "blocks", fewer)
+
+
+@mutation("the pieces of the zigzag are kept in the wrong order", "cp=2 cp_kind=ring | grouped-query | fp64 | even")
+def swap_the_pieces(patch: Patch) -> None:
+    patch.setattr(ring.Zigzag, "pieces", lambda self, rank: (2 * self.size - 1 - rank, rank))
+
+
+@mutation(
+    "a rank takes its tokens without the zigzag, and computes as if with it", "cp=2 cp_kind=ring | dense | fp32 | even"
+)
+def take_a_stretch(patch: Patch) -> None:
+    patch.setattr(context.ContextParallel, "take", lambda self, x: x.chunk(self.size, dim=1)[self.ring.index])
+
+
+@mutation("every rank counts its positions from 0", "cp=2 cp_kind=ulysses | gpt2 | fp64 | even")
+def restart_positions(patch: Patch) -> None:
+    begin = context._begin_pass
+
+    def from_zero(*args: Any) -> Any:
+        _, given = begin(*args)
+        given["positions_BT"] = torch.arange(given["tokens_BT"].shape[1])[None]
+        return (), given
+
+    patch.setattr(context, "_begin_pass", from_zero)
+
+
+@mutation("gradients of keys and values go home to the wrong rank", "zero=1 cp=2 cp_kind=ring | tied | fp64 | odd")
+def lose_the_way_home(patch: Patch) -> None:
+    backward = ring.ring_backward
+
+    def stay(*args: Any) -> Any:
+        class Keeps:
+            """Passes keys on, and keeps the gradients that it should pass on."""
+
+            def __init__(self, line: Any):
+                self.line, self.size, self.index, self.calls = line, line.size, line.index, 0
+
+            def pass_on(self, x: Any) -> Any:
+                self.calls += 1
+                return self.line.pass_on(x) if self.calls < self.size else lambda: x
+
+        return backward(*args[:6], Keeps(args[6]), *args[7:])
+
+    patch.setattr(ring, "ring_backward", stay)
+
+
+@mutation("rows that see nothing in a block weigh like a key", "cp=2 cp_kind=ring | window | fp64 | ragged")
+def trust_the_kernels_lse(patch: Patch) -> None:
+    attend = ring.attend_block
+
+    def zero_for_nothing(*args: Any) -> Any:
+        out, lse = attend(*args)
+        return out, lse.masked_fill(lse == float("-inf"), 0.0)
+
+    patch.setattr(ring, "attend_block", zero_for_nothing)
+
+
+@mutation("documents are forgotten between ranks", "cp=2 cp_kind=ring | dense | fp64 | ragged")
+def forget_documents_of_others(patch: Patch) -> None:
+    patch.setattr(ring.View, "_with_documents", lambda self, source: self.place.blocks(source, self.window))
+
+
+@mutation("expert counts are those of a part of the sequence", "cp=2 cp_kind=ring | experts | fp64 | even")
+def count_part_of_the_sequence(patch: Patch) -> None:
+    patch.setattr(context, "all_reduce", lambda x, group: x * 2)
+
+
+@mutation("Ulysses gives heads to the wrong ranks", "cp=2 cp_kind=ulysses | grouped-query | fp64 | even")
+def swap_heads(patch: Patch) -> None:
+    exchange = ulysses.tokens_for_heads
+    patch.setattr(ulysses, "tokens_for_heads", lambda x, group: exchange(x.flip(2), group))
 
 
 # Expert parallelism ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ QUICK = [
     "count_replicated_twice",
     "swap_two_experts",
     "average_experts",
+    "drop_a_ring_step",
+    "swap_the_pieces",
 ]
 
 

@@ -21,6 +21,9 @@ EIGHT_RANKS = [
     Case("dp=2 zero=1 tp=2 sp pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),
     Case("dp=4 zero=3 replicate=2 tp=2 sp", "grouped-query", "fp64", "ragged"),
     Case("dp=2 zero=3 tp=2 sp pp=2 schedule=zero-bubble ep=4", "latent", "fp64", "odd"),
+    Case("tp=2 sp cp=2 cp_kind=ring pp=2 schedule=1f1b", "window", "fp64", "ragged"),
+    Case("dp=2 zero=3 tp=2 sp cp=2 cp_kind=ring ep=4", "latent", "fp64", "even"),
+    Case("dp=2 zero=2 cp=2 cp_kind=ulysses pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),
 ]
 
 
@@ -36,6 +39,11 @@ def test_the_table_has_every_axis_and_every_zero_stage_in_every_schedule() -> No
             assert wanted in found, wanted
     assert any("replicate" in fields and "pp" in fields for fields in found)
     assert any({"dp", "tp", "pp"} <= fields.keys() for fields in found)
+    for kind in ("ring", "ulysses"):
+        shared = [fields for fields in found if fields.get("cp_kind") == kind]
+        assert {fields["cp"] for fields in shared} == {2, 4}
+        assert all(any(axis in fields for fields in shared) for axis in ("dp", "zero", "tp", "sequence", "pp"))
+    assert {fields.get("zero", 0) for fields in found if "cp" in fields} == {0, 1, 2, 3}
 
 
 def test_the_cover_reaches_every_pair() -> None:
@@ -105,12 +113,18 @@ def test_a_token_that_goes_to_other_experts_is_named(matrix: Matrix) -> None:
 @st.composite
 def layout_strings(draw: st.DrawFn) -> str:
     """Any valid layout on two to four ranks, without a split."""
-    dp, tp, pp = draw(
-        st.sampled_from(
-            [(d, t, p) for d in (1, 2, 3, 4) for t in (1, 2, 4) for p in (1, 2, 3, 4) if 2 <= d * t * p <= 4]
-        )
-    )
+    degrees = [
+        (d, c, t, p)
+        for d in (1, 2, 3, 4)
+        for c in (1, 2, 4)
+        for t in (1, 2, 4)
+        for p in (1, 2, 3, 4)
+        if 2 <= d * c * t * p <= 4
+    ]
+    dp, cp, tp, pp = draw(st.sampled_from(degrees))
     words = [f"dp={dp}"]
+    if cp > 1:
+        words += [f"cp={cp}", f"cp_kind={draw(st.sampled_from(['ring', 'ulysses']))}"]
     if zero := draw(st.integers(0, 3)):
         replicate = draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
         words += [f"zero={zero}", f"replicate={replicate}"]
@@ -152,7 +166,7 @@ def splits(draw: st.DrawFn, num_layers: int, num_stages: int) -> tuple[int, ...]
 
 @given(data=st.data())
 @settings(
-    max_examples=12,
+    max_examples=16,
     derandomize=True,
     database=None,
     deadline=None,

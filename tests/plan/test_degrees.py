@@ -154,6 +154,8 @@ REFUSED = {
     "latent heads": (["parallel.tp=3"], {"spec": preset("deepseek-v3")}, "deepseek-v3 cannot be cut over tp=3", "128 heads do not divide by 3", "parallel.tp=2 or parallel.tp=4", "command line"),
     "heads, with processes": (["parallel.tp=3"], {"nproc": 3}, "tiny cannot be cut over tp=3", "", "parallel.tp=2 --nproc 2 or parallel.tp=4 --nproc 4", "command line"),
     "heads, processes that fit": (["parallel.tp=3"], {"nproc": 6}, "tiny cannot be cut over tp=3", "", "parallel.tp=2 or parallel.tp=4 --nproc 4", "command line"),
+    "ulysses": (["parallel.cp=3", "parallel.cp_kind=ulysses", "train.seq_len=126"], {}, "tiny cannot be shared by cp=3 ranks the way of Ulysses", "which do not divide by 3", "parallel.cp_kind=ring", "command line"),
+    "ulysses, more ranks than heads": (["parallel.cp=16", "parallel.cp_kind=ulysses"], {"nproc": 16}, "tiny cannot be shared by cp=16 ranks the way of Ulysses", "which do not divide by 16", "parallel.cp_kind=ring", "command line"),
     "heads, sequence parallel": (["parallel.tp=3", "parallel.sp=true", "train.seq_len=126"], {}, "tiny cannot be cut over tp=3", "", "parallel.tp=2", "command line"),
     "stages": (["parallel.pp=8"], {}, "pp=8 makes more stages than tiny has layers", "8 stages of at least one layer each, 6 layers", "parallel.pp=6 or parallel.pp=5", "command line"),
     "virtual stages": (["parallel.layout=pp=4 schedule=interleaved"], {}, "pp=4 virtual_stages=2 makes more stages than tiny has layers", "8 stages", "parallel.pp=3 or parallel.pp=2", "command line"),

@@ -61,6 +61,7 @@ class MixtureOfExperts(nn.Module):
         return out_BTD, None if target_counts_B is None else self._report(choice, target_counts_B)
 
     def _report(self, choice: Choice, target_counts_B: Tensor) -> Routing:
+        """`target_counts_B` is that of whole sequences. The losses are the part of them that these tokens bring in."""
         batch = target_counts_B.shape[0]
         experts_BM = choice.experts_NK.view(batch, -1)
         counts_BE = count_experts(experts_BM, self.num_experts)

@@ -2,7 +2,8 @@
 
     mesh.py       where this rank stands, and with whom it talks
     pipeline.py   which layers this rank has                              (mailbox.py, deferred.py)
-    expert.py     which experts of them
+    context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
+    expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
@@ -27,6 +28,7 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import apply_expert_parallel
@@ -69,6 +71,8 @@ def parallelize_decoder(
         with torch.device("meta"):
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
         tp = TensorParallel(mesh.tp, plan.sequence) if plan.tp > 1 else None
+        if plan.cp > 1:
+            apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind))
         if plan.ep > 1:
             apply_expert_parallel(model, mesh, tp)
         if tp is not None:

@@ -29,7 +29,8 @@ def activation_bytes(spec: ModelSpec, num_sequences: int, seq_len: int, bytes_pe
 def layer_activations(
     spec: ModelSpec, layers: Sequence[LayerSpec], seq_len: int, token_parts: int = 1, routed_parts: int = 1
 ) -> int:
-    """Numbers per token that these layers keep. `routed_parts`: ranks that share the tokens while they are routed."""
+    """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
+    ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed."""
     return sum(_layer(spec, layer, seq_len, token_parts, routed_parts) for layer in layers)
 
 

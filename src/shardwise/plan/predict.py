@@ -118,7 +118,8 @@ def _activations(share: RankShare, plan: Plan) -> int:
     """Of every stage in flight; a loss is followed by its backward at once, except by gpipe."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
     tokens = plan.micro_batch * plan.seq_len // plan.cp
-    layers = layer_activations(share.spec, share.layers, plan.seq_len, token_parts, plan.tp if plan.ep > 1 else 1)
+    keys = 0 if plan.cp > 1 and plan.cp_kind == "ring" else plan.seq_len
+    layers = layer_activations(share.spec, share.layers, keys, token_parts, plan.tp if plan.ep > 1 else 1)
     held = tokens * layers * size * share.stages_in_flight // plan.virtual_stages
     if share.has_last_stage:
         losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
