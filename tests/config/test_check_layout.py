@@ -65,7 +65,7 @@ CASES = {
     "sp and length": (["parallel.layout=tp=4 sp", "train.seq_len=126"], "`parallel.sequence = true` cannot cut 126 tokens into 4 equal parts", "train.seq_len / tp", "parallel.sequence=false or train.seq_len=124 or train.seq_len=128"),
     "ring and length": (["parallel.layout=cp=4", "train.seq_len=100"], "`train.seq_len = 100` cannot be shared by cp=4 ranks (ring)", "8 equal pieces", "train.seq_len=96 or train.seq_len=104"),
     "ulysses and length": (["parallel.layout=cp=4 cp_kind=ulysses", "train.seq_len=102"], "`train.seq_len = 102` cannot be shared by cp=4 ranks (ulysses)", "train.seq_len / cp tokens", "train.seq_len=100 or train.seq_len=104"),
-    "ring and a short length": (["parallel.layout=cp=4", "train.seq_len=4"], "cannot be shared by cp=4 ranks", "", "train.seq_len=8"),
+    "ring and a short length": (["parallel.layout=cp=4", "train.seq_len=4"], "`train.seq_len = 4` cannot be shared by cp=4 ranks (ring)", "", "train.seq_len=8"),
     "sp and a short length": (["parallel.layout=tp=8 sp", "train.seq_len=4"], "`parallel.sequence = true` cannot cut 4 tokens into 8 equal parts", "", "parallel.sequence=false or train.seq_len=8"),
     "experts over slices": (["parallel.layout=tp=2 ep=2", "parallel.sequence=false"], "ep=2 with tp=2 needs sequence parallelism", "must share the tokens", "parallel.sequence=auto or parallel.ep=1"),
     "experts over slices, length": (["parallel.layout=tp=4 ep=2", "train.seq_len=126"], "ep=2 with tp=4 needs sequence parallelism", "", "train.seq_len=128 or parallel.ep=1"),

@@ -34,6 +34,15 @@ def layer_activations(
     return sum(_layer(spec, layer, seq_len, token_parts, routed_parts) for layer in layers)
 
 
+def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
+    """What Ulysses keeps beside that. By a fused kernel: attention's output twice, by heads for its own backward and by tokens for
+    the projection after it; latent attention cuts the second. By definition: keys and values before heads are repeated, because they
+    arrive in one message with the queries."""
+    if spec.attention_softcap:
+        return len(layers) * 2 * spec.num_kv_heads * spec.head_dim
+    return 0 if spec.is_latent else len(layers) * spec.num_heads * spec.head_dim
+
+
 def head_activation_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1) -> int:
     """The last norm and the logits."""
     logit_bytes = max(4, bytes_per_number)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import head_activation_bytes, layer_activations
+from shardwise.plan.activations import exchanged_activations, head_activation_bytes, layer_activations
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
 
@@ -118,8 +118,10 @@ def _activations(share: RankShare, plan: Plan) -> int:
     """Of every stage in flight; a loss is followed by its backward at once, except by gpipe."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
     tokens = plan.micro_batch * plan.seq_len // plan.cp
-    keys = 0 if plan.cp > 1 and plan.cp_kind == "ring" else plan.seq_len
-    layers = layer_activations(share.spec, share.layers, keys, token_parts, plan.tp if plan.ep > 1 else 1)
+    kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
+    keys = 0 if kind == "ring" else plan.seq_len
+    layers = layer_activations(share.spec, share.layers, keys, token_parts, routed_parts)
+    layers += exchanged_activations(share.spec, share.layers) if kind == "ulysses" else 0
     held = tokens * layers * size * share.stages_in_flight // plan.virtual_stages
     if share.has_last_stage:
         losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
