@@ -1,0 +1,120 @@
+"""What it costs that tokens travel to their experts: the share of a mixture-of-experts training step that dispatch and combine take.
+
+    python benchmarks/expert_dispatch.py [--steps 20] [--out FILE]
+
+Four ranks (dp=4 ep=4), real processes, real messages, `tiny-moe` with a mixture in every layer. Steps of three kinds take turns: with dispatch; and
+twice without, where the same number of rows goes straight through the rank's own experts: no sorting, no counts, no exchange, no way
+back. What a step with dispatch takes more is dispatch and combine, waiting included. Both kinds without it show the noise. Routing is
+forced to be even, so that no rank waits for a busier one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from shardwise.model.experts import Choice, Experts, MixtureOfExperts, Router, moe_layers
+from shardwise.model.presets import preset
+from shardwise.run.clock import Clock
+from shardwise.run.optimizer import build_optimizer
+from shardwise.run.reference import Trial
+from shardwise.run.step import accumulate, update
+from shardwise.run.trial import build_trial, trial_batch, trial_plan
+
+WORLD = 4
+BAR = 0.10
+SPEC = preset("tiny-moe").with_overrides({"moe_every": 1, "num_layers": 4})
+TRIAL = Trial(global_batch=WORLD * 2, micro_batch=2, seq_len=256, precision="fp32")
+KINDS = ("dispatch", "stay", "stay again")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="of each kind")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "expert_dispatch.json")
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (args.steps, folder), nprocs=WORLD)
+        rounds = json.loads((Path(folder) / "rounds.json").read_text())
+    shares = [1 - stay / dispatch for dispatch, stay, _ in rounds]
+    noise = [1 - again / stay for _, stay, again in rounds]
+    report = {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_average_before": load,
+        "rounds": len(rounds),
+        "step_s": {
+            kind: statistics.median(times) for kind, times in zip(KINDS, zip(*rounds, strict=True), strict=True)
+        },
+        "dispatch_share": {"median": statistics.median(shares), "quartiles": statistics.quantiles(shares, n=4)[::2]},
+        "noise": {"median": statistics.median(noise), "quartiles": statistics.quantiles(noise, n=4)[::2]},
+        "bar": BAR,
+    }
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for name in ("dispatch_share", "noise"):
+        low, high = report[name]["quartiles"]
+        print(f"{name:<15} {report[name]['median']:7.1%} of a step  (quartiles {low:.1%} to {high:.1%}; bar {BAR:.0%})")
+
+
+def _rank(rank: int, steps: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+    plan = trial_plan(TRIAL, dp=WORLD, ep=WORLD)
+    engine = build_trial(SPEC, plan, TRIAL, rank, torch.device("cpu"))
+    optimizer, clock = build_optimizer(TRIAL.optimizer, engine.locals()), Clock(torch.device("cpu"))
+    batch, num_targets = trial_batch(SPEC, plan, TRIAL, 1, engine.mesh.at.dp)
+    route = Router.forward
+    Router.forward = lambda self, x_ND: _even(route(self, x_ND))  # type: ignore[method-assign, assignment]
+    rounds: list[list[float]] = []
+    for number in range(steps + 2):  # two to warm up
+        seconds: dict[str, float] = {}
+        for kind in KINDS if number % 2 else KINDS[::-1]:
+            for layer in moe_layers(engine.models[0]):
+                layer.forward = MixtureOfExperts.forward.__get__(layer) if kind == "dispatch" else _stay.__get__(layer)
+            dist.barrier()
+            began = time.perf_counter()
+            norm, *_ = accumulate(engine, batch, num_targets, clock)
+            update(engine, optimizer, norm, lr=1e-3, clip=1.0, clock=clock)
+            dist.barrier()
+            seconds[kind] = time.perf_counter() - began
+        rounds.append([seconds[kind] for kind in KINDS])
+    if rank == 0:
+        (Path(folder) / "rounds.json").write_text(json.dumps(rounds[2:]))
+    dist.destroy_process_group()
+
+
+def _even(choice: Choice) -> Choice:
+    """Experts in turn: each gets the same number of rows."""
+    num_rows, num_chosen = choice.experts_NK.shape
+    turns = torch.arange(num_rows * num_chosen).view(num_rows, num_chosen)
+    return choice._replace(experts_NK=turns % choice.logits_NE.shape[1])
+
+
+def _stay(layer: Any, x_BTD: Tensor, target_counts_B: Tensor | None) -> tuple[Tensor, Any]:
+    """As many rows through this rank's own experts, in the order they are in."""
+    x_ND = x_BTD.flatten(0, 1)
+    choice = layer.router(x_ND)
+    copies_MD = x_ND.repeat_interleave(layer.experts_per_token, 0)
+    held = layer.experts.up.shape[0]
+    counts_L = torch.full((held,), copies_MD.shape[0] // held)
+    out_NKD = Experts.forward(layer.experts, copies_MD, counts_L).unflatten(0, (-1, layer.experts_per_token))
+    out_BTD = (out_NKD * choice.weights_NK.to(out_NKD.dtype).unsqueeze(-1)).sum(1).view_as(x_BTD)
+    return out_BTD, None if target_counts_B is None else layer._report(choice, target_counts_B)
+
+
+if __name__ == "__main__":
+    main()
