@@ -7,6 +7,7 @@
     data.py       replicas with summed gradients
     any_module.py the last two for modules that are not ours              (split_module.py)
     shards.py     the table of what came out of it
+    traffic.py    how each collective of all of them is timed
 
 Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights come last:
 each is drawn or read at full shape and cut to what this rank holds, one layer at a time.
@@ -26,13 +27,14 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
+from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
 from shardwise.parallel.split_module import split_in_place
 from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
+from shardwise.parallel.traffic import Traffic
 from shardwise.parallel.zero import Sharded, decoder_groups
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import stage_owners
@@ -67,7 +69,7 @@ def parallelize_decoder(
         with torch.device("meta"):
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
         if plan.tp > 1:
-            apply_tensor_parallel(model, TensorParallel(mesh.tp, plan.sequence))
+            apply_tensor_parallel(model, TensorParallel(mesh.tp, plan.sequence, traffic.on("tp")))
         sums = None
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head

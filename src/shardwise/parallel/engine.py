@@ -17,10 +17,10 @@ from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers, update_router_bias
 from shardwise.model.spec import ModelSpec
-from shardwise.parallel.data import Traffic
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
+from shardwise.parallel.traffic import Traffic
 
 
 class Engine:
@@ -53,7 +53,7 @@ class Engine:
         """Gradients of a whole step, summed over everybody who has a part of them; returns this rank's loss sums."""
         sums = self.pipeline.train(microbatches, num_targets, clock)
         if self.mesh.tp is not None or self.plan.pp > 1:
-            with clock.span("comm_exposed", "replicated gradients"):
+            with clock.span("compute", "replicated gradients"):
                 self._sum_tied()
                 self._sum_partial()
         for shard in self.shards:
@@ -65,7 +65,8 @@ class Engine:
         """The global gradient norm, and `sums` (losses and what else there is) over all ranks, in one small all-reduce."""
         both = torch.cat([squared_norm(self.shards).to(sums.device).view(1), sums])
         if self.plan.world > 1:
-            dist.all_reduce(both)
+            with self.traffic.wait("all-reduce", "world", both.nbytes):
+                dist.all_reduce(both)
         return both[0].sqrt(), both[1:]
 
     @torch.no_grad()
@@ -84,14 +85,16 @@ class Engine:
         for model in self.models:
             if self.mesh.dp is not None:
                 for layer in moe_layers(model):
-                    dist.all_reduce(layer.tokens_per_expert, group=self.mesh.dp)
+                    counts = layer.tokens_per_expert
+                    with self.traffic.wait("all-reduce", "dp", counts.nbytes):
+                        dist.all_reduce(counts, group=self.mesh.dp)
             update_router_bias(model)
 
     def _sum_partial(self) -> None:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
         for group in {id(s.sum_over): s.sum_over for s in self.shards if s.sum_over is not None}.values():
             gradients = [g for s in self.shards if s.sum_over is group and (g := s.gradient) is not None]
-            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes)
+            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes, self.traffic.on("tp"))
 
     def _sum_tied(self) -> None:
         """A tied embedding on first and last stage: two copies, one gradient."""
@@ -104,7 +107,8 @@ class Engine:
             first += last
             last.copy_(first)
         elif gradients and self.mesh.ends is not None:
-            sum_tensors([g for g in gradients if g is not None], self.mesh.ends, self.bucket_bytes)
+            found = [gradient for gradient in gradients if gradient is not None]
+            sum_tensors(found, self.mesh.ends, self.bucket_bytes, self.traffic.on("pp"))
 
     # Without training ---------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def accumulate(
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
     questions = torch.tensor(ask(), dtype=torch.float64).to(sums.device, non_blocking=True)
-    with clock.span("comm_exposed", "norm and loss"):
+    with clock.span("optimizer", "norm and loss"):
         norm, summed = engine.norm_and_sums(torch.cat([sums, questions]))
     return norm, summed[: len(sums)], summed[len(sums) :]
 
@@ -81,5 +81,5 @@ def update(
             optimizer.step()
         engine.zero_grad()
     if engine.spec.num_experts:
-        with clock.span("comm_exposed", "expert counts"):
+        with clock.span("optimizer", "expert counts"):
             engine.balance_experts()
