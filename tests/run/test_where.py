@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ class Steps:
         return self.clock.finish()
 
 
-def observe(spec: ModelSpec, layout: str) -> dict[str, Any]:
+def observe(spec: ModelSpec, layout: str, trial: Trial = TRIAL) -> dict[str, Any]:
     """The third step (DDP agrees on its buckets in the second): its parts, what torch was asked to send, and its events."""
-    steps = Steps(spec, plan_of(layout))
+    steps = Steps(spec, plan_of(layout, trial), trial)
     steps.step()
     steps.step()
     wire = Wire()
@@ -94,7 +95,7 @@ def observe(spec: ModelSpec, layout: str) -> dict[str, Any]:
         events.close()
         lines = [json.loads(line) for line in Path(folder, "rank0.jsonl").read_text().splitlines()]
     before = [span for span in steps.clock.spans if span.kind == "comm_exposed"]
-    steps.engine.evaluate(trial_batch(spec, steps.plan, TRIAL, 4, steps.engine.mesh.at.dp)[0].microbatches)
+    steps.engine.evaluate(trial_batch(spec, steps.plan, trial, 4, steps.engine.mesh.at.dp)[0].microbatches)
     assert [span for span in steps.clock.spans if span.kind == "comm_exposed"] == before, "evaluation is not the step"
     sent = [(message.kind, message.num_bytes) for message in wire.messages]
     return {"parts": parts, "sent": sent, "events": lines, "pp": steps.engine.mesh.at.pp}
@@ -136,10 +137,12 @@ def _of_torch(name: str) -> str:
     return "send" if name.startswith("send") else OF_TORCH.get(name, name)
 
 
-def test_expert_counts_are_a_wait_too(ranks: Any) -> None:
-    for found in ranks.run(observe, 2, SPECS["experts"], "dp=2"):
-        told = Counter(e["bytes"] for e in found["events"] if e["kind"] == "collective")
-        assert told == Counter(num_bytes for _, num_bytes in found["sent"])
+@pytest.mark.parametrize("model, precision", [("experts", "fp64"), ("plain", "bf16")])
+def test_expert_counts_and_replicas_of_fsdp_are_waits_too(model: str, precision: str, ranks: Any) -> None:
+    for found in ranks.run(observe, 2, SPECS[model], "dp=2", replace(TRIAL, precision=precision)):
+        told = Counter((e["name"], e["bytes"]) for e in found["events"] if e["kind"] == "collective")
+        assert told == Counter(found["sent"])
+        assert len(told) > 1
 
 
 # A known delay ----------------------------------------------------------------------------------------------------------
