@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def last_lines(run: Path, key: str) -> object:
 def test_a_layout_trains_evaluates_and_samples_like_one_process(
     layout: str, world: int, alone: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    words = [f"parallel.layout={layout}", *FP64, *CONSTANT, "run.name=run"]
+    words = [f"parallel.layout={layout}", *FP64, *CONSTANT, "run.name=run", "run.events_every=2"]
     done = warm_command(ranks, "train", *words, cwd=tmp_path, nproc=world)
     assert done.returncode == Exit.DONE, done.stdout + done.stderr
     run = tmp_path / "runs/run"
@@ -59,6 +60,12 @@ def test_a_layout_trains_evaluates_and_samples_like_one_process(
     if "pp" in layout:
         bubbles = losses_of(run, "bubble_s")
         assert all(value > 0 for value in bubbles.values()), "a pipeline always waits somewhere"
+        shown = warm_command(ranks, "watch", "run", cwd=tmp_path).stdout.splitlines()
+        at = next(number for number, line in enumerate(shown) if line.startswith("pipeline step 4 as it ran: "))
+        assert "idle " in shown[at] and "(predicted " in shown[at]
+        for rank, line in enumerate(shown[at + 1 : at + 3]):
+            assert re.fullmatch(rf"rank {rank} \|[.0-3a-dA-D]{{80}}\|", line), line
+        assert any(line.startswith("where    |█") for line in shown)
 
 
 def test_a_checkpoint_of_one_layout_goes_on_in_another(alone: Path, ranks: RankPool, tmp_path: Path) -> None:

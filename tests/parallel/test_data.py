@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.parallel.data import Replicated, SummedAtEnd, Traffic
+from shardwise.parallel.data import Replicated, SummedAtEnd
+from shardwise.parallel.traffic import Traffic
 
 
 class Two(nn.Module):
@@ -57,11 +58,3 @@ def test_one_sum_at_the_end_of_a_pipeline(ranks: Any) -> None:
         assert found["before"] == [(rank + 1, 0), (11 * (rank + 1), 0)]
         assert found["after"] == [66.0] * 4
         assert found["traffic"] == (1, 16)
-
-
-def test_traffic_is_told_once() -> None:
-    traffic = Traffic(num_bytes=100, waited=2.0)
-    assert traffic.take() == (2.0, 100)
-    assert traffic.take() == (0.0, 0)
-    traffic.num_bytes += 7
-    assert traffic.take() == (0.0, 7)

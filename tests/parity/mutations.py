@@ -427,7 +427,7 @@ def forget_documents_of_others(patch: Patch) -> None:
 
 @mutation("expert counts are those of a part of the sequence", "cp=2 cp_kind=ring | experts | fp64 | even")
 def count_part_of_the_sequence(patch: Patch) -> None:
-    patch.setattr(context, "all_reduce", lambda x, group: x * 2)
+    patch.setattr(context, "all_reduce", lambda x, group, wait: x * 2)
 
 
 @mutation("Ulysses gives heads to the wrong ranks", "cp=2 cp_kind=ulysses | grouped-query | fp64 | even")
@@ -443,8 +443,8 @@ def swap_heads(patch: Patch) -> None:
 def swap_two_experts(patch: Patch) -> None:
     plan_trip = expert.plan_trip
 
-    def swapped(counts_E: Any, group: Any) -> Any:
-        trip = plan_trip(counts_E, group)
+    def swapped(*args: Any) -> Any:
+        trip = plan_trip(*args)
         return trip._replace(counts_L=trip.counts_L.flip(0))
 
     patch.setattr(expert, "plan_trip", swapped)
@@ -488,8 +488,8 @@ def sum_experts_over_all(patch: Patch) -> None:
 def forget_way_back(patch: Patch) -> None:
     plan_trip = expert.plan_trip
 
-    def one_way(counts_E: Any, group: Any) -> Any:
-        trip = plan_trip(counts_E, group)
+    def one_way(*args: Any) -> Any:
+        trip = plan_trip(*args)
         return trip._replace(by_rank_R=torch.arange(len(trip.by_rank_R)))
 
     patch.setattr(expert, "plan_trip", one_way)
@@ -497,12 +497,14 @@ def forget_way_back(patch: Patch) -> None:
 
 @mutation("a sequence's counts are those of one rank's tokens", "tp=2 sp ep=2 | mixtral | fp64 | odd")
 def forget_sequence_counts(patch: Patch) -> None:
-    patch.setattr(expert, "sequence_sum", lambda mesh, tp: lambda counts: counts)
+    patch.setattr(expert, "sequence_sum", lambda *_: lambda counts: counts)
 
 
 @mutation("gradients go to experts but not back to tokens", "dp=2 zero=2 ep=2 | experts | fp64 | even")
 def forget_exchange_gradient(patch: Patch) -> None:
     backward = expert._Exchange.backward
     patch.setattr(
-        expert._Exchange, "backward", staticmethod(lambda ctx, grad: (backward(ctx, grad)[0] * 0, None, None, None))
+        expert._Exchange,
+        "backward",
+        staticmethod(lambda ctx, grad: (backward(ctx, grad)[0] * 0, None, None, None, None)),
     )

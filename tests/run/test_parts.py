@@ -68,16 +68,26 @@ def test_optimizers_keep_the_states_they_promise_and_decay_matrices_only(name, s
     assert all((decay[id(p)] > 0) == (p.ndim >= 2) for p in model.parameters())
 
 
-def test_parts_of_a_step_add_up_and_exposed_time_moves():
+def test_parts_of_a_step_add_up_and_count_for_the_innermost_span():
     clock = Clock(torch.device("cpu"))
-    with clock.span("compute", "work"):
-        time.sleep(0.02)
-    clock.move(0.005, "comm_exposed", "waiting", 1024)
+    with clock.span("compute", "work", microbatch=1, stage=2) as work:
+        time.sleep(0.01)
+        with clock.span("comm_exposed", "all-reduce", group="tp", num_bytes=8) as wait:
+            time.sleep(0.02)
+        before = clock.moment()
+        time.sleep(0.01)
+        clock.add("comm_exposed", "all-reduce", before, clock.moment(), group="dp", num_bytes=4)
+    with clock.span("other", "send activations"):
+        time.sleep(0.01)
     parts = clock.finish()
-    assert parts["comm_exposed_s"] == pytest.approx(0.005)
-    named = sum(value for key, value in parts.items() if key != "step_s")
-    assert named == pytest.approx(parts["step_s"])
-    assert parts["compute_s"] >= 0.015
+    late = clock.spans[1]
+    assert [span.name for span in clock.spans] == ["all-reduce", "all-reduce", "work", "send activations"]
+    assert (wait.microbatch, wait.stage, late.microbatch, late.group) == (1, 2, 1, "dp")
+    assert wait.duration_s >= 0.02 and late.duration_s >= 0.01
+    assert parts["comm_exposed_s"] == pytest.approx(wait.duration_s + late.duration_s, abs=1e-12)
+    assert parts["compute_s"] == pytest.approx(work.duration_s - wait.duration_s - late.duration_s, abs=1e-12)
+    assert parts["other_s"] >= 0.01  # told, not counted
+    assert sum(value for key, value in parts.items() if key != "step_s") == pytest.approx(parts["step_s"], rel=1e-12)
 
 
 @pytest.mark.parametrize("slow, word", [("data_wait", "input-bound: 31 %"), ("comm_exposed", "network-bound: 31 %"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 HELP = "Follow a run in the terminal until it ends; after a failure, show the verdict."
 REPORTS = True
 POLL_S = 0.5
+WIDTH = 80  # of a pipeline's picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +39,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _snapshot(found: RunDir) -> dict[str, Any]:
     from shardwise.cli.runs import summary
+    from shardwise.run.measured import measured_pipeline, where_of
 
-    steps = found.steps()
-    return {**summary(found), "last": steps[max(steps)] if steps else None, "event": found.last_event()}
+    steps, ran = found.steps(), measured_pipeline(found)
+    return {
+        **summary(found),
+        "last": steps[max(steps)] if steps else None,
+        "where": where_of(list(steps.values())),
+        "pipeline": ran and {"step": ran.step, "seconds": ran.timeline.total, "idle": ran.timeline.bubble_fraction, "predicted": ran.predicted},
+        "event": found.last_event(),
+    }  # fmt: skip
 
 
 def _follow(found: RunDir) -> int:
     """New lines as they appear; on a terminal one block that is drawn anew."""
+    from shardwise.run.measured import bar, measured_pipeline, where_of
     from shardwise.run.view import View
 
     view = View(found.read_plan().get("num_steps", 1), None)
@@ -53,6 +62,9 @@ def _follow(found: RunDir) -> int:
         while True:
             running = found.is_locked()
             steps = list(found.steps().values())
+            if len(steps) > seen:
+                ran = measured_pipeline(found)
+                view.below = bar(where_of(steps)) + (f"\n{ran.text(WIDTH)}" if ran else "")
             for line in steps[seen:]:
                 view.step(line)
             seen = len(steps)
@@ -69,7 +81,8 @@ def _follow(found: RunDir) -> int:
 
 
 def _print_state(found: RunDir) -> None:
-    from shardwise.run.clock import KINDS, verdict
+    from shardwise.run.clock import verdict
+    from shardwise.run.measured import RECENT, bar, measured_pipeline, where_of
     from shardwise.run.view import format_rate, sparkline
 
     state, steps, plan = found.state(), list(found.steps().values()), found.read_plan()
@@ -78,11 +91,12 @@ def _print_state(found: RunDir) -> None:
     )
     if steps:
         print(f"loss     {steps[-1]['loss']:.4f}  {sparkline([line['loss'] for line in steps])}")
-        keys = [*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s"]
-        recent = steps[-50:]
-        where = {key: sum(line[key] for line in recent) for key in keys}
-        rate = sum(line["tokens"] for line in recent) / max(where["step_s"], 1e-9)
+        where = where_of(steps)
+        rate = sum(line["tokens"] for line in steps[-RECENT:]) / max(where["step_s"], 1e-9)
         print(f"speed    {format_rate(rate)} tok/s; {verdict(where)}")
+        print(f"where    {bar(where)}")
+    if ran := measured_pipeline(found):
+        print(ran.text(WIDTH))
     event = found.last_event() or {}
     if state in ("failed", "stopped", "unfinished"):
         why = event.get("why") or "it ended without a last word (killed, or the machine went down)"

@@ -21,8 +21,8 @@ from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, on_the_wire, percent, same_as_one_process, table
 from shardwise.demo.wire import Wire, of_kind, sent_bytes, total
 from shardwise.parallel.data import GradientSums
-from shardwise.parallel.pipeline import NAMES, Stage
-from shardwise.plan.schedules import Action, schedule_actions, stage_owners
+from shardwise.parallel.pipeline import Stage
+from shardwise.plan.schedules import NAMES, Action, schedule_actions, stage_owners
 from shardwise.plan.split import even_split
 from shardwise.plan.timeline import Timed, Timeline, draw, peak_in_flight, simulate
 from shardwise.run.clock import Clock

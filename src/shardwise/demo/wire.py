@@ -13,15 +13,14 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.run.clock import Clock, Span
+from shardwise.run.clock import Clock
 
 KINDS = {
     "allreduce_": "all-reduce",
@@ -76,11 +75,10 @@ class PhaseClock(Clock):
         self.wire = wire
         super().__init__(torch.device("cpu"))
 
-    @contextmanager
-    def span(self, kind: str, name: str, microbatch: int | None = None, stage: int | None = None) -> Iterator[Span]:
-        self.wire.phase, self.wire.microbatch = name, microbatch
-        with super().span(kind, name, microbatch, stage) as span:
-            yield span
+    def span(self, kind: str, name: str, microbatch: int | None = None, *about: Any, **more: Any) -> Any:
+        if not self.open:
+            self.wire.phase, self.wire.microbatch = name, microbatch
+        return super().span(kind, name, microbatch, *about, **more)
 
 
 def sent_bytes() -> int | None:

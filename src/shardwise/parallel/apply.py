@@ -9,6 +9,7 @@
     data.py       replicas with summed gradients
     any_module.py the last two for modules that are not ours              (split_module.py)
     shards.py     the table of what came out of it
+    traffic.py    how each collective of all of them is timed
 
 Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights come last:
 each is drawn or read at full shape and cut to what this rank holds, one layer at a time.
@@ -29,7 +30,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
-from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd, Traffic
+from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import apply_expert_parallel
 from shardwise.parallel.mesh import Mesh, build_mesh
@@ -37,6 +38,7 @@ from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
 from shardwise.parallel.split_module import split_in_place
 from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
+from shardwise.parallel.traffic import Traffic
 from shardwise.parallel.zero import Sharded, decoder_groups
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import stage_owners
@@ -70,11 +72,11 @@ def parallelize_decoder(
             continue
         with torch.device("meta"):
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
-        tp = TensorParallel(mesh.tp, plan.sequence) if plan.tp > 1 else None
+        tp = TensorParallel(mesh.tp, plan.sequence, traffic.on("tp")) if plan.tp > 1 else None
         if plan.cp > 1:
-            apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind))
+            apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind, traffic.on("cp")))
         if plan.ep > 1:
-            apply_expert_parallel(model, mesh, tp)
+            apply_expert_parallel(model, mesh, tp, traffic)
         if tp is not None:
             apply_tensor_parallel(model, tp)
         sums = None

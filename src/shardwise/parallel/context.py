@@ -25,7 +25,8 @@ from shardwise.model.experts import moe_layers
 from shardwise.model.masking import Mask
 from shardwise.parallel.regions import all_gather, all_reduce
 from shardwise.parallel.ring import Ring, View, Zigzag, ring_attention
-from shardwise.parallel.ulysses import ulysses_attention
+from shardwise.parallel.traffic import Wait, unseen
+from shardwise.parallel.ulysses import Line, ulysses_attention
 
 FORWARD = signature(Decoder.forward)
 
@@ -36,13 +37,14 @@ class ContextParallel:
 
     group: dist.ProcessGroup
     kind: str  # ring | ulysses
+    wait: Wait = unseen
     ring: Ring = field(init=False)
     row: WholeRow | None = field(init=False, default=None)
     """Of the pass that runs now; None where it is not split."""
     is_checked: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.ring = Ring(self.group)
+        self.ring = Ring(self.group, self.wait)
 
     @property
     def size(self) -> int:
@@ -77,7 +79,10 @@ def apply_context_parallel(model: Decoder, cp: ContextParallel) -> None:
         if cp.kind == "ring":
             return _ring_inputs(model, cp, cp.row)
         inputs = whole_masks(cp.row.positions_BT, cp.row.documents_BT, None)
-        return {index: replace(one, attend=partial(ulysses_attention, cp.group)) for index, one in inputs.items()}
+        return {
+            index: replace(one, attend=partial(ulysses_attention, Line(cp.group, cp.wait)))
+            for index, one in inputs.items()
+        }
 
     def count_targets(targets_BT: Tensor) -> Tensor:
         return whole_counts(targets_BT if cp.row is None else cp.row.targets_BT)
@@ -85,7 +90,7 @@ def apply_context_parallel(model: Decoder, cp: ContextParallel) -> None:
     model.prepare_masks = prepare_masks  # type: ignore[method-assign]
     model.count_targets = count_targets  # type: ignore[method-assign]
     for layer in moe_layers(model):
-        layer.sum_over_sequence = partial(all_reduce, group=cp.group)
+        layer.sum_over_sequence = partial(all_reduce, group=cp.group, wait=cp.wait)
 
 
 def _ring_inputs(model: Decoder, cp: ContextParallel, row: WholeRow) -> dict[int, AttentionInputs]:

@@ -12,12 +12,14 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.parallel.mesh import Group
 from shardwise.parallel.shards import sum_tensors
+from shardwise.parallel.traffic import Traffic
 
 BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
 """How much gradient leaves at a time. Small buckets start to travel while backward still runs; on GPUs, where a launch costs
@@ -27,23 +29,6 @@ of two noisy rounds with `tiny`: docs/log.md has them."""
 
 AtEnd = tuple[Group, list[nn.Parameter]]
 """Whose gradients are summed over which ranks after the last micro-batch."""
-
-
-@dataclass
-class Traffic:
-    """Counted since the start: parameter gathers, gradient reductions, their bytes. `waited`: seconds a rank stood still for them."""
-
-    gathers: int = 0
-    reductions: int = 0
-    num_bytes: int = 0
-    waited: float = 0.0
-    _told_bytes: int = 0
-
-    def take(self) -> tuple[float, int]:
-        """Seconds waited and bytes moved since the last call."""
-        waited, num_bytes = self.waited, self.num_bytes - self._told_bytes
-        self.waited, self._told_bytes = 0.0, self.num_bytes
-        return waited, num_bytes
 
 
 class GradientSums:
@@ -75,11 +60,16 @@ class SummedAtEnd(GradientSums):
 
     def finish(self) -> None:
         for group, parameters in self.at_end:
-            began = time.perf_counter()
             gradients = [p.grad for p in parameters if p.grad is not None]
             self.traffic.reductions += 1
-            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes)
-            self.traffic.waited += time.perf_counter() - began
+            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes, self.traffic.on("dp"))
+
+
+@dataclass
+class _Bucket:
+    num_bytes: int
+    left: Any  # the moment
+    arrived_s: float = 0.0  # CPU: when its sum was there
 
 
 class Replicated(SummedAtEnd):
@@ -96,7 +86,7 @@ class Replicated(SummedAtEnd):
     ):
         super().__init__(model, at_end, bucket_bytes, traffic)
         self.group = group
-        self.last_bucket_at: float | None = None
+        self.buckets: list[_Bucket] = []  # that left in this backward
         with warnings.catch_warnings():
             # torch 2.13 wants `forward_sync_buffers` instead, which 2.11 does not know. Router counts must stay local.
             warnings.simplefilter("ignore", FutureWarning)
@@ -116,15 +106,27 @@ class Replicated(SummedAtEnd):
         self.ddp.require_backward_grad_sync = last  # gradients of all micro-batches but the last stay local
 
     def after_backward(self, kind: str, *, last: bool) -> None:
-        if self.last_bucket_at is not None:  # from the moment the last bucket left, backward only waited
-            self.traffic.waited += time.perf_counter() - self.last_bucket_at
-            self.last_bucket_at = None
+        """From the moment the last bucket left, backward only waited: for each bucket that was not there yet, in turn."""
+        if not self.buckets:
+            return
+        since = self.buckets[-1].left
+        for bucket in self.buckets[:-1]:
+            until = since if since is None else since._replace(at_s=max(since.at_s, bucket.arrived_s))
+            self.traffic.waited("all-reduce", "dp", bucket.num_bytes, since, until)
+            since = until
+        self.traffic.waited("all-reduce", "dp", self.buckets[-1].num_bytes, since, self.traffic.moment())
+        self.buckets.clear()
 
     def _sum(self, state, bucket):  # torch inspects annotations and refuses strings
-        self.last_bucket_at = time.perf_counter()
+        buffer = bucket.buffer()
         self.traffic.reductions += 1
-        self.traffic.num_bytes += bucket.buffer().nbytes
-        work = self.group.allreduce(
-            [bucket.buffer()]
-        )  # dist.all_reduce without its checks, which cost a share of a bucket
-        return work.get_future().then(lambda future: future.value()[0])
+        self.traffic.num_bytes += buffer.nbytes
+        noted = _Bucket(buffer.nbytes, self.traffic.moment())
+        self.buckets.append(noted)
+
+        def arrived(future):
+            noted.arrived_s = 0.0 if buffer.is_cuda else time.perf_counter()
+            return future.value()[0]
+
+        work = self.group.allreduce([buffer])  # dist.all_reduce without its checks, which cost a share of a bucket
+        return work.get_future().then(arrived)

@@ -17,10 +17,10 @@ from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, update_router_bias
 from shardwise.model.spec import ModelSpec
-from shardwise.parallel.data import Traffic
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
+from shardwise.parallel.traffic import Traffic
 
 
 class Engine:
@@ -60,7 +60,7 @@ class Engine:
         """Gradients of a whole step, summed over everybody who has a part of them; returns this rank's loss sums."""
         sums = self.pipeline.train(microbatches, num_targets, clock)
         if self.mesh.tp is not None or self.plan.pp > 1:
-            with clock.span("comm_exposed", "replicated gradients"):
+            with clock.span("compute", "replicated gradients"):
                 self._sum_tied()
                 self._sum_partial()
         for shard in self.shards:
@@ -74,11 +74,12 @@ class Engine:
         it: from here on every layer has its count over all ranks."""
         squared, counts = squared_norm(self.shards).to(sums.device).view(1), self._expert_counts()
         both = torch.cat([squared, sums, counts.flatten()])
-        work = dist.all_reduce(both, async_op=True) if self.plan.world > 1 else None
+        pending = [dist.all_reduce(both, async_op=True)] if self.plan.world > 1 else []
 
         def wait() -> Tensor:
-            if work is not None:
-                work.wait()
+            if pending:
+                with self.traffic.wait("all-reduce", "world", both.nbytes):
+                    pending.pop().wait()
             return both[1 : 1 + len(sums)]
 
         if not counts.numel() and all(shard.copies == self.plan.world for shard in self.shards):
@@ -124,7 +125,7 @@ class Engine:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
         for group in {id(s.sum_over): s.sum_over for s in self.shards if s.sum_over is not None}.values():
             gradients = [g for s in self.shards if s.sum_over is group and (g := s.gradient) is not None]
-            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes)
+            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes, self.traffic.on("tp"))
 
     def _sum_tied(self) -> None:
         """A tied embedding on first and last stage: two copies, one gradient."""
@@ -137,7 +138,8 @@ class Engine:
             first += last
             last.copy_(first)
         elif gradients and self.mesh.ends is not None:
-            sum_tensors([g for g in gradients if g is not None], self.mesh.ends, self.bucket_bytes)
+            found = [gradient for gradient in gradients if gradient is not None]
+            sum_tensors(found, self.mesh.ends, self.bucket_bytes, self.traffic.on("pp"))
 
     # Without training ---------------------------------------------------------------------------------------------
 

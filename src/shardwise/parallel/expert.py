@@ -21,22 +21,23 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import Experts, MixtureOfExperts, Routing, moe_layers
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.regions import TensorParallel, all_reduce, share
+from shardwise.parallel.traffic import Traffic, Wait, unseen
 
 
 class SpreadExperts(Experts):
     """This rank's experts, in the place of all of them: takes rows for any expert, gives back their results."""
 
-    def __init__(self, experts: Experts, group: Group):
+    def __init__(self, experts: Experts, group: Group, wait: Wait = unseen):
         nn.Module.__init__(self)
-        self.activation, self.group = experts.activation, group
+        self.activation, self.group, self.wait = experts.activation, group, wait
         for name, weight in (("gate", experts.gate), ("up", experts.up), ("down", experts.down)):
             self.register_parameter(name, None if weight is None else _own_experts(weight, group))
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        trip = plan_trip(counts_E, self.group)
-        x_RD = permute(exchange(x_MD, trip.received, trip.sent, self.group), trip.by_expert_R)
+        trip = plan_trip(counts_E, self.group, self.wait)
+        x_RD = permute(exchange(x_MD, trip.received, trip.sent, self.group, self.wait), trip.by_expert_R)
         out_RD = permute(super().forward(x_RD, trip.counts_L), trip.by_rank_R)
-        return exchange(out_RD, trip.sent, trip.received, self.group)
+        return exchange(out_RD, trip.sent, trip.received, self.group, self.wait)
 
 
 def _own_experts(weight: nn.Parameter, group: Group) -> nn.Parameter:
@@ -44,22 +45,26 @@ def _own_experts(weight: nn.Parameter, group: Group) -> nn.Parameter:
     return nn.Parameter(weight.detach()[start:stop].clone(), requires_grad=weight.requires_grad)
 
 
-def apply_expert_parallel(model: Decoder, mesh: Mesh, tp: TensorParallel | None) -> None:
+def apply_expert_parallel(model: Decoder, mesh: Mesh, tp: TensorParallel | None, traffic: Traffic) -> None:
     """In place, before tensor parallelism: keep this rank's experts. The model may be a part, or on `meta`."""
     assert mesh.expert is not None
     for layer in moe_layers(model):
-        layer.experts = SpreadExperts(layer.experts, mesh.expert.group)
-        layer.sum_over_sequence = sequence_sum(mesh, tp)
+        layer.experts = SpreadExperts(layer.experts, mesh.expert.group, traffic.on("ep"))
+        layer.sum_over_sequence = sequence_sum(mesh, tp, traffic)
         if tp is not None:
             layer.register_forward_hook(_part_of_losses(tp))
 
 
-def sequence_sum(mesh: Mesh, tp: TensorParallel | None) -> Callable[[Tensor], Tensor]:
+def sequence_sum(mesh: Mesh, tp: TensorParallel | None, traffic: Traffic) -> Callable[[Tensor], Tensor]:
     """Adds up over the ranks that have the other tokens of the same sequences, as far as this pass splits them."""
 
     def add(counts_BE: Tensor) -> Tensor:
         group = mesh.tokens if tp is not None and tp.active else mesh.cp
-        return counts_BE if group is None else all_reduce(counts_BE, group)
+        return (
+            counts_BE
+            if group is None
+            else all_reduce(counts_BE, group, wait=traffic.on("cp" if group is mesh.cp else "tokens"))
+        )
 
     return add
 
@@ -90,11 +95,12 @@ class Trip(NamedTuple):
     by_rank_R: Tensor  # and back
 
 
-def plan_trip(counts_E: Tensor, group: Group) -> Trip:
+def plan_trip(counts_E: Tensor, group: Group, wait: Wait = unseen) -> Trip:
     """Collective: ranks tell each other how many rows come for each expert."""
     leaving_PL = counts_E.view(group.size(), -1)
     coming_PL = torch.empty_like(leaving_PL)
-    dist.all_to_all_single(coming_PL, leaving_PL, group=group)
+    with wait("all-to-all", leaving_PL.nbytes):
+        dist.all_to_all_single(coming_PL, leaving_PL, group=group)
     sent, received = torch.stack((leaving_PL.sum(1), coming_PL.sum(1))).tolist()  # on a GPU: the one wait for numbers
     experts_PL = torch.arange(coming_PL.shape[1], device=counts_E.device).expand_as(coming_PL)
     experts_R = experts_PL.flatten().repeat_interleave(coming_PL.flatten(), output_size=sum(received))
@@ -102,9 +108,9 @@ def plan_trip(counts_E: Tensor, group: Group) -> Trip:
     return Trip(sent, received, coming_PL.sum(0), by_expert_R, by_expert_R.argsort())
 
 
-def exchange(x: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:
+def exchange(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:
     """Rows to the ranks they are for; backward sends the gradients the way back."""
-    return _Exchange.apply(x, received, sent, group)
+    return _Exchange.apply(x, received, sent, group, wait)
 
 
 def permute(x: Tensor, order: Tensor) -> Tensor:
@@ -114,13 +120,13 @@ def permute(x: Tensor, order: Tensor) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:
-        ctx.trip = (sent, received, group)
-        return all_to_all_rows(x, received, sent, group)
+    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait) -> Tensor:
+        ctx.trip = (sent, received, group, wait)
+        return all_to_all_rows(x, received, sent, group, wait)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all_rows(grad, *ctx.trip), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return all_to_all_rows(grad, *ctx.trip), None, None, None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -135,7 +141,9 @@ class _Permute(torch.autograd.Function):
         return torch.empty_like(grad).index_copy_(0, order, grad), None
 
 
-def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:
+def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    x = x.contiguous()
+    with wait("all-to-all", x.nbytes):
+        dist.all_to_all_single(out, x, received, sent, group=group)
     return out

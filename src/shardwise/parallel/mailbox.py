@@ -6,6 +6,7 @@ rank knows that order because schedules are data: a receive is posted when its t
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -70,6 +71,18 @@ class Mailbox:
         self.posted: dict[Message, tuple[Tensor, Any]] = {}
         self.kept: dict[Message, Tensor] = {}  # from one stage of this rank to another
         self.sending: deque[tuple[Tensor, Any]] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one message."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def leaves(self, message: Message) -> bool:
+        """It goes to another rank, not from one stage of this one to the next."""
+        return self.owners[message.stage] != self.here
+
+    def arrives(self, message: Message) -> bool:
+        return message in self.queue_of
 
     def send(self, message: Message, tensor: Tensor) -> None:
         target = self.owners[message.stage]

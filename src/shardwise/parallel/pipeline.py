@@ -20,11 +20,12 @@ from torch import Tensor
 
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder, Hidden, Losses
-from shardwise.parallel.data import GradientSums, Traffic
+from shardwise.parallel.data import GradientSums
 from shardwise.parallel.deferred import Todo, deferring, finish
-from shardwise.parallel.mailbox import Mailbox, Table, message_of, needed_by
+from shardwise.parallel.mailbox import Mailbox, Message, Table, message_of, needed_by
 from shardwise.parallel.mesh import Mesh
-from shardwise.plan.schedules import Action, schedule_actions, stage_owners
+from shardwise.parallel.traffic import Traffic
+from shardwise.plan.schedules import NAMES, Action, schedule_actions, stage_owners
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Pipeline:
         """Forward and backward of all micro-batches; returns this rank's summed losses: cross-entropy, auxiliary, z.
 
         Gradients are complete over data-parallel ranks when it returns."""
+        self.traffic.clock = clock
         mail = self._mailbox(self.table, microbatches[0].tokens.shape)
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         passes: dict[tuple[int, int], _Pass] = {}
@@ -71,7 +73,7 @@ class Pipeline:
                 number : number + 1 + AHEAD
             ]:  # let messages arrive while this action computes
                 mail.expect(needed_by(following, self.num_stages))
-            received = self._wait(mail, needed, clock, action) if needed else None
+            received = self._receive(mail, needed, clock, action) if needed else None
             with clock.span("compute", NAMES[action.kind], action.microbatch, action.stage):
                 handed_on: Tensor | None = None
                 if action.kind == "F":
@@ -85,16 +87,14 @@ class Pipeline:
                     handed_on = self._backward(stage, action, passes[key], received, num_targets)
                     if action.kind == "B":
                         del passes[key]
-            self._tell_waiting(clock)
             message = message_of(action, self.num_stages)
             if message:
                 assert handed_on is not None
-                mail.send(message, handed_on)
+                self._send(mail, message, handed_on, clock, action)
             if action == stage.last_backward:
                 with clock.span("compute", "complete gradients", stage=action.stage):
                     stage.sums.finish()
-                self._tell_waiting(clock)
-        with clock.span("bubble", "last messages"):
+        with clock.span("bubble", "last messages") if mail.sending else nullcontext():
             mail.flush()
         return sums
 
@@ -194,21 +194,25 @@ class Pipeline:
         shape = (batch, tokens, self._any_model().spec.hidden)
         return Mailbox(self.mesh, table, self.owners, shape, self.dtype)
 
-    def _wait(self, mail: Mailbox, needed: Any, clock: Any, action: Action) -> Tensor:
-        with clock.span("bubble", "wait for a stage", action.microbatch, action.stage):
+    def _receive(self, mail: Mailbox, needed: Message, clock: Any, action: Action) -> Tensor:
+        if not mail.arrives(needed):
+            return mail.receive(needed)
+        name = f"receive {WHAT[needed.kind]}"
+        with clock.span("bubble", name, action.microbatch, action.stage, "pp", mail.num_bytes):
             return mail.receive(needed)
 
-    def _tell_waiting(self, clock: Any) -> None:
-        """What data-parallel communication held up the newest span is not compute."""
-        waited, num_bytes = self.traffic.take()
-        if waited:
-            clock.move(waited, "comm_exposed", "data-parallel", num_bytes)
+    def _send(self, mail: Mailbox, message: Message, tensor: Tensor, clock: Any, action: Action) -> None:
+        if not mail.leaves(message):
+            return mail.send(message, tensor)
+        name = f"send {WHAT[message.kind]}"
+        with clock.span("other", name, action.microbatch, action.stage, "pp", mail.num_bytes):
+            mail.send(message, tensor)
 
 
 AHEAD = 2
 """How many actions ahead a receive is posted: the sender of a message that nobody waits for yet must ask first."""
 
-NAMES = {"F": "forward", "B": "backward", "I": "backward inputs", "W": "backward weights"}
+WHAT = {"x": "activations", "g": "gradients"}
 
 
 def forward_table(owners: tuple[int, ...], pp: int, num_microbatches: int) -> Table:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.parallel.compat import all_gather_single, reduce_scatter_single
+from shardwise.parallel.traffic import Wait, unseen
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -33,6 +34,7 @@ class TensorParallel:
 
     group: dist.ProcessGroup
     sequence: bool = False
+    wait: Wait = unseen  # around each of their collectives
     size: int = field(init=False)
     index: int = field(init=False)
     active: bool = field(init=False, default=False)
@@ -72,13 +74,13 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.tp.group), None
+        return all_reduce(grad, ctx.tp.group, wait=ctx.tp.wait), None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        return all_reduce(x, tp.group)
+        return all_reduce(x, tp.group, wait=tp.wait)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -89,22 +91,22 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return gather_tokens(x, tp.group)
+        return gather_tokens(x, tp.group, tp.wait)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return scatter_tokens(grad, ctx.tp.group), None
+        return scatter_tokens(grad, ctx.tp.group, ctx.tp.wait), None
 
 
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return scatter_tokens(x, tp.group)
+        return scatter_tokens(x, tp.group, tp.wait)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gather_tokens(grad, ctx.tp.group), None
+        return gather_tokens(grad, ctx.tp.group, ctx.tp.wait), None
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -121,36 +123,40 @@ class _ScaleGradient(torch.autograd.Function):
 # Plain collectives, out of place: autograd may hold the same tensor elsewhere -------------------------------------------
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, wait: Wait = unseen) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op=op, group=group)
+    with wait("all-reduce", out.nbytes):
+        dist.all_reduce(out, op=op, group=group)
     return out
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather(x: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
     """Everybody's x, stacked in rank order."""
     x = x.contiguous()
     out = x.new_empty(group.size(), *x.shape)
-    all_gather_single(out.flatten(0, 1), x, group=group)
+    with wait("all-gather", out.nbytes):
+        all_gather_single(out.flatten(0, 1), x, group=group)
     return out
 
 
-def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
     """x has one entry per rank along dim 0: the sum of everybody's entry for this rank."""
     x = x.contiguous()
     if not x.is_cuda:
         # gloo's own is an all-reduce and a slice: twice the bytes. Exchange the entries and add them here.
         out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
+        with wait("reduce-scatter", x.nbytes):
+            dist.all_to_all_single(out, x, group=group)
         return out.sum(0)
     out = torch.empty_like(x[0])
-    reduce_scatter_single(out, x.flatten(0, 1), group=group)
+    with wait("reduce-scatter", x.nbytes):
+        reduce_scatter_single(out, x.flatten(0, 1), group=group)
     return out
 
 
-def gather_tokens(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return all_gather(x_BTD, group).movedim(0, 1).flatten(1, 2)
+def gather_tokens(x_BTD: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
+    return all_gather(x_BTD, group, wait).movedim(0, 1).flatten(1, 2)
 
 
-def scatter_tokens(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return reduce_scatter(x_BTD.unflatten(1, (group.size(), -1)).movedim(1, 0), group)
+def scatter_tokens(x_BTD: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
+    return reduce_scatter(x_BTD.unflatten(1, (group.size(), -1)).movedim(1, 0), group, wait)

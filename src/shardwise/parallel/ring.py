@@ -21,12 +21,14 @@ from torch import Tensor
 
 from shardwise.model.masking import Mask
 from shardwise.parallel.blocks import Score, Sight, attend_block, attend_block_backward, merge, work_dtype
+from shardwise.parallel.traffic import Wait, unseen
 
 
 class Ring:
     """The line of ranks that pass messages on to the next one."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, wait: Wait = unseen):
+        self.wait = wait
         self.group, self.size, self.index = group, group.size(), group.rank()
         self.next = dist.get_global_rank(group, (self.index + 1) % self.size)
         self.previous = dist.get_global_rank(group, (self.index - 1) % self.size)
@@ -43,8 +45,9 @@ class Ring:
         )
 
         def wait(kept: Tensor = x) -> Tensor:  # the message must live until it is sent
-            for work in works:
-                work.wait()
+            with self.wait("ring", kept.nbytes):
+                for work in works:
+                    work.wait()
             return received
 
         return wait

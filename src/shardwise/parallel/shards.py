@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.tensor import Placement, Slice, placement, take
+from shardwise.parallel.traffic import Wait, unseen
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
 
 
 @torch.no_grad()
-def sum_tensors(tensors: Iterable[Tensor], group: Group, bucket_bytes: int) -> int:
+def sum_tensors(tensors: Iterable[Tensor], group: Group, bucket_bytes: int, wait: Wait = unseen) -> int:
     """Add up each tensor over the group, in place, many tensors per message. Returns the bytes sent."""
     buckets: list[list[Tensor]] = []
     size = bucket_bytes
@@ -113,7 +114,8 @@ def sum_tensors(tensors: Iterable[Tensor], group: Group, bucket_bytes: int) -> i
     flat = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets]
     works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in flat]
     for bucket, buffer, work in zip(buckets, flat, works, strict=True):
-        work.wait()
+        with wait("all-reduce", buffer.nbytes):
+            work.wait()
         parts = buffer.split([tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
     return sum(buffer.nbytes for buffer in flat)

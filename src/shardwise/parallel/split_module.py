@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from shardwise.errors import UserError
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
-from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, Traffic
+from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import shards_of, squared_norm
+from shardwise.parallel.traffic import Traffic
 from shardwise.parallel.zero import Groups, Sharded
 
 Loss = Callable[[Any, Any], tuple[Tensor, int]]

@@ -9,6 +9,7 @@ Shapes: B batch, T tokens of the row, t = T / P of this rank, H heads, K key-val
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
@@ -18,10 +19,22 @@ from torch import Tensor
 
 from shardwise.model.attention import attend
 from shardwise.model.masking import Mask
+from shardwise.parallel.traffic import Wait, unseen
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks that exchange, and how their waiting is timed."""
+
+    group: dist.ProcessGroup
+    wait: Wait = unseen
+
+    def size(self) -> int:
+        return self.group.size()
 
 
 def ulysses_attention(
-    group: dist.ProcessGroup,
+    group: Line,
     q_BtHC: Tensor,
     k_BtKC: Tensor,
     v_BtKC: Tensor,
@@ -51,7 +64,7 @@ def ulysses_attention(
 
 class _TokensForHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BtPX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x_BtPX: Tensor, group: Line) -> Tensor:
         ctx.group = group
         return tokens_for_heads(x_BtPX, group)
 
@@ -62,7 +75,7 @@ class _TokensForHeads(torch.autograd.Function):
 
 class _HeadsForTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x_BTX: Tensor, group: Line) -> Tensor:
         ctx.group = group
         return heads_for_tokens(x_BTX, group)
 
@@ -71,17 +84,18 @@ class _HeadsForTokens(torch.autograd.Function):
         return tokens_for_heads(grad_BtPX, ctx.group), None
 
 
-def tokens_for_heads(x_BtPX: Tensor, group: dist.ProcessGroup) -> Tensor:
+def tokens_for_heads(x_BtPX: Tensor, group: Line) -> Tensor:
     """Our tokens, heads by rank; comes back as all tokens of our heads."""
     return _exchange(x_BtPX.permute(2, 0, 1, 3), group).movedim(0, 1).flatten(1, 2)
 
 
-def heads_for_tokens(x_BTX: Tensor, group: dist.ProcessGroup) -> Tensor:
+def heads_for_tokens(x_BTX: Tensor, group: Line) -> Tensor:
     return _exchange(x_BTX.unflatten(1, (group.size(), -1)).movedim(1, 0), group).permute(1, 2, 0, 3)
 
 
-def _exchange(x_P: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _exchange(x_P: Tensor, line: Line) -> Tensor:
     x_P = x_P.contiguous()
     out_P = torch.empty_like(x_P)
-    dist.all_to_all_single(out_P, x_P, group=group)
+    with line.wait("all-to-all", x_P.nbytes):
+        dist.all_to_all_single(out_P, x_P, group=line.group)
     return out_P

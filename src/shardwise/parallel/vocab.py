@@ -74,11 +74,11 @@ class _CrossEntropy(torch.autograd.Function):
         is_target_N = targets_N != IGNORE
         rows_N, is_elsewhere_N = find_rows(targets_N.masked_fill(~is_target_N, 0), vocab, tp)
         # 1. The largest logit of each token, so that no exponential overflows.
-        largest_N = all_reduce(logits_NV.amax(-1).to(work), tp.group, dist.ReduceOp.MAX)
+        largest_N = all_reduce(logits_NV.amax(-1).to(work), tp.group, dist.ReduceOp.MAX, tp.wait)
         # 2. Sum of exponentials and the target's logit, which one rank has, in one message.
         exp_NV = (logits_NV - largest_N[:, None]).exp_()  # 16-bit logits become fp32 here, without a copy of their own
         own_N = logits_NV.gather(1, rows_N[:, None])[:, 0].to(work).masked_fill(is_elsewhere_N, 0)
-        sum_N, target_N = all_reduce(torch.stack((exp_NV.sum(-1), own_N)), tp.group)
+        sum_N, target_N = all_reduce(torch.stack((exp_NV.sum(-1), own_N)), tp.group, wait=tp.wait)
         loss_N = sum_N.log() + (largest_N - target_N)
         # 3. For backward: d loss / d logits = probabilities, less one at the target.
         ctx.save_for_backward(exp_NV.div_(sum_N[:, None]), rows_N, is_target_N, is_target_N & ~is_elsewhere_N)
@@ -101,7 +101,7 @@ class _GatherLogits(torch.autograd.Function):
         bounds = [share(vocab, tp.size, index) for index in range(tp.size)]
         ctx.start, ctx.stop = bounds[tp.index]
         widest = bounds[0][1]  # ranks with one row less pad
-        parts = all_gather(F.pad(logits_BTV, (0, widest - logits_BTV.shape[-1])), tp.group)
+        parts = all_gather(F.pad(logits_BTV, (0, widest - logits_BTV.shape[-1])), tp.group, tp.wait)
         return torch.cat([part[..., : stop - start] for part, (start, stop) in zip(parts, bounds, strict=True)], dim=-1)
 
     @staticmethod

@@ -13,7 +13,6 @@ fraction of the time of gloo's own, which is an all-reduce and a slice.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -26,9 +25,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.compat import all_gather_single, fsdp_groups
-from shardwise.parallel.data import GradientSums, Traffic
+from shardwise.parallel.data import GradientSums
 from shardwise.parallel.expert import SpreadExperts
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.traffic import Traffic
 from shardwise.plan.schedules import splits_backward
 
 Groups = list[list[nn.Module]]
@@ -133,8 +133,12 @@ def shard_groups(
         if on_gloo:
             module.set_custom_all_gather(CountedAllGather(traffic))
             module.set_custom_reduce_scatter(reduction)
+            if plan.replicate > 1:
+                module.set_all_reduce_hook(reduction.replicas_met)
     if on_gloo:
         root._set_unshard_async_op(True)
+    for parameters in parameter_groups(model) if mesh.dp is not None else ():
+        _time_waits(parameters, traffic, on_gloo)
     _prefetch([[group[0], *_spread_experts(group)] for group in groups])
     return root
 
@@ -164,6 +168,29 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     return iter({id(group): group for module in modules for group in fsdp_groups(module)}.values())
 
 
+def _time_waits(group: Any, traffic: Traffic, on_gloo: bool) -> None:
+    """FSDP2 waits where no line of ours stands. Each place waits here first, inside of a span, and then finds nothing left to wait for."""
+    wait_for_unshard, finalize_backward = group.wait_for_unshard, group.finalize_backward
+
+    def gathered() -> None:
+        result = group._all_gather_result
+        if result is not None and result.all_gather_output.numel():  # a group of one rank gathers nothing
+            with traffic.wait("all-gather", "shard", result.all_gather_output.nbytes):
+                if isinstance(result.all_gather_work, dist.Work):
+                    result.all_gather_work.wait()
+                elif result.all_gather_event is not None:
+                    group.device_handle.current_stream().wait_event(result.all_gather_event)
+        wait_for_unshard()
+
+    def reduced() -> None:
+        with traffic.wait("reduce-scatter", "shard", 0):
+            finalize_backward()
+
+    group.wait_for_unshard = gathered
+    if not on_gloo:  # there ExactReduceScatter waits
+        group.finalize_backward = reduced
+
+
 class _Buffers:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -189,6 +216,11 @@ class ExactReduceScatter(_Buffers, ReduceScatter):
     def __init__(self, traffic: Traffic):
         self.traffic, self.overlaps = traffic, False
         self._pending: tuple[Any, Tensor, Tensor, Tensor] | None = None
+        self._ready: Any = None  # the moment at which replicas could begin to meet
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self._ready = self.traffic.moment()  # with one shard, nothing else of this class is called
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -206,9 +238,13 @@ class ExactReduceScatter(_Buffers, ReduceScatter):
     def complete(self) -> None:
         if self._pending is None:
             return
-        began = time.perf_counter()
         work, parts, _, output = self._pending
         self._pending = None
-        work.wait()
+        with self.traffic.wait("reduce-scatter", "shard", parts.nbytes):
+            work.wait()
         torch.sum(parts, 0, out=output)
-        self.traffic.waited += time.perf_counter() - began
+        self._ready = self.traffic.moment()
+
+    def replicas_met(self, output: Tensor) -> None:
+        """FSDP2 calls it right after the all-reduce of a hybrid's replicas."""
+        self.traffic.waited("all-reduce", "replicate", output.nbytes, self._ready, self.traffic.moment())

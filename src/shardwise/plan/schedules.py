@@ -28,6 +28,8 @@ from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
+NAMES = {"F": "forward", "B": "backward", "I": "backward inputs", "W": "backward weights"}
+"""Of the kinds of action, in clocks and events."""
 
 
 class Action(NamedTuple):

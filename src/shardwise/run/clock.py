@@ -1,18 +1,18 @@
 """Where a step went: spans of named kinds that add up to the step, on CPU by the wall clock, on CUDA by device events.
 
-    with clock.span("compute", "forward", microbatch=0): …
+    with clock.span("compute", "forward", microbatch=0): …      spans may stand inside each other
     parts = clock.finish()      # {"data_wait_s": …, "compute_s": …, …, "other_s": …}; the values sum to step_s
 
-Waiting for data happens on the host, so that kind is always measured there.
+Invariant: every moment counts for the innermost span it lies in, so waiting inside a forward pass is not compute. Kind "other" is for
+spans that are only told, not counted. On CUDA a span is what the current stream did between its ends; nothing here synchronises, and
+times are read after the step's results have been. Waiting for data happens on the host, so that kind is always measured there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -20,15 +20,22 @@ if TYPE_CHECKING:
 KINDS = ("data_wait", "compute", "comm_exposed", "bubble", "optimizer")
 
 
-@dataclass
+class Moment(NamedTuple):
+    at_s: float  # on the host
+    event: Any = None  # on the device, when the stream comes to it
+
+
+@dataclass(slots=True, eq=False)
 class Span:
     kind: str
     name: str
-    start_s: float  # since the step began, on the host
-    duration_s: float
+    start_s: float  # since the step began
+    duration_s: float  # with everything inside it
     microbatch: int | None = None
     stage: int | None = None
-    bytes: int | None = None
+    group: str | None = None  # whom it is for: dp, shard, tp, cp, ep, pp, world
+    num_bytes: int | None = None
+    parent: Span | None = None
     device_events: tuple[Any, Any] | None = None
 
 
@@ -39,45 +46,82 @@ class Clock:
 
     def begin(self) -> None:
         self.spans: list[Span] = []
-        self.start = time.perf_counter()
+        self.open: list[Span] = []
+        self.origin = self.moment()
+        self.start = self.origin.at_s
 
-    @contextmanager
-    def span(self, kind: str, name: str, microbatch: int | None = None, stage: int | None = None) -> Iterator[Span]:
-        began = time.perf_counter()
-        span = Span(kind, name, began - self.start, 0.0, microbatch, stage)
-        if self.on_cuda and kind != "data_wait":
-            import torch  # here, because `watch` reads verdicts without torch
+    def moment(self) -> Moment:
+        if not self.on_cuda:
+            return Moment(time.perf_counter())
+        import torch  # here, because `watch` reads verdicts without torch
 
-            span.device_events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            span.device_events[0].record()
-        yield span
-        if span.device_events:
-            span.device_events[1].record()
-        span.duration_s = time.perf_counter() - began
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return Moment(time.perf_counter(), event)
+
+    def span(
+        self,
+        kind: str,
+        name: str,
+        microbatch: int | None = None,
+        stage: int | None = None,
+        group: str | None = None,
+        num_bytes: int | None = None,
+    ) -> _Open:
+        """A context. Inside another span it is about the same micro-batch and stage."""
+        parent = self.open[-1] if self.open else None
+        if parent is not None and microbatch is None:
+            microbatch, stage = parent.microbatch, parent.stage
+        return _Open(self, Span(kind, name, 0.0, 0.0, microbatch, stage, group, num_bytes, parent))
+
+    def add(self, kind: str, name: str, start: Moment, end: Moment, **about: Any) -> None:
+        """A span that is over: it began and ended inside the one that is open now."""
+        self.close(self.span(kind, name, **about).span, start, end)
+
+    def close(self, span: Span, start: Moment, end: Moment) -> None:
+        span.start_s, span.duration_s = start.at_s - self.start, end.at_s - start.at_s
+        if start.event is not None and span.kind != "data_wait":
+            span.device_events = start.event, end.event
         self.spans.append(span)
-
-    def move(self, seconds: float, kind: str, name: str, num_bytes: int | None = None) -> None:
-        """Say that the last `seconds` of the newest span were really another kind (waiting for the network, say)."""
-        newest = self.spans[-1]
-        seconds = min(seconds, newest.duration_s)
-        newest.duration_s -= seconds
-        start = newest.start_s + newest.duration_s
-        self.spans.append(Span(kind, name, start, seconds, newest.microbatch, newest.stage, num_bytes))
 
     def finish(self) -> dict[str, float]:
         """Seconds by kind. Call it after the step's results have been read, so that device work is complete."""
         step_s = time.perf_counter() - self.start
-        parts = dict.fromkeys(KINDS, 0.0)
+        parts = dict.fromkeys((*KINDS, "other"), 0.0)
         for span in self.spans:
             if span.device_events:
-                span.duration_s = span.device_events[0].elapsed_time(span.device_events[1]) / 1e3
+                first, last = span.device_events
+                span.start_s = self.origin.event.elapsed_time(first) / 1e3
+                span.duration_s = first.elapsed_time(last) / 1e3
             parts[span.kind] += span.duration_s
+            if span.parent is not None:
+                parts[span.parent.kind] -= span.duration_s
+        del parts["other"]  # it is what is left
         named = sum(parts.values())
         if named > step_s:  # device time of work queued in the step before: keep the shares, fit the sum
             parts = {kind: seconds * step_s / named for kind, seconds in parts.items()}
             named = step_s
         result = {f"{kind}_s": seconds for kind, seconds in parts.items()}
         return {**result, "other_s": step_s - named, "step_s": step_s}
+
+
+class _Open:
+    """A span that is open between `with` and its end."""
+
+    __slots__ = ("clock", "span", "start")
+
+    def __init__(self, clock: Clock, span: Span):
+        self.clock, self.span = clock, span
+
+    def __enter__(self) -> Span:
+        self.clock.open.append(self.span)
+        self.start = self.clock.moment()
+        return self.span
+
+    def __exit__(self, *trouble: object) -> None:
+        end = self.clock.moment()
+        self.clock.open.pop()
+        self.clock.close(self.span, self.start, end)
 
 
 def verdict(parts: dict[str, float]) -> str:

@@ -1,12 +1,17 @@
-"""Sampled events: what each rank did when, one file per rank, one step in N, so that the cost stays far below a step."""
+"""Sampled events: what each rank did when, one file per rank, one step in N, so that the cost stays far below a step.
+
+One line per span of the clock: pipeline actions, collectives (inside them), messages between stages, the optimizer, waiting for data.
+`dur_us` of a collective is what the rank waited for it; what travelled behind computing has a short one or none.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.run.clock import Clock
+from shardwise.run.clock import Clock, Span
 
 _KIND = {
     "data_wait": "data",
@@ -14,12 +19,15 @@ _KIND = {
     "comm_exposed": "collective",
     "bubble": "p2p",
     "optimizer": "optimizer",
+    "other": "p2p",  # a send: nobody waits for it
 }
 
 
 class Events:
-    def __init__(self, folder: Path, rank: int, every: int):
+    def __init__(self, folder: Path, rank: int, every: int, stages: Sequence[int] = (0,)):
+        """`stages`: of the pipeline, that this rank has."""
         self.rank, self.every = rank, every
+        self.chunk_of = {stage: chunk for chunk, stage in enumerate(stages)} if len(stages) > 1 else {}
         self.file = open(folder / f"rank{rank}.jsonl", "a", encoding="utf-8") if every else None  # noqa: SIM115
 
     def record(self, step: int, clock: Clock) -> None:
@@ -27,23 +35,8 @@ class Events:
         if self.file is None or step % self.every:
             return
         began = time.time() - (time.perf_counter() - clock.start)
-        for span in clock.spans:
-            line = {
-                "t": began + span.start_s,
-                "rank": self.rank,
-                "kind": _KIND[span.kind],
-                "name": span.name,
-                "step": step,
-                "start_us": round(span.start_s * 1e6),
-                "dur_us": round(span.duration_s * 1e6),
-            }
-            if span.microbatch is not None:
-                line["microbatch"] = span.microbatch
-            if span.stage is not None:
-                line["stage"] = span.stage
-            if span.bytes is not None:
-                line["bytes"] = span.bytes
-            self.file.write(json.dumps(line) + "\n")
+        lines = [json.dumps(self._line(step, began, span)) + "\n" for span in clock.spans]
+        self.file.write("".join(lines))
         self.file.flush()
 
     def record_experts(self, step: int, tokens: list[list[float]]) -> None:
@@ -60,6 +53,23 @@ class Events:
             }
             self.file.write(json.dumps(line | {"start_us": 0, "dur_us": 0, "tokens": [int(n) for n in counts]}) + "\n")
         self.file.flush()
+
+    def _line(self, step: int, began: float, span: Span) -> dict[str, object]:
+        line = {
+            "t": began + span.start_s,
+            "rank": self.rank,
+            "kind": _KIND[span.kind],
+            "name": span.name,
+            "step": step,
+            "microbatch": span.microbatch,
+            "stage": span.stage,
+            "chunk": None if span.stage is None else self.chunk_of.get(span.stage),
+            "group": span.group,
+            "bytes": span.num_bytes,
+            "start_us": round(span.start_s * 1e6),
+            "dur_us": round(span.duration_s * 1e6),
+        }
+        return {key: value for key, value in line.items() if value is not None}
 
     def close(self) -> None:
         if self.file:

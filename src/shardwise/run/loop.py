@@ -105,7 +105,9 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
             pin_memory=device.type == "cuda",
         )
     )
-    events = opened.enter_context(closing(Events(run.events, ranks.rank, config.run.events_every)))
+    events = opened.enter_context(
+        closing(Events(run.events, ranks.rank, config.run.events_every, [stage.index for stage in engine.stages]))
+    )
     metrics, clock = None, Clock(device)
     if ranks.is_first:
         report.write_plan(run, plan, prediction)

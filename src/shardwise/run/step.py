@@ -48,7 +48,7 @@ def run_step(
     norm, finish = accumulate(engine, batch, num_targets, clock, ask)
     skip = skip_non_finite and not bool(torch.isfinite(norm))
     update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
-    with clock.span("comm_exposed", "losses"):
+    with clock.span("optimizer", "losses"):
         cross_entropy, aux, z, *answers = finish().tolist()
     targets = max(num_targets, 1)
     losses = (cross_entropy / targets, aux / targets, z / targets)
@@ -63,7 +63,7 @@ def accumulate(
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
     questions = torch.tensor(ask(), dtype=torch.float64).to(sums.device, non_blocking=True)
-    with clock.span("comm_exposed", "norm and loss"):
+    with clock.span("optimizer", "norm and loss"):
         return engine.norm_and_sums(torch.cat([sums, questions]))
 
 

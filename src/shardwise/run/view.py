@@ -37,6 +37,7 @@ class View:
         self.recent: deque[tuple[float, float, float]] = deque(maxlen=20)  # step_s, tokens, data_wait_s
         self.live: Live | None = None
         self.last_print = 0.0
+        self.below = ""  # more lines of the live block
 
     def say(self, line: str) -> None:
         """A line that stays."""
@@ -70,7 +71,7 @@ class View:
             self.live = Live(refresh_per_second=8, transient=False)
             self.live.start()
             atexit.register(self.close)  # however the run ends, the terminal gets its cursor back
-        block = self._bar(line["step"]) + "\n" + self._line(line)
+        block = self._bar(line["step"]) + "\n" + self._line(line) + (f"\n{self.below}" if self.below else "")
         self.live.update(Text(block, no_wrap=True, overflow="ellipsis"))
         if line["step"] == self.num_steps:
             self.close()

@@ -1,0 +1,60 @@
+"""What a rank sends to others and how long it stands still for it: the one way in which every collective is counted and timed.
+
+    with traffic.wait("all-reduce", "tp", out.nbytes):      around the call, or around `work.wait()` of one that was started before
+        dist.all_reduce(out, group=group)
+
+The name says what the collective does, the axis who takes part (dp, shard, tp, cp, ep, pp, world), the bytes are those of its whole buffer.
+Only what stands inside counts as waiting: copies before and after stay outside. While a step's clock has a span open, each wait
+becomes a span inside it, with its micro-batch and stage. At any other time (evaluation, generation, a hand-written loop) nothing is
+noted. `traffic.on("tp")` is the same for one axis, for functions that take a `wait`.
+
+On a GPU the host does not wait: the clock then records events on the current stream on both sides, and no call here synchronises.
+Invariant: one wait for each collective of a step, and waits do not contain each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+Wait = Callable[[str, int], AbstractContextManager[Any]]
+"""Of (name, bytes): a context around what is waited for."""
+
+
+def unseen(name: str, num_bytes: int) -> AbstractContextManager[Any]:
+    """The `Wait` of nobody."""
+    return nullcontext()
+
+
+@dataclass
+class Traffic:
+    """Counted since the start, for data parallelism only: parameter gathers, gradient reductions, their bytes."""
+
+    gathers: int = 0
+    reductions: int = 0
+    num_bytes: int = 0
+    clock: Any = None  # a run's Clock; the pipeline hangs it up when a step begins
+
+    def wait(self, name: str, axis: str, num_bytes: int) -> AbstractContextManager[Any]:
+        if self.clock is None or not self.clock.open:
+            return nullcontext()
+        return self.clock.span("comm_exposed", name, group=axis, num_bytes=num_bytes)
+
+    def on(self, axis: str) -> Wait:
+        return partial(_wait_on, self, axis)
+
+    # Where no line of ours stands around the wait, because torch waits: two moments of the clock ------------------------
+
+    def moment(self) -> Any:
+        return None if self.clock is None else self.clock.moment()
+
+    def waited(self, name: str, axis: str, num_bytes: int, start: Any, end: Any) -> None:
+        if start is not None and self.clock is not None and self.clock.open:
+            self.clock.add("comm_exposed", name, start, end, group=axis, num_bytes=num_bytes)
+
+
+def _wait_on(traffic: Traffic, axis: str, name: str, num_bytes: int) -> AbstractContextManager[Any]:
+    return traffic.wait(name, axis, num_bytes)
