@@ -31,7 +31,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
 
 
 class Action(NamedTuple):
-    """`kind`: F forward, B whole backward, I gradient of the inputs only, W gradient of the weights only."""
+    """`kind`: F forward, B whole backward, I gradient of the inputs only, W gradient of the weights only. E is a forward of
+    something held out, which `plan/fill.py` puts into idle slots; no schedule has it."""
 
     kind: str
     stage: int
@@ -138,8 +139,8 @@ def in_order(actions: Sequence[Sequence[Action]], num_stages: int) -> Iterator[t
 def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
     """Whose results must be there before it can start."""
     kind, stage, microbatch = action
-    if kind == "F":
-        return (Action("F", stage - 1, microbatch),) if stage > 0 else ()
+    if kind in "FE":
+        return (Action(kind, stage - 1, microbatch),) if stage > 0 else ()
     if kind == "W":
         return (Action("I", stage, microbatch),)
     forward = Action("F", stage, microbatch)

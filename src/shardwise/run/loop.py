@@ -37,6 +37,7 @@ from shardwise.run.calibrate import measure_rates
 from shardwise.run.clock import KINDS, Clock
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
+from shardwise.run.fill import held_out_filler, side_seconds
 from shardwise.run.guards import StopRequests
 from shardwise.run.metrics import Metrics
 from shardwise.run.optimizer import build_optimizer
@@ -106,6 +107,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         )
     )
     events = opened.enter_context(closing(Events(run.events, ranks.rank, config.run.events_every)))
+    fills = config.parallel.fill_bubbles == "eval"
+    filler = held_out_filler(engine, corpus.validation, config.train.eval_batches) if fills else None
     metrics, clock = None, Clock(device)
     if ranks.is_first:
         report.write_plan(run, plan, prediction)
@@ -130,6 +133,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     for step in range(done + 1, plan.num_steps + 1) if not stop else ():
         # Train. The one small message of a step also settles how the next one starts.
         assert batch is not None
+        if filler:
+            filler.before_step()
         result = run_step(
             engine,
             optimizer,
@@ -145,11 +150,16 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         # Tell.
         parts = clock.finish()
         line = _metrics_line(step, result, rate, num_targets, parts, plan, spec, peak_flops, device)
+        if filler:
+            line["bubble_filled_s"] = side_seconds(clock.spans)
         history.add(line)
         events.record(step, clock)
         if metrics:
             metrics.write(line)
         view.step(line)
+        side_line = filler.after_step(step, clock.spans, parts["step_s"]) if filler else None
+        if metrics and side_line:
+            metrics.write(side_line)
         if not math.isfinite(result.loss) and config.run.on_nan == "stop":
             stop = Exit.DIVERGED
             break
@@ -169,6 +179,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     loader.close()
     if stop != Exit.DIVERGED and step > checkpoint.last_step:
         _save(session, step, engine, optimizer)
+    if fills:
+        report.filled(view, metrics, step, filler.result() if filler else None)
     peak = int(_largest(peak_bytes(device), device, plan))
     if not stop:
         stop, *_ = _answer(_summed([*_wishes(stops.check()), 0, 0], device, plan))
