@@ -5,7 +5,7 @@
 The real executor, processes, messages and filler; stages sleep instead of computing (`pipeline_bubble.py`), so that four of them
 do not share a core. Filled and plain steps take turns, each pair in another order; the ratio is of their medians. A held-out forward
 sleeps as long as one of training. The possible share is the simulator's with the same times: slots before a held-out micro-batch can have
-come through the stages before cannot be used, and with room for a forward that takes 10 % longer than measured.
+come through the stages before cannot be used. Where nothing fits, filled and plain steps are the same lists: their ratio is the noise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.plan.fill import fill_idle
 from shardwise.plan.split import even_split
 from shardwise.plan.timeline import simulate
 from shardwise.run.clock import Clock
-from shardwise.run.fill import FIRST_ROUND, PLAIN_STEPS, Filler
+from shardwise.run.fill import FIRST_ROUND, HEADROOM, LONGER, MESSAGE_S, PLAIN_STEPS, Filler
 from shardwise.run.reference import Trial
 from shardwise.run.trial import build_trial, trial_batch, trial_plan
 
@@ -120,8 +120,10 @@ def _case(rank: int, schedule: str, virtual: int, rounds: int) -> dict[str, Any]
     assert filler.side is not None
     found = filler.result()
     table, owners = engine.pipeline.table, engine.pipeline.owners
-    price = {**SECONDS, "E": 1.1 * SECONDS["F"]}
-    possible = fill_idle(table, owners, lambda action: price[action.kind] / virtual, MICRO_BATCHES * 8)[1]
+    price = {**SECONDS, "E": HEADROOM * SECONDS["F"]}
+    possible = fill_idle(
+        table, owners, lambda action: price[action.kind] / virtual, MICRO_BATCHES * 8, MESSAGE_S, LONGER
+    )[1]
     bubble = sum(simulate(table, owners, lambda action: price[action.kind] / virtual).bubble)
     return {
         "schedule": schedule,
@@ -129,6 +131,7 @@ def _case(rank: int, schedule: str, virtual: int, rounds: int) -> dict[str, Any]
         "plain_s": statistics.median(plain),
         "filled_s": statistics.median(filled),
         "ratio": statistics.median(filled) / statistics.median(plain),
+        "ratio_quartiles": statistics.quantiles([a / b for a, b in zip(filled, plain, strict=True)], n=4)[::2],
         "held_out_per_step": len(filler.side.microbatches),
         "share": found.share,
         "possible_share": possible * len(owners) * SECONDS["F"] / virtual / bubble,

@@ -5,7 +5,7 @@ slots before the first stage has had time for it, such as those at the start of 
 actions (E) in the ranks' lists. All ranks know the lists beforehand and nobody decides anything while a step runs, which is why
 ranks that must move together (replicas, tensor parallelism) do.
 
-Invariant: the other actions keep their order, and in the simulated step their times. Read next: run/fill.py, which has measured times.
+Invariant: the other actions keep their order, and the simulated step is no longer than allowed. Read next: run/fill.py, which has measured times.
 """
 
 from __future__ import annotations
@@ -23,21 +23,51 @@ class _Gap(NamedTuple):
     before: int  # number of the action that ends it; the length of the list for the gap at the end of a step
 
 
+class _Place(NamedTuple):
+    rank: int
+    before: int
+    start: float
+    action: Action
+
+
+SQUEEZES = (1.0, 0.95, 0.9, 0.85)
+"""How much shorter an E is taken to be when it looks for a slot."""
+
+
 def fill_idle(
-    actions: Actions, owners: Sequence[int], seconds: Callable[[Action], float], most: int, delay: float = 0.0
+    actions: Actions,
+    owners: Sequence[int],
+    seconds: Callable[[Action], float],
+    most: int,
+    delay: float = 0.0,
+    longer: float = 1.0,
 ) -> tuple[Actions, int]:
     """The lists with E between their actions, and how many micro-batches these are: at most `most`.
 
-    `delay`: seconds from the end of one E until the next stage can begin with it. Every E takes the earliest slot it fits into."""
-    gaps = [_gaps(simulate(actions, owners, seconds), rank) for rank in range(len(actions))]
-    placed: list[list[tuple[int, float, Action]]] = [[] for _ in actions]
-    num_filled = 0
-    while num_filled < most and (found := _place(gaps, owners, seconds, num_filled, delay)):
+    `delay`: seconds from the end of one E until the next stage can begin with it. `longer`: how long the simulated step may become, as
+    a multiple of what it was. An E may also go where it does not quite fit, as long as the step bears it."""
+    plain = simulate(actions, owners, seconds)
+    best, num_best = actions, 0
+    for squeeze in SQUEEZES:
+        places = _places(plain, owners, lambda action, squeeze=squeeze: squeeze * seconds(action), most, delay)
+        for number in range(len(places), num_best, -1):
+            filled = _merged(actions, places[:number])
+            if simulate(filled, owners, seconds).total <= longer * plain.total * (1 + 1e-12):
+                best, num_best = filled, number
+                break
+    return best, num_best
+
+
+def _places(
+    plain: Timeline, owners: Sequence[int], seconds: Callable[[Action], float], most: int, delay: float
+) -> list[list[_Place]]:
+    """Of each micro-batch that there is room for: where its forwards go. Every one takes the earliest slot it fits into."""
+    gaps = [_gaps(plain, rank) for rank in range(len(plain.ranks))]
+    places: list[list[_Place]] = []
+    while len(places) < most and (found := _place(gaps, owners, seconds, len(places), delay)):
         gaps, chosen = found
-        for rank, before, start, action in chosen:
-            placed[rank].append((before, start, action))
-        num_filled += 1
-    return tuple(_merged(mine, sorted(extra)) for mine, extra in zip(actions, placed, strict=True)), num_filled
+        places.append(chosen)
+    return places
 
 
 def _gaps(timeline: Timeline, rank: int) -> list[_Gap]:
@@ -49,8 +79,8 @@ def _gaps(timeline: Timeline, rank: int) -> list[_Gap]:
 
 def _place(
     gaps: list[list[_Gap]], owners: Sequence[int], seconds: Callable[[Action], float], microbatch: int, delay: float
-) -> tuple[list[list[_Gap]], list[tuple[int, int, float, Action]]] | None:
-    """One micro-batch through all stages: the gaps that are left, and (rank, before, start, action). None if there is no room."""
+) -> tuple[list[list[_Gap]], list[_Place]] | None:
+    """One micro-batch through all stages: the gaps that are left, and its places. None if there is no room."""
     gaps, chosen, ready = [list(mine) for mine in gaps], [], 0.0
     for stage, rank in enumerate(owners):
         action = Action("E", stage, microbatch)
@@ -59,7 +89,7 @@ def _place(
             end = start + seconds(action)
             if end <= gap.end:
                 gaps[rank][number : number + 1] = [gap._replace(end=start), gap._replace(start=end)]
-                chosen.append((rank, gap.before, start, action))
+                chosen.append(_Place(rank, gap.before, start, action))
                 ready = end + delay
                 break
         else:
@@ -67,11 +97,10 @@ def _place(
     return gaps, chosen
 
 
-def _merged(mine: Sequence[Action], extra: Sequence[tuple[int, float, Action]]) -> tuple[Action, ...]:
-    merged: list[Action] = []
-    waiting = list(extra)
-    for number in range(len(mine) + 1):
-        while waiting and waiting[0][0] == number:
-            merged.append(waiting.pop(0)[-1])
-        merged.extend(mine[number : number + 1])
+def _merged(actions: Actions, places: Sequence[Sequence[_Place]]) -> Actions:
+    merged = []
+    for rank, mine in enumerate(actions):
+        keyed = [(number, 1, 0.0, action) for number, action in enumerate(mine)]  # after every E that goes before it
+        keyed += [(at.before, 0, at.start, at.action) for chosen in places for at in chosen if at.rank == rank]
+        merged.append(tuple(action for *_, action in sorted(keyed)))
     return tuple(merged)

@@ -33,7 +33,8 @@ from shardwise.run.evaluate import num_held_out
 PLAIN_STEPS = 3  # that are timed before a round of filled ones
 FIRST_ROUND, LONGEST_ROUND = 12, 192  # filled steps
 SLOWER = 1.03  # than plain steps: from here on, fill less
-HEADROOM = 1.1  # a slot must have room for a forward that takes this much longer than measured
+HEADROOM = 1.05  # held-out forwards are taken to be this much longer than measured
+LONGER = 1.01  # what a step may become in the simulator
 MESSAGE_S = 1e-3  # from the end of a forward until the next stage can begin with it
 
 _KIND_OF = {name: kind for kind, name in NAMES.items()}
@@ -142,6 +143,7 @@ class Filler:
             lambda action: HEADROOM * forwards[action.stage] if action.kind == "E" else seconds[action],
             self.most,
             MESSAGE_S,
+            LONGER,
         )
         self.forward_s = {}
 
