@@ -49,7 +49,7 @@ def fill_idle(
     plain = simulate(actions, owners, seconds)
     best, num_best = actions, 0
     for squeeze in SQUEEZES:
-        places = _places(plain, owners, lambda action, squeeze=squeeze: squeeze * seconds(action), most, delay)
+        places = _places(plain, owners, seconds, most, delay, squeeze)
         for number in range(len(places), num_best, -1):
             filled = _merged(actions, places[:number])
             if simulate(filled, owners, seconds).total <= longer * plain.total * (1 + 1e-12):
@@ -59,12 +59,12 @@ def fill_idle(
 
 
 def _places(
-    plain: Timeline, owners: Sequence[int], seconds: Callable[[Action], float], most: int, delay: float
+    plain: Timeline, owners: Sequence[int], seconds: Callable[[Action], float], most: int, delay: float, squeeze: float
 ) -> list[list[_Place]]:
     """Of each micro-batch that there is room for: where its forwards go. Every one takes the earliest slot it fits into."""
     gaps = [_gaps(plain, rank) for rank in range(len(plain.ranks))]
     places: list[list[_Place]] = []
-    while len(places) < most and (found := _place(gaps, owners, seconds, len(places), delay)):
+    while len(places) < most and (found := _place(gaps, owners, seconds, len(places), delay, squeeze)):
         gaps, chosen = found
         places.append(chosen)
     return places
@@ -78,7 +78,12 @@ def _gaps(timeline: Timeline, rank: int) -> list[_Gap]:
 
 
 def _place(
-    gaps: list[list[_Gap]], owners: Sequence[int], seconds: Callable[[Action], float], microbatch: int, delay: float
+    gaps: list[list[_Gap]],
+    owners: Sequence[int],
+    seconds: Callable[[Action], float],
+    microbatch: int,
+    delay: float,
+    squeeze: float,
 ) -> tuple[list[list[_Gap]], list[_Place]] | None:
     """One micro-batch through all stages: the gaps that are left, and its places. None if there is no room."""
     gaps, chosen, ready = [list(mine) for mine in gaps], [], 0.0
@@ -86,7 +91,7 @@ def _place(
         action = Action("E", stage, microbatch)
         for number, gap in enumerate(gaps[rank]):
             start = max(gap.start, ready)
-            end = start + seconds(action)
+            end = start + squeeze * seconds(action)
             if end <= gap.end:
                 gaps[rank][number : number + 1] = [gap._replace(end=start), gap._replace(start=end)]
                 chosen.append(_Place(rank, gap.before, start, action))

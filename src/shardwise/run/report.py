@@ -138,7 +138,7 @@ def filled(view: View, metrics: Metrics | None, step: int, found: Filled | None)
         )
         return
     text = f"filled {100 * found.share:.0f} % of the bubble with {found.batches:.3g} held-out batches"
-    if found.newest:
+    if found.newest and found.newest["eval_loss"] is not None:
         text += f"; held-out loss {found.newest['eval_loss']:.3f} over steps {found.newest['first_step']}-{found.newest['step']}"
     view.say(f"fill     {text}")
 
