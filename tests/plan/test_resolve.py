@@ -227,6 +227,31 @@ def test_learned_positions_end_somewhere():
     plan_of(error.fix, spec=preset("gpt2"))
 
 
+@pytest.mark.parametrize(
+    ("words", "gpus", "said"),
+    [
+        (("parallel.pp=2", "parallel.dp=2", "parallel.zero=1"), 0, "with zero=1"),
+        (("parallel.pp=2", "memory.precision=bf16"), 0, "with memory.precision=bf16"),
+        (("parallel.pp=2",), 2, "on GPUs"),
+    ],
+)
+def test_idle_slots_that_cannot_be_filled(words, gpus, said):
+    def plan(word: str) -> Plan:
+        return resolved(f"parallel.fill_bubbles={word}", *words, on=machine(gpus=gpus)).plan
+
+    with pytest.raises(UserError) as caught:
+        plan("eval")
+    assert caught.value.what == f"`parallel.fill_bubbles = eval` is not available yet {said}"
+    assert caught.value.fix == "parallel.fill_bubbles=none"
+    assert plan("none").pp == 2
+
+
+def test_idle_slots_that_can_be_filled():
+    assert (
+        resolved("parallel.fill_bubbles=eval", "parallel.layout=dp=2 tp=2 pp=2").config.parallel.fill_bubbles == "eval"
+    )
+
+
 # What config.toml says afterwards ----------------------------------------------------------------------------------------
 
 
@@ -237,7 +262,7 @@ def test_the_filled_config_shows_what_runs():
     assert shown == {
         "dp": 2, "zero": 0, "replicate": "auto", "tp": 2, "sequence": True, "cp": 1, "cp_kind": "ring", "pp": 2,
         "schedule": "zbv", "virtual_stages": 2, "split": "auto", "ep": 1, "strategy": "collective",
-        "fill_bubbles": None, "layout": None,
+        "fill_bubbles": "none", "layout": None,
     }  # fmt: skip
     chosen = {name for name in result.chosen if name.startswith("parallel.")}
     assert chosen == {f"parallel.{name}" for name in ("dp", "zero", "sequence", "cp", "virtual_stages", "ep")}

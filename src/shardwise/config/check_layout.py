@@ -13,7 +13,7 @@ from shardwise.config.schema import Config, ParallelConfig
 from shardwise.config.values import shown
 from shardwise.errors import UserError
 
-WITHOUT_PIPELINE = {"schedule": ("1f1b",), "virtual_stages": ("auto", 1), "split": ("auto",)}
+WITHOUT_PIPELINE = {"schedule": ("1f1b",), "virtual_stages": ("auto", 1), "split": ("auto",), "fill_bubbles": ("none",)}
 """Keys that mean nothing when pp is 1, and the values they may still have."""
 
 

@@ -154,7 +154,9 @@ class ParallelConfig:
         choices=("collective", "parameter-server", "local-steps"),
         available=("collective",),
     )
-    fill_bubbles: str | None = setting(None, "side work for idle pipeline slots", later=True)
+    fill_bubbles: str = setting(
+        "none", "side work for idle pipeline slots; `eval`: forwards of held-out batches", choices=("none", "eval")
+    )
     layout: str | None = setting(None, "a layout string such as `dp=2 zero=3 tp=2 sp`; sets the keys above")
 
 

@@ -20,7 +20,7 @@ from shardwise.plan.schedules import Action
 
 
 class Message(NamedTuple):
-    kind: str  # "x" activations, "g" gradients
+    kind: str  # "x" activations, "g" gradients, "e" activations of held-out micro-batches
     stage: int  # that they are for
     microbatch: int
 
@@ -30,8 +30,8 @@ Table = tuple[tuple[Action, ...], ...]
 
 def message_of(action: Action, num_stages: int) -> Message | None:
     """What an action hands on to another stage."""
-    if action.kind == "F" and action.stage + 1 < num_stages:
-        return Message("x", action.stage + 1, action.microbatch)
+    if action.kind in _GOES_UP and action.stage + 1 < num_stages:
+        return Message(_GOES_UP[action.kind], action.stage + 1, action.microbatch)
     if action.kind in "BI" and action.stage > 0:
         return Message("g", action.stage - 1, action.microbatch)
     return None
@@ -39,8 +39,8 @@ def message_of(action: Action, num_stages: int) -> Message | None:
 
 def needed_by(action: Action, num_stages: int) -> Message | None:
     """What an action waits for."""
-    if action.kind == "F" and action.stage > 0:
-        return Message("x", action.stage, action.microbatch)
+    if action.kind in _GOES_UP and action.stage > 0:
+        return Message(_GOES_UP[action.kind], action.stage, action.microbatch)
     if action.kind in "BI" and action.stage + 1 < num_stages:
         return Message("g", action.stage, action.microbatch)
     return None
@@ -128,7 +128,9 @@ class Mailbox:
         waits behind one that its peer has not asked for yet."""
         if not self.mesh.lanes:
             return self.mesh.pp
+        assert kind != "e", "idle slots are filled on CPUs only: these messages have no lane"
         return self.mesh.lanes[2 * (kind == "g") + (sender < receiver)]
 
 
-_TAGS = {"x": 0, "g": 1}
+_TAGS = {"x": 0, "g": 1, "e": 2}
+_GOES_UP = {"F": "x", "E": "e"}

@@ -5,6 +5,7 @@ simulated is this same list. torch's own pipeline runtime is not used: it forces
 by hidden passes, carries no router losses, and its schedules refuse some numbers of micro-batches (docs/architecture.md).
 
     F  forward          B  whole backward          I  backward towards the inputs          W  gradients of the weights
+    E  forward of a held-out micro-batch, in a slot that would be idle: `side` of a step, see run/fill.py
 """
 
 from __future__ import annotations
@@ -45,7 +46,18 @@ class _Pass:
     todo: Todo = field(default_factory=list)
 
 
+@dataclass
+class Side:
+    """Held-out micro-batches for the idle slots of one step. Nothing that training computes depends on them."""
+
+    table: Table  # of the whole step: the schedule's own actions in their order, and E between them
+    microbatches: Sequence[Any]
+    losses: Tensor  # summed cross-entropy of each micro-batch, on the rank of the last stage
+
+
 class Pipeline:
+    side: Side | None = None  # of the next step
+
     def __init__(self, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, traffic: Traffic):
         plan = mesh.plan
         self.stages = {stage.index: stage for stage in stages}
@@ -63,20 +75,25 @@ class Pipeline:
 
         Gradients are complete over data-parallel ranks when it returns."""
         self.traffic.clock = clock
-        mail = self._mailbox(self.table, microbatches[0].tokens.shape)
+        side, self.side = self.side, None
+        table = side.table if side else self.table
+        actions = table[self.mesh.at.pp]
+        mail = self._mailbox(table, microbatches[0].tokens.shape)
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         passes: dict[tuple[int, int], _Pass] = {}
-        for number, action in enumerate(self.actions):
+        for number, action in enumerate(actions):
             stage = self.stages[action.stage]
             key, needed = (action.stage, action.microbatch), needed_by(action, self.num_stages)
-            for following in self.actions[
-                number : number + 1 + AHEAD
-            ]:  # let messages arrive while this action computes
+            for following in actions[number : number + 1 + AHEAD]:  # let messages arrive while this action computes
                 mail.expect(needed_by(following, self.num_stages))
             received = self._receive(mail, needed, clock, action) if needed else None
-            with clock.span("compute", NAMES[action.kind], action.microbatch, action.stage):
+            kind = "bubble" if action.kind == "E" else "compute"  # for training, that time is idle
+            with clock.span(kind, NAMES[action.kind], action.microbatch, action.stage):
                 handed_on: Tensor | None = None
-                if action.kind == "F":
+                if action.kind == "E":
+                    assert side is not None
+                    handed_on = self._held_out(stage, action, side, received)
+                elif action.kind == "F":
                     done = passes[key] = self._forward(stage, action, microbatches[action.microbatch], received)
                     sums += _loss_sums(done.output)
                     handed_on = done.output.x_BTD.detach() if isinstance(done.output, Hidden) else None
@@ -94,7 +111,7 @@ class Pipeline:
             if action == stage.last_backward:
                 with clock.span("compute", "complete gradients", stage=action.stage):
                     stage.sums.finish()
-        with clock.span("bubble", "last messages") if mail.sending else nullcontext():
+        with clock.span("bubble", LAST_MESSAGES) if mail.sending else nullcontext():
             mail.flush()
         return sums
 
@@ -126,6 +143,17 @@ class Pipeline:
         done.output = None  # type: ignore[assignment]  # the graph is gone; with I only the noted pairs stay
         x_BTD, done.x_BTD = done.x_BTD, None
         return None if x_BTD is None else x_BTD.grad
+
+    @torch.no_grad()
+    def _held_out(self, stage: Stage, action: Action, side: Side, received: Tensor | None) -> Tensor | None:
+        micro = side.microbatches[action.microbatch]
+        stage.model.training = False  # router counts are training's; no other part looks at it, so none need be told
+        output = stage.sums.forward(micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=received)
+        stage.model.training = True
+        if isinstance(output, Hidden):
+            return output.x_BTD
+        side.losses[action.microbatch] = output.cross_entropy
+        return None
 
     def _splits(self, stage: Stage) -> bool:
         return stage.last_backward is not None and stage.last_backward.kind == "W"
@@ -213,6 +241,7 @@ AHEAD = 2
 """How many actions ahead a receive is posted: the sender of a message that nobody waits for yet must ask first."""
 
 WHAT = {"x": "activations", "g": "gradients"}
+LAST_MESSAGES = "last messages"
 
 
 def forward_table(owners: tuple[int, ...], pp: int, num_microbatches: int) -> Table:

@@ -82,6 +82,7 @@ def resolve(
         _check_micro_batch(config, plan, int(train.micro_batch), origins)
     limit = rank_memory_limit(config, machine, plan)
     plan = _choose_zero(config, spec, plan, limit)
+    _check_fill(config, plan, origins)
     _refuse_what_cannot_fit(config, spec, plan, limit)
     return Resolved(plan, *_fill(config, plan))
 
@@ -97,6 +98,25 @@ def _check_micro_batch(config: Config, plan: Plan, micro_batch: int, origins: Or
         why=f"a global batch of {plan.global_batch} over dp={plan.dp} leaves {plan.rows_per_rank} sequences per rank",
         fix=f"train.micro_batch={plan.rows_per_rank} or {batch}",
         where=where_written(origins, "train.global_batch", "train.global_batch_tokens", "train.micro_batch"),
+    )
+
+
+def _check_fill(config: Config, plan: Plan, origins: Origins) -> None:
+    """Idle slots are filled by plain forwards between those of training, over gloo."""
+    if config.parallel.fill_bubbles == "none":
+        return
+    if plan.device == "cuda":
+        word, why = "on GPUs", "its times and messages were only ever tried on CPUs"
+    elif plan.zero or plan.precision == "bf16":
+        word = f"with zero={plan.zero}" if plan.zero else "with memory.precision=bf16"
+        why = "parameters are gathered for training's own forwards and must not stay gathered for another one"
+    else:
+        return
+    raise UserError(
+        f"`parallel.fill_bubbles = eval` is not available yet {word}",
+        why=why,
+        fix="parallel.fill_bubbles=none",
+        where=where_written(origins, "parallel.fill_bubbles", "parallel.zero", "memory.precision"),
     )
 
 

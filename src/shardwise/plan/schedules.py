@@ -28,12 +28,13 @@ from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-NAMES = {"F": "forward", "B": "backward", "I": "backward inputs", "W": "backward weights"}
+NAMES = {"F": "forward", "B": "backward", "I": "backward inputs", "W": "backward weights", "E": "held-out forward"}
 """Of the kinds of action, in clocks and events."""
 
 
 class Action(NamedTuple):
-    """`kind`: F forward, B whole backward, I gradient of the inputs only, W gradient of the weights only."""
+    """`kind`: F forward, B whole backward, I gradient of the inputs only, W gradient of the weights only. E is a forward of
+    something held out, which `plan/fill.py` puts into idle slots; no schedule has it."""
 
     kind: str
     stage: int
@@ -140,8 +141,8 @@ def in_order(actions: Sequence[Sequence[Action]], num_stages: int) -> Iterator[t
 def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
     """Whose results must be there before it can start."""
     kind, stage, microbatch = action
-    if kind == "F":
-        return (Action("F", stage - 1, microbatch),) if stage > 0 else ()
+    if kind in "FE":
+        return (Action(kind, stage - 1, microbatch),) if stage > 0 else ()
     if kind == "W":
         return (Action("I", stage, microbatch),)
     forward = Action("F", stage, microbatch)

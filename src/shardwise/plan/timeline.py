@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from shardwise.plan.schedules import Action, in_order, needs, result
 
-SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ"}
-"""How `draw` writes the last digit of a micro-batch: forward 3, backward (B or I) d, weights D."""
+SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ", "E": "**********"}
+"""How `draw` writes the last digit of a micro-batch: forward 3, backward (B or I) d, weights D, held-out forward *."""
 
 
 class Timed(NamedTuple):

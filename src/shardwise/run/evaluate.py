@@ -48,11 +48,7 @@ def evaluate(
 
     counts_targets   of the ranks that work on the same rows, one says how many targets they have
     """
-    num_batches = sequences.num_sequences // global_batch
-    if max_batches is not None:
-        num_batches = min(num_batches, max_batches)
-    if num_batches == 0 and sequences.num_sequences:  # fewer sequences than one batch: some rows come twice
-        num_batches = 1
+    num_batches = num_held_out(sequences, global_batch, max_batches)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for step in track(range(1, num_batches + 1), "evaluating", disable=not progress, transient=True):
         batch = sequences.batch(step, rows, global_batch)
@@ -63,6 +59,14 @@ def evaluate(
         dist.all_reduce(sums)
     total, count = sums.tolist()
     return total / count if count else None
+
+
+def num_held_out(sequences: Sequences, global_batch: int, max_batches: int | None) -> int:
+    """How many global batches an evaluation takes."""
+    num_batches = sequences.num_sequences // global_batch
+    if max_batches is not None:
+        num_batches = min(num_batches, max_batches)
+    return max(num_batches, min(1, sequences.num_sequences))  # fewer sequences than one batch: some rows come twice
 
 
 def perplexity(loss: float) -> float:

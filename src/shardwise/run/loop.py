@@ -37,6 +37,7 @@ from shardwise.run.calibrate import measure_rates
 from shardwise.run.clock import KINDS, Clock
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
+from shardwise.run.fill import held_out_filler, side_seconds
 from shardwise.run.guards import StopRequests
 from shardwise.run.metrics import Metrics, expert_load
 from shardwise.run.optimizer import build_optimizer
@@ -108,6 +109,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     events = opened.enter_context(
         closing(Events(run.events, ranks.rank, config.run.events_every, [stage.index for stage in engine.stages]))
     )
+    fills = config.parallel.fill_bubbles == "eval"
+    filler = held_out_filler(engine, corpus.validation, config.train.eval_batches) if fills else None
     metrics, clock = None, Clock(device)
     if ranks.is_first:
         report.write_plan(run, plan, prediction)
@@ -132,6 +135,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     for step in range(done + 1, plan.num_steps + 1) if not stop else ():
         # Train. The one small message of a step also settles how the next one starts.
         assert batch is not None
+        if filler:
+            filler.before_step()
         result = run_step(
             engine,
             optimizer,
@@ -147,12 +152,17 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         # Tell.
         parts = clock.finish()
         line = _metrics_line(step, result, rate, num_targets, parts, plan, spec, peak_flops, device)
+        if filler:
+            line["bubble_filled_s"] = side_seconds(clock.spans)
         history.add(line)
         events.record(step, clock)
         if metrics:
             events.record_experts(step, result.expert_tokens)
             metrics.write(line)
         view.step(line)
+        side_line = filler.after_step(step, clock.spans, parts["step_s"]) if filler else None
+        if metrics and side_line:
+            metrics.write(side_line)
         if not math.isfinite(result.loss) and config.run.on_nan == "stop":
             stop = Exit.DIVERGED
             break
@@ -172,6 +182,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     loader.close()
     if stop != Exit.DIVERGED and step > checkpoint.last_step:
         _save(session, step, engine, optimizer)
+    if fills:
+        report.filled(view, metrics, step, filler.result() if filler else None)
     peak = int(_largest(peak_bytes(device), device, plan))
     if not stop:
         stop, *_ = _answer(_summed([*_wishes(stops.check()), 0, 0], device, plan))

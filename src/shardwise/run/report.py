@@ -21,6 +21,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.predict import Prediction
 from shardwise.run.clock import KINDS, verdict
 from shardwise.run.evaluate import perplexity
+from shardwise.run.fill import Filled
 from shardwise.run.generate import Sampling, generate, generate_together
 from shardwise.run.guards import StopRequests
 from shardwise.run.metrics import Metrics
@@ -121,6 +122,25 @@ def evaluation(view: View, metrics: Metrics | None, step: int, loss: float | Non
     if metrics:
         metrics.write({"step": step, "eval_loss": loss, "wall_time": time.time()})
     view.say(f"eval     step {step}: held-out loss {loss:.3f}, perplexity {perplexity(loss):.2f}")
+
+
+def filled(view: View, metrics: Metrics | None, step: int, found: Filled | None) -> None:
+    """How much of its idle time a run with `parallel.fill_bubbles` has used."""
+    if found is None:
+        view.say("fill     nothing is held out, so idle slots stayed empty (data.validation_fraction)")
+        return
+    if metrics:
+        values = {"share": found.share, "batches": found.batches}
+        metrics.write({"event": "bubble_filled", "step": step, **values, "wall_time": time.time()})
+    if not found.batches:
+        view.say(
+            "fill     0 % of the bubble: no held-out micro-batch gets through all stages in the idle slots of one step"
+        )
+        return
+    text = f"filled {100 * found.share:.0f} % of the bubble with {found.batches:.3g} held-out batches"
+    if found.newest and found.newest["eval_loss"] is not None:
+        text += f"; held-out loss {found.newest['eval_loss']:.3f} over steps {found.newest['first_step']}-{found.newest['step']}"
+    view.say(f"fill     {text}")
 
 
 def sample(view: View, engine: Engine, corpus: Corpus, config: Config, ranks: Ranks) -> None:
