@@ -95,6 +95,7 @@ def rank_main(rank: int, options: argparse.Namespace, meeting: str, results: str
     view = View(Zigzag(ring.size, rank, options.tokens), None, None, torch.device("cpu"))
     mine = [view.place.take(x) for x in tensors]
     kv = torch.cat([x.flatten() for x in mine[1:3]])
+    alone = Alone(ring.size, rank)
 
     def transfer() -> None:
         """The ring's messages with nothing to compute: K and V twice, their gradients once."""
@@ -116,7 +117,6 @@ def rank_main(rank: int, options: argparse.Namespace, meeting: str, results: str
         for turn_of in range(ring.size):
             dist.barrier()
             if turn_of == rank:
-                alone = Alone(ring.size, rank)
                 found["compute"].append(timed(lambda: pass_through(mine, alone, view), clock=time.process_time))
         dist.barrier()
         if rank == 0:

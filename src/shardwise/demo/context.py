@@ -76,7 +76,7 @@ def tell(found: list[dict[str, Any]]) -> Story:
     ]
     story.step(
         f"Before: who gets which of {DRAWN_TOKENS} tokens, were there {DRAWN} ranks",
-        table(["", "tokens, zigzag", "pairs it computes", "pairs with a plain stretch"], dealt, words=(0, 1)),
+        table(["", "tokens, zigzag", "work, in pairs", "with a plain stretch"], dealt, words=(0, 1)),
         "A token looks at itself and at all before it. One piece from the front and one from the back make everybody's work equal; "
         "with plain stretches the last rank would have several times the work of the first, and all would wait for it.",
     )
