@@ -205,8 +205,16 @@ def test_nothing_fits_nowhere():
     error = refusal(f"memory.limit={PROCESS_BYTES['cpu']}")
     assert (
         error.fix
-        == "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp)"
+        == "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)"
     )
+
+
+def test_a_sequence_that_one_rank_cannot_hold_fits_when_ranks_share_it():
+    words = ("train.seq_len=8192", "train.global_batch=1", "memory.limit=1200MiB", "parallel.dp=1")
+    error = refusal(*words)
+    assert error.code == Exit.OUT_OF_MEMORY and error.what.startswith("tiny does not fit: ")
+    plan = plan_of(*words, "parallel.cp=2")
+    assert (plan.cp, plan.dp, plan.seq_len) == (2, 1, 8192)
 
 
 def test_8_billion_parameters_on_8_gpus_need_their_states_sharded():

@@ -177,7 +177,7 @@ def _refuse_what_cannot_fit(config: Config, spec: ModelSpec, plan: Plan, limit: 
         f"{spec.name} does not fit: {format_bytes(sum(parts.values()))} per rank of {format_bytes(limit)}",
         why=f"{plan.layout} with micro-batch {plan.micro_batch} holds {held}",
         fix=" or ".join(_what_would_fit(config, spec, plan, limit))
-        or "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp)",
+        or "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)",
         code=Exit.OUT_OF_MEMORY,
     )
 
