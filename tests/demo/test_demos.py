@@ -136,6 +136,19 @@ def test_sequence_trades_each_all_reduce_for_a_pair_and_keeps_less():
     assert [rank["left"] for rank in played("sequence")["ranks"]] == [[11, 22], [33, 44]]
 
 
+def test_context_sends_keys_round_a_ring_and_keeps_half():
+    ranks = played("context")["ranks"]
+    kv = 4 * 2 * 4 * 32 * HIDDEN  # K and V of 4 rows x 32 tokens, fp32
+    for rank in ranks:
+        ring, ulysses = rank["ring"], rank["ulysses"]
+        assert ring["sends"] == {"forward": 2 * LAYERS * kv, "backward": 2 * LAYERS * 2 * kv}
+        assert ring["num_swaps"] == ulysses["num_sends"] == 0
+        assert ulysses["swaps"] == {"forward": 2 * LAYERS * 2 * kv, "backward": 2 * LAYERS * 2 * kv}
+        assert ring["saved"] == pytest.approx(rank["whole_saved"] / 2, rel=0.01)
+        assert ring["saved"] < ulysses["saved"] < rank["whole_saved"]
+    assert [rank["work"] for rank in ranks] == [{"zigzag": 1024, "stretch": 512}, {"zigzag": 1024, "stretch": 1536}]
+
+
 def test_pipeline_runs_its_lists_and_holds_what_they_say():
     schedules = played("pipeline")["schedules"]
     held = {name: [rank["held"] for rank in found["ranks"]] for name, found in schedules.items()}

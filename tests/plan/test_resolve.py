@@ -205,8 +205,18 @@ def test_nothing_fits_nowhere():
     error = refusal(f"memory.limit={PROCESS_BYTES['cpu']}")
     assert (
         error.fix
-        == "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp)"
+        == "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)"
     )
+
+
+def test_a_sequence_that_one_rank_cannot_hold_fits_when_ranks_share_it():
+    words = ("train.seq_len=8192", "train.global_batch=1", "memory.limit=1300MiB", "parallel.dp=1")
+    error = refusal(*words)
+    assert error.code == Exit.OUT_OF_MEMORY and error.what.startswith("tiny does not fit: ")
+    plan = plan_of(*words, "parallel.cp=2")
+    assert (plan.cp, plan.dp, plan.zero, plan.seq_len) == (2, 1, 0, 8192)
+    tighter = [word.replace("1300", "1200") for word in words]  # then the states are shared too, over the same ranks
+    assert plan_of(*tighter, "parallel.cp=2").zero == 1
 
 
 def test_8_billion_parameters_on_8_gpus_need_their_states_sharded():

@@ -12,5 +12,6 @@ DEMOS = {
     "tensor": "tensor",
     "sequence": "sequence",
     "pipeline": "pipeline",
+    "context": "context",
 }
 """Word -> file of this folder."""

@@ -79,9 +79,9 @@ def attend_block_backward(
         return _math_backward(grad, q, k, v, out, lse, sight, score)
     if kernel == "flash":
         # Without dropout the random state is not read; no cumulative lengths: all rows have the same.
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, sight.causal, seed, seed[:0],
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, sight.causal, seed, seed,
             scale=score.scale,
         )  # fmt: skip
     bias = _bias(q, k, sight)

@@ -238,7 +238,7 @@ def ring_backward(
     ring: Any, view: View, score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's queries, and of its keys and values, to which all ranks have added."""
-    grad, q, out = (x.transpose(1, 2) for x in (grad_BtHC, q_BtHC, out_BtHC))
+    grad, q, out = (x.transpose(1, 2) for x in (grad_BtHC.contiguous(), q_BtHC, out_BtHC))
     work = work_dtype(q)
     dq_BtHC = torch.zeros(q_BtHC.shape, dtype=work, device=q.device)
     dq = dq_BtHC.transpose(1, 2)

@@ -122,7 +122,7 @@ def _check_fill(config: Config, plan: Plan, origins: Origins) -> None:
 
 def _choose_zero(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> Plan:
     """The smallest ZeRO stage that fits, with the largest micro-batch that fits beside it. The run measures that one again."""
-    stages = _possible_stages(config.parallel, plan.dp)
+    stages = _possible_stages(config.parallel, plan.dp, plan.cp)
     for zero in stages:
         replicate = plan.dp if zero == 0 else degree(config.parallel.replicate)
         plan = replace(plan, zero=zero, replicate=replicate)
@@ -138,10 +138,10 @@ def _choose_zero(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> Pla
     return plan if len(stages) == 1 else replace(plan, reason=f"{plan.reason}; zero={plan.zero} needs the least memory")
 
 
-def _possible_stages(parallel: ParallelConfig, dp: int) -> tuple[int, ...]:
+def _possible_stages(parallel: ParallelConfig, dp: int, cp: int) -> tuple[int, ...]:
     if parallel.zero != "auto":
         return (int(parallel.zero),)
-    if dp == 1 or parallel.replicate == dp:  # nobody to share with
+    if cp == 1 and (dp == 1 or parallel.replicate == dp):  # nobody to share with
         return (0,)
     return (0, 1, 2, 3) if parallel.replicate == "auto" else (1, 2, 3)
 
@@ -197,14 +197,14 @@ def _refuse_what_cannot_fit(config: Config, spec: ModelSpec, plan: Plan, limit: 
         f"{spec.name} does not fit: {format_bytes(sum(parts.values()))} per rank of {format_bytes(limit)}",
         why=f"{plan.layout} with micro-batch {plan.micro_batch} holds {held}",
         fix=" or ".join(_what_would_fit(config, spec, plan, limit))
-        or "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp)",
+        or "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)",
         code=Exit.OUT_OF_MEMORY,
     )
 
 
 def _what_would_fit(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> list[str]:
     """Changes on the same ranks that were tried and fit, the smallest first."""
-    can_shard = plan.dp > 1 and config.parallel.replicate in ("auto", 1)
+    can_shard = plan.dp * plan.cp > 1 and config.parallel.replicate in ("auto", 1)
     smaller: list[Fix] = [{"train.micro_batch": 1}] if plan.micro_batch > 1 else []
     stages: list[Fix] = [{"parallel.zero": n} for n in range(plan.zero + 1, 4) if can_shard]
     both: list[Fix] = [stage | size for size in smaller for stage in stages]
