@@ -12,5 +12,6 @@ DEMOS = {
     "tensor": "tensor",
     "sequence": "sequence",
     "pipeline": "pipeline",
+    "experts": "experts",
 }
 """Word -> file of this folder."""
