@@ -3,7 +3,8 @@
 The loss is already divided by the step's global target-token count, so the sum over ranks is the gradient. Outside pipelines
 torch's DistributedDataParallel does the bucketing and the overlap with backward; its communication hook is replaced by one that
 sums. Inside a pipeline, where DDP asserts as soon as a rank has two stages, the gradients are summed in buckets after the last
-micro-batch; so are those of experts that are spread over ranks, whose copies are fewer than replicas. All ways of summing have the same four moments (`GradientSums`), which the pipeline calls. ZeRO is in zero.py.
+micro-batch; so are those of experts that are spread over ranks, whose copies are fewer than replicas. All ways of summing have the
+same four moments (`GradientSums`), which the pipeline calls. ZeRO is in zero.py.
 """
 
 from __future__ import annotations
