@@ -192,3 +192,14 @@ def test_a_count_that_differs_is_said_and_ends_with_1():
     assert done.returncode == 1, done.stdout + done.stderr
     assert "WRONG    ranks: counted 2, not 3" in done.stdout
     assert "DIFFERENT" in done.stdout and "SAME" not in done.stdout
+
+
+def test_experts_get_every_token_that_chose_them_and_send_it_back():
+    ranks = played("experts")["ranks"]
+    chosen = {token: expert for rank in ranks for token, expert in zip(rank["tokens"], rank["chosen"], strict=True)}
+    for expert, rank in enumerate(ranks):
+        assert rank["arrived"] == sorted(token for token, wish in chosen.items() if wish == expert)
+        assert rank["back"] == [token + 100 * (chosen[token] + 1) for token in rank["tokens"]]
+    whole = 4 * 2 * 8 * 3 * HIDDEN * 32  # two layers, eight experts of width 32
+    assert [rank["expert_bytes"] for rank in ranks] == [whole // 4] * 4
+    assert [sum(load) for rank in ranks for load in rank["loads"]] == [2 * 2 * 64] * 16

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from observe import observe
 from torch import Tensor
 
 from shardwise.data.loader import TensorBatch
@@ -134,6 +135,21 @@ def test_five_messages_per_layer_and_each_copy_of_a_token_travels_twice(layout: 
     counts = SPEC.num_experts * 8 * SPEC.num_layers * sum(microbatches for _, microbatches, _ in found)
     moved = 4 * tokens * 8 * SPEC.num_layers * sum(microbatches for _, microbatches, _ in found)
     assert sum(num_bytes for seen, *_ in found for _, num_bytes in seen) == counts + moved
+
+
+@pytest.mark.parametrize(("zero", "gathers", "reductions"), [(1, 6, 6), (2, 6, 12), (3, 16, 12)])
+def test_zero_gathers_and_reduces_experts_with_their_block(
+    zero: int, gathers: int, reductions: int, ranks: Any
+) -> None:
+    """Four groups of the rest (two ends, two blocks) and two of experts. Stage 3 gathers for both passes, but for the embedding, the
+    last block, its experts and the head."""
+    trial = Trial(global_batch=8, micro_batch=1, seq_len=12)
+    for found in ranks.run(observe, 4, SPEC, make_plan({"dp": 4, "zero": zero, "ep": 2}, trial), trial):
+        assert found.num_groups == {0: 6}
+        assert (found.gathers, found.reductions) == (gathers, reductions)
+        if zero == 3:
+            experts = [{name for name in look.gathered if ".experts." in name} for look in found.looks]
+            assert max(map(len, experts)) == 2 and experts[-1] == set()
 
 
 # Passes that do not split the tokens ----------------------------------------------------------------------------------

@@ -13,5 +13,6 @@ DEMOS = {
     "sequence": "sequence",
     "pipeline": "pipeline",
     "context": "context",
+    "experts": "experts",
 }
 """Word -> file of this folder."""

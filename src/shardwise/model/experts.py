@@ -48,12 +48,13 @@ class MixtureOfExperts(nn.Module):
         choice = self.router(x_ND)
         # 1. Bring each expert's tokens together: copy m is token m // K for its choice m % K.
         order_M = choice.experts_NK.flatten().argsort(stable=True)
+        back_M = order_M.argsort()
         counts_E = count_experts(choice.experts_NK.flatten()[None], self.num_experts)[0]
-        sorted_MD = x_ND.index_select(0, order_M // self.experts_per_token)
+        sorted_MD = arrange(x_ND, order_M, back_M, copies=self.experts_per_token)
         # 2. Every expert works on its own rows.
         out_MD = self.experts(sorted_MD, counts_E)
         # 3. Back to token order, weighted sum of each token's K results (fixed order: the same bits every time).
-        out_NKD = out_MD.index_select(0, order_M.argsort()).unflatten(0, (-1, self.experts_per_token))
+        out_NKD = arrange(out_MD, back_M, order_M).unflatten(0, (-1, self.experts_per_token))
         out_ND = (out_NKD * choice.weights_NK.to(out_NKD.dtype).unsqueeze(-1)).sum(1)
         out_BTD = out_ND.view_as(x_BTD)
         if self.shared is not None:
@@ -175,6 +176,28 @@ class Experts(nn.Module):
         else:
             h_MF = self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * h_MF
         return F.grouped_mm(h_MF, self.down.transpose(1, 2), offs=ends_E)
+
+
+def arrange(x_ND: Tensor, order_M: Tensor, back_M: Tensor, copies: int = 1) -> Tensor:
+    """`copies` of every row, in another order: copy m is of row m // copies. `back_M` is the way back."""
+    return _Arrange.apply(x_ND, order_M, back_M, copies)
+
+
+class _Arrange(torch.autograd.Function):
+    """Backward takes the rows back and adds the copies in a fixed order; an index's own would add them one by one, and on a GPU
+    in the order threads arrive."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, back_M: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back_M)
+        ctx.copies = copies
+        return x_ND.index_select(0, order_M if copies == 1 else order_M // copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None, None]:
+        (back_M,) = ctx.saved_tensors
+        rows_MD = grad_MD.index_select(0, back_M)
+        return rows_MD if ctx.copies == 1 else rows_MD.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
 
 
 def can_group(x: Tensor) -> bool:

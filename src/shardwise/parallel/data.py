@@ -3,7 +3,8 @@
 The loss is already divided by the step's global target-token count, so the sum over ranks is the gradient. Outside pipelines
 torch's DistributedDataParallel does the bucketing and the overlap with backward; its communication hook is replaced by one that
 sums. Inside a pipeline, where DDP asserts as soon as a rank has two stages, the gradients are summed in buckets after the last
-micro-batch. All ways of summing have the same four moments (`GradientSums`), which the pipeline calls. ZeRO is in zero.py.
+micro-batch; so are those of experts that are spread over ranks, whose copies are fewer than replicas. All ways of summing have the
+same four moments (`GradientSums`), which the pipeline calls. ZeRO is in zero.py.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Replicated(SummedAtEnd):
         with warnings.catch_warnings():
             # torch 2.13 wants `forward_sync_buffers` instead, which 2.11 does not know. Router counts must stay local.
             warnings.simplefilter("ignore", FutureWarning)
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(apart))
+            if apart:
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(apart))
             self.ddp = DistributedDataParallel(
                 model,
                 process_group=group,

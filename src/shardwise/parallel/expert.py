@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.decoder import Decoder
-from shardwise.model.experts import Experts, MixtureOfExperts, Routing, moe_layers
+from shardwise.model.experts import Experts, MixtureOfExperts, Routing, arrange, moe_layers
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.regions import TensorParallel, all_reduce, share
 from shardwise.parallel.traffic import Traffic, Wait, unseen
@@ -35,8 +35,9 @@ class SpreadExperts(Experts):
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         trip = plan_trip(counts_E, self.group, self.wait)
-        x_RD = permute(exchange(x_MD, trip.received, trip.sent, self.group, self.wait), trip.by_expert_R)
-        out_RD = permute(super().forward(x_RD, trip.counts_L), trip.by_rank_R)
+        x_RD = exchange(x_MD, trip.received, trip.sent, self.group, self.wait)
+        out_RD = super().forward(arrange(x_RD, trip.by_expert_R, trip.by_rank_R), trip.counts_L)
+        out_RD = arrange(out_RD, trip.by_rank_R, trip.by_expert_R)
         return exchange(out_RD, trip.sent, trip.received, self.group, self.wait)
 
 
@@ -113,11 +114,6 @@ def exchange(x: Tensor, received: list[int], sent: list[int], group: Group, wait
     return _Exchange.apply(x, received, sent, group, wait)
 
 
-def permute(x: Tensor, order: Tensor) -> Tensor:
-    """Rows in another order, none twice: backward puts them back instead of adding them up."""
-    return _Permute.apply(x, order)
-
-
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait) -> Tensor:
@@ -127,18 +123,6 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return all_to_all_rows(grad, *ctx.trip), None, None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (order,) = ctx.saved_tensors
-        return torch.empty_like(grad).index_copy_(0, order, grad), None
 
 
 def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:
