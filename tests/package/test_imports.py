@@ -162,7 +162,7 @@ def test_quick_answers_load_nothing_heavy(words, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        "train parallel.cp=2",
+        "train parallel.cp=3 parallel.cp_kind=ulysses",
         "train parallel.tp=3",
         "train parallel.pp=7",
         "verify parallel.tp=3",

@@ -27,7 +27,11 @@ class Two(nn.Module):
 def learn(kind: str) -> dict[str, Any]:
     """Two micro-batches; rank r multiplies by r + 1, and by ten in the second."""
     model, traffic = Two(), Traffic()
-    sums = (Replicated if kind == "replicated" else SummedAtEnd)(model, dist.group.WORLD, 2**20, traffic)
+    sums: SummedAtEnd
+    if kind == "replicated":
+        sums = Replicated(model, dist.group.WORLD, 2**20, traffic)
+    else:
+        sums = SummedAtEnd(model, [(dist.group.WORLD, list(model.parameters()))], 2**20, traffic)
     before = []
     for micro in range(2):
         last = micro == 1

@@ -42,6 +42,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp=4 zero=1 replicate=2": {"dp": 4, "zero": 1, "replicate": 2},
     "tp=4": {"tp": 4},
     "tp=2 sp": {"tp": 2, "sequence": True},
+    "dp=2 ep=2": {"dp": 2, "ep": 2},
+    "dp=2 zero=3 tp=2 sp ep=4": {"dp": 2, "zero": 3, "tp": 2, "sequence": True, "ep": 4},
+    "cp=2 ring": {"cp": 2},
+    "zero=2 cp=2 ulysses": {"cp": 2, "cp_kind": "ulysses", "zero": 2},
+    "tp=2 sp cp=2 ring": {"tp": 2, "sequence": True, "cp": 2},
+    "cp=2 ring pp=2": {"cp": 2, "pp": 2},
     "pp=3": {"pp": 3},
     "pp=2 zbv": {"pp": 2, "schedule": "zbv", "virtual_stages": 2},
     "dp=2 zero=2 pp=2 interleaved": {"dp": 2, "zero": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
@@ -80,7 +86,7 @@ def clipped(spec: ModelSpec, plan: Plan, largest: float) -> tuple[float, dict[st
     return float(norm), collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
 
 
-@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize("model", ["untied", "tied", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norm_and_clipping_are_global(layout: str, model: str, ranks: Any) -> None:
     """A tied weight on two stages, a replicated vector, a key-value head on two ranks: all count once."""
@@ -137,7 +143,8 @@ def generated(spec: ModelSpec, plan: Plan, sampling: Sampling, stop: frozenset[i
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_generation_gives_the_same_tokens(layout: str, ranks: Any) -> None:
-    spec, plan, sampling = SPECS["tied"], make_plan(layout), Sampling(temperature=1.5, top_p=0.9, seed=3)
+    plan, sampling = make_plan(layout), Sampling(temperature=1.5, top_p=0.9, seed=3)
+    spec = SPECS["experts" if plan.ep > 1 else "tied"]
     truth = list(generate(plain_model(spec), PROMPT, 12, sampling))
     assert len(truth) == 12 and len(set(truth)) > 3
     assert ranks.run(generated, plan.world, spec, plan, sampling, frozenset()) == [(truth, True)] * plan.world
@@ -180,13 +187,13 @@ def counted(spec: ModelSpec, plan: Plan) -> dict[str, Tensor]:
     for model in engine.models:
         names = {id(module): name for name, module in model.named_modules()}
         for layer in moe_layers(model):
-            if engine.mesh.dp is not None:
-                dist.all_reduce(layer.tokens_per_expert, group=engine.mesh.dp)
             counts[names[id(layer)]] = layer.tokens_per_expert.clone()
     return counts
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=2 pp=2 interleaved", "tp=2 sp"])
+@pytest.mark.parametrize(
+    "layout", ["dp=2", "dp=2 zero=2 pp=2 interleaved", "tp=2 sp", "dp=2 ep=2", "dp=2 zero=3 tp=2 sp ep=4"]
+)
 def test_padding_is_not_counted_by_routers(layout: str, ranks: Any) -> None:
     spec, plan = SPECS["experts"], make_plan(layout)
     model, batch = plain_model(spec), TRIAL.batch(spec, 1)

@@ -76,8 +76,8 @@ def train(directory: Path, plan: Plan) -> Found:
     losses, norms, first = [], [], {}
     for step in range(1, TRIAL.num_steps + 1):
         batch, num_targets = trial_batch(spec, plan, TRIAL, step, engine.mesh.at.dp)
-        norm, sums = accumulate(engine, batch, num_targets, clock)
-        losses.append(float(sums[0]) / num_targets)
+        norm, finish = accumulate(engine, batch, num_targets, clock)
+        losses.append(float(finish()[0]) / num_targets)
         norms.append(float(norm))
         if step == 1:
             first = collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})

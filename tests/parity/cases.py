@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from flips import first_flip, plain_routes, routes_in_layout
 from layouts import Case
 from torch import Tensor
 
@@ -58,6 +59,14 @@ class Matrix:
         if case not in self.measured:
             self.measured[case] = self.compare(case.spec, case.plan, case.trial)
         return self.measured[case]
+
+    def flips(self, case: Case, job: Any = routes_in_layout) -> str:
+        """For a row that differs: which token took another way first. A tie that rounding broke looks like a mistake otherwise."""
+        if not case.spec.num_experts:
+            return ""
+        [truth] = self.ranks.run(plain_routes, 1, case.spec, case.trial, timeout=120)
+        found = self.ranks.run(job, case.plan.world, case.spec, case.plan, case.trial, timeout=120)
+        return first_flip(truth, [route for routes in found for route in routes])
 
     def compare(self, spec: ModelSpec, plan: Plan, trial: Trial, job: Any = None, **options: Any) -> Differences:
         truth = self.truth(spec, plan, trial)

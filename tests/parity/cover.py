@@ -1,6 +1,6 @@
 """A pairwise cover of the matrix: few rows in which every two values that can meet do meet.
 
-A row has six values: what its layout does along three kinds of axis, its model, its precision, its batch. Greedy: the row
+A row has seven values: what its layout does along four kinds of axis, its model, its precision, its batch. Greedy: the row
 with the most new pairs for its cost comes next, of equal ones that with the values used least so far. Deterministic.
 """
 

@@ -1,7 +1,9 @@
 """The whole same-loss matrix and all mutations: `make parity`. Prints a table and writes docs/parity.md; exit 1 if a row is over.
 
-    python tests/parity/full.py                everything
-    python tests/parity/full.py --mutations    only the mutations; writes nothing
+    python tests/parity/full.py                             everything
+    python tests/parity/full.py --mutations                 only the mutations; writes nothing
+    python tests/parity/full.py --part 2/4 --json FILE      a quarter of it into a file: parts may run side by side
+    python tests/parity/full.py --page FILE ...             the page from such files
 
 Every layout meets every main model in every precision; the other families are spread over the layouts so that each layout
 meets at least one of them. Batches take turns.
@@ -10,14 +12,16 @@ meets at least one of them. Batches take turns.
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from datetime import date
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -32,6 +36,7 @@ from layouts import (  # noqa: E402
     MAIN_MODELS,
     NUM_STEPS,
     PRECISIONS,
+    ROUTED,
     Case,
     degree,
 )
@@ -50,6 +55,8 @@ def all_cases() -> list[Case]:
     for number, layout in enumerate(LAYOUTS):
         others = list(product(FAMILIES, PRECISIONS))
         chosen = [others[(5 * number + step) % len(others)] for step in (0, 4, 8)]  # every precision, three families
+        if degree(layout, "ep") > 1:
+            chosen = list(product(("experts", "latent", *ROUTED), PRECISIONS))
         for model, precision in [*product(MAIN_MODELS, PRECISIONS), *chosen]:
             names = list(BATCHES)
             turns = names[len(cases) % len(names) :] + names
@@ -74,8 +81,8 @@ def is_good(case: Case, found: Differences | str) -> bool:
     return isinstance(found, Differences) and not found.over(case.limits)
 
 
-def run_mutations(matrix: Matrix, console: Console) -> dict[str, str | None]:
-    found = {name: try_mutation(matrix, name) for name in track(MUTATIONS, "mutations", console=console)}
+def run_mutations(matrix: Matrix, names: list[str], console: Console) -> dict[str, str | None]:
+    found = {name: try_mutation(matrix, name) for name in track(names, "mutations", console=console)}
     for name, how in found.items():
         console.print(f"{MUTATIONS[name].title}: {how or '[red]not noticed'}")
     return found
@@ -84,16 +91,16 @@ def run_mutations(matrix: Matrix, console: Console) -> dict[str, str | None]:
 # The page -------------------------------------------------------------------------------------------------------------
 
 
-def page(found: Rows, mutations: dict[str, str | None], seconds: float) -> str:
-    return "\n".join([*_head(found, seconds), *_worst(found), *_rows(found), *_mutations(mutations), ""])
+def page(found: Rows, mutations: dict[str, str | None], run: dict[str, Any], seconds: float) -> str:
+    return "\n".join([*_head(found, run, seconds), *_worst(found), *_rows(found), *_mutations(mutations), ""])
 
 
-def _head(found: Rows, seconds: float) -> list[str]:
+def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
     good = sum(is_good(case, result) for case, result in found.items())
     return [
         "# The same-loss matrix",
         "",
-        f"Written by `make parity` on {date.today()} with torch {torch.__version__}, Python {platform.python_version()}, on CPUs "
+        f"Written by `make parity` on {date.today()} with torch {run['torch']}, Python {run['python']}, on CPUs "
         f"over gloo, in {seconds / 60:.0f} minutes: {good} of {len(found)} rows within their limits.",
         "",
         f"Each row trains {NUM_STEPS} steps in a layout and in one process (`src/shardwise/run/reference.py`: the plain model, torch's "
@@ -184,20 +191,53 @@ def _row(case: Case) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", action="store_true", help="only the mutations; writes nothing")
-    asked, console, began = parser.parse_args(), Console(), time.monotonic()
-    matrix = Matrix(RankPool())
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="part I of N, counted from 1")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="what was found, instead of the page")
+    parser.add_argument(
+        "--page", type=Path, nargs="+", metavar="FILE", help="only write the page, from files of --json"
+    )
+    asked, console = parser.parse_args(), Console()
+    parts = [json.loads(file.read_text()) for file in asked.page or ()] or [_run_part(asked, console)]
+    if asked.json:
+        asked.json.write_text(json.dumps(parts[0]))
+    rows = {Case(*key.split("|")): _found(value) for part in parts for key, value in part["rows"].items()}
+    rows = {case: rows[case] for case in all_cases() if case in rows}
+    mutations = {name: how for part in parts for name, how in part["mutations"].items()}
+    bad = sum(not is_good(case, result) for case, result in rows.items())
+    unnoticed = sum(how is None for how in mutations.values())
+    if rows and not asked.json:
+        versions = {(part["torch"], part["python"]) for part in parts}
+        assert len(versions) == 1, f"parts of different runs: {versions}"
+        PAGE.write_text(page(rows, mutations, parts[0], max(part["seconds"] for part in parts)), encoding="utf-8")
+        console.print("\n".join(_worst(rows)))
+    console.print(f"{len(rows)} rows, {bad} over their limits; {len(mutations)} mutations, {unnoticed} not noticed")
+    return 1 if bad or unnoticed else 0
+
+
+def _run_part(asked: argparse.Namespace, console: Console) -> dict[str, Any]:
+    part, parts = map(int, asked.part.split("/"))
+    began, matrix = time.monotonic(), Matrix(RankPool())
     try:
-        found = {} if asked.mutations else run_cases(matrix, all_cases(), console)
-        mutations = run_mutations(matrix, console)
+        found = {} if asked.mutations else run_cases(matrix, all_cases()[part - 1 :: parts], console)
+        mutations = run_mutations(matrix, list(MUTATIONS)[part - 1 :: parts], console)
     finally:
         matrix.ranks.close()
-    bad = sum(not is_good(case, result) for case, result in found.items())
-    unnoticed = sum(how is None for how in mutations.values())
-    if found:
-        PAGE.write_text(page(found, mutations, time.monotonic() - began), encoding="utf-8")
-        console.print("\n".join(_worst(found)))
-    console.print(f"{len(found)} rows, {bad} over their limits; {len(mutations)} mutations, {unnoticed} not noticed")
-    return 1 if bad or unnoticed else 0
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seconds": time.monotonic() - began,
+        "rows": {
+            "|".join((case.layout, case.model, case.precision, case.batch)): result
+            if isinstance(result, str)
+            else asdict(result)
+            for case, result in found.items()
+        },
+        "mutations": mutations,
+    }
+
+
+def _found(value: Any) -> Differences | str:
+    return value if isinstance(value, str) else Differences(**value)
 
 
 if __name__ == "__main__":

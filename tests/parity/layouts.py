@@ -67,11 +67,69 @@ LAYOUTS: tuple[str, ...] = (
     "tp=2 sp pp=2 schedule=zero-bubble",
     "tp=2 pp=2 schedule=zero-bubble virtual_stages=2",
     "tp=2 sp pp=2 schedule=zbv virtual_stages=2",
+    # Experts over data-parallel ranks, over tensor-parallel ones, over both; more copies of each, or one
+    "dp=2 ep=2",
+    "dp=4 ep=4",
+    "dp=4 ep=2",
+    *(f"dp=2 zero={zero} ep=2" for zero in (1, 2, 3)),
+    "dp=4 zero=1 ep=4",
+    "dp=4 zero=2 ep=2",
+    "dp=4 zero=3 ep=2",
+    "dp=4 zero=3 replicate=2 ep=2",
+    "dp=4 zero=2 replicate=2 ep=4",  # a row of experts is longer than a replica
+    "tp=2 sp ep=2",
+    "tp=4 sp ep=2",
+    "dp=2 tp=2 sp ep=2",
+    "dp=2 tp=2 sp ep=4",
+    "dp=2 zero=3 tp=2 sp ep=4",
+    "dp=2 pp=2 schedule=1f1b ep=2",
+    "tp=2 sp pp=2 schedule=1f1b ep=2",
+    "dp=2 zero=1 pp=2 schedule=interleaved virtual_stages=2 ep=2",
+    "dp=2 zero=2 pp=2 schedule=zbv virtual_stages=2 ep=2",
+    "dp=2 zero=3 pp=2 schedule=zero-bubble ep=2",
+    # Context parallelism: a ring, Ulysses, and either with every other axis
+    "cp=2 cp_kind=ring",
+    "cp=2 cp_kind=ulysses",
+    "cp=4 cp_kind=ring",
+    "cp=4 cp_kind=ulysses",
+    "zero=1 cp=2 cp_kind=ring",
+    "zero=2 cp=2 cp_kind=ulysses",
+    "zero=3 cp=2 cp_kind=ring",
+    "dp=2 cp=2 cp_kind=ring",
+    "dp=2 zero=1 cp=2 cp_kind=ulysses",
+    "dp=2 zero=2 cp=2 cp_kind=ring",
+    "dp=2 zero=3 cp=2 cp_kind=ring",
+    "dp=2 zero=3 replicate=2 cp=2 cp_kind=ring",
+    "tp=2 cp=2 cp_kind=ring",
+    "tp=2 sp cp=2 cp_kind=ring",
+    "tp=2 sp cp=2 cp_kind=ulysses",
+    "cp=2 cp_kind=ring pp=2 schedule=1f1b",
+    "cp=2 cp_kind=ulysses pp=2 schedule=gpipe",
+    "cp=2 cp_kind=ring pp=2 schedule=interleaved virtual_stages=2",
+    "cp=2 cp_kind=ring pp=2 schedule=zero-bubble",
+    "cp=2 cp_kind=ulysses pp=2 schedule=zero-bubble virtual_stages=2",
+    "zero=3 cp=2 cp_kind=ring pp=2 schedule=zbv virtual_stages=2",
+    # Context and experts together, over either and over both
+    "cp=2 cp_kind=ring ep=2",
+    "zero=3 cp=2 cp_kind=ulysses ep=2",
+    "dp=2 zero=2 cp=2 cp_kind=ring ep=4",
+    "tp=2 sp cp=2 cp_kind=ring ep=2",
+    "tp=2 sp cp=2 cp_kind=ulysses ep=4",
+    "cp=2 cp_kind=ring pp=2 schedule=zero-bubble ep=2",
     # Three axes, and four with replicas: eight ranks
+    "tp=2 sp cp=2 cp_kind=ring pp=2 schedule=1f1b",
+    "dp=2 zero=3 tp=2 sp cp=2 cp_kind=ring",
+    "dp=2 zero=2 cp=2 cp_kind=ulysses pp=2 schedule=zero-bubble",
     "dp=2 zero=1 tp=2 sp pp=2 schedule=zero-bubble",
     "dp=2 zero=3 tp=2 sp pp=2 schedule=zbv virtual_stages=2",
     "dp=4 zero=2 replicate=2 pp=2 schedule=interleaved virtual_stages=2",
     "dp=4 zero=3 replicate=2 tp=2 sp",
+    "dp=2 zero=3 tp=2 sp pp=2 schedule=zero-bubble ep=4",
+    "dp=4 zero=2 replicate=2 pp=2 schedule=1f1b ep=2",
+    "dp=2 zero=3 tp=2 sp cp=2 cp_kind=ring ep=4",
+    # Every axis at once: sixteen ranks
+    "dp=2 zero=3 tp=2 sp cp=2 cp_kind=ring pp=2 schedule=1f1b ep=4",
+    "dp=2 zero=2 tp=2 sp cp=2 cp_kind=ulysses pp=2 schedule=zero-bubble ep=2",
 )
 
 SIZES = {
@@ -111,7 +169,11 @@ FAMILIES: dict[str, ModelSpec] = {
         {k: v for k, v in SIZES.items() if k != "head_dim"} | EXPERTS | LATENT
     ),
 }
-MODELS = MAIN_MODELS | FAMILIES
+ROUTED: dict[str, ModelSpec] = {  # for layouts that spread experts
+    "mixtral": preset("mixtral-8x7b").with_overrides(SIZES | EXPERTS),
+    "qwen3-moe": preset("qwen3-30b-a3b").with_overrides(SIZES | EXPERTS | {"num_experts": 8, "experts_per_token": 3}),
+}
+MODELS = MAIN_MODELS | FAMILIES | ROUTED
 
 
 @dataclass(frozen=True)
@@ -172,7 +234,12 @@ class Case:
         """Whether this layout can hold this model, and one process does the same arithmetic."""
         fields = plan_fields(self.layout)
         split, stages = fields.get("split"), fields.get("pp", 1) * fields.get("virtual_stages", 1)
+        heads = self.spec.num_heads // fields.get("tp", 1)
+        if fields.get("cp_kind") == "ulysses" and heads % fields["cp"]:
+            return False
         if stages > self.spec.num_layers or (split is not None and sum(split) != self.spec.num_layers):
+            return False
+        if not self.spec.num_experts if degree(self.layout, "ep") > 1 else self.model in ROUTED:
             return False
         return self.precision != "bf16" or self.is_cut_alike
 
@@ -192,7 +259,12 @@ class Case:
             return {"loss": 1e-9, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9}
         if self.precision == "fp32":
             return {"loss": 1e-5, "gradient": 1e-5}
-        return {"loss": 5e-3 if degree(self.layout, "tp") > 1 else 1e-5}
+        # Where a sum inside a layer is split, bf16 rounds elsewhere: tensor parallelism adds up two rounded halves, and an expert that
+        # gets rows of two ranks rounds one gradient, not two.
+        splits_sums = degree(self.layout, "tp") > 1 or degree(self.layout, "ep") > 1
+        # Both split sums inside a layer: of heads and channels, or over tokens (weights' gradients, attention in a ring).
+        splits_sums = degree(self.layout, "tp") * degree(self.layout, "cp") > 1
+        return {"loss": 5e-3 if splits_sums else 1e-5}
 
 
 def plan_fields(layout: str, spec: ModelSpec | None = None) -> dict[str, Any]:
@@ -200,7 +272,7 @@ def plan_fields(layout: str, spec: ModelSpec | None = None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key, value in parse_layout(layout).items():
         name = key.split(".")[1]
-        if name == "schedule":
+        if name in ("schedule", "cp_kind"):
             fields[name] = value
         elif name == "sequence":
             fields[name] = value == "true"
@@ -221,7 +293,7 @@ def degree(layout: str, axis: str) -> int:
 
 @cache
 def world(layout: str) -> int:
-    return degree(layout, "dp") * degree(layout, "tp") * degree(layout, "pp")
+    return degree(layout, "dp") * degree(layout, "cp") * degree(layout, "tp") * degree(layout, "pp")
 
 
 def features(layout: str) -> dict[str, str]:
@@ -230,4 +302,7 @@ def features(layout: str) -> dict[str, str]:
     data = "hybrid" if "replicate" in words else f"zero {words.get('zero', 0)}" if "dp" in words else "alone"
     tensor = f"tp{' sp' * ('sequence' in words)}" if "tp" in words else "whole"
     pipeline = f"{words['schedule']} {words.get('virtual_stages', 1)}" if "pp" in words else "one stage"
-    return {"data": data, "tensor": tensor, "pipeline": pipeline}
+    experts = "spread" if "ep" in words else "whole"
+    return {"data": data, "tensor": tensor, "pipeline": pipeline, "experts": experts}
+    context = words["cp_kind"] if "cp" in words else "whole rows"
+    return {"data": data, "tensor": tensor, "context": context, "pipeline": pipeline}

@@ -19,9 +19,22 @@ from ranks import RankFailure, RankHang
 
 from shardwise.data.loader import TensorBatch
 from shardwise.model.decoder import Hidden
-from shardwise.model.experts import update_router_bias
 from shardwise.model.spec import ModelSpec
-from shardwise.parallel import apply, data, engine, mailbox, pipeline, regions, shards, tensor, zero
+from shardwise.parallel import (
+    apply,
+    context,
+    data,
+    engine,
+    expert,
+    mailbox,
+    pipeline,
+    regions,
+    ring,
+    shards,
+    tensor,
+    ulysses,
+    zero,
+)
 from shardwise.plan.plan import Plan
 from shardwise.run.reference import Record, Trial
 
@@ -148,9 +161,16 @@ def forget_an_unshard(patch: Patch) -> None:
 
 @mutation("expert counts are not summed over ranks", "dp=2 | latent | fp64 | even")
 def forget_expert_counts(patch: Patch) -> None:
-    patch.setattr(
-        engine.Engine, "balance_experts", lambda self: [update_router_bias(model) for model in self.models] and None
-    )
+    together = engine.Engine.norm_and_sums
+
+    def apart(self: Any, sums: Any) -> Any:
+        own = [layer.tokens_per_expert.clone() for layer in self._routed.values()]
+        result = together(self, sums)
+        for layer, counts in zip(self._routed.values(), own, strict=True):
+            layer.tokens_per_expert.copy_(counts)
+        return result
+
+    patch.setattr(engine.Engine, "norm_and_sums", apart)
 
 
 @mutation("gradients of the last step stay", "dp=2 zero=1 | dense | fp64 | few")
@@ -247,9 +267,8 @@ def forget_tied_sum(patch: Patch) -> None:
 def count_tied_twice(patch: Patch) -> None:
     make = shards.Shard
 
-    def counted(name: str, *rest: Any) -> Any:
-        *before, copies, group, tp_copies = rest
-        return make(name, *before, max(1, copies // 2) if name == "embed.weight" else copies, group, tp_copies)
+    def counted(*, name: str, copies: int, **rest: Any) -> Any:
+        return make(name=name, copies=max(1, copies // 2) if name == "embed.weight" else copies, **rest)
 
     patch.setattr(shards, "Shard", counted)
 
@@ -330,4 +349,160 @@ def shift_positions(patch: Patch) -> None:
         regions.TensorParallel,
         "split",
         lambda self, x: x.chunk(self.size, dim=1)[(self.index + 1) % self.size] if self.active else x,
+    )
+
+
+# Context parallelism --------------------------------------------------------------------------------------------------
+
+
+@mutation("one step of the ring is not computed", "cp=4 cp_kind=ring | dense | fp64 | even")
+def drop_a_ring_step(patch: Patch) -> None:
+    blocks = ring.Zigzag.blocks
+
+    def fewer(self: Any, source: int, window: int | None = None) -> Any:
+        return [] if source == (self.index - 1) % self.size else blocks(self, source, window)
+
+    patch.setattr(ring.Zigzag, "blocks", fewer)
+
+
+@mutation("the pieces of the zigzag are kept in the wrong order", "cp=2 cp_kind=ring | grouped-query | fp64 | even")
+def swap_the_pieces(patch: Patch) -> None:
+    patch.setattr(ring.Zigzag, "pieces", lambda self, rank: (2 * self.size - 1 - rank, rank))
+
+
+@mutation(
+    "a rank takes its tokens without the zigzag, and computes as if with it", "cp=2 cp_kind=ring | dense | fp32 | even"
+)
+def take_a_stretch(patch: Patch) -> None:
+    patch.setattr(context.ContextParallel, "take", lambda self, x: x.chunk(self.size, dim=1)[self.ring.index])
+
+
+@mutation("every rank counts its positions from 0", "cp=2 cp_kind=ulysses | gpt2 | fp64 | even")
+def restart_positions(patch: Patch) -> None:
+    begin = context._begin_pass
+
+    def from_zero(*args: Any) -> Any:
+        _, given = begin(*args)
+        given["positions_BT"] = torch.arange(given["tokens_BT"].shape[1])[None]
+        return (), given
+
+    patch.setattr(context, "_begin_pass", from_zero)
+
+
+@mutation("gradients of keys and values go home to the wrong rank", "zero=1 cp=2 cp_kind=ring | tied | fp64 | odd")
+def lose_the_way_home(patch: Patch) -> None:
+    backward = ring.ring_backward
+
+    def stay(*args: Any) -> Any:
+        class Keeps:
+            """Passes keys on, and keeps the gradients that it should pass on."""
+
+            def __init__(self, line: Any):
+                self.line, self.size, self.index, self.calls = line, line.size, line.index, 0
+
+            def pass_on(self, x: Any) -> Any:
+                self.calls += 1
+                return self.line.pass_on(x) if self.calls < self.size else lambda: x
+
+        return backward(*args[:6], Keeps(args[6]), *args[7:])
+
+    patch.setattr(ring, "ring_backward", stay)
+
+
+@mutation("rows that see nothing in a block weigh like a key", "cp=2 cp_kind=ring | window | fp64 | ragged")
+def trust_the_kernels_lse(patch: Patch) -> None:
+    attend = ring.attend_block
+
+    def zero_for_nothing(*args: Any) -> Any:
+        out, lse = attend(*args)
+        return out, lse.masked_fill(lse == float("-inf"), 0.0)
+
+    patch.setattr(ring, "attend_block", zero_for_nothing)
+
+
+@mutation("documents are forgotten between ranks", "cp=2 cp_kind=ring | dense | fp64 | ragged")
+def forget_documents_of_others(patch: Patch) -> None:
+    patch.setattr(ring.View, "_with_documents", lambda self, source: self.place.blocks(source, self.window))
+
+
+@mutation("expert counts are those of a part of the sequence", "cp=2 cp_kind=ring | experts | fp64 | even")
+def count_part_of_the_sequence(patch: Patch) -> None:
+    patch.setattr(context, "all_reduce", lambda x, group, wait: x * 2)
+
+
+@mutation("Ulysses gives heads to the wrong ranks", "cp=2 cp_kind=ulysses | grouped-query | fp64 | even")
+def swap_heads(patch: Patch) -> None:
+    exchange = ulysses.tokens_for_heads
+    patch.setattr(ulysses, "tokens_for_heads", lambda x, *line: exchange(x.flip(2), *line))
+
+
+# Expert parallelism ---------------------------------------------------------------------------------------------------
+
+
+@mutation("two experts are swapped", "dp=2 ep=2 | mixtral | fp64 | odd")
+def swap_two_experts(patch: Patch) -> None:
+    plan_trip = expert.plan_trip
+
+    def swapped(counts_E: Any, *line: Any) -> Any:
+        trip = plan_trip(counts_E, *line)
+        return trip._replace(counts_L=trip.counts_L.flip(0))
+
+    patch.setattr(expert, "plan_trip", swapped)
+
+
+@mutation("ranks hold each other's experts", "dp=2 zero=3 ep=2 | qwen3-moe | fp64 | even")
+def misplace_experts(patch: Patch) -> None:
+    find = shards.placement
+
+    def moved(spec: Any, name: str, tp: int, index: int, sequence: bool, ep: int, expert_index: int) -> Any:
+        return find(spec, name, tp, index, sequence, ep, (expert_index + 1) % ep)
+
+    patch.setattr(shards, "placement", moved)
+
+
+@mutation("gradients of experts are averaged over their copies", "dp=4 ep=2 | latent | fp64 | odd")
+def average_experts(patch: Patch) -> None:
+    add = data.sum_tensors
+
+    def averaged(tensors: Any, group: Any, *rest: Any) -> int:
+        sent = add(tensors, group, *rest)
+        torch._foreach_div_(tensors, group.size())
+        return sent
+
+    patch.setattr(data, "sum_tensors", averaged)
+
+
+@mutation("gradients of experts are summed over all data-parallel ranks", "dp=2 ep=2 | experts | fp64 | even")
+def sum_experts_over_all(patch: Patch) -> None:
+    replicate = apply._replicate
+
+    def everywhere(model: Any, mesh: Any, size: int, traffic: Any) -> Any:
+        sums = replicate(model, mesh, size, traffic)
+        sums.at_end = [(mesh.dp, [p for name, p in model.named_parameters() if ".experts." in name])]
+        return sums
+
+    patch.setattr(apply, "_replicate", everywhere)
+
+
+@mutation("rows come back in the order of experts", "dp=2 ep=2 | qwen3-moe | fp64 | ragged")
+def forget_way_back(patch: Patch) -> None:
+    plan_trip = expert.plan_trip
+
+    def one_way(counts_E: Any, *line: Any) -> Any:
+        trip = plan_trip(counts_E, *line)
+        return trip._replace(by_rank_R=torch.arange(len(trip.by_rank_R)))
+
+    patch.setattr(expert, "plan_trip", one_way)
+
+
+@mutation("a sequence's counts are those of one rank's tokens", "tp=2 sp ep=2 | mixtral | fp64 | odd")
+def forget_sequence_counts(patch: Patch) -> None:
+    patch.setattr(expert, "sequence_sum", lambda mesh, tp, wait: lambda counts: counts)
+
+
+@mutation("gradients go to experts but not back to tokens", "dp=2 zero=2 ep=2 | experts | fp64 | even")
+def forget_exchange_gradient(patch: Patch) -> None:
+    backward = expert._Exchange.backward
+    patch.setattr(
+        expert._Exchange, "backward", staticmethod(lambda ctx, grad: (backward(ctx, grad)[0] * 0, *[None] * 4))
     )

@@ -20,6 +20,10 @@ QUICK = [
     "forget_partial_sum",
     "forget_shared_heads",
     "count_replicated_twice",
+    "swap_two_experts",
+    "average_experts",
+    "drop_a_ring_step",
+    "swap_the_pieces",
 ]
 
 

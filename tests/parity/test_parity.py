@@ -7,9 +7,10 @@ from itertools import combinations
 import pytest
 from cases import Matrix, differences
 from cover import all_goals, cover, rows, values_of
+from flips import nudged
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from layouts import CLIP, LAYOUTS, MODELS, NUM_STEPS, PRECISIONS, SCHEDULES, Case, plan_fields, world
+from layouts import CLIP, LAYOUTS, MODELS, NUM_STEPS, PRECISIONS, ROUTED, SCHEDULES, Case, plan_fields, world
 
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
@@ -19,6 +20,10 @@ from shardwise.run.trial import trial_plan
 EIGHT_RANKS = [
     Case("dp=2 zero=1 tp=2 sp pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),
     Case("dp=4 zero=3 replicate=2 tp=2 sp", "grouped-query", "fp64", "ragged"),
+    Case("dp=2 zero=3 tp=2 sp pp=2 schedule=zero-bubble ep=4", "latent", "fp64", "odd"),
+    Case("tp=2 sp cp=2 cp_kind=ring pp=2 schedule=1f1b", "window", "fp64", "ragged"),
+    Case("dp=2 zero=3 tp=2 sp cp=2 cp_kind=ring ep=4", "latent", "fp64", "even"),
+    Case("dp=2 zero=2 cp=2 cp_kind=ulysses pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),
 ]
 
 
@@ -34,6 +39,11 @@ def test_the_table_has_every_axis_and_every_zero_stage_in_every_schedule() -> No
             assert wanted in found, wanted
     assert any("replicate" in fields and "pp" in fields for fields in found)
     assert any({"dp", "tp", "pp"} <= fields.keys() for fields in found)
+    for kind in ("ring", "ulysses"):
+        shared = [fields for fields in found if fields.get("cp_kind") == kind]
+        assert {fields["cp"] for fields in shared} == {2, 4}
+        assert all(any(axis in fields for fields in shared) for axis in ("dp", "zero", "tp", "sequence", "pp"))
+    assert {fields.get("zero", 0) for fields in found if "cp" in fields} == {0, 1, 2, 3}
 
 
 def test_the_cover_reaches_every_pair() -> None:
@@ -44,7 +54,9 @@ def test_the_cover_reaches_every_pair() -> None:
     for model in MODELS:
         for precision in PRECISIONS:
             assert frozenset({("model", model), ("precision", precision)}) in met
-        for words in SCHEDULES:
+        if MODELS[model].num_experts:
+            assert frozenset({("model", model), ("experts", "spread")}) in met
+        for words in SCHEDULES if model not in ROUTED else ():
             fields = plan_fields(words)
             pipeline = f"{fields['schedule']} {fields.get('virtual_stages', 1)}"
             assert frozenset({("model", model), ("pipeline", pipeline)}) in met
@@ -78,13 +90,21 @@ def test_clipping_is_at_work_in_every_step() -> None:
 @pytest.mark.parametrize("case", cover(), ids=str)
 def test_same_loss(case: Case, matrix: Matrix) -> None:
     found = matrix.measure(case)
-    assert not found.over(case.limits), f"{case}: {found}"
+    assert not found.over(case.limits), f"{case}: {found}{matrix.flips(case)}"
 
 
 @pytest.mark.parametrize("case", EIGHT_RANKS, ids=str)
 def test_same_loss_on_eight_ranks(case: Case, matrix: Matrix) -> None:
     found = matrix.measure(case)
-    assert not found.over(case.limits), f"{case}: {found}"
+    assert not found.over(case.limits), f"{case}: {found}{matrix.flips(case)}"
+
+
+def test_a_token_that_goes_to_other_experts_is_named(matrix: Matrix) -> None:
+    """What a row that differs says: the first token that was routed differently, and how close its logits were."""
+    case = Case("tp=2 sp ep=2", "mixtral", "fp64", "odd")
+    assert "no token" in matrix.flips(case)
+    said = matrix.flips(case, job=nudged)
+    assert "step 2, layer 1, row 3, token 9" in said and "gap" in said, said
 
 
 # Layouts and models that nobody chose ---------------------------------------------------------------------------------
@@ -93,12 +113,18 @@ def test_same_loss_on_eight_ranks(case: Case, matrix: Matrix) -> None:
 @st.composite
 def layout_strings(draw: st.DrawFn) -> str:
     """Any valid layout on two to four ranks, without a split."""
-    dp, tp, pp = draw(
-        st.sampled_from(
-            [(d, t, p) for d in (1, 2, 3, 4) for t in (1, 2, 4) for p in (1, 2, 3, 4) if 2 <= d * t * p <= 4]
-        )
-    )
+    degrees = [
+        (d, c, t, p)
+        for d in (1, 2, 3, 4)
+        for c in (1, 2, 4)
+        for t in (1, 2, 4)
+        for p in (1, 2, 3, 4)
+        if 2 <= d * c * t * p <= 4
+    ]
+    dp, cp, tp, pp = draw(st.sampled_from(degrees))
     words = [f"dp={dp}"]
+    if cp > 1:
+        words += [f"cp={cp}", f"cp_kind={draw(st.sampled_from(['ring', 'ulysses']))}"]
     if zero := draw(st.integers(0, 3)):
         replicate = draw(st.sampled_from([n for n in range(1, dp + 1) if dp % n == 0]))
         words += [f"zero={zero}", f"replicate={replicate}"]
@@ -106,12 +132,15 @@ def layout_strings(draw: st.DrawFn) -> str:
         words += [f"tp={tp}", *(["sp"] if draw(st.booleans()) else [])]
     if pp > 1:
         words += [f"pp={pp}", draw(st.sampled_from([words for words in SCHEDULES if pp < 4 or "=2" not in words]))]
+    if dp * tp > 1 and (tp == 1 or "sp" in words):
+        ep = draw(st.sampled_from([n for n in (1, 2, 4) if dp * tp % n == 0]))  # of tiny-moe's eight experts
+        words += [f"ep={ep}"] if ep > 1 else []
     return " ".join(words)
 
 
 @st.composite
-def specs(draw: st.DrawFn, num_stages: int) -> ModelSpec:
-    kind = draw(st.sampled_from(["tiny", "tiny-moe"]))
+def specs(draw: st.DrawFn, num_stages: int, routed: bool) -> ModelSpec:
+    kind = "tiny-moe" if routed else draw(st.sampled_from(["tiny", "tiny-moe"]))
     return preset(kind).with_overrides(
         {
             "num_layers": num_stages + draw(st.integers(0, 2)),
@@ -137,7 +166,7 @@ def splits(draw: st.DrawFn, num_layers: int, num_stages: int) -> tuple[int, ...]
 
 @given(data=st.data())
 @settings(
-    max_examples=12,
+    max_examples=16,
     derandomize=True,
     database=None,
     deadline=None,
@@ -149,7 +178,7 @@ def test_random_layouts_and_models(matrix: Matrix, data: st.DataObject) -> None:
     fields = plan_fields(layout)
     pp, dp = int(fields.get("pp", 1)), int(fields["dp"])
     num_stages = pp * int(fields.get("virtual_stages", 1))
-    spec = data.draw(specs(num_stages))
+    spec = data.draw(specs(num_stages, "ep" in fields))
     if pp > 1:
         fields["split"] = data.draw(splits(spec.num_layers, num_stages))
     rows_per_step = data.draw(st.integers(dp, 2 * dp + 3))

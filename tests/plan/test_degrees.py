@@ -15,6 +15,7 @@ from shardwise.plan.degrees import Degrees, choose_degrees, tensor_degrees
 from shardwise.plan.refusal import Asked
 from shardwise.plan.split import even_split
 
+MOE = preset("tiny-moe")  # 8 experts
 TINY = preset("tiny")  # 6 layers, 8 heads, 4 key-value heads, ffn 704, vocabulary 256
 
 
@@ -153,6 +154,8 @@ REFUSED = {
     "latent heads": (["parallel.tp=3"], {"spec": preset("deepseek-v3")}, "deepseek-v3 cannot be cut over tp=3", "128 heads do not divide by 3", "parallel.tp=2 or parallel.tp=4", "command line"),
     "heads, with processes": (["parallel.tp=3"], {"nproc": 3}, "tiny cannot be cut over tp=3", "", "parallel.tp=2 --nproc 2 or parallel.tp=4 --nproc 4", "command line"),
     "heads, processes that fit": (["parallel.tp=3"], {"nproc": 6}, "tiny cannot be cut over tp=3", "", "parallel.tp=2 or parallel.tp=4 --nproc 4", "command line"),
+    "ulysses": (["parallel.cp=3", "parallel.cp_kind=ulysses", "train.seq_len=126"], {}, "tiny cannot be shared by cp=3 ranks the way of Ulysses", "which do not divide by 3", "parallel.cp_kind=ring", "command line"),
+    "ulysses, more ranks than heads": (["parallel.cp=16", "parallel.cp_kind=ulysses"], {"nproc": 16}, "tiny cannot be shared by cp=16 ranks the way of Ulysses", "which do not divide by 16", "parallel.cp_kind=ring", "command line"),
     "heads, sequence parallel": (["parallel.tp=3", "parallel.sp=true", "train.seq_len=126"], {}, "tiny cannot be cut over tp=3", "", "parallel.tp=2", "command line"),
     "stages": (["parallel.pp=8"], {}, "pp=8 makes more stages than tiny has layers", "8 stages of at least one layer each, 6 layers", "parallel.pp=6 or parallel.pp=5", "command line"),
     "virtual stages": (["parallel.layout=pp=4 schedule=interleaved"], {}, "pp=4 virtual_stages=2 makes more stages than tiny has layers", "8 stages", "parallel.pp=3 or parallel.pp=2", "command line"),
@@ -173,6 +176,10 @@ REFUSED = {
     "batch in tokens": (["train.global_batch_tokens=256"], {"nproc": 4}, "a global batch of 2 is smaller than dp=4", "", "train.global_batch_tokens=512 or --nproc 2", "command line"),
     "batch and tp": (["parallel.layout=dp=4 tp=2", "train.global_batch=2"], {"nproc": 8}, "a global batch of 2 is smaller than dp=4", "", "train.global_batch=4 or parallel.dp=2 --nproc 4", "command line"),
     "batch and replicas": (["parallel.replicate=4", "train.global_batch=3"], {}, "a global batch of 3 is smaller than dp=4", "", "train.global_batch=4", "command line"),
+    "experts": (["parallel.layout=dp=3 ep=3"], {"spec": MOE}, "the 8 experts of tiny-moe cannot be shared out over ep=3 ranks", "8 does not divide by 3", "parallel.ep=1", "command line"),
+    "ranks for experts": (["parallel.layout=dp=2 tp=3 ep=4", "train.seq_len=126"], {"spec": MOE.with_overrides({"num_heads": 6, "num_kv_heads": 6})}, "ep=4 does not divide the 6 ranks of dp=2 tp=3", "the same number in every group", "parallel.ep=2 or parallel.ep=1", "command line"),
+    "more experts than ranks": (["parallel.layout=dp=2 ep=4"], {"spec": MOE}, "ep=4 does not divide the 2 ranks of dp=2", "", "parallel.ep=2 or parallel.ep=1", "command line"),
+    "no experts": (["parallel.layout=dp=2 ep=2"], {}, "ep=2 needs experts, and tiny has none", "shares out the experts", "parallel.ep=1", "command line"),
     "replicas of an open dp": (["parallel.replicate=3"], {"nproc": 4}, "`parallel.replicate = 3` does not divide dp=4", "dp = replicas x shards", "parallel.replicate=2 or parallel.replicate=4", "command line"),
     "shards of an open dp": (["parallel.replicate=2", "parallel.zero=0"], {"nproc": 4}, "`parallel.replicate = 2` leaves shards, but `parallel.zero = 0` shards nothing", "", "parallel.zero=1 or parallel.replicate=4", "command line"),
 }  # fmt: skip

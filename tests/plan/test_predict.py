@@ -12,6 +12,7 @@ from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
+from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.regions import TensorParallel
 from shardwise.parallel.tensor import apply_tensor_parallel
 from shardwise.plan.activations import activation_bytes, head_activation_bytes, layer_activations
@@ -70,6 +71,32 @@ def test_counted_activations_of_a_slice_are_what_torch_saves(ranks):
             layers = layer_activations(part, part.layers, 128, token_parts)
             counted = 128 * 4 * layers + head_activation_bytes(part, 128, 4, token_parts)
             assert counted == pytest.approx(size, rel=0.06), (name, token_parts)
+
+
+def saved_in_parts(families, kind: str) -> list[int]:
+    """Of one family after another, by one of two ranks that share a sequence."""
+    found = []
+    for name, overrides in families:
+        model = Decoder(preset(name).with_overrides(overrides))
+        initialize(model, 0)
+        apply_context_parallel(model, ContextParallel(dist.group.WORLD, kind))
+        tokens = torch.zeros(1, 128, dtype=torch.long)
+        found.append(saved_bytes(model, tokens, tokens))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_counted_activations_of_a_part_of_the_sequence_are_what_torch_saves(ranks, kind):
+    families = [
+        (name, overrides | ({"num_heads": 8, "num_kv_heads": 4} if "smollm" in name else {}))
+        for name, overrides in FAMILIES
+    ]
+    measured = ranks.run(saved_in_parts, 2, families, kind)[0]
+    for (name, overrides), size in zip(families, measured, strict=True):
+        spec = preset(name).with_overrides(overrides)
+        layers = layer_activations(spec, spec.layers, 0 if kind == "ring" else 128)
+        counted = 64 * 4 * layers + head_activation_bytes(spec, 64, 4)
+        assert counted == pytest.approx(size, rel=0.06), name
 
 
 def plan(**changes) -> Plan:

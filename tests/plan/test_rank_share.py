@@ -64,6 +64,25 @@ def test_a_rank_of_a_pipeline_has_the_parameters_of_its_stages(name, tp, schedul
         assert share.num_parameters == sum(held_parameters(spec, tp, layers) for layers in mine)
 
 
+@pytest.mark.parametrize("name", ["tiny-moe", "deepseek-v3"])
+@pytest.mark.parametrize("tp, ep", [(1, 2), (2, 2), (2, 4)])
+def test_a_rank_has_its_part_of_the_experts(name, tp, ep):
+    spec = SPECS[name]
+    here = plan(dp=4, tp=tp, sequence=tp > 1, ep=ep)
+    with torch.device("meta"):
+        model = Decoder(spec)
+    held = 0
+    for parameter_name, parameter in model.named_parameters():
+        cut = placement(spec, parameter_name, tp, 0, tp > 1, ep, 0).slice
+        held += (
+            parameter.numel() if cut is None else parameter.numel() // parameter.shape[cut.dim] * (cut.stop - cut.start)
+        )
+    (share,) = rank_shares(spec, here)
+    assert share.num_parameters == held
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    assert share.spread_parameters * ep == experts
+
+
 def test_one_rank_alone_has_the_whole_model():
     for spec in SPECS.values():
         (share,) = rank_shares(spec, plan())

@@ -62,6 +62,18 @@ def test_every_family_shrinks_to_what_the_layout_divides(name: str, tp: int) -> 
     assert {(layer.window is None, layer.is_moe) for layer in small.layers} == kinds
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
+def test_heads_stay_shareable_for_ulysses(name: str, tp: int, cp: int) -> None:
+    spec = preset(name)
+    if spec.num_heads % (tp * cp) or (spec.num_kv_heads % tp and tp % spec.num_kv_heads and not spec.is_latent):
+        pytest.skip("the model itself does not divide")
+    plan = shrink_plan(plan_of(tp=tp, cp=cp, cp_kind="ulysses"))
+    assert (plan.cp, plan.cp_kind, plan.seq_len % (2 * cp)) == (cp, "ulysses", 0)
+    small = shrink_spec(spec, plan)
+    assert small.num_heads % (tp * cp) == 0 and small.num_parameters < 200_000
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_any_plan_shrinks_to_a_valid_one(data: st.DataObject) -> None:

@@ -157,6 +157,10 @@ def test_a_run_in_use_is_refused(run_here, capsys):
 
 
 def test_moe_trains_and_reports_router_losses(run_here):
-    run = train(run_here, "moe", "model.preset=tiny-moe", "model.expert_ffn=32", "train.steps=3")
+    run = train(run_here, "moe", "model.preset=tiny-moe", "model.expert_ffn=32", "train.steps=3", "run.events_every=1")
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
     assert line["aux_loss"] > 0
+    assert 0 <= line["expert_load_min"] < 1 < line["expert_load_max"] and line["dropped_tokens"] == 0
+    told = [json.loads(line) for line in (run / "events" / "rank0.jsonl").read_text().splitlines()]
+    layers = [line["tokens"] for line in told if line["kind"] == "experts" and line["step"] == 1]
+    assert layers and max(max(tokens) / (sum(tokens) / len(tokens)) for tokens in layers) == line["expert_load_max"]

@@ -107,13 +107,15 @@ def _experts_over_slices(config: Config, origins: Origins) -> None:
     parallel = config.parallel
     if degree(parallel.ep) == 1 or degree(parallel.tp) == 1:
         return
-    if parallel.sequence is not False and config.train.seq_len % (degree(parallel.tp) * degree(parallel.cp)) == 0:
+    seq_len, parts = config.train.seq_len, degree(parallel.tp) * degree(parallel.cp)
+    if parallel.sequence is not False and seq_len % parts == 0:
         return
-    parts = degree(parallel.tp) * degree(parallel.cp)
+    changes = ["parallel.sequence=auto"] * (parallel.sequence is False)
+    changes += [f"train.seq_len={-(-seq_len // parts) * parts}"] * (seq_len % parts > 0)
     raise UserError(
         f"ep={parallel.ep} with tp={parallel.tp} needs sequence parallelism",
         why="each rank sends its own tokens to the experts, so tensor-parallel ranks must share the tokens between them",
-        fix=f"parallel.sequence=true with train.seq_len divisible by {parts}, or parallel.ep=1",
+        fix=f"{' '.join(changes)} or parallel.ep=1",
         where=where_written(origins, "parallel.ep", "parallel.tp", "parallel.sequence", "train.seq_len"),
     )
 

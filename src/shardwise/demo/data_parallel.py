@@ -72,7 +72,8 @@ def _ways(rank: int, plan: Plan) -> dict[str, Any]:
     dist.all_reduce(averaged)
 
     engine = build_trial(SPEC, plan, EXACT, rank, CPU)
-    _, sums = engine.norm_and_sums(engine.gradients(micro, num_targets, Clock(CPU)))
+    _, finish = engine.norm_and_sums(engine.gradients(micro, num_targets, Clock(CPU)))
+    sums = finish()
     summed = next(shard.gradient for shard in engine.shards if shard.name == "norm.weight")
     assert summed is not None
 

@@ -10,6 +10,7 @@ Shapes: B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ class Decoder(nn.Module):
         x_BTD         what the part before this one returned; the first part has none
         """
         positions_BT = self.default_positions(tokens_BT, cache) if positions_BT is None else positions_BT
-        target_counts_B = None if targets_BT is None else (targets_BT != IGNORE).sum(1)
+        target_counts_B = None if targets_BT is None else self.count_targets(targets_BT)
         if x_BTD is None:
             x_BTD = self.embed_tokens(tokens_BT, positions_BT)
         inputs = self.prepare_attention(x_BTD.dtype, positions_BT, documents_BT, cache)
@@ -123,10 +124,30 @@ class Decoder(nn.Module):
             x_BTD = x_BTD + self.position_embed(positions_BT)
         return x_BTD
 
+    def count_targets(self, targets_BT: Tensor) -> Tensor:
+        """Of each sequence."""
+        return (targets_BT != IGNORE).sum(1)
+
     def prepare_attention(
         self, dtype: torch.dtype, positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
     ) -> dict[int, AttentionInputs]:
         """Masks and rotations, each built once and shared by the layers that need the same, by layer index."""
+        inputs = self.prepare_masks(positions_BT, documents_BT, cache)
+        if self.spec.positions != "rope":
+            return inputs
+        rotations: dict[tuple[float, bool], Rotation] = {}
+        for index in inputs:
+            layer = self.spec.layers[index]
+            kind = (layer.rope_theta, layer.rope_scaled)
+            if kind not in rotations:
+                rotations[kind] = make_rotation(self.spec, layer, positions_BT, dtype)
+            inputs[index] = replace(inputs[index], rotation=rotations[kind])
+        return inputs
+
+    def prepare_masks(
+        self, positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
+    ) -> dict[int, AttentionInputs]:
+        """What each layer may see, before rotations."""
         check_kernel_device(self.kernel, positions_BT.device.type)
         assert documents_BT is None or cache is None, "generation with a cache works on one document per row"
         num_past = 0 if cache is None else cache.length
@@ -134,17 +155,7 @@ class Decoder(nn.Module):
         layers = tuple(self.spec.layers[int(index)] for index in self.layers)
         # Flex skips blocks of long sequences; a cache grows by one token, which has none and would compile at each step.
         masks = builder.build(layers, flex=self.kernel == "flex" and cache is None)
-        rotations: dict[tuple[float, bool], Rotation] = {}
-        inputs = {}
-        for layer in layers:
-            rotation = None
-            if self.spec.positions == "rope":
-                kind = (layer.rope_theta, layer.rope_scaled)
-                if kind not in rotations:
-                    rotations[kind] = make_rotation(self.spec, layer, positions_BT, dtype)
-                rotation = rotations[kind]
-            inputs[layer.index] = AttentionInputs(masks[builder.key(layer)], rotation, cache)
-        return inputs
+        return {layer.index: AttentionInputs(masks[builder.key(layer)], None, cache) for layer in layers}
 
     def run_layers(
         self, x_BTD: Tensor, inputs: dict[int, AttentionInputs], target_counts_B: Tensor | None

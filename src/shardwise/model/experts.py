@@ -37,6 +37,8 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(spec)
         self.experts = Experts(spec)
         self.shared = FeedForward(spec, spec.expert_ffn * spec.num_shared_experts) if spec.num_shared_experts else None
+        # Ranks may have parts of the same sequences: adds up counts over them. On one device a rank has it all.
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
         # Tokens each expert got since the last optimizer step, over sequences that have targets.
         self.tokens_per_expert: Tensor
         self.register_buffer("tokens_per_expert", torch.zeros(spec.num_experts, dtype=torch.int64), persistent=False)
@@ -59,17 +61,21 @@ class MixtureOfExperts(nn.Module):
         return out_BTD, None if target_counts_B is None else self._report(choice, target_counts_B)
 
     def _report(self, choice: Choice, target_counts_B: Tensor) -> Routing:
+        """`target_counts_B` is that of whole sequences. The losses are the part of them that these tokens bring in."""
         batch = target_counts_B.shape[0]
         experts_BM = choice.experts_NK.view(batch, -1)
         counts_BE = count_experts(experts_BM, self.num_experts)
+        counts_whole_BE = self.sum_over_sequence(counts_BE)
         probabilities_BTE = choice.probabilities_NE.unflatten(0, (batch, -1))
         logits_BTE = choice.logits_NE.unflatten(0, (batch, -1))
         weight_B = target_counts_B.to(probabilities_BTE.dtype)
         # Switch Transformer, section 2.2, per sequence as in DeepSeek-V3 (17)-(20): 1 when perfectly balanced.
-        share_BE = counts_BE.to(weight_B.dtype) * (self.num_experts / experts_BM.shape[1])
-        aux_B = (share_BE * probabilities_BTE.mean(1)).sum(-1)
+        # A sum over this rank's tokens, divided by the tokens of the whole sequence: the parts of all ranks add up.
+        length_B = counts_whole_BE.sum(1).to(weight_B.dtype) / self.experts_per_token
+        share_BE = counts_whole_BE.to(weight_B.dtype) * (self.num_experts / self.experts_per_token / length_B)[:, None]
+        aux_B = (share_BE * probabilities_BTE.sum(1)).sum(-1) / length_B
         # ST-MoE, equation 5: keeps the router's logits small.
-        z_B = logits_BTE.logsumexp(-1).square().mean(1)
+        z_B = logits_BTE.logsumexp(-1).square().sum(1) / length_B
         counted_E = (counts_BE * (target_counts_B > 0)[:, None]).sum(0)
         return Routing(self.aux_coef * (aux_B * weight_B).sum(), self.z_coef * (z_B * weight_B).sum(), counted_E)
 
@@ -146,7 +152,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(spec.num_experts, spec.hidden, spec.expert_ffn))
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        if can_group(x_MD) and self.up.shape[1] % 8 == 0:  # the kernel reads rows of 16 bytes
+        # The kernel reads rows of 16 bytes, and wants some.
+        if can_group(x_MD) and self.up.shape[1] % 8 == 0 and x_MD.shape[0]:
             return self._grouped(x_MD, counts_E)
         sizes = even_sizes(x_MD.shape[0], counts_E.shape[0]) if x_MD.is_meta else counts_E.tolist()
         # unbind, not indexing: its backward stacks the experts' gradients once instead of adding E stacks of zeros.

@@ -2,6 +2,8 @@
 
     mesh.py       where this rank stands, and with whom it talks
     pipeline.py   which layers this rank has                              (mailbox.py, deferred.py)
+    context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
+    expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
@@ -27,8 +29,10 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
+from shardwise.parallel.expert import apply_expert_parallel
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
@@ -68,8 +72,13 @@ def parallelize_decoder(
             continue
         with torch.device("meta"):
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
-        if plan.tp > 1:
-            apply_tensor_parallel(model, TensorParallel(mesh.tp, plan.sequence, traffic.on("tp")))
+        tp = TensorParallel(mesh.tp, plan.sequence, traffic.on("tp")) if plan.tp > 1 else None
+        if plan.cp > 1:
+            apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind, traffic.on("cp")))
+        if plan.ep > 1:
+            apply_expert_parallel(model, mesh, tp, traffic)
+        if tp is not None:
+            apply_tensor_parallel(model, tp)
         sums = None
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head
@@ -91,9 +100,16 @@ def _whole_stage(spec: TransformersSpec, mesh: Mesh, attention: str, fill: Fill,
 
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
-    if mesh.dp is None:
-        return GradientSums(model)
-    return (Replicated if mesh.plan.pp == 1 else SummedAtEnd)(model, mesh.dp, size, traffic)
+    """Whole replicas. Those of an expert are fewer, so they are summed apart."""
+    experts = {name: p for name, p in model.named_parameters() if mesh.expert is not None and ".experts." in name}
+    others = [p for name, p in model.named_parameters() if name not in experts]
+    uses_ddp = mesh.dp is not None and mesh.plan.pp == 1
+    at_end = [(mesh.dp, others)] if mesh.dp is not None and not uses_ddp else []
+    if mesh.expert is not None and mesh.expert.copies is not None:
+        at_end.append((mesh.expert.copies, list(experts.values())))
+    if uses_ddp:
+        return Replicated(model, mesh.dp, size, traffic, apart=list(experts), at_end=at_end)
+    return SummedAtEnd(model, at_end, size, traffic) if at_end else GradientSums(model)
 
 
 def stage_layers(plan: Plan, num_layers: int) -> list[range]:
@@ -103,7 +119,7 @@ def stage_layers(plan: Plan, num_layers: int) -> list[range]:
 
 def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range) -> None:
     """Weights into a stage, layer by layer: no rank ever holds more than one layer beside its own share."""
-    plain = mesh.plan.tp == 1 and not mesh.fsdp
+    plain = mesh.plan.tp == mesh.plan.ep == 1 and not mesh.fsdp
     if plain:
         fill(model)
         return

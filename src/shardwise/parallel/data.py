@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,10 @@ BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
 """How much gradient leaves at a time. Small buckets start to travel while backward still runs; on GPUs, where a launch costs
 more than a message, fewer and larger ones should win (torch's default; not measured here). On two CPU ranks 4 MiB beat 25 in both
 of two noisy rounds with `tiny`: docs/log.md has them."""
+
+
+AtEnd = tuple[Group, list[nn.Parameter]]
+"""Whose gradients are summed over which ranks after the last micro-batch."""
 
 
 class GradientSums:
@@ -46,6 +51,20 @@ class GradientSums:
         """After the stage's last action of a step: from here on gradients are complete over data-parallel ranks."""
 
 
+class SummedAtEnd(GradientSums):
+    """Plain replicas inside a pipeline, and those of experts: bucketed sums of what all micro-batches have accumulated."""
+
+    def __init__(self, model: nn.Module, at_end: Sequence[AtEnd], bucket_bytes: int, traffic: Traffic):
+        super().__init__(model)
+        self.at_end, self.bucket_bytes, self.traffic = at_end, bucket_bytes, traffic
+
+    def finish(self) -> None:
+        for group, parameters in self.at_end:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self.traffic.reductions += 1
+            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes, self.traffic.on("dp"))
+
+
 @dataclass
 class _Bucket:
     num_bytes: int
@@ -53,16 +72,25 @@ class _Bucket:
     arrived_s: float = 0.0  # CPU: when its sum was there
 
 
-class Replicated(GradientSums):
-    """torch's DDP: buckets travel while backward still runs."""
+class Replicated(SummedAtEnd):
+    """torch's DDP: buckets travel while backward still runs. Parameters with the names `apart` are none of its business."""
 
-    def __init__(self, model: nn.Module, group: Group, bucket_bytes: int, traffic: Traffic):
-        super().__init__(model)
-        self.group, self.traffic = group, traffic
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        bucket_bytes: int,
+        traffic: Traffic,
+        apart: Sequence[str] = (),
+        at_end: Sequence[AtEnd] = (),
+    ):
+        super().__init__(model, at_end, bucket_bytes, traffic)
+        self.group = group
         self.buckets: list[_Bucket] = []  # that left in this backward
         with warnings.catch_warnings():
             # torch 2.13 wants `forward_sync_buffers` instead, which 2.11 does not know. Router counts must stay local.
             warnings.simplefilter("ignore", FutureWarning)
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(apart))
             self.ddp = DistributedDataParallel(
                 model,
                 process_group=group,
@@ -102,16 +130,3 @@ class Replicated(GradientSums):
 
         work = self.group.allreduce([buffer])  # dist.all_reduce without its checks, which cost a share of a bucket
         return work.get_future().then(arrived)
-
-
-class SummedAtEnd(GradientSums):
-    """Plain replicas inside a pipeline: one bucketed sum of what all micro-batches have accumulated."""
-
-    def __init__(self, model: nn.Module, group: Group, bucket_bytes: int, traffic: Traffic):
-        super().__init__(model)
-        self.group, self.bucket_bytes, self.traffic = group, bucket_bytes, traffic
-
-    def finish(self) -> None:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.traffic.reductions += 1
-        self.traffic.num_bytes += sum_tensors(gradients, self.group, self.bucket_bytes, self.traffic.on("dp"))

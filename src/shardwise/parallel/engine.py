@@ -6,8 +6,8 @@ gradients ready for the optimizer. Which axes are at work behind it is nobody's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
-from shardwise.model.experts import moe_layers, update_router_bias
+from shardwise.model.experts import MixtureOfExperts, update_router_bias
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
@@ -33,6 +33,13 @@ class Engine:
         self.shards = [
             shard for stage in stages for shard in shards_of(stage.model, mesh, spec if spec.is_ours else None)
         ]
+        rows = [layer.index for layer in spec.layers if layer.is_moe] if spec.is_ours else []
+        self._num_routed = len(rows)
+        blocks = {int(index): block for model in self.models if rows for index, block in model.layers.items()}
+        self._routed = {
+            row: cast(MixtureOfExperts, blocks[index].feedforward) for row, index in enumerate(rows) if index in blocks
+        }
+        self.expert_counts = torch.zeros(0)  # of the last step, over all ranks: tokens by routed layer and expert
 
     @property
     def models(self) -> list[Decoder]:
@@ -41,7 +48,7 @@ class Engine:
     @property
     def is_whole(self) -> bool:
         """One rank alone has all of the model."""
-        return self.plan.tp == self.plan.pp == 1 and not any(shard.rows for shard in self.shards)
+        return self.plan.tp == self.plan.pp == self.plan.ep == 1 and not any(shard.rows for shard in self.shards)
 
     def locals(self) -> list[nn.Parameter]:
         """What the optimizer updates. A rank may have two copies of a tied weight; both are updated alike."""
@@ -59,15 +66,31 @@ class Engine:
         for shard in self.shards:
             if shard.local is not shard.parameter:
                 shard.local.grad = shard.gradient
-        return sums if self.mesh.counts_loss else torch.zeros_like(sums)
+        return self._counted(sums)
 
-    def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The global gradient norm, and `sums` (losses and what else there is) over all ranks, in one small all-reduce."""
-        both = torch.cat([squared_norm(self.shards).to(sums.device).view(1), sums])
-        if self.plan.world > 1:
-            with self.traffic.wait("all-reduce", "world", both.nbytes):
-                dist.all_reduce(both)
-        return both[0].sqrt(), both[1:]
+    def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The global gradient norm, and later `sums` (losses and what else there is) over all ranks: one small all-reduce. Whole
+        replicas need nobody for the norm, and the message travels while they update. The tokens that each expert got travel with
+        it: from here on every layer has its count over all ranks."""
+        squared, counts = squared_norm(self.shards).to(sums.device).view(1), self._expert_counts()
+        both = torch.cat([squared, sums, counts.flatten()])
+        work = dist.all_reduce(both, async_op=True) if self.plan.world > 1 else None
+
+        def wait() -> Tensor:
+            nonlocal work
+            if work is not None:
+                with self.traffic.wait("all-reduce", "world", both.nbytes):
+                    work.wait()
+                work = None
+            return both[1 : 1 + len(sums)]
+
+        if not counts.numel() and all(shard.copies == self.plan.world for shard in self.shards):
+            return (squared * self.plan.world).sqrt()[0], wait
+        wait()
+        self.expert_counts = both[1 + len(sums) :].view_as(counts)
+        for row, layer in self._routed.items():
+            layer.tokens_per_expert.copy_(self.expert_counts[row])
+        return both[0].sqrt(), wait
 
     @torch.no_grad()
     def clip(self, norm: Tensor, largest: float) -> None:
@@ -82,13 +105,23 @@ class Engine:
             shard.local.grad = shard.parameter.grad = None
 
     def balance_experts(self) -> None:
+        """After `norm_and_sums`, which has summed the counts."""
         for model in self.models:
-            if self.mesh.dp is not None:
-                for layer in moe_layers(model):
-                    counts = layer.tokens_per_expert
-                    with self.traffic.wait("all-reduce", "dp", counts.nbytes):
-                        dist.all_reduce(counts, group=self.mesh.dp)
             update_router_bias(model)
+
+    def _expert_counts(self) -> Tensor:
+        """Tokens of this rank by routed layer of the whole model and expert. Tensor-parallel ranks route the same tokens, unless
+        experts are spread over them."""
+        counts = torch.zeros(self._num_routed, self.spec.num_experts, dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.at.tp == 0 or self.plan.ep > 1:
+            for row, layer in self._routed.items():
+                counts[row] = layer.tokens_per_expert
+        return counts
+
+    def _counted(self, sums: Tensor) -> Tensor:
+        """What this rank reports: tensor-parallel ranks have the same losses, but for those of routers whose tokens they share."""
+        reports_routers = self.mesh.counts_loss or self.plan.ep > 1
+        return sums * sums.new_tensor([self.mesh.counts_loss, reports_routers, reports_routers])
 
     def _sum_partial(self) -> None:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
@@ -114,8 +147,7 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """Loss sums of this rank; add them up over all ranks."""
-        sums = self.pipeline.evaluate(microbatches)
-        return sums if self.mesh.counts_loss else torch.zeros_like(sums)
+        return self._counted(self.pipeline.evaluate(microbatches))
 
     def logits(self, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
         return self.pipeline.logits(tokens_BT, caches)

@@ -142,9 +142,7 @@ def _lines(world: int, length: int, stride: int) -> list[list[int]]:
 
 
 def _expert_mesh(plan: Plan, rank: int, device: torch.device, fsdp: bool) -> ExpertMesh:
-    """Hybrid keeps its replicas here too, unless a row of experts is longer than a replica."""
-    in_replica = plan.stage_world // plan.replicate
-    replicate = plan.replicate if plan.zero and in_replica % plan.ep == 0 else 1
+    replicate = plan.expert_replicas
     num_shards = plan.expert_copies // replicate
     group = _own_group(_lines(plan.world, plan.ep, 1), rank)
     copies = _own_group(_lines(plan.world, plan.expert_copies, plan.ep), rank)

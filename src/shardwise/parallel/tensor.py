@@ -22,6 +22,7 @@ from shardwise.errors import UserError
 from shardwise.model.decoder import Block, Decoder
 from shardwise.model.experts import MixtureOfExperts, Routing
 from shardwise.model.spec import ModelSpec
+from shardwise.parallel.expert import SpreadExperts
 from shardwise.parallel.regions import TensorParallel, enter, leave, scale_gradient, share
 from shardwise.parallel.vocab import VocabEmbedding, VocabHead
 
@@ -138,6 +139,8 @@ def apply_tensor_parallel(model: Decoder, tp: TensorParallel) -> None:
 @torch.no_grad()
 def slice_parameters(model: Decoder, tp: TensorParallel) -> None:
     for module_name, module in model.named_modules():
+        if isinstance(module, SpreadExperts):
+            continue  # already cut, by experts
         for name, parameter in module.named_parameters(recurse=False):
             where = placement(model.spec, f"{module_name}.{name}", tp.size, tp.index, tp.sequence).slice
             if where is not None:
@@ -167,11 +170,16 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
 
     block.attention.register_forward_pre_hook(enter_first)
     block.attention.o = RowLinear(block.attention.o, tp)
-    block.feedforward.register_forward_pre_hook(enter_first)
-    if isinstance(block.feedforward, MixtureOfExperts):
-        block.feedforward.register_forward_hook(partial(_leave_experts, tp))
-    else:
-        block.feedforward.down = RowLinear(block.feedforward.down, tp)
+    feedforward = block.feedforward
+    if isinstance(feedforward, MixtureOfExperts) and not isinstance(feedforward.experts, SpreadExperts):
+        feedforward.register_forward_pre_hook(enter_first)
+        feedforward.register_forward_hook(partial(_leave_experts, tp))
+        return
+    # Experts that are spread take tokens from wherever they are; the shared ones are a feed-forward part like any other.
+    dense = feedforward.shared if isinstance(feedforward, MixtureOfExperts) else feedforward
+    if dense is not None:
+        dense.register_forward_pre_hook(enter_first)
+        dense.down = RowLinear(dense.down, tp)
 
 
 class RowLinear(nn.Linear):

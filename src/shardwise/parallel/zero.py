@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.compat import all_gather_single, fsdp_groups
 from shardwise.parallel.data import GradientSums
+from shardwise.parallel.expert import SpreadExperts
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.traffic import Traffic
 from shardwise.plan.schedules import splits_backward
@@ -45,7 +46,9 @@ class Sharded(GradientSums):
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
         # parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
-        self._can_overlap = mesh.plan.replicate == 1  # else an all-reduce reads the result at once
+        self._can_overlap = (
+            mesh.plan.zero > 0 and mesh.plan.replicate == 1
+        )  # else an all-reduce reads the result at once
         self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
@@ -111,11 +114,14 @@ def shard_groups(
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
     for number, group in enumerate(groups):
+        drops = plan.zero == 3 and number < len(groups) - num_kept
+        for experts in _spread_experts(
+            group
+        ):  # other ranks have the same ones: a group of their own inside of the block's
+            assert mesh.expert is not None
+            fully_shard(experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, mp_policy=policy)
         fully_shard(
-            group if len(group) > 1 else group[0],
-            mesh=mesh.fsdp,
-            reshard_after_forward=plan.zero == 3 and number < len(groups) - num_kept,
-            mp_policy=policy,
+            group if len(group) > 1 else group[0], mesh=mesh.fsdp, reshard_after_forward=drops, mp_policy=policy
         )
     for lookup in lookups:
         cast(FSDPModule, lookup).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
@@ -127,23 +133,27 @@ def shard_groups(
         if on_gloo:
             module.set_custom_all_gather(CountedAllGather(traffic))
             module.set_custom_reduce_scatter(reduction)
-            if plan.replicate > 1:
-                module.set_all_reduce_hook(reduction.replicas_met)
     if on_gloo:
         root._set_unshard_async_op(True)
-    for parameters in parameter_groups(model) if mesh.dp is not None else ():
-        _time_waits(parameters, traffic, on_gloo)
-    _prefetch([group[0] for group in groups])
+    for parameters in parameter_groups(model) if plan.world > 1 else ():
+        _time_waits(parameters, traffic, reduction if on_gloo else None)
+    _prefetch([[group[0], *_spread_experts(group)] for group in groups])
     return root
 
 
-def _prefetch(modules: list[Any]) -> None:
-    """While a block computes, the next one's parameters travel. The ends name themselves: nothing to prefetch there, and
-    FSDP2's own guess would be wrong when several micro-batches are under way."""
-    for here, following in itertools.pairwise(modules):
-        here.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([here])
-    modules[0].set_modules_to_backward_prefetch([modules[0]])
+def _spread_experts(group: list[nn.Module]) -> list[nn.Module]:
+    return [module for top in group for module in top.modules() if isinstance(module, SpreadExperts)]
+
+
+def _prefetch(units: list[list[Any]]) -> None:
+    """While a block computes, the next one's parameters travel, with those of its experts. Who has nothing to prefetch names
+    itself: FSDP2's own guess would be wrong when several micro-batches are under way."""
+    for here, following in itertools.pairwise(units):
+        here[0].set_modules_to_forward_prefetch([*here[1:], *following])
+        following[0].set_modules_to_backward_prefetch([*following[1:], *here])
+    units[0][0].set_modules_to_backward_prefetch([*units[0][1:], units[0][0]])
+    for experts in (module for unit in units for module in unit[1:]):
+        experts.set_modules_to_backward_prefetch([experts])
 
 
 def _fsdp_modules(root: FSDPModule) -> Iterator[FSDPModule]:
@@ -156,7 +166,7 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     return iter({id(group): group for module in modules for group in fsdp_groups(module)}.values())
 
 
-def _time_waits(group: Any, traffic: Traffic, on_gloo: bool) -> None:
+def _time_waits(group: Any, traffic: Traffic, reduction: ExactReduceScatter | None) -> None:
     """FSDP2 waits where no line of ours stands. Each place waits here first, inside of a span, and then finds nothing left to wait for."""
     wait_for_unshard, finalize_backward = group.wait_for_unshard, group.finalize_backward
 
@@ -175,8 +185,12 @@ def _time_waits(group: Any, traffic: Traffic, on_gloo: bool) -> None:
             finalize_backward()
 
     group.wait_for_unshard = gathered
-    if not on_gloo:  # there ExactReduceScatter waits
+    if reduction is None:
         group.finalize_backward = reduced
+    elif (
+        group._is_hsdp and group._all_reduce_process_group.size() > 1
+    ):  # else a hook would be called after other things
+        group._all_reduce_hook = reduction.replicas_met
 
 
 class _Buffers:

@@ -26,9 +26,12 @@ def activation_bytes(spec: ModelSpec, num_sequences: int, seq_len: int, bytes_pe
     )
 
 
-def layer_activations(spec: ModelSpec, layers: Sequence[LayerSpec], seq_len: int, token_parts: int = 1) -> int:
-    """Numbers per token that these layers keep."""
-    return sum(_layer(spec, layer, seq_len, token_parts) for layer in layers)
+def layer_activations(
+    spec: ModelSpec, layers: Sequence[LayerSpec], seq_len: int, token_parts: int = 1, routed_parts: int = 1
+) -> int:
+    """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
+    ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed."""
+    return sum(_layer(spec, layer, seq_len, token_parts, routed_parts) for layer in layers)
 
 
 def head_activation_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1) -> int:
@@ -38,12 +41,12 @@ def head_activation_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: in
     return num_tokens * _norm(spec, spec.hidden, token_parts) * bytes_per_number + logits
 
 
-def _layer(spec: ModelSpec, layer: LayerSpec, seq_len: int, token_parts: int) -> int:
+def _layer(spec: ModelSpec, layer: LayerSpec, seq_len: int, token_parts: int, routed_parts: int) -> int:
     norms = 2 * _norm(spec, spec.hidden, token_parts) + (4 * spec.hidden // token_parts if spec.post_norms else 0)
     attention = _latent_attention(spec) if spec.is_latent else _attention(spec)
     if spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
         attention += 4 * spec.num_heads * seq_len
-    return norms + attention + (_experts(spec) if layer.is_moe else _feedforward(spec, layer.ffn))
+    return norms + attention + (_experts(spec, routed_parts) if layer.is_moe else _feedforward(spec, layer.ffn))
 
 
 def _norm(spec: ModelSpec, width: int, token_parts: int) -> int:
@@ -67,8 +70,8 @@ def _feedforward(spec: ModelSpec, width: int) -> int:
     return (4 if spec.gated else 2) * width  # gate, up, activated gate, product
 
 
-def _experts(spec: ModelSpec) -> int:
-    routed = spec.experts_per_token * (
-        3 * spec.hidden + _feedforward(spec, spec.expert_ffn)
-    )  # sorted, results, weighted
-    return routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts) + 4 * spec.num_experts
+def _experts(spec: ModelSpec, routed_parts: int) -> int:
+    """At even load. A rank with some experts has their whole width, but only its share of the copies: as many numbers as a slice."""
+    copies = 3 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results, weighted; the router
+    routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn)
+    return copies // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts)

@@ -103,6 +103,17 @@ class Plan:
         """Ranks of a stage that hold, or share by ZeRO, the same experts."""
         return self.stage_world // self.ep
 
+    @property
+    def expert_replicas(self) -> int:
+        """Of those, how many hold the same rows. Hybrid keeps its replicas, unless a row of experts is longer than a replica."""
+        if not self.zero:
+            return self.expert_copies
+        return self.replicate if self.stage_world // self.replicate % self.ep == 0 else 1
+
+    @property
+    def expert_shards(self) -> int:
+        return self.expert_copies // self.expert_replicas
+
     def coordinates(self, rank: int) -> Coordinates:
         assert 0 <= rank < self.world, (rank, self.world)
         rest, tp = divmod(rank, self.tp)

@@ -91,7 +91,8 @@ def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]
     """
     weight, compute = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision]
     full = weight * share.num_parameters
-    own = -(-full // plan.state_shards)
+    spread = weight * share.spread_parameters
+    own = -(-(full - spread) // plan.state_shards) + -(-spread // plan.expert_shards)
     gathered, accumulated = compute * share.num_parameters, 0
     if plan.zero == 0 and compute == weight:
         gathered = 0
@@ -117,7 +118,8 @@ def _activations(share: RankShare, plan: Plan) -> int:
     """Of every stage in flight; a loss is followed by its backward at once, except by gpipe."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
     tokens = plan.micro_batch * plan.seq_len // plan.cp
-    layers = layer_activations(share.spec, share.layers, plan.seq_len, token_parts)
+    keys = 0 if plan.cp > 1 and plan.cp_kind == "ring" else plan.seq_len
+    layers = layer_activations(share.spec, share.layers, keys, token_parts, plan.tp if plan.ep > 1 else 1)
     held = tokens * layers * size * share.stages_in_flight // plan.virtual_stages
     if share.has_last_stage:
         losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
@@ -146,6 +148,12 @@ def predict_step(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> d
         message = plan.micro_batch * plan.seq_len // plan.cp * spec.hidden * COMPUTE_BYTES[plan.precision]
         sums = 4 * len(slowest.layers) * plan.num_microbatches
         step["tensor-parallel"] = sums * (rates.all_reduce_latency + message / rates.all_reduce_bytes)
+    if plan.ep > 1:
+        # Every chosen copy of a token travels there and back, forward and backward: half of what an all-reduce moves.
+        routed = sum(layer.is_moe for layer in slowest.layers) * plan.num_microbatches
+        tokens = plan.micro_batch * plan.seq_len // (plan.cp * plan.tp) * spec.experts_per_token
+        payload = tokens * spec.hidden * COMPUTE_BYTES[plan.precision] * (plan.ep - 1) / plan.ep
+        step["expert-parallel"] = 4 * routed * (rates.all_reduce_latency + payload / 2 / rates.all_reduce_bytes)
     return step
 
 
@@ -158,8 +166,9 @@ def bubble_share(plan: Plan) -> float:
 
 def _data_parallel_seconds(share: RankShare, plan: Plan, rates: Rates) -> float:
     """An all-reduce is a reduction to the owners and a gathering from them; ZeRO does the two apart, and how often differs."""
-    weight = WEIGHT_BYTES[plan.precision] * share.num_parameters
-    compute = COMPUTE_BYTES[plan.precision] * share.num_parameters
+    moved_parameters = share.num_parameters - (share.spread_parameters if plan.expert_copies == 1 else 0)
+    weight = WEIGHT_BYTES[plan.precision] * moved_parameters
+    compute = COMPUTE_BYTES[plan.precision] * moved_parameters
     if plan.zero == 0:
         return rates.all_reduce_latency + weight / rates.all_reduce_bytes
     reductions = 1 if plan.zero == 1 else plan.num_microbatches

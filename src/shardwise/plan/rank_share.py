@@ -18,6 +18,7 @@ class RankShare:
     spec: ModelSpec  # the slice
     layers: tuple[LayerSpec, ...]
     embedding: int  # parameters before the first layer, if this rank has the first stage
+    experts: int  # parameters of one layer's routed experts, where they are spread over ranks; else they are in `spec`
     head: int  # parameters after the last layer, if it has the last stage
     has_last_stage: bool
     work: float  # share of the model's FLOPs, before tensor parallelism
@@ -27,11 +28,31 @@ class RankShare:
     def layer_parameters(self) -> list[int]:
         norms = (4 if self.spec.post_norms else 2) * self.spec.num_norm_parameters
         attention = self.spec.num_attention_parameters + norms
-        return [attention + self.spec.num_feedforward_parameters(layer) for layer in self.layers]
+        return [
+            attention + self.spec.num_feedforward_parameters(layer) + self._correction * layer.is_moe
+            for layer in self.layers
+        ]
+
+    @property
+    def _correction(self) -> int:
+        """A slice has all experts, in part; a rank that shares them out has some, whole."""
+        if not self.experts:
+            return 0
+        return self.experts - self.spec.num_experts * expert_parameters(self.spec)
+
+    @property
+    def spread_parameters(self) -> int:
+        """Of all layers' routed experts: other ranks have the same ones than of the rest."""
+        return self.experts * sum(layer.is_moe for layer in self.layers)
 
     @property
     def num_parameters(self) -> int:
         return self.embedding + sum(self.layer_parameters) + self.head
+
+
+def expert_parameters(spec: ModelSpec) -> int:
+    """Of one expert."""
+    return (3 if spec.gated else 2) * spec.hidden * spec.expert_ffn
 
 
 def rank_shares(spec: ModelSpec, plan: Plan) -> list[RankShare]:
@@ -73,6 +94,7 @@ def _rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
         spec=part,
         layers=tuple(part.layers[index] for index in indices),
         embedding=part.num_embedding_parameters * is_first,
+        experts=spec.num_experts // plan.ep * expert_parameters(spec) if plan.ep > 1 else 0,
         head=(part.num_norm_parameters + part.vocab * part.hidden * has_table) * is_last,
         has_last_stage=is_last,
         work=work / (sum(costs) + first + last),

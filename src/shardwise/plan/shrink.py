@@ -68,7 +68,7 @@ def _divisor(degree: int) -> int:
 
 def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
     """`plan` is already small; the model gets as many layers as it has."""
-    num_heads, num_kv_heads = _heads(spec, plan.tp)
+    num_heads, num_kv_heads = _heads(spec, plan.tp, plan.cp if plan.cp_kind == "ulysses" else 1)
     sizes: dict[str, object] = {
         "num_layers": sum(plan.split) or min(spec.num_layers, _period(spec) + 1),
         "hidden": 32,
@@ -99,15 +99,17 @@ def _period(spec: ModelSpec) -> int:
     return max(2, min(spec.global_every, 6), spec.moe_every if spec.num_experts else 1)
 
 
-def _heads(spec: ModelSpec, tp: int) -> tuple[int, int]:
-    """Few heads that stand to tp as the model's own do: grouped if grouped, shared between ranks if shared."""
+def _heads(spec: ModelSpec, tp: int, cp: int = 1) -> tuple[int, int]:
+    """Few heads that stand to tp as the model's own do: grouped if grouped, shared between ranks if shared. `cp`: ranks that
+    share the heads of a slice, the way of Ulysses."""
+    ranks = tp * cp
     if spec.is_latent:
-        heads = next(n for n in range(2, spec.num_heads + tp + 1) if n % tp == 0)
+        heads = next(n for n in range(2, spec.num_heads + ranks + 1) if n % ranks == 0)
         return heads, heads
     shares = spec.num_kv_heads < tp
     for kv in range(1, spec.num_kv_heads + 1):
         for group in range(1, spec.num_heads // spec.num_kv_heads + 1):
-            fits = (kv * group) % tp == 0 and (tp % kv == 0 if shares else kv % tp == 0)
+            fits = (kv * group) % ranks == 0 and (tp % kv == 0 if shares else kv % tp == 0)
             same_kind = (group > 1) == (spec.num_heads > spec.num_kv_heads) and (kv > 1) == (spec.num_kv_heads > 1)
             if fits and same_kind:
                 return kv * group, kv

@@ -56,6 +56,21 @@ class Events:
         }
         return {key: value for key, value in line.items() if value is not None}
 
+    def record_experts(self, step: int, tokens: list[list[float]]) -> None:
+        """Tokens of every expert, a line per routed layer; one rank says it for all."""
+        if self.file is None or step % self.every:
+            return
+        for layer, counts in enumerate(tokens):
+            line = {
+                "t": time.time(),
+                "rank": self.rank,
+                "kind": "experts",
+                "name": f"routed layer {layer}",
+                "step": step,
+            }
+            self.file.write(json.dumps(line | {"start_us": 0, "dur_us": 0, "tokens": [int(n) for n in counts]}) + "\n")
+        self.file.flush()
+
     def close(self) -> None:
         if self.file:
             self.file.close()

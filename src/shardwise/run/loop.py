@@ -38,7 +38,7 @@ from shardwise.run.clock import KINDS, Clock
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
 from shardwise.run.guards import StopRequests
-from shardwise.run.metrics import Metrics
+from shardwise.run.metrics import Metrics, expert_load
 from shardwise.run.optimizer import build_optimizer
 from shardwise.run.rundir import RunDir
 from shardwise.run.schedule import LearningRate, learning_rate
@@ -150,6 +150,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         history.add(line)
         events.record(step, clock)
         if metrics:
+            events.record_experts(step, result.expert_tokens)
             metrics.write(line)
         view.step(line)
         if not math.isfinite(result.loss) and config.run.on_nan == "stop":
@@ -229,7 +230,7 @@ def _metrics_line(
         **{f"{kind}_s": parts[f"{kind}_s"] for kind in (*KINDS, "other")},
     }
     if spec.num_experts:
-        line |= {"aux_loss": result.aux_loss, "z_loss": result.z_loss}
+        line |= {"aux_loss": result.aux_loss, "z_loss": result.z_loss, **expert_load(result.expert_tokens)}
     if result.skipped:
         line["skipped"] = True
     return line

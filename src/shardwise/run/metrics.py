@@ -14,6 +14,16 @@ from shardwise.files import cannot_write
 from shardwise.run.rundir import RunDir, to_json
 
 
+def expert_load(tokens: list[list[float]]) -> dict[str, float]:
+    """How even a step's routing was: tokens of the busiest and of the idlest expert of any layer, over the mean of its layer."""
+    means = [sum(counts) / len(counts) for counts in tokens]
+    shares = [count / mean for counts, mean in zip(tokens, means, strict=True) if mean for count in counts]
+    if not shares:
+        return {}
+    # An expert takes as many tokens as choose it: there is no limit beyond which they would be dropped.
+    return {"expert_load_max": max(shares), "expert_load_min": min(shares), "dropped_tokens": 0}
+
+
 class Logger(Protocol):
     name: str
 

@@ -30,6 +30,7 @@ class StepResult:
     grad_norm: float
     skipped: bool = False
     answers: list[int] = field(default_factory=list)  # what `ask` returned, summed over all ranks
+    expert_tokens: list[list[float]] = field(default_factory=list)  # of every routed layer, over all ranks
 
 
 def run_step(
@@ -44,23 +45,26 @@ def run_step(
     skip_non_finite: bool = False,
     ask: Ask = lambda: (),
 ) -> StepResult:
-    norm, sums, answers = accumulate(engine, batch, num_targets, clock, ask)
+    norm, finish = accumulate(engine, batch, num_targets, clock, ask)
     skip = skip_non_finite and not bool(torch.isfinite(norm))
     update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
-    cross_entropy, aux, z = (sums / max(num_targets, 1)).tolist()
-    return StepResult(cross_entropy, aux, z, float(norm), skip, [round(answer) for answer in answers.tolist()])
+    with clock.span("optimizer", "losses"):
+        cross_entropy, aux, z, *answers = finish().tolist()
+    targets = max(num_targets, 1)
+    losses = (cross_entropy / targets, aux / targets, z / targets)
+    asked = [round(answer) for answer in answers]
+    return StepResult(*losses, float(norm), skip, asked, engine.expert_counts.tolist())
 
 
 def accumulate(
     engine: Engine, batch: StepBatch, num_targets: int, clock: Clock, ask: Ask = lambda: ()
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Forward and backward of every micro-batch; the global gradient norm, the loss sums and the answers over all ranks."""
+) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """Forward and backward of every micro-batch; the global gradient norm, and later the loss sums and the answers over all ranks."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
     questions = torch.tensor(ask(), dtype=torch.float64).to(sums.device, non_blocking=True)
     with clock.span("optimizer", "norm and loss"):
-        norm, summed = engine.norm_and_sums(torch.cat([sums, questions]))
-    return norm, summed[: len(sums)], summed[len(sums) :]
+        return engine.norm_and_sums(torch.cat([sums, questions]))
 
 
 def update(
@@ -81,5 +85,5 @@ def update(
             optimizer.step()
         engine.zero_grad()
     if engine.spec.num_experts:
-        with clock.span("optimizer", "expert counts"):
+        with clock.span("optimizer", "balance experts"):
             engine.balance_experts()

@@ -62,8 +62,8 @@ def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device
     clock, record = Clock(device), Record()
     for step in range(1, trial.num_steps + 1):
         batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)
-        norm, sums, _ = accumulate(engine, batch, num_targets, clock)
-        record.losses.append(float(sums[0]) / num_targets)
+        norm, finish = accumulate(engine, batch, num_targets, clock)
+        record.losses.append(float(finish()[0]) / num_targets)
         record.norms.append(float(norm))
         if step == 1:
             record.gradients = collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
