@@ -187,9 +187,7 @@ def _time_waits(group: Any, traffic: Traffic, reduction: ExactReduceScatter | No
     group.wait_for_unshard = gathered
     if reduction is None:
         group.finalize_backward = reduced
-    elif (
-        group._is_hsdp and group._all_reduce_process_group.size() > 1
-    ):  # else a hook would be called after other things
+    elif group._is_hsdp:  # else the hook would be called after other things
         group._all_reduce_hook = reduction.replicas_met
 
 
