@@ -21,7 +21,7 @@ from shardwise.model.spec import LayerSpec
 from shardwise.parallel.blocks import Score, Sight, attend_block, attend_block_backward, choose, merge
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.ring import Block, Zigzag, ring_bytes
-from shardwise.parallel.ulysses import Line, ulysses_attention
+from shardwise.parallel.ulysses import ulysses_attention
 from shardwise.run.reference import Trial
 from shardwise.run.trial import build_trial, trial_batch, trial_plan
 
@@ -216,7 +216,7 @@ def ulysses(shape: Shape, documents: bool) -> tuple[int, int, list[Tensor]]:
     builder = MaskBuilder(shape.tokens, 0, CPU, ids)
     mask = builder.build((layer,), flex=False)[builder.key(layer)]
     kernel = "math" if shape.softcap or shape.value_width != shape.width else "sdpa"
-    out = ulysses_attention(Line(group()), q, k, v, mask, kernel, shape.score.scale, shape.softcap)
+    out = ulysses_attention(group(), q, k, v, mask, kernel, shape.score.scale, shape.softcap)
     return size, index, [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 

@@ -433,7 +433,7 @@ def count_part_of_the_sequence(patch: Patch) -> None:
 @mutation("Ulysses gives heads to the wrong ranks", "cp=2 cp_kind=ulysses | grouped-query | fp64 | even")
 def swap_heads(patch: Patch) -> None:
     exchange = ulysses.tokens_for_heads
-    patch.setattr(ulysses, "tokens_for_heads", lambda x, group: exchange(x.flip(2), group))
+    patch.setattr(ulysses, "tokens_for_heads", lambda x, *line: exchange(x.flip(2), *line))
 
 
 # Expert parallelism ---------------------------------------------------------------------------------------------------
@@ -443,8 +443,8 @@ def swap_heads(patch: Patch) -> None:
 def swap_two_experts(patch: Patch) -> None:
     plan_trip = expert.plan_trip
 
-    def swapped(*args: Any) -> Any:
-        trip = plan_trip(*args)
+    def swapped(counts_E: Any, *line: Any) -> Any:
+        trip = plan_trip(counts_E, *line)
         return trip._replace(counts_L=trip.counts_L.flip(0))
 
     patch.setattr(expert, "plan_trip", swapped)
@@ -464,8 +464,8 @@ def misplace_experts(patch: Patch) -> None:
 def average_experts(patch: Patch) -> None:
     add = data.sum_tensors
 
-    def averaged(tensors: Any, group: Any, bucket_bytes: int) -> int:
-        sent = add(tensors, group, bucket_bytes)
+    def averaged(tensors: Any, group: Any, *rest: Any) -> int:
+        sent = add(tensors, group, *rest)
         torch._foreach_div_(tensors, group.size())
         return sent
 
@@ -488,8 +488,8 @@ def sum_experts_over_all(patch: Patch) -> None:
 def forget_way_back(patch: Patch) -> None:
     plan_trip = expert.plan_trip
 
-    def one_way(*args: Any) -> Any:
-        trip = plan_trip(*args)
+    def one_way(counts_E: Any, *line: Any) -> Any:
+        trip = plan_trip(counts_E, *line)
         return trip._replace(by_rank_R=torch.arange(len(trip.by_rank_R)))
 
     patch.setattr(expert, "plan_trip", one_way)
@@ -497,14 +497,12 @@ def forget_way_back(patch: Patch) -> None:
 
 @mutation("a sequence's counts are those of one rank's tokens", "tp=2 sp ep=2 | mixtral | fp64 | odd")
 def forget_sequence_counts(patch: Patch) -> None:
-    patch.setattr(expert, "sequence_sum", lambda *_: lambda counts: counts)
+    patch.setattr(expert, "sequence_sum", lambda mesh, tp, wait: lambda counts: counts)
 
 
 @mutation("gradients go to experts but not back to tokens", "dp=2 zero=2 ep=2 | experts | fp64 | even")
 def forget_exchange_gradient(patch: Patch) -> None:
     backward = expert._Exchange.backward
     patch.setattr(
-        expert._Exchange,
-        "backward",
-        staticmethod(lambda ctx, grad: (backward(ctx, grad)[0] * 0, None, None, None, None)),
+        expert._Exchange, "backward", staticmethod(lambda ctx, grad: (backward(ctx, grad)[0] * 0, *[None] * 4))
     )

@@ -49,13 +49,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp=2 pp=2 1f1b": {"dp": 2, "pp": 2},
     "dp=2 zero=2 pp=2 interleaved": {"dp": 2, "zero": 2, "pp": 2, "schedule": "interleaved", "virtual_stages": 2},
     "dp=2 zero=3 tp=2 sp": {"dp": 2, "zero": 3, "tp": 2, "sequence": True},
+    "cp=2": {"cp": 2},
+    "cp=2 ulysses": {"cp": 2, "cp_kind": "ulysses"},
+    "cp=2 zero=3 pp=2": {"cp": 2, "zero": 3, "pp": 2},
     "tp=2 sp pp=2 zero-bubble": {"tp": 2, "sequence": True, "pp": 2, "schedule": "zero-bubble"},
 }
-OF_TORCH = {"reduce-scatter": "all-to-all"}  # what gloo is asked to do for it
+EXPERTS: dict[str, dict[str, Any]] = {
+    "dp=2 ep=2": {"dp": 2, "ep": 2},
+    "dp=2 zero=3 ep=2": {"dp": 2, "zero": 3, "ep": 2},
+    "tp=2 sp ep=2": {"tp": 2, "sequence": True, "ep": 2},
+}
+OF_TORCH = {"reduce-scatter": "all-to-all", "pass on": "send"}  # what gloo is asked to do for it
 
 
 def plan_of(layout: str, trial: Trial = TRIAL) -> Plan:
-    fields = dict(LAYOUTS[layout])
+    fields = dict((LAYOUTS | EXPERTS)[layout])
     if fields.get("pp", 1) > 1:
         fields["split"] = even_split(SMALL["num_layers"], fields["pp"] * fields.get("virtual_stages", 1))
     return trial_plan(trial, **fields)
@@ -103,13 +111,9 @@ def observe(spec: ModelSpec, layout: str, trial: Trial = TRIAL) -> dict[str, Any
 
 @pytest.mark.parametrize(
     "model, layout",
-    [
-        *(("plain", layout) for layout in LAYOUTS),
-        ("tied", "dp=2 zero=3"),
-        ("tied", "pp=2 zbv"),
-        ("tied", "dp=2 pp=2 1f1b"),
-    ],
-)
+    [*(("plain", layout) for layout in LAYOUTS), *(("experts", layout) for layout in EXPERTS), ("tied", "dp=2 zero=3"),
+     ("tied", "pp=2 zbv"), ("tied", "dp=2 pp=2 1f1b")],
+)  # fmt: skip
 def test_parts_add_up_and_events_miss_no_message(layout: str, model: str, ranks: Any) -> None:
     plan = plan_of(layout)
     for found in ranks.run(observe, plan.world, SPECS[model], layout):
@@ -171,7 +175,7 @@ def delayed(spec: ModelSpec, layout: str) -> dict[str, Any]:
     return {"parts": parts, "slept": slept, "waits": [wait for wait in waits if wait[0] in ("comm_exposed", "bubble")]}
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "tp=2 sp", "pp=2 gpipe"])
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "tp=2 sp", "cp=2", "pp=2 gpipe"])
 def test_who_waits_for_a_late_rank_says_so(layout: str, ranks: Any) -> None:
     """The late rank computes; its peer waits from when it came to the exchange until the other did, and that is all it waits for."""
     plan = plan_of(layout, SINGLE)

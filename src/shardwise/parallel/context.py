@@ -26,7 +26,7 @@ from shardwise.model.masking import Mask
 from shardwise.parallel.regions import all_gather, all_reduce
 from shardwise.parallel.ring import Ring, View, Zigzag, ring_attention
 from shardwise.parallel.traffic import Wait, unseen
-from shardwise.parallel.ulysses import Line, ulysses_attention
+from shardwise.parallel.ulysses import ulysses_attention
 
 FORWARD = signature(Decoder.forward)
 
@@ -37,7 +37,7 @@ class ContextParallel:
 
     group: dist.ProcessGroup
     kind: str  # ring | ulysses
-    wait: Wait = unseen
+    wait: Wait = unseen  # around each of their messages
     ring: Ring = field(init=False)
     row: WholeRow | None = field(init=False, default=None)
     """Of the pass that runs now; None where it is not split."""
@@ -80,7 +80,7 @@ def apply_context_parallel(model: Decoder, cp: ContextParallel) -> None:
             return _ring_inputs(model, cp, cp.row)
         inputs = whole_masks(cp.row.positions_BT, cp.row.documents_BT, None)
         return {
-            index: replace(one, attend=partial(ulysses_attention, Line(cp.group, cp.wait)))
+            index: replace(one, attend=partial(ulysses_attention, cp.group, wait=cp.wait))
             for index, one in inputs.items()
         }
 
@@ -143,7 +143,7 @@ def _check_rows(cp: ContextParallel, tokens_BT: Tensor) -> None:
         return
     cp.is_checked = True  # once: the same loader makes all later rows
     mine = torch.tensor([*tokens_BT.shape, int(tokens_BT.sum())], device=tokens_BT.device)
-    rows = [row.tolist() for row in all_gather(mine, cp.group)]
+    rows = [row.tolist() for row in all_gather(mine, cp.group, cp.wait)]
     if any(row != rows[0] for row in rows):
         told = ", ".join(f"{batch} x {length}" for batch, length, _ in rows)
         raise UserError(

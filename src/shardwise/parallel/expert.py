@@ -51,21 +51,17 @@ def apply_expert_parallel(model: Decoder, mesh: Mesh, tp: TensorParallel | None,
     assert mesh.expert is not None
     for layer in moe_layers(model):
         layer.experts = SpreadExperts(layer.experts, mesh.expert.group, traffic.on("ep"))
-        layer.sum_over_sequence = sequence_sum(mesh, tp, traffic)
+        layer.sum_over_sequence = sequence_sum(mesh, tp, traffic.on("ep"))
         if tp is not None:
             layer.register_forward_hook(_part_of_losses(tp))
 
 
-def sequence_sum(mesh: Mesh, tp: TensorParallel | None, traffic: Traffic) -> Callable[[Tensor], Tensor]:
+def sequence_sum(mesh: Mesh, tp: TensorParallel | None, wait: Wait = unseen) -> Callable[[Tensor], Tensor]:
     """Adds up over the ranks that have the other tokens of the same sequences, as far as this pass splits them."""
 
     def add(counts_BE: Tensor) -> Tensor:
         group = mesh.tokens if tp is not None and tp.active else mesh.cp
-        return (
-            counts_BE
-            if group is None
-            else all_reduce(counts_BE, group, wait=traffic.on("cp" if group is mesh.cp else "tokens"))
-        )
+        return counts_BE if group is None else all_reduce(counts_BE, group, wait=wait)
 
     return add
 
@@ -100,7 +96,7 @@ def plan_trip(counts_E: Tensor, group: Group, wait: Wait = unseen) -> Trip:
     """Collective: ranks tell each other how many rows come for each expert."""
     leaving_PL = counts_E.view(group.size(), -1)
     coming_PL = torch.empty_like(leaving_PL)
-    with wait("all-to-all", leaving_PL.nbytes):
+    with wait("all-to-all", coming_PL.nbytes):
         dist.all_to_all_single(coming_PL, leaving_PL, group=group)
     sent, received = torch.stack((leaving_PL.sum(1), coming_PL.sum(1))).tolist()  # on a GPU: the one wait for numbers
     experts_PL = torch.arange(coming_PL.shape[1], device=counts_E.device).expand_as(coming_PL)
@@ -128,6 +124,6 @@ class _Exchange(torch.autograd.Function):
 def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     x = x.contiguous()
-    with wait("all-to-all", x.nbytes):
+    with wait("all-to-all", out.nbytes):
         dist.all_to_all_single(out, x, received, sent, group=group)
     return out

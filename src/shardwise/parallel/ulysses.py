@@ -9,7 +9,6 @@ Shapes: B batch, T tokens of the row, t = T / P of this rank, H heads, K key-val
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
@@ -22,19 +21,8 @@ from shardwise.model.masking import Mask
 from shardwise.parallel.traffic import Wait, unseen
 
 
-@dataclass(frozen=True)
-class Line:
-    """The ranks that exchange, and how their waiting is timed."""
-
-    group: dist.ProcessGroup
-    wait: Wait = unseen
-
-    def size(self) -> int:
-        return self.group.size()
-
-
 def ulysses_attention(
-    group: Line,
+    group: dist.ProcessGroup,
     q_BtHC: Tensor,
     k_BtKC: Tensor,
     v_BtKC: Tensor,
@@ -42,6 +30,7 @@ def ulysses_attention(
     kernel: str,
     scale: float,
     cap: float,
+    wait: Wait = unseen,
 ) -> Tensor:
     """`model.attention.attend` for the tokens of one rank: same arguments, same result. The mask is that of the whole row."""
     size = group.size()
@@ -51,11 +40,11 @@ def ulysses_attention(
     parts = [x.unflatten(2, (size, -1)) for x in (q_BtHC, k_BtKC, v_BtKC)]
     # One message per rank: its heads of q, k and v side by side.
     away_BtPX = torch.cat([part.flatten(3) for part in parts], dim=-1)
-    home_BTX = _TokensForHeads.apply(away_BtPX, group)
+    home_BTX = _TokensForHeads.apply(away_BtPX, group, wait)
     widths = [part.shape[3] * part.shape[4] for part in parts]
     q, k, v = (x.unflatten(2, part.shape[3:]) for x, part in zip(home_BTX.split(widths, dim=-1), parts, strict=True))
     out_BThC = attend(q, k, v, mask, kernel, scale, cap)
-    out_BtPX = _HeadsForTokens.apply(out_BThC.flatten(2), group)
+    out_BtPX = _HeadsForTokens.apply(out_BThC.flatten(2), group, wait)
     return out_BtPX.flatten(2).unflatten(2, (-1, out_BThC.shape[-1]))
 
 
@@ -64,38 +53,38 @@ def ulysses_attention(
 
 class _TokensForHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BtPX: Tensor, group: Line) -> Tensor:
-        ctx.group = group
-        return tokens_for_heads(x_BtPX, group)
+    def forward(ctx: Any, x_BtPX: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
+        ctx.line = group, wait
+        return tokens_for_heads(x_BtPX, group, wait)
 
     @staticmethod
-    def backward(ctx: Any, grad_BTX: Tensor) -> tuple[Tensor, None]:
-        return heads_for_tokens(grad_BTX, ctx.group), None
+    def backward(ctx: Any, grad_BTX: Tensor) -> tuple[Tensor, None, None]:
+        return heads_for_tokens(grad_BTX, *ctx.line), None, None
 
 
 class _HeadsForTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BTX: Tensor, group: Line) -> Tensor:
-        ctx.group = group
-        return heads_for_tokens(x_BTX, group)
+    def forward(ctx: Any, x_BTX: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
+        ctx.line = group, wait
+        return heads_for_tokens(x_BTX, group, wait)
 
     @staticmethod
-    def backward(ctx: Any, grad_BtPX: Tensor) -> tuple[Tensor, None]:
-        return tokens_for_heads(grad_BtPX, ctx.group), None
+    def backward(ctx: Any, grad_BtPX: Tensor) -> tuple[Tensor, None, None]:
+        return tokens_for_heads(grad_BtPX, *ctx.line), None, None
 
 
-def tokens_for_heads(x_BtPX: Tensor, group: Line) -> Tensor:
+def tokens_for_heads(x_BtPX: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
     """Our tokens, heads by rank; comes back as all tokens of our heads."""
-    return _exchange(x_BtPX.permute(2, 0, 1, 3), group).movedim(0, 1).flatten(1, 2)
+    return _exchange(x_BtPX.permute(2, 0, 1, 3), group, wait).movedim(0, 1).flatten(1, 2)
 
 
-def heads_for_tokens(x_BTX: Tensor, group: Line) -> Tensor:
-    return _exchange(x_BTX.unflatten(1, (group.size(), -1)).movedim(1, 0), group).permute(1, 2, 0, 3)
+def heads_for_tokens(x_BTX: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
+    return _exchange(x_BTX.unflatten(1, (group.size(), -1)).movedim(1, 0), group, wait).permute(1, 2, 0, 3)
 
 
-def _exchange(x_P: Tensor, line: Line) -> Tensor:
+def _exchange(x_P: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
     x_P = x_P.contiguous()
     out_P = torch.empty_like(x_P)
-    with line.wait("all-to-all", x_P.nbytes):
-        dist.all_to_all_single(out_P, x_P, group=line.group)
+    with wait("all-to-all", out_P.nbytes):
+        dist.all_to_all_single(out_P, x_P, group=group)
     return out_P

@@ -133,12 +133,10 @@ def shard_groups(
         if on_gloo:
             module.set_custom_all_gather(CountedAllGather(traffic))
             module.set_custom_reduce_scatter(reduction)
-            if plan.replicate > 1:
-                module.set_all_reduce_hook(reduction.replicas_met)
     if on_gloo:
         root._set_unshard_async_op(True)
-    for parameters in parameter_groups(model) if mesh.dp is not None else ():
-        _time_waits(parameters, traffic, on_gloo)
+    for parameters in parameter_groups(model) if plan.world > 1 else ():
+        _time_waits(parameters, traffic, reduction if on_gloo else None)
     _prefetch([[group[0], *_spread_experts(group)] for group in groups])
     return root
 
@@ -168,7 +166,7 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     return iter({id(group): group for module in modules for group in fsdp_groups(module)}.values())
 
 
-def _time_waits(group: Any, traffic: Traffic, on_gloo: bool) -> None:
+def _time_waits(group: Any, traffic: Traffic, reduction: ExactReduceScatter | None) -> None:
     """FSDP2 waits where no line of ours stands. Each place waits here first, inside of a span, and then finds nothing left to wait for."""
     wait_for_unshard, finalize_backward = group.wait_for_unshard, group.finalize_backward
 
@@ -187,8 +185,10 @@ def _time_waits(group: Any, traffic: Traffic, on_gloo: bool) -> None:
             finalize_backward()
 
     group.wait_for_unshard = gathered
-    if not on_gloo:  # there ExactReduceScatter waits
+    if reduction is None:
         group.finalize_backward = reduced
+    elif group._is_hsdp:  # else the hook would be called after other things
+        group._all_reduce_hook = reduction.replicas_met
 
 
 class _Buffers:
