@@ -194,8 +194,8 @@ def moved(spec: ModelSpec, before: Plan, after: Plan) -> tuple[list[float], dict
             put_optimizer_states(engine, optimizer, share(states, engine.mesh))
         for step in steps:
             batch, num_targets = trial_batch(spec, plan, TRIAL, step, engine.mesh.at.dp)
-            norm, sums, _ = accumulate(engine, batch, num_targets, Clock(CPU))
-            losses.append(float(sums[0]) / num_targets)
+            norm, finish = accumulate(engine, batch, num_targets, Clock(CPU))
+            losses.append(float(finish()[0]) / num_targets)
             update(engine, optimizer, norm, lr=TRIAL.optimizer.lr, clip=TRIAL.clip, clock=Clock(CPU))
         state = collect(engine, lambda shard: {shard.name: shard.local.detach().clone()}, engine.buffers())
         state |= collect(engine, optimizer_states(optimizer))

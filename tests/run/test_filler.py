@@ -76,8 +76,8 @@ def trained(model: str, layout: dict[str, Any], num_filled: int) -> dict[str, An
             side = pipeline.side = Side(table, held_out, torch.zeros(num_filled, dtype=torch.float64))
         batch, num_targets = batch_of(engine, step)
         clock.begin()
-        norm, sums, _ = accumulate(engine, batch, num_targets, clock)
-        found["losses"].append((float(norm), sums.tolist()))
+        norm, finish = accumulate(engine, batch, num_targets, clock)
+        found["losses"].append((float(norm), finish().tolist()))
         found["counts"] = [layer.tokens_per_expert.tolist() for model in engine.models for layer in moe_layers(model)]
         update(engine, optimizer, norm, lr=TRIAL.optimizer.lr, clip=TRIAL.clip, clock=clock)
         if num_filled:

@@ -240,7 +240,7 @@ class Pipeline:
 AHEAD = 2
 """How many actions ahead a receive is posted: the sender of a message that nobody waits for yet must ask first."""
 
-WHAT = {"x": "activations", "g": "gradients"}
+WHAT = {"x": "activations", "g": "gradients", "e": "held-out activations"}
 LAST_MESSAGES = "last messages"
 
 
