@@ -65,9 +65,12 @@ def all_cases() -> list[Case]:
     return cases
 
 
-def run_cases(matrix: Matrix, cases: list[Case], console: Console) -> Rows:
+def run_cases(matrix: Matrix, cases: list[Case], console: Console, seconds: float) -> Rows:
     found: Rows = {}
+    began = time.monotonic()
     for case in track(cases, "rows", console=console):
+        if time.monotonic() - began > seconds:
+            break
         try:
             found[case] = matrix.measure(case)
         except (RankFailure, RankHang, AssertionError) as error:
@@ -101,7 +104,8 @@ def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
         "# The same-loss matrix",
         "",
         f"Written by `make parity` on {date.today()} with torch {run['torch']}, Python {run['python']}, on CPUs "
-        f"over gloo, in {seconds / 60:.0f} minutes: {good} of {len(found)} rows within their limits.",
+        f"over gloo, in {seconds / 60:.0f} minutes: {good} of {len(found)} rows within their limits"
+        + (f"; {missing} more rows were not run." if (missing := len(all_cases()) - len(found)) else "."),
         "",
         f"Each row trains {NUM_STEPS} steps in a layout and in one process (`src/shardwise/run/reference.py`: the plain model, torch's "
         "own optimizer and clipping) and measures the largest difference of",
@@ -192,6 +196,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", action="store_true", help="only the mutations; writes nothing")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="part I of N, counted from 1")
+    parser.add_argument("--rows", action="store_true", help="only the rows")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no row after so long; the page then says how many are missing"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="what was found, instead of the page")
     parser.add_argument(
         "--page", type=Path, nargs="+", metavar="FILE", help="only write the page, from files of --json"
@@ -206,9 +214,10 @@ def main() -> int:
     bad = sum(not is_good(case, result) for case, result in rows.items())
     unnoticed = sum(how is None for how in mutations.values())
     if rows and not asked.json:
-        versions = {(part["torch"], part["python"]) for part in parts}
-        assert len(versions) == 1, f"parts of different runs: {versions}"
-        PAGE.write_text(page(rows, mutations, parts[0], max(part["seconds"] for part in parts)), encoding="utf-8")
+        of_rows = [part for part in parts if part["rows"]]
+        versions = {(part["torch"], part["python"]) for part in of_rows}
+        assert len(versions) == 1, f"rows of different runs: {versions}"
+        PAGE.write_text(page(rows, mutations, of_rows[0], max(part["seconds"] for part in parts)), encoding="utf-8")
         console.print("\n".join(_worst(rows)))
     console.print(f"{len(rows)} rows, {bad} over their limits; {len(mutations)} mutations, {unnoticed} not noticed")
     return 1 if bad or unnoticed else 0
@@ -218,8 +227,8 @@ def _run_part(asked: argparse.Namespace, console: Console) -> dict[str, Any]:
     part, parts = map(int, asked.part.split("/"))
     began, matrix = time.monotonic(), Matrix(RankPool())
     try:
-        found = {} if asked.mutations else run_cases(matrix, all_cases()[part - 1 :: parts], console)
-        mutations = run_mutations(matrix, list(MUTATIONS)[part - 1 :: parts], console)
+        found = {} if asked.mutations else run_cases(matrix, all_cases()[part - 1 :: parts], console, asked.seconds)
+        mutations = {} if asked.rows else run_mutations(matrix, list(MUTATIONS)[part - 1 :: parts], console)
     finally:
         matrix.ranks.close()
     return {
