@@ -162,7 +162,7 @@ def test_json(words, capsys):
 def test_mistakes(capsys):
     assert main(["explain", "pipelin"]) == 2
     assert "fix  did you mean `shardwise explain pipeline`?" in capsys.readouterr().err
-    for word in ("context", "seeds"):
+    for word in ("lora", "seeds"):
         assert main(["explain", word, "--demo"]) == 2
         refusal = capsys.readouterr().err
         assert f"`--demo` is not available yet for `{word}`" in refusal
