@@ -119,12 +119,12 @@ def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
         "|---|---|",
         f"| fp64 | everything within 1e-9, with clipping at {CLIP} in every step |",
         "| fp32 | loss and gradient within 1e-5, with clipping |",
-        "| bf16 | (fp32 weights, bf16 compute) loss within 1e-5, with tensor parallelism 5e-3; without clipping |",
+        "| bf16 | (fp32 weights, bf16 compute) loss within 1e-5, with tp, cp or ep 5e-3; without clipping |",
         "",
         "bf16 goes without clipping because torch adds a norm up in fp32, in an order that follows the shards: a factor that differs in its "
         "seventh digit sends some weight to the other neighbour in bf16, which moves the loss by 5e-5. For the same reason one process "
         "must cut the batch into the same micro-batches, whose gradients are rounded, and have two bf16 copies of a tied weight where a "
-        "pipeline has two. With tensor parallelism a sum inside a layer is split, and its parts are rounded.",
+        "pipeline has two. With tensor, context or expert parallelism a sum inside a layer is split, and its parts are rounded.",
         "",
         f"Batches: {'; '.join(f'`{name}` {batch.rows} rows in micro-batches of {batch.micro}' + ', with documents' * batch.documents for name, batch in BATCHES.items())}. "
         "What does not divide over ranks is meant not to.",
@@ -142,8 +142,8 @@ def _worst(found: Rows) -> list[str]:
     kinds: dict[str, Callable[[Case], bool]] = {
         "fp64": lambda case: case.precision == "fp64",
         "fp32": lambda case: case.precision == "fp32",
-        "bf16 without tp": lambda case: case.precision == "bf16" and degree(case.layout, "tp") == 1,
-        "bf16 with tp": lambda case: case.precision == "bf16" and degree(case.layout, "tp") > 1,
+        "bf16 without tp, cp, ep": lambda case: case.precision == "bf16" and case.limits["loss"] < 1e-3,
+        "bf16 with one of them": lambda case: case.precision == "bf16" and case.limits["loss"] > 1e-3,
     }
     for title, belongs in kinds.items():
         results = [result for case, result in found.items() if belongs(case) and isinstance(result, Differences)]

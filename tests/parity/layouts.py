@@ -259,11 +259,10 @@ class Case:
             return {"loss": 1e-9, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9}
         if self.precision == "fp32":
             return {"loss": 1e-5, "gradient": 1e-5}
-        # Where a sum inside a layer is split, bf16 rounds elsewhere: tensor parallelism adds up two rounded halves, and an expert that
-        # gets rows of two ranks rounds one gradient, not two.
-        splits_sums = degree(self.layout, "tp") > 1 or degree(self.layout, "ep") > 1
-        # Both split sums inside a layer: of heads and channels, or over tokens (weights' gradients, attention in a ring).
-        splits_sums = degree(self.layout, "tp") * degree(self.layout, "cp") > 1
+        # Where a sum inside a layer is split, bf16 rounds elsewhere: tensor parallelism adds up two rounded halves, context parallelism
+        # parts of a sequence (weights' gradients, attention in a ring), and an expert that gets rows of two ranks rounds one
+        # gradient, not two.
+        splits_sums = any(degree(self.layout, axis) > 1 for axis in ("tp", "cp", "ep"))
         return {"loss": 5e-3 if splits_sums else 1e-5}
 
 
@@ -303,6 +302,5 @@ def features(layout: str) -> dict[str, str]:
     tensor = f"tp{' sp' * ('sequence' in words)}" if "tp" in words else "whole"
     pipeline = f"{words['schedule']} {words.get('virtual_stages', 1)}" if "pp" in words else "one stage"
     experts = "spread" if "ep" in words else "whole"
-    return {"data": data, "tensor": tensor, "pipeline": pipeline, "experts": experts}
     context = words["cp_kind"] if "cp" in words else "whole rows"
-    return {"data": data, "tensor": tensor, "context": context, "pipeline": pipeline}
+    return {"data": data, "tensor": tensor, "context": context, "pipeline": pipeline, "experts": experts}

@@ -10,7 +10,7 @@ from cover import all_goals, cover, rows, values_of
 from flips import nudged
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from layouts import CLIP, LAYOUTS, MODELS, NUM_STEPS, PRECISIONS, ROUTED, SCHEDULES, Case, plan_fields, world
+from layouts import CLIP, LAYOUTS, MODELS, NUM_STEPS, PRECISIONS, ROUTED, SCHEDULES, Case, plan_fields
 
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
@@ -20,10 +20,8 @@ from shardwise.run.trial import trial_plan
 EIGHT_RANKS = [
     Case("dp=2 zero=1 tp=2 sp pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),
     Case("dp=4 zero=3 replicate=2 tp=2 sp", "grouped-query", "fp64", "ragged"),
-    Case("dp=2 zero=3 tp=2 sp pp=2 schedule=zero-bubble ep=4", "latent", "fp64", "odd"),
     Case("tp=2 sp cp=2 cp_kind=ring pp=2 schedule=1f1b", "window", "fp64", "ragged"),
     Case("dp=2 zero=3 tp=2 sp cp=2 cp_kind=ring ep=4", "latent", "fp64", "even"),
-    Case("dp=2 zero=2 cp=2 cp_kind=ulysses pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),
 ]
 
 
@@ -60,7 +58,6 @@ def test_the_cover_reaches_every_pair() -> None:
             fields = plan_fields(words)
             pipeline = f"{fields['schedule']} {fields.get('virtual_stages', 1)}"
             assert frozenset({("model", model), ("pipeline", pipeline)}) in met
-    assert {case.layout for case in cover()} == {layout for layout in LAYOUTS if world(layout) <= 4}
 
 
 def test_a_wrong_number_is_over_the_limit() -> None:
