@@ -95,7 +95,7 @@ def run_mutations(matrix: Matrix, names: list[str], console: Console) -> dict[st
 
 
 def page(found: Rows, mutations: dict[str, str | None], run: dict[str, Any], seconds: float) -> str:
-    return "\n".join([*_head(found, run, seconds), *_worst(found), *_rows(found), *_mutations(mutations), ""])
+    return "\n".join([*_head(found, run, seconds), *_worst(found), *_rows(found), *_mutations(mutations, run), ""])
 
 
 def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
@@ -172,11 +172,12 @@ def _rows(found: Rows) -> list[str]:
     return [*lines, ""]
 
 
-def _mutations(found: dict[str, str | None]) -> list[str]:
+def _mutations(found: dict[str, str | None], run: dict[str, Any]) -> list[str]:
     lines = [
         "## Mistakes made on purpose",
         "",
-        "One thing is broken on all ranks for one row (`tests/parity/mutations.py`); the row must notice.",
+        "One thing is broken on all ranks for one row (`tests/parity/mutations.py`); the row must notice. "
+        f"With torch {run['mutations_torch']}.",
         "",
         "| mistake | row | noticed by |",
         "|---|---|---|",
@@ -217,7 +218,11 @@ def main() -> int:
         of_rows = [part for part in parts if part["rows"]]
         versions = {(part["torch"], part["python"]) for part in of_rows}
         assert len(versions) == 1, f"rows of different runs: {versions}"
-        PAGE.write_text(page(rows, mutations, of_rows[0], max(part["seconds"] for part in parts)), encoding="utf-8")
+        broken = next((part["torch"] for part in parts if part["mutations"]), torch.__version__)
+        PAGE.write_text(
+            page(rows, mutations, of_rows[0] | {"mutations_torch": broken}, max(part["seconds"] for part in parts)),
+            encoding="utf-8",
+        )
         console.print("\n".join(_worst(rows)))
     console.print(f"{len(rows)} rows, {bad} over their limits; {len(mutations)} mutations, {unnoticed} not noticed")
     return 1 if bad or unnoticed else 0

@@ -163,7 +163,7 @@ def splits(draw: st.DrawFn, num_layers: int, num_stages: int) -> tuple[int, ...]
 
 @given(data=st.data())
 @settings(
-    max_examples=16,
+    max_examples=10,
     derandomize=True,
     database=None,
     deadline=None,
