@@ -46,9 +46,8 @@ class Sharded(GradientSums):
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
         # parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
-        self._can_overlap = (
-            mesh.plan.zero > 0 and mesh.plan.replicate == 1
-        )  # else an all-reduce reads the result at once
+        # With replicas an all-reduce reads the result at once.
+        self._can_overlap = mesh.plan.zero > 0 and mesh.plan.replicate == 1
         self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
@@ -115,9 +114,8 @@ def shard_groups(
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
     for number, group in enumerate(groups):
         drops = plan.zero == 3 and number < len(groups) - num_kept
-        for experts in _spread_experts(
-            group
-        ):  # other ranks have the same ones: a group of their own inside of the block's
+        # Fewer ranks have the same experts than the same block: a group of their own inside the block's.
+        for experts in _spread_experts(group):
             assert mesh.expert is not None
             fully_shard(experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, mp_policy=policy)
         fully_shard(
