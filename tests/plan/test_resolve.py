@@ -265,6 +265,13 @@ def test_idle_slots_that_can_be_filled():
 # What config.toml says afterwards ----------------------------------------------------------------------------------------
 
 
+def test_the_filled_config_keeps_every_axis():
+    """Whoever resumes gets the layout back out of this config."""
+    words = ["parallel.layout=dp=2 cp=2 ep=2", "model.preset=tiny-moe"]
+    config = resolved(*words, spec=preset("tiny-moe"), on=machine(cores=4)).config
+    assert (config.parallel.dp, config.parallel.cp, config.parallel.ep) == (2, 2, 2)
+
+
 def test_the_filled_config_shows_what_runs():
     result = resolved("parallel.tp=2", "parallel.layout=pp=2 schedule=zbv", nproc=8)
     parallel = result.config.parallel

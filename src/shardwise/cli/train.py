@@ -85,7 +85,7 @@ def _dry_run(job: Job) -> int:
 
     plan, spec = job.plan, job.spec
     print(resolved_text(job.resolved.config, job.origins()))
-    memory = predict_memory(spec, plan, job.resolved.config.optimizer.name)
+    memory = predict_memory(spec, plan, job.resolved.config.optimizer.name, job.resolved.config.adapter)
     limit = rank_memory_limit(job.resolved.config, job.machine, plan)
     print(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {spec.num_layers} layers")
     print(f"plan     {plan.layout} {plan.precision}: {plan.reason}")

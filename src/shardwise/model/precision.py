@@ -4,5 +4,13 @@ from __future__ import annotations
 
 import torch
 
-KEPT = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32, "bf16-true": torch.bfloat16}
-COMPUTED = KEPT | {"bf16": torch.bfloat16}
+KEPT = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.float32,
+    "bf16-true": torch.bfloat16,
+    "fp16": torch.float32,
+    "fp16-true": torch.float16,
+    "fp8": torch.float32,
+}
+COMPUTED = KEPT | {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

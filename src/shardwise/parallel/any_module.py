@@ -50,7 +50,7 @@ def parallelize(
         precision = next((name for name, kept in KEPT.items() if kept == next(module.parameters()).dtype), "fp32")
         plan = Plan.from_layout(plan, world=world, precision=precision, device=home.type)
     _check(module, plan, world, blocks)
-    mesh = build_mesh(plan, None, rank, home, fsdp=plan.zero > 0 or plan.precision == "bf16")
+    mesh = build_mesh(plan, None, rank, home, fsdp=plan.uses_fsdp)
     if world > 1:
         for tensor in (*module.parameters(), *module.buffers()):
             _take_from_first(tensor, home)
@@ -109,7 +109,7 @@ def _check(module: nn.Module, plan: Plan, world: int, blocks: str) -> None:
             why="all weights of a module are kept in one number format, which the plan says",
             fix=f"module.to({kept}), or another precision in the layout",
         )
-    if not plan.zero and plan.precision != "bf16":
+    if not plan.uses_fsdp:
         return
     for name, parameter in module.named_parameters():
         if parameter.ndim == 0:

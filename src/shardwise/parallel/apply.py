@@ -22,7 +22,7 @@ from typing import cast
 
 import torch
 
-from shardwise.config.schema import CommConfig
+from shardwise.config.schema import AdapterConfig, CommConfig
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.precision import COMPUTED, KEPT
@@ -56,10 +56,11 @@ def parallelize_decoder(
     attention: str,
     fill: Fill,
     *,
+    adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
     through_fsdp: bool = False,
 ) -> Engine:
     """Collective: every rank of the job calls it. `through_fsdp`: as mixed precision would, whatever the precision is."""
-    uses_fsdp = plan.zero > 0 or plan.precision == "bf16" or through_fsdp
+    uses_fsdp = plan.uses_fsdp or through_fsdp
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan, comm), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.model.decoder import Decoder
+from shardwise.model.precision import COMPUTED
 from shardwise.parallel.compat import all_gather_single, fsdp_groups
 from shardwise.parallel.data import GradientSums
 from shardwise.parallel.expert import SpreadExperts
@@ -109,8 +110,8 @@ def shard_groups(
 
     `num_kept`: backward begins where forward ended, so the last of them are not dropped in between."""
     plan = mesh.plan
-    mixed = plan.precision == "bf16"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    computed = COMPUTED[plan.precision]
+    policy = MixedPrecisionPolicy(computed, torch.float32) if plan.is_mixed else MixedPrecisionPolicy()
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
     for number, group in enumerate(groups):
         drops = plan.zero == 3 and number < len(groups) - num_kept

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise.config.layout import format_layout
-from shardwise.config.schema import ParallelConfig
+from shardwise.config.schema import MemoryConfig, ParallelConfig
 from shardwise.errors import UserError
 from shardwise.plan.split import even_split
+
+MIXED = ("bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Plan:
     virtual_stages: int = 1  # stages per rank
     split: tuple[int, ...] = ()  # layers of each stage, in model order; empty without a pipeline
     ep: int = 1
+    recompute: str = "none"  # none | full | selective | sqrt | every-K
+    offload: str = "none"  # none | optimizer | all
+    offload_to: str = "cpu"  # cpu | nvme
+    activation_offload: bool = False
 
     def __post_init__(self) -> None:
         if self.zero == 0:
@@ -76,6 +82,18 @@ class Plan:
         assert self.ep == 1 or self.tp == 1 or self.sequence, (
             "experts over tensor-parallel ranks need sequence parallelism"
         )
+
+    # Number formats and memory -------------------------------------------------------------------------------------
+
+    @property
+    def is_mixed(self) -> bool:
+        """Parameters are kept in fp32 and computed with in a narrower format."""
+        return self.precision in MIXED
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """FSDP2 holds the parameters: to share them, to round them, or to keep them in CPU memory."""
+        return self.zero > 0 or self.is_mixed or self.offload == "all"
 
     # The grid of ranks --------------------------------------------------------------------------------------------
 
@@ -180,7 +198,8 @@ class Plan:
                 virtual_stages=self.virtual_stages,
                 split="auto" if is_even else self.split,
                 ep=self.ep,
-            )
+            ),
+            MemoryConfig(recompute=self.recompute, offload=self.offload),
         )
 
     @classmethod
@@ -218,6 +237,8 @@ class Plan:
             dp=dp,
             zero=zero,
             replicate=degree(parallel.replicate) if zero else dp,
+            recompute=memory.recompute,
+            offload=memory.offload,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.config.schema import AdapterConfig
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import exchanged_activations, head_activation_bytes, layer_activations
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
 
-WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "bf16-true": 2}
+WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4, "bf16-true": 2, "fp16-true": 2}
 """Per number of weights, gradients and optimizer state."""
 
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "bf16-true": 2}
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "bf16-true": 2, "fp16-true": 2}
 """Per number of activations and of parameters while they are used."""
 
 STATES_PER_PARAMETER = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1}
@@ -37,6 +38,10 @@ CPU: fitted to the default run on one two-core machine. CUDA: an assumption; run
 LAUNCH_SECONDS_PER_LAYER = {"cpu": 3e-3, "cuda": 3.5e-3}
 """Time Python and torch need around one layer's forward and backward operations: the floor for small models.
 Fitted to one run each: a two-layer model on a CPU, `tiny` on an H200."""
+
+
+WHOLE = AdapterConfig()
+"""All weights are trained."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +72,12 @@ class Prediction:
         return {"memory_bytes": self.memory_bytes, "memory": self.memory, "step_s": self.step_s, "step": self.step}
 
 
-def predict(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> Prediction:
-    memory, step = predict_memory(spec, plan, optimizer), predict_step(spec, plan, optimizer, rates)
+def predict(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates, adapter: AdapterConfig = WHOLE) -> Prediction:
+    memory, step = predict_memory(spec, plan, optimizer, adapter), predict_step(spec, plan, optimizer, rates)
     return Prediction(memory, step, rates.matmul_flops)
 
 
-def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str) -> dict[str, int]:
+def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
     """Bytes of the fullest rank at the peak."""
     return max(
         (_rank_memory(share, plan, optimizer) for share in rank_shares(spec, plan)), key=lambda m: sum(m.values())

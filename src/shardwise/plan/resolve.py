@@ -77,6 +77,10 @@ def resolve(
         virtual_stages=degrees.virtual_stages,
         split=degrees.split,
         ep=degrees.ep,
+        recompute=config.memory.recompute,
+        offload="optimizer" if config.memory.offload == "nvme" else config.memory.offload,
+        offload_to="nvme" if config.memory.offload == "nvme" else config.memory.offload_to,
+        activation_offload=config.memory.activation_offload,
     )
     if train.micro_batch != "auto":
         _check_micro_batch(config, plan, int(train.micro_batch), origins)
@@ -107,8 +111,8 @@ def _check_fill(config: Config, plan: Plan, origins: Origins) -> None:
         return
     if plan.device == "cuda":
         word, why = "on GPUs", "its times and messages were only ever tried on CPUs"
-    elif plan.zero or plan.precision == "bf16":
-        word = f"with zero={plan.zero}" if plan.zero else "with memory.precision=bf16"
+    elif plan.zero or plan.is_mixed:
+        word = f"with zero={plan.zero}" if plan.zero else f"with memory.precision={plan.precision}"
         why = "parameters are gathered for training's own forwards and must not stay gathered for another one"
     else:
         return
@@ -185,11 +189,11 @@ def _num_steps(config: Config, global_batch: int, num_sequences: int) -> int:
 
 
 def _needed(spec: ModelSpec, plan: Plan, config: Config) -> int:
-    return sum(predict_memory(spec, plan, config.optimizer.name).values())
+    return sum(predict_memory(spec, plan, config.optimizer.name, config.adapter).values())
 
 
 def _refuse_what_cannot_fit(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> None:
-    parts = predict_memory(spec, plan, config.optimizer.name)
+    parts = predict_memory(spec, plan, config.optimizer.name, config.adapter)
     if sum(parts.values()) <= limit:
         return
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
@@ -213,7 +217,8 @@ def _what_would_fit(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> 
         other = replace(plan, micro_batch=fix.get("train.micro_batch", plan.micro_batch))
         if "parallel.zero" in fix:
             other = replace(other, zero=fix["parallel.zero"], replicate=1)
-        if sum(predict_memory(spec, other, fix.get("optimizer.name", config.optimizer.name)).values()) <= limit:
+        name = fix.get("optimizer.name", config.optimizer.name)
+        if sum(predict_memory(spec, other, name, config.adapter).values()) <= limit:
             fitting.append(typed(fix))
     return fitting[:2]
 
@@ -234,10 +239,10 @@ def _fill(config: Config, plan: Plan) -> tuple[Config, tuple[str, ...]]:
             zero=plan.zero,
             tp=plan.tp,
             sequence=plan.sequence,
-            cp=1,
+            cp=plan.cp,
             pp=plan.pp,
             virtual_stages=plan.virtual_stages,
-            ep=1,
+            ep=plan.ep,
             layout=None,
         ),
         memory=replace(config.memory, precision=plan.precision),

@@ -83,14 +83,15 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         plan = replace(plan, split=measured_split(spec, plan, config.model.attention, device))
     if config.train.micro_batch == "auto" and plan.world == plan.dp and not plan.zero:
         plan = replace(plan, micro_batch=_largest_micro_batch(session))
-    prediction = predict(
-        spec, plan, config.optimizer.name, measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
-    )
+    rates = measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
+    prediction = predict(spec, plan, config.optimizer.name, rates, config.adapter)
     peak_flops = report.peak_flops(plan, device, prediction)
 
     # This rank's part of the model, its optimizer, and where an earlier process left off.
     fill = weights_of(config.model, config.train.seed)
-    engine = parallelize_decoder(spec, plan, ranks.rank, device, config.comm, config.model.attention, fill)
+    engine = parallelize_decoder(
+        spec, plan, ranks.rank, device, config.comm, config.model.attention, fill, adapter=config.adapter
+    )
     optimizer = build_optimizer(config.optimizer, engine.locals())
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     done = _restore(session, engine, optimizer, view)
@@ -200,7 +201,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
 def _largest_micro_batch(session: Session) -> int:
     """Measured on a whole model without weights, which is let go again."""
     plan, config = session.plan, session.config
-    parts = predict_memory(session.spec, plan, config.optimizer.name)
+    parts = predict_memory(session.spec, plan, config.optimizer.name, config.adapter)
     model = empty_model(config.model, session.spec, KEPT[plan.precision], session.device)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):

@@ -18,7 +18,7 @@ from shardwise.data.sequences import IGNORE
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
-from shardwise.model.precision import KEPT
+from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.run.optimizer import build_optimizer
 
@@ -107,8 +107,8 @@ def plain_update(model: Decoder, optimizer: torch.optim.Optimizer, clip: float |
 
 def _forward(model: Decoder, micro: TensorBatch, precision: str) -> Losses:
     arguments = (micro.tokens, micro.targets, None, micro.documents)
-    if precision != "bf16":
+    if COMPUTED[precision] == KEPT[precision]:
         return model(*arguments)
-    # Mixed precision by its definition: bf16 copies of fp32 parameters, whose gradients arrive in fp32.
-    copies = {name: p.bfloat16() for name, p in model.named_parameters()}
+    # Mixed precision by its definition: narrow copies of fp32 parameters, whose gradients arrive in fp32.
+    copies = {name: p.to(COMPUTED[precision]) for name, p in model.named_parameters()}
     return torch.func.functional_call(model, copies, arguments)

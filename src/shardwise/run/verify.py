@@ -67,7 +67,7 @@ def prove(
         micro_batch=small.micro_batch,
         seq_len=small.seq_len,
         optimizer=replace(optimizer, lr=1e-3),
-        through_fsdp=plan.precision == "bf16",
+        through_fsdp=plan.uses_fsdp,
         attention="math" if device.type == "cuda" else "auto",  # fused GPU kernels have no fp64
     )
     small = replace(small, num_steps=steps, precision="fp64")
@@ -154,7 +154,7 @@ def proof_key(spec: ModelSpec, plan: Plan) -> str:
     shape = shrink_spec(spec, small).with_overrides({"name": "any"})
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
-    way = "mixed" if plan.precision == "bf16" else "plain"
+    way = "mixed" if plan.is_mixed else "plain"
     return f"{plan.layout} {way} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"
 
 
