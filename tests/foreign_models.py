@@ -15,6 +15,10 @@ KINDS: dict[str, dict[str, Any]] = {
     # no positions at all but a bias by distance, tied, other names for its sizes
     "bloom": {**ENDS, "vocab_size": 256, "hidden_size": 24, "n_layer": 3, "n_head": 4},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    # no attention: what it remembers is a state
+    "mamba": {**ENDS, "vocab_size": 256, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 4},
+}
 
 
 def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
@@ -24,5 +28,5 @@ def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**KINDS[kind])).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(KINDS | OTHERS)[kind])).save_pretrained(directory)
     return directory

@@ -117,6 +117,14 @@ def test_verify_says_what_to_do_instead(refused: Callable[..., str], neox: Path)
     assert "repeats its first steps" in refused("verify", "model.path=neox", "--nproc", 2)
 
 
+def test_generate_says_when_no_cache_fits(
+    run_here: Callable[..., int], workdir: Path, neox: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory, notes in ((neox, 0), (write_model("mamba", workdir / "mamba"), 1)):
+        assert run_here("generate", directory, "--prompt", "the", "--max-tokens", 2) == 0
+        assert capsys.readouterr().err.count("no cache fits") == notes
+
+
 def test_code_of_a_model_directory_is_never_run(refused: Callable[..., str], workdir: Path) -> None:
     folder = workdir / "model"
     folder.mkdir()
