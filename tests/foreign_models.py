@@ -17,6 +17,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     # no attention: what it remembers is a state
+    # fp64 is not possible: it asks for a number that no fp32 can hold
+    "xglm": {**ENDS, "vocab_size": 256, "d_model": 24, "num_layers": 3, "attention_heads": 4, "ffn_dim": 50},
+    # layers of two kinds by a list, mixtures of experts
+    "gpt_oss": {
+        **SIZES,
+        **ENDS,
+        "intermediate_size": 20,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "mamba": {**ENDS, "vocab_size": 256, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 4},
 }
 

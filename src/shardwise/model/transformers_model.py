@@ -33,6 +33,8 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.spec, self.attention, self.dtype = spec, attention, dtype
         self.inner: Any = build_without_memory(json.loads(spec.config_json), KERNELS[attention])
+        if dtype == torch.float64:
+            self.inner.config._experts_implementation = "eager"  # grouped_mm has no fp64
         self.kernel = str(self.inner.config._attn_implementation)
         is_odd = self.kernel == "eager" and attention == "auto"
         self.kernel_reason = f"transformers has no fused attention for {spec.name}: eager" if is_odd else ""
@@ -137,6 +139,14 @@ class TransformersModel(nn.Module):
         config = self.inner.config
         self.inner = type(self.inner)._from_config(config, dtype=self.dtype, attn_implementation=self.kernel)
         self.train()
+
+    def draw_from(self, seed: int) -> None:
+        """The same weights on every rank, none of them exactly zero or one, where a mistake could hide: for a proof."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            self.draw()
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """A checkpoint's: of a tied weight it may have one name or all."""
