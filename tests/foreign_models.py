@@ -15,6 +15,22 @@ KINDS: dict[str, dict[str, Any]] = {
     # no positions at all but a bias by distance, tied, other names for its sizes
     "bloom": {**ENDS, "vocab_size": 256, "hidden_size": 24, "n_layer": 3, "n_head": 4},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    # no attention: what it remembers is a state
+    # fp64 is not possible: it asks for a number that no fp32 can hold
+    "xglm": {**ENDS, "vocab_size": 256, "d_model": 24, "num_layers": 3, "attention_heads": 4, "ffn_dim": 50},
+    # layers of two kinds by a list, mixtures of experts
+    "gpt_oss": {
+        **SIZES,
+        **ENDS,
+        "intermediate_size": 20,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mamba": {**ENDS, "vocab_size": 256, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 4},
+}
 
 
 def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
@@ -24,5 +40,5 @@ def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**KINDS[kind])).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(KINDS | OTHERS)[kind])).save_pretrained(directory)
     return directory

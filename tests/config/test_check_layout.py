@@ -57,6 +57,7 @@ def test_degrees_that_do_not_fit_are_refused(parallel, world, needed, fix):
 # words -> what, part of why, fix
 CASES = {
     "nothing to fill": (["parallel.fill_bubbles=eval"], '`parallel.fill_bubbles = "eval"` without a pipeline', "pp is 1", "parallel.fill_bubbles=none"),
+    "another job to fill": (["parallel.pp=2", "parallel.fill_bubbles=jobs/other.toml"], 'a second job in idle pipeline slots (`parallel.fill_bubbles = "jobs/other.toml"`) is not available yet', "only side work", "parallel.fill_bubbles=eval"),
     "replicas do not divide": (["parallel.dp=8", "parallel.replicate=3"], "`parallel.replicate = 3` does not divide dp=8", "dp = replicas x shards", "parallel.replicate=2 or parallel.replicate=4"),
     "more replicas than ranks": (["parallel.dp=2", "parallel.replicate=4", "parallel.zero=2"], "`parallel.replicate = 4` does not divide dp=2", "", "parallel.replicate=2"),
     "replicas without zero": (["parallel.dp=8", "parallel.replicate=3", "parallel.zero=0"], "`parallel.replicate = 3` does not divide dp=8", "", "parallel.replicate=8"),

@@ -33,6 +33,7 @@ def test_a_run_changes_its_layout_and_goes_back_to_transformers(run_here: Callab
         "train", "model.path=opt", *WORDS, "train.steps=3", "parallel.layout=dp=2 zero=3", "run.name=two", cwd=workdir
     )
     assert done.returncode == Exit.DONE, done.stdout
+    assert "proof    dp=2 zero=3: 3 steps in fp64, small model of this kind" in done.stdout
     assert "plan     dp=2 zero=3 fp64" in done.stdout and "model    opt, " in done.stdout
     assert last_line(workdir / "runs/two", "proof")["same"] is True
     two = workdir / "runs/two"
@@ -113,8 +114,33 @@ def test_what_a_foreign_model_cannot_do_is_refused(refused: Callable[..., str], 
     assert said in refused("train", "model.path=neox", *WORDS, *words)
 
 
-def test_verify_says_what_to_do_instead(refused: Callable[..., str], neox: Path) -> None:
-    assert "repeats its first steps" in refused("verify", "model.path=neox", "--nproc", 2)
+def test_a_layout_is_proven_on_a_small_model_of_the_same_architecture(
+    run_here: Callable[..., int], neox: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here("verify", "model.path=neox", "parallel.layout=dp=2 zero=3", "--steps", 2, "--json") == Exit.DONE
+    found = json.loads(capsys.readouterr().out)
+    assert found["same"] is True and found["proven"] == "dp=2 zero=3" and found["largest"] < 1e-11
+
+
+def test_what_cannot_be_proven_beforehand_is_said(
+    run_here: Callable[..., int], workdir: Path, refused: Callable[..., str]
+) -> None:
+    write_model("xglm", workdir / "xglm")
+    said = refused("verify", "model.path=xglm", "--nproc", 2)
+    assert "cannot be made smaller for a proof" in said and "repeats its first steps" in said
+    words = [word for word in WORDS if "fp64" not in word]
+    done = run_command("train", "model.path=xglm", *words, "--nproc", "2", "run.name=x", cwd=workdir)
+    assert done.returncode == Exit.DONE, done.stdout
+    assert "proof    dp=2: none before the first step, xglm cannot be made smaller" in done.stdout
+    assert "proof    steps 1-3 repeated in one process" in done.stdout
+
+
+def test_generate_says_when_no_cache_fits(
+    run_here: Callable[..., int], workdir: Path, neox: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory, notes in ((neox, 0), (write_model("mamba", workdir / "mamba"), 1)):
+        assert run_here("generate", directory, "--prompt", "the", "--max-tokens", 2) == 0
+        assert capsys.readouterr().err.count("no cache fits") == notes
 
 
 def test_code_of_a_model_directory_is_never_run(refused: Callable[..., str], workdir: Path) -> None:

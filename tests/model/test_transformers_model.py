@@ -16,6 +16,7 @@ from shardwise.model.decoder import IGNORE, Losses
 from shardwise.model.huggingface import read_spec
 from shardwise.model.transformers_model import TransformersModel, find_block_list
 from shardwise.model.transformers_spec import TransformersSpec, spec_from_transformers
+from shardwise.run.generate import Sampling, generate
 
 TOKENS = torch.arange(2, 22).view(2, 10) * 11 % 256
 
@@ -51,6 +52,40 @@ def test_a_cache_continues_where_it_was(model_dir: Path) -> None:
     model, cache = load(model_dir), KeyValueCache(10)
     parts = [model(part, cache=cache) for part in TOKENS.split([4, 1, 5], 1)]
     assert cache.length == 10 and torch.allclose(torch.cat(parts, 1), model(TOKENS), atol=1e-5)
+
+
+def test_greedy_text_is_the_same_with_and_without_a_cache(model_dir: Path) -> None:
+    """With one, each new token goes through the model alone."""
+    model, seen = load(model_dir), []
+    assert model.remembers
+    model.inner.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    with_cache = list(generate(model, [5, 6, 7], 12, Sampling(temperature=0)))
+    assert seen == [3] + 11 * [1]
+    model.__dict__["remembers"] = False
+    assert list(generate(model, [5, 6, 7], 12, Sampling(temperature=0))) == with_cache
+    assert seen[12:] == list(range(3, 15)), "all tokens before, again"
+
+
+def test_an_architecture_with_another_kind_of_cache_computes_everything_again(tmp_path: Path) -> None:
+    model = load(write_model("mamba", tmp_path / "mamba"))
+    assert not model.remembers
+    tokens, truth = [5, 6, 7], AutoModelForCausalLM.from_pretrained(tmp_path / "mamba").eval()
+    found = list(generate(model, tokens, 4, Sampling(temperature=0)))
+    for _ in range(4):
+        tokens = [*tokens, int(truth(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())]
+    assert found == tokens[3:]
+
+
+def test_a_cache_that_answers_otherwise_is_not_used(tmp_path: Path) -> None:
+    """Here it is one that forgets."""
+    model = load(write_model("opt", tmp_path / "opt"))
+    plain = model.inner.forward
+
+    def forward(input_ids, past_key_values=None, use_cache=False):
+        return plain(input_ids=input_ids, use_cache=use_cache)
+
+    model.inner.forward = forward
+    assert not model.remembers
 
 
 def test_a_checkpoint_may_name_a_tied_weight_once(tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from foreign_models import write_model
 
 from shardwise.config.schema import OptimizerConfig
 from shardwise.errors import Exit, UserError
+from shardwise.model.huggingface import read_spec
 from shardwise.model.presets import preset
+from shardwise.model.spec import ModelSpec
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.run import verify
@@ -25,13 +28,13 @@ def plan_of(**layout: object) -> Plan:
     return Plan(**values | dict(global_batch=8, micro_batch=2) | layout)  # type: ignore[arg-type]
 
 
-def proof_of(plan: Plan, broken: str = "") -> verify.Proof:
+def proof_of(plan: Plan, broken: str = "", spec: ModelSpec | None = None) -> verify.Proof:
     """Runs on a rank. `broken`: a method of the engine that does nothing."""
     kept = getattr(Engine, broken) if broken else None
     try:
         if broken:
             setattr(Engine, broken, lambda self, *arguments: None)
-        return verify.prove(preset("tiny"), plan, OptimizerConfig(), dist.get_rank(), CPU)
+        return verify.prove(spec or preset("tiny"), plan, OptimizerConfig(), dist.get_rank(), CPU)
     finally:
         if broken:
             setattr(Engine, broken, kept)
@@ -47,6 +50,14 @@ def test_a_right_layout_is_proven_and_every_rank_knows(ranks) -> None:
 def test_a_broken_layout_is_found(ranks, broken: str) -> None:
     proof = ranks.run(proof_of, 2, plan_of(tp=2, sequence=True), broken)[0]
     assert not proof.holds and proof.worst
+
+
+@pytest.mark.parametrize("broken", ["", "clip"])
+@pytest.mark.parametrize("kind", ["opt", "gpt_oss"])
+def test_so_is_a_model_that_only_transformers_knows(ranks, tmp_path: Path, kind: str, broken: str) -> None:
+    spec = read_spec(write_model(kind, tmp_path / kind))
+    proofs = ranks.run(proof_of, 2, plan_of(dp=2, zero=3, global_batch=7), broken, spec)
+    assert all(proof.holds == (not broken) for proof in proofs)
 
 
 def test_a_missing_or_infinite_tensor_differs_without_bound() -> None:

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = weights.load(device)
+    if not getattr(model, "remembers", True):  # a model of transformers
+        print(f"note     {weights.name}: no cache fits, so each token computes all before it again", file=sys.stderr)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
     if args.chat:
         return _chat(args, model, tokenizer, weights, sampling)

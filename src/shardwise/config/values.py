@@ -205,6 +205,13 @@ def _check_range(key: Key, value: Any, where: str | None) -> None:
 def _check_choice(key: Key, value: Any, where: str | None) -> None:
     if key.choices is None or any(_is_choice(choice, value) for choice in key.choices):
         return
+    if key.dotted == "parallel.fill_bubbles" and re.search(r"[/\\]|\.\w+$", str(value)):
+        raise UserError(
+            f"a second job in idle pipeline slots (`{key.dotted} = {shown(value)}`) is not available yet",
+            why="held-out batches of the run itself are the only side work; another config's steps are not built",
+            fix=f"{key.dotted}=eval",
+            where=where,
+        )
     close = difflib.get_close_matches(str(value), key.choices, n=1, cutoff=0.5)
     raise UserError(
         f"`{key.dotted}` has no value {shown_or_repr(value)}",

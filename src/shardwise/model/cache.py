@@ -6,6 +6,8 @@ forward pass write at the same place. Read next: `attention.py` and `latent_atte
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from shardwise.errors import UserError
@@ -20,6 +22,7 @@ class KeyValueCache:
 
     def __init__(self, max_len: int):
         self.length, self.max_len = 0, max_len
+        self.theirs: Any = None  # of a model of transformers: its own cache; the tokens themselves are stored here
         self._stores: dict[int, list[Tensor]] = {}
 
     def append(self, layer_index: int, *new: Tensor) -> list[Tensor]:

@@ -7,8 +7,10 @@ read. Router losses of mixtures of experts are not added.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.spec, self.attention, self.dtype = spec, attention, dtype
         self.inner: Any = build_without_memory(json.loads(spec.config_json), KERNELS[attention])
+        if dtype == torch.float64:
+            self.inner.config._experts_implementation = "eager"  # grouped_mm has no fp64
         self.kernel = str(self.inner.config._attn_implementation)
         is_odd = self.kernel == "eager" and attention == "auto"
         self.kernel_reason = f"transformers has no fused attention for {spec.name}: eager" if is_odd else ""
@@ -54,21 +58,54 @@ class TransformersModel(nn.Module):
         cache: KeyValueCache | None = None,
         x_BTD: Tensor | None = None,
     ) -> Tensor | Losses:
-        """As `Decoder.forward`. With a cache everything before is computed again, which any architecture can do."""
+        """As `Decoder.forward`."""
         assert positions_BT is None and x_BTD is None, "a model of transformers is whole"
         if documents_BT is not None:
             raise no_document_mask(self.spec.name)
-        num_new = tokens_BT.shape[1]
         if cache is not None:
-            tokens_BT = cache.append(0, tokens_BT[..., None])[0][..., 0]
-            cache.advance(num_new)
+            return self._continue(tokens_BT, cache)
         logits_BTV = self.inner(input_ids=tokens_BT, use_cache=False).logits
         if targets_BT is None:
-            return logits_BTV[:, -num_new:]
+            return logits_BTV
         total = cross_entropy_sum(
             lambda logits: logits, logits_BTV.flatten(0, 1), targets_BT.flatten(), logits_BTV.shape[-1]
         )
         return Losses(total, total.new_zeros(()), total.new_zeros(()))
+
+    # Generation -----------------------------------------------------------------------------------------------------
+
+    def _continue(self, tokens_BT: Tensor, cache: KeyValueCache) -> Tensor:
+        """Logits of new tokens, by the model's own cache; without one everything before is computed again."""
+        num_new = tokens_BT.shape[1]
+        all_BT = cache.append(0, tokens_BT[..., None])[0][..., 0]
+        cache.advance(num_new)
+        if not self.remembers:
+            return self.inner(input_ids=all_BT, use_cache=False).logits[:, -num_new:]
+        found = self.inner(input_ids=tokens_BT, past_key_values=cache.theirs, use_cache=True)
+        cache.theirs = found.past_key_values
+        return found.logits
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Does transformers' cache work here? Tried once, on a few tokens: caches of some kinds of models are called otherwise, or
+        need to be made by hand, and a wrong one would only be seen in the text. Every rank of a layout tries at the same time."""
+        if "past_key_values" not in inspect.signature(self.inner.forward).parameters:
+            return False
+        tokens_BT = torch.arange(8, device=next(self.parameters()).device)[None] % self.spec.vocab
+        past, parts = None, []
+        with torch.no_grad():
+            whole_BTV = self.inner(input_ids=tokens_BT, use_cache=False).logits
+            try:
+                for part_BT in tokens_BT.split([5, 1, 2], 1):
+                    found = self.inner(input_ids=part_BT, past_key_values=past, use_cache=True)
+                    past = found.past_key_values
+                    parts.append(found.logits)
+            except Exception:  # whatever an architecture raises when it is continued in this way
+                return False
+        if past is None:
+            return False
+        limit = torch.finfo(whole_BTV.dtype).eps ** 0.5 * whole_BTV.abs().max()
+        return bool((torch.cat(parts, 1) - whole_BTV).abs().max() <= limit)
 
     # Weights --------------------------------------------------------------------------------------------------------
 
@@ -102,6 +139,14 @@ class TransformersModel(nn.Module):
         config = self.inner.config
         self.inner = type(self.inner)._from_config(config, dtype=self.dtype, attn_implementation=self.kernel)
         self.train()
+
+    def draw_from(self, seed: int) -> None:
+        """The same weights on every rank, none of them exactly zero or one, where a mistake could hide: for a proof."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            self.draw()
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """A checkpoint's: of a tied weight it may have one name or all."""

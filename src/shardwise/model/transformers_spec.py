@@ -107,6 +107,11 @@ def spec_from_transformers(config: Mapping[str, Any]) -> TransformersSpec:
     )
 
 
+def spec_from_dict(values: Mapping[str, Any]) -> ModelSpec:
+    """A stored spec, of either kind."""
+    return (TransformersSpec if "config_json" in values else ModelSpec).from_dict(values)
+
+
 def check_native(config: Mapping[str, Any]) -> None:
     """transformers' own code must know this kind of model: what comes with the directory is never run."""
     kind = config.get("model_type")

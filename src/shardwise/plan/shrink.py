@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.plan.plan import Plan
 
 MAX_RANKS = 8
@@ -67,7 +68,11 @@ def _divisor(degree: int) -> int:
 
 
 def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
-    """`plan` is already small; the model gets as many layers as it has."""
+    """`plan` is already small; the model gets as many layers as it has. What transformers builds is tried out, with torch."""
+    if isinstance(spec, TransformersSpec):
+        from shardwise.model.transformers_shrink import shrink_transformers
+
+        return shrink_transformers(spec, VOCAB)
     num_heads, num_kv_heads = _heads(spec, plan.tp, plan.cp if plan.cp_kind == "ulysses" else 1)
     sizes: dict[str, object] = {
         "num_layers": sum(plan.split) or min(spec.num_layers, _period(spec) + 1),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
 from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_model import TransformersModel
+from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.run.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
@@ -64,9 +67,7 @@ class Record:
 
 
 def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Record:
-    model = Decoder(spec, trial.attention).to(KEPT[trial.precision])
-    initialize(model, trial.seed)
-    model.to(device)
+    model = _plain_model(spec, trial).to(device)
     optimizer = build_optimizer(trial.optimizer, model.parameters())
     record = Record()
     for step in range(1, trial.num_steps + 1):
@@ -79,6 +80,25 @@ def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Re
         record.norms.append(plain_update(model, optimizer, trial.clip))
     record.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return record
+
+
+def _plain_model(spec: ModelSpec, trial: Trial) -> Decoder:
+    if isinstance(spec, TransformersSpec):
+        model = cast(
+            Decoder, TransformersModel(spec, trial.attention, KEPT[trial.precision])
+        )  # it has the decoder's calls
+    else:
+        model = Decoder(spec, trial.attention).to(KEPT[trial.precision])
+    fill_trial(model, trial)
+    return model
+
+
+def fill_trial(model: Decoder, trial: Trial) -> None:
+    """The weights that every trial of this seed begins with."""
+    if isinstance(model, TransformersModel):
+        model.draw_from(trial.seed)
+    else:
+        initialize(model, trial.seed)
 
 
 def plain_gradients(model: Decoder, microbatches: Iterable[TensorBatch], num_targets: int, precision: str) -> float:

@@ -7,7 +7,6 @@ import torch
 from shardwise.config.schema import CommConfig
 from shardwise.data.loader import StepBatch, cut_microbatches
 from shardwise.data.sequences import IGNORE
-from shardwise.model.initialize import initialize
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.collect import collect
@@ -15,7 +14,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Record, Trial
+from shardwise.run.reference import Record, Trial, fill_trial
 from shardwise.run.step import accumulate, update
 
 
@@ -42,7 +41,7 @@ def build_trial(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: to
         device,
         CommConfig(),
         trial.attention,
-        lambda model: initialize(model, trial.seed),
+        lambda model: fill_trial(model, trial),
         through_fsdp=trial.through_fsdp,
     )
 

@@ -71,11 +71,12 @@ def prove(
         attention="math" if device.type == "cuda" else "auto",  # fused GPU kernels have no fp64
     )
     small = replace(small, num_steps=steps, precision="fp64")
-    record = train_in_layout(shrink_spec(spec, small), small, trial, rank, device)
+    shape = shrink_spec(spec, small)
+    record = train_in_layout(shape, small, trial, rank, device)
     found = [0.0] * 5
     worst = ""
     if rank == 0:
-        differences, worst = compare(record, train_plain(shrink_spec(spec, small), trial, device))
+        differences, worst = compare(record, train_plain(shape, trial, device))
         found = [*differences, time.perf_counter() - began]
     if plan.world > 1:
         tensor = torch.tensor(found, dtype=torch.float64, device=device)
@@ -114,16 +115,19 @@ def _differences(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str
 
 def prove_once(config: Config, spec: ModelSpec, plan: Plan, rank: int, device: torch.device) -> str | None:
     """Collective. Prove this layout unless that was done before; a line to print, or None. Raises if it does not hold."""
-    if not spec.is_ours:
-        # What would be shrunk is not known. The end of the run repeats its first steps in one process.
+    if plan.world == 1:
         return None
-    memory, key = Path(config.run.dir) / MEMORY, proof_key(spec, plan)
+    try:
+        memory, key = Path(config.run.dir) / MEMORY, proof_key(spec, plan)
+    except UserError as problem:  # a model that cannot be made smaller; every rank finds the same
+        return (
+            f"proof    {plan.layout}: none before the first step, {problem.what} ({problem.why}); "
+            "the proof is the repetition in one process at the end"
+        )
     known = rank == 0 and key in read_proofs(memory)
-    if plan.world > 1:
-        flag = torch.tensor([int(known)], device=device)
-        dist.broadcast(flag, 0)
-        known = bool(flag)
-    if known or plan.world == 1:
+    flag = torch.tensor([int(known)], device=device)
+    dist.broadcast(flag, 0)
+    if bool(flag):
         return None
     proof = prove(spec, plan, config.optimizer, rank, device)
     if not proof.holds:
@@ -151,7 +155,7 @@ def proof_key(spec: ModelSpec, plan: Plan) -> str:
     from shardwise import __version__
 
     small = shrink_plan(plan, max_ranks=plan.world)
-    shape = shrink_spec(spec, small).with_overrides({"name": "any"})
+    shape = replace(shrink_spec(spec, small), name="any")
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
     way = "mixed" if plan.is_mixed else "plain"

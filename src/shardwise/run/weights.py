@@ -15,7 +15,7 @@ from shardwise.config.schema import Config, ModelConfig
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
-from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.model.transformers_spec import spec_from_dict
 from shardwise.run.build import empty_model, model_dir, read_spec
 from shardwise.run.rundir import RunDir, find_run
 
@@ -124,7 +124,7 @@ def _from_checkpoint(path: Path, run: RunDir | None) -> Weights:
         run = RunDir(path.parent.parent)  # RUN/checkpoints/step-N given directly
     try:
         values = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["state"]["model"]
-        spec = (TransformersSpec if "config_json" in values else ModelSpec).from_dict(values)
+        spec = spec_from_dict(values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path / 'manifest.json'} cannot be read", why=str(error), fix="choose another step") from None
     config = load_config(run.config).config if run else None

@@ -28,7 +28,7 @@ from shardwise.config.schema import CommConfig, Config, OptimizerConfig
 from shardwise.errors import Exit, UserError
 from shardwise.files import refused, write_atomically
 from shardwise.launch.ranks import Ranks, ranks_from_environment
-from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_spec import spec_from_dict
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import rank_memory_limit
 from shardwise.run.build import model_spec
@@ -111,7 +111,7 @@ def run_verify(run: RunDir, ranks: Ranks) -> int:
         if ranks.world > 1:
             start_process_group(CommConfig(), device)
         optimizer = OptimizerConfig(**{**job["optimizer"], "betas": tuple(job["optimizer"]["betas"])})
-        proof = prove(ModelSpec.from_dict(job["model"]), plan, optimizer, ranks.rank, device, job["steps"])
+        proof = prove(spec_from_dict(job["model"]), plan, optimizer, ranks.rank, device, job["steps"])
         if ranks.is_first:
             write_atomically(run.proof, json.dumps(proof.to_dict()))
     except Exception as error:
