@@ -1,12 +1,16 @@
 """Ring attention against its ideal: one rank's attention over the whole sequence, shared out evenly, plus the measured transfer.
 
-    python benchmarks/ring_attention.py             4 processes over gloo on this machine's cores
-    python benchmarks/ring_attention.py --cuda      one GPU: every rank's blocks in turn, no transfer, against whole attention
+    python benchmarks/ring_attention.py --json FILE      4 processes over gloo, 4,096 and 16,384 tokens, about a minute on idle cores
+    python benchmarks/ring_attention.py --cuda           one GPU: every rank's blocks in turn, no transfer, against whole attention
 
-Rounds of ring, whole attention and transfer take turns, so that a busy machine is busy for all of them; medians and quartiles of the
-rounds. Bars: ring <= 1.15 x (whole / ranks + transfer), the slowest rank's compute <= 1.05 x the mean. With fewer cores than ranks
-the ranks take turns on them, and ideal is whole / cores: the share of the cores that there are. What ranks compute is timed one rank
-after another, in seconds of the processor: then it does not matter who else uses the machine.
+Forward and backward. Rounds of ring, transfer and whole attention take turns, so that a busy machine is busy for all of them; medians
+and quartiles of the rounds' ratios. Bars: ring <= 1.15 x (whole / ranks + transfer), the slowest rank's compute <= 1.05 x the mean. Whole
+attention is timed on one rank while the others stand still, which is what the bar means, and once more on all ranks at once: what a core is slower
+while its neighbours work is no cost of the ring, and the second ratio leaves it out.
+
+With at least one core more than ranks each rank computes on a core of its own; the threads that carry messages go where there is room. With fewer
+cores than ranks the ranks take turns on them, and ideal is whole / cores: the share of the cores that there are. What ranks compute
+without messages is timed in seconds of the processor: then it does not matter who else uses the machine.
 """
 
 from __future__ import annotations
@@ -86,9 +90,25 @@ def spread(values: list[float]) -> dict[str, float]:
 # On processes ---------------------------------------------------------------------------------------------------------
 
 
+def own_cores(ranks: int) -> list[int]:
+    """One for each rank, far apart: neighbours may be halves of one core. None where a message thread would find no other."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[:: (len(cores) - 1) // ranks][:ranks] if len(cores) > ranks else []
+
+
 def rank_main(rank: int, options: argparse.Namespace, meeting: str, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=options.ranks)
+    dist.barrier()
+    if cores := own_cores(options.ranks):
+        os.sched_setaffinity(0, {cores[rank]})  # this thread; those that carry messages have started
+    found = {length.tokens: measure(rank, length) for length in lengths(options)}
+    Path(results, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def measure(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of every round. What all ranks do at once takes as long as the slowest."""
     assert dist.group.WORLD is not None
     ring = Ring(dist.group.WORLD)
     tensors = rows(options, "cpu", torch.float32)
@@ -102,22 +122,20 @@ def rank_main(rank: int, options: argparse.Namespace, meeting: str, results: str
         for _ in range(3 * (ring.size - 1)):
             ring.pass_on(kv)()
 
-    found: dict[str, list[float]] = {"ring": [], "whole": [], "transfer": [], "compute": [], "whole_cpu": []}
+    together: dict[str, Callable[[], None]] = {
+        "ring": lambda: pass_through(mine, ring, view),
+        "transfer": transfer,
+        "whole_at_once": lambda: whole_attention(tensors),
+    }
+    found: dict[str, list[float]] = {name: [] for name in (*together, "whole", "compute", "whole_cpu")}
     for turn in range(options.rounds + 1):
-        for name, work in (
-            ("ring", lambda: pass_through(mine, ring, view)),
-            ("transfer", transfer),
-        ):
+        for name, work in together.items():
             dist.barrier()
-            seconds = timed(work)
-            slowest = torch.tensor([seconds])
+            slowest = torch.tensor([timed(work)], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             found[name].append(float(slowest))
-        # One rank at a time from here on: nobody shares its core.
-        for turn_of in range(ring.size):
-            dist.barrier()
-            if turn_of == rank:
-                found["compute"].append(timed(lambda: pass_through(mine, alone, view), clock=time.process_time))
+        dist.barrier()
+        found["compute"].append(timed(lambda: pass_through(mine, alone, view), clock=time.process_time))
         dist.barrier()
         if rank == 0:
             began = time.process_time()
@@ -126,31 +144,48 @@ def rank_main(rank: int, options: argparse.Namespace, meeting: str, results: str
         dist.barrier()
         if turn == 0:
             found = {name: [] for name in found}  # the first round warms up
-    Path(results, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    return found
 
 
 def on_processes(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (options, f"{folder}/meeting", folder), nprocs=options.ranks)
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.ranks)]
-    at_once = min(options.ranks, len(os.sched_getaffinity(0)))
-    ring, transfer, whole = found[0]["ring"], found[0]["transfer"], found[0]["whole"]
-    ratios = [r / (w / at_once + t) for r, w, t in zip(ring, whole, transfer, strict=True)]
+    lines = [
+        shape(length) | summary([rank[str(length.tokens)] for rank in found], options.ranks)
+        for length in lengths(options)
+    ]
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "pinned_to": own_cores(options.ranks),
+        "bars": {"ratio": BAR_TIME, "balance": BAR_BALANCE},
+        "lengths": lines,
+        "holds": all(line["holds"] for line in lines),
+    }
+
+
+def summary(found: list[dict[str, list[float]]], ranks: int) -> dict[str, Any]:
+    at_once = min(ranks, len(os.sched_getaffinity(0)))
+    first = found[0]
     compute = [statistics.median(rank["compute"]) for rank in found]
     balance = max(compute) / statistics.mean(compute)
+
+    def ratios(whole: list[float], shared_by: int) -> dict[str, float]:
+        rounds = zip(first["ring"], whole, first["transfer"], strict=True)
+        return spread([ring / (one / shared_by + transfer) for ring, one, transfer in rounds])
+
+    ratio = ratios(first["whole"], at_once)
     return {
-        "cores_used_at_once": at_once,
-        "ring_s": spread(ring),
-        "whole_on_one_rank_s": spread(whole),
-        "transfer_s": spread(transfer),
-        "ratio_to_ideal": spread(ratios),
+        "ring_s": spread(first["ring"]),
+        "whole_on_one_rank_s": spread(first["whole"]),
+        "whole_on_all_ranks_at_once_s": spread(first["whole_at_once"]),
+        "transfer_s": spread(first["transfer"]),
+        "ratio_to_ideal": ratio,
+        "ratio_with_whole_at_once": ratios(first["whole_at_once"], ranks),
         "compute_cpu_s_by_rank": compute,
-        "whole_cpu_s": statistics.median(found[0]["whole_cpu"]),
-        "sum_of_compute_to_whole": sum(compute) / statistics.median(found[0]["whole_cpu"]),
+        "sum_of_compute_to_whole": sum(compute) / statistics.median(first["whole_cpu"]),
         "slowest_rank_to_mean": balance,
-        "bars": {"ratio": BAR_TIME, "balance": BAR_BALANCE},
-        "holds": statistics.median(ratios) <= BAR_TIME and balance <= BAR_BALANCE,
+        "holds": ratio["median"] <= BAR_TIME and balance <= BAR_BALANCE,
     }
 
 
@@ -190,23 +225,45 @@ def on_one_gpu(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+LENGTHS = (
+    {"tokens": 4096, "heads": 8, "kv_heads": 2, "rounds": 9},
+    {"tokens": 16384, "heads": 2, "kv_heads": 1, "rounds": 5},
+)
+ON_GPU = {"tokens": 65536, "heads": 8, "kv_heads": 8, "rounds": 7}
+
+
+def lengths(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """One shape for each sequence length, what the command line says before what stands above."""
+    said = {name: value for name, value in vars(options).items() if value is not None}
+    defaults = [ON_GPU] if options.cuda else LENGTHS
+    kept = [one for one in defaults if options.tokens in (None, one["tokens"])] or defaults[:1]
+    return [argparse.Namespace(**(one | said)) for one in kept]
+
+
+def shape(options: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(options, name) for name in ("ranks", "tokens", "heads", "kv_heads", "width", "rounds")}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="one GPU, no transfer")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=None, help="4096; with --cuda 65536")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=None, help="2; with --cuda as many as heads")
+    parser.add_argument("--tokens", type=int, help="one length only")
+    parser.add_argument("--heads", type=int)
+    parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="benchmarks/results/ring_attention[_cuda].json")
     options = parser.parse_args()
-    options.tokens = options.tokens or (65536 if options.cuda else 4096)
-    options.kv_heads = options.kv_heads or (options.heads if options.cuda else 2)
-    result = on_one_gpu(options) if options.cuda else on_processes(options)
-    shape = {name: getattr(options, name) for name in ("ranks", "tokens", "heads", "kv_heads", "width", "rounds")}
-    report = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shape": shape, **result}
-    out = options.out or RESULTS / f"ring_attention{'_cuda' if options.cuda else ''}.json"
+    load, began = os.getloadavg()[0], time.perf_counter()
+    if options.cuda:
+        one = lengths(options)[0]
+        result = {"shape": shape(one), **on_one_gpu(one)}
+    else:
+        result = on_processes(options)
+    about = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "load_average_before": load}
+    report = about | result | {"took_s": time.perf_counter() - began}
+    out = options.json or RESULTS / f"ring_attention{'_cuda' if options.cuda else ''}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))

@@ -48,7 +48,7 @@ class MixtureOfExperts(nn.Module):
         choice = self.router(x_ND)
         # 1. Bring each expert's tokens together: copy m is token m // K for its choice m % K.
         order_M = choice.experts_NK.flatten().argsort(stable=True)
-        back_M = order_M.argsort()
+        back_M = inverse(order_M)
         counts_E = count_experts(choice.experts_NK.flatten()[None], self.num_experts)[0]
         sorted_MD = arrange(x_ND, order_M, back_M, copies=self.experts_per_token)
         # 2. Every expert works on its own rows.
@@ -176,6 +176,11 @@ class Experts(nn.Module):
         else:
             h_MF = self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * h_MF
         return F.grouped_mm(h_MF, self.down.transpose(1, 2), offs=ends_E)
+
+
+def inverse(order_M: Tensor) -> Tensor:
+    """The way back from an order; sorting it would say the same and take longer."""
+    return torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
 
 def arrange(x_ND: Tensor, order_M: Tensor, back_M: Tensor, copies: int = 1) -> Tensor:

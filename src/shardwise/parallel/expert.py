@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model.decoder import Decoder
-from shardwise.model.experts import Experts, MixtureOfExperts, Routing, arrange, moe_layers
+from shardwise.model.experts import Experts, MixtureOfExperts, Routing, arrange, inverse, moe_layers
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.regions import TensorParallel, all_reduce, share
 from shardwise.parallel.traffic import Traffic, Wait, unseen
@@ -36,8 +36,11 @@ class SpreadExperts(Experts):
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         trip = plan_trip(counts_E, self.group, self.wait)
         x_RD = exchange(x_MD, trip.received, trip.sent, self.group, self.wait)
-        out_RD = super().forward(arrange(x_RD, trip.by_expert_R, trip.by_rank_R), trip.counts_L)
-        out_RD = arrange(out_RD, trip.by_rank_R, trip.by_expert_R)
+        if len(trip.counts_L) == 1:
+            out_RD = super().forward(x_RD, trip.counts_L)  # all rows are for the one expert, by rank as they arrive
+        else:
+            out_RD = super().forward(arrange(x_RD, trip.by_expert_R, trip.by_rank_R), trip.counts_L)
+            out_RD = arrange(out_RD, trip.by_rank_R, trip.by_expert_R)
         return exchange(out_RD, trip.sent, trip.received, self.group, self.wait)
 
 
@@ -102,7 +105,7 @@ def plan_trip(counts_E: Tensor, group: Group, wait: Wait = unseen) -> Trip:
     experts_PL = torch.arange(coming_PL.shape[1], device=counts_E.device).expand_as(coming_PL)
     experts_R = experts_PL.flatten().repeat_interleave(coming_PL.flatten(), output_size=sum(received))
     by_expert_R = experts_R.argsort(stable=True)
-    return Trip(sent, received, coming_PL.sum(0), by_expert_R, by_expert_R.argsort())
+    return Trip(sent, received, coming_PL.sum(0), by_expert_R, inverse(by_expert_R))
 
 
 def exchange(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:

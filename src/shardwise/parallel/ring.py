@@ -62,7 +62,7 @@ class Block:
 
     queries: slice
     keys: slice
-    causal: bool = False
+    causal: bool = False  # tokens with themselves: for each of them computed before any other block
     masked: bool = False  # some of its pairs are outside the window or in different documents
 
     @property
@@ -109,7 +109,7 @@ class Zigzag:
                 if query < key or away - (piece - 1) >= window:
                     continue
                 found.append(Block(rows, columns, causal=query == key, masked=away + piece - 1 >= window))
-        return sorted(found, key=lambda block: not block.causal)  # a token's own block first, see `merge`
+        return sorted(found, key=lambda block: not block.causal)
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,8 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output of this rank's queries, and their LSE."""
     q, work = q_BtHC.transpose(1, 2), work_dtype(q_BtHC)
-    out_BtHC = torch.zeros(*q_BtHC.shape[:3], v_BtKC.shape[-1], dtype=work, device=q.device)
-    out = out_BtHC.transpose(1, 2)
-    lse = torch.full(q.shape[:3], float("-inf"), dtype=work, device=q.device)
+    out_BtHC = q.new_empty(*q_BtHC.shape[:3], v_BtKC.shape[-1], dtype=work)
+    out, lse = out_BtHC.transpose(1, 2), q.new_empty(q.shape[:3], dtype=work)
     flat = torch.cat((k_BtKC.flatten(), v_BtKC.flatten()))
     for step in range(ring.size):
         source = (ring.index - step) % ring.size
@@ -227,7 +226,10 @@ def ring_forward(
         for block in view.plan[source]:
             rows, columns = block.queries, block.keys
             more = attend_block(q[:, :, rows], k[:, :, columns], v[:, :, columns], view.sight(block, source), score)
-            merge(out[:, :, rows], lse[:, :, rows], *more)
+            if block.causal:
+                out[:, :, rows], lse[:, :, rows] = more  # the first of these queries
+            else:
+                merge(out[:, :, rows], lse[:, :, rows], *more)
         if arriving is not None:
             flat = arriving()
     return out_BtHC.to(q.dtype), lse
@@ -240,36 +242,45 @@ def ring_backward(
     """Gradients of this rank's queries, and of its keys and values, to which all ranks have added."""
     grad, q, out = (x.transpose(1, 2) for x in (grad_BtHC.contiguous(), q_BtHC, out_BtHC))
     work = work_dtype(q)
-    dq_BtHC = torch.zeros(q_BtHC.shape, dtype=work, device=q.device)
+    dq_BtHC = torch.empty_like(q_BtHC, dtype=work)
     dq = dq_BtHC.transpose(1, 2)
     flat = torch.cat((k_BtKC.flatten(), v_BtKC.flatten()))
-    own: Tensor | None = None
+    own = torch.empty_like(flat, dtype=work)  # the gradients of our own keys stay here; others carry theirs home
     returning: Callable[[], Tensor] | None = None
     for step in range(ring.size):
         source = (ring.index - step) % ring.size
         arriving = ring.pass_on(flat) if step < ring.size - 1 else None
         k, v = _unpack(flat, k_BtKC, v_BtKC)
-        sums = torch.zeros(flat.shape, dtype=work, device=q.device)
-        dk, dv = _unpack(sums, k_BtKC, v_BtKC)
+        parts = []
         for block in view.plan[source]:
             rows, columns = block.queries, block.keys
-            more = attend_block_backward(
+            more_dq, *more = attend_block_backward(
                 grad[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows],
                 view.sight(block, source), score,
             )  # fmt: skip
-            for total, part in zip((dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]), more, strict=True):
-                total += part
-        if own is None:
-            own = sums  # the gradients of our own keys stay here; others carry theirs home
-        else:
-            # What the ranks before us found for these keys has travelled one step behind the keys.
-            returning = ring.pass_on(sums if returning is None else sums.add_(returning()))
+            _add(block, dq[:, :, rows], more_dq)
+            parts.append((block, more))
+        # What the ranks before us found for these keys travels one step behind the keys, while we computed.
+        sums = own if step == 0 else torch.zeros_like(own) if returning is None else returning()
+        for block, more in parts:
+            for total, part in zip(_unpack(sums, k_BtKC, v_BtKC), more, strict=True):
+                _add(block, total[:, :, block.keys], part)
+        if step > 0:
+            returning = ring.pass_on(sums)
         if arriving is not None:
             flat = arriving()
-    assert own is not None and returning is not None, "a ring has at least two ranks"
+    assert returning is not None, "a ring has at least two ranks"
     own += returning()
     dk, dv = (part.transpose(1, 2).to(q.dtype) for part in _unpack(own, k_BtKC, v_BtKC))
     return dq_BtHC.to(q.dtype), dk, dv
+
+
+def _add(block: Block, total: Tensor, part: Tensor) -> None:
+    """Nothing is filled with zeros first: a causal block is the first of its queries and of its keys."""
+    if block.causal:
+        total.copy_(part)
+    else:
+        total += part
 
 
 def _unpack(flat: Tensor, k_BtKC: Tensor, v_BtKC: Tensor) -> tuple[Tensor, Tensor]:
