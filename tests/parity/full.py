@@ -201,6 +201,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="begin no row after so long; the page then says how many are missing"
     )
+    parser.add_argument("--backwards", action="store_true", help="begin with the last rows, the largest layouts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="what was found, instead of the page")
     parser.add_argument(
         "--page", type=Path, nargs="+", metavar="FILE", help="only write the page, from files of --json"
@@ -231,8 +232,9 @@ def main() -> int:
 def _run_part(asked: argparse.Namespace, console: Console) -> dict[str, Any]:
     part, parts = map(int, asked.part.split("/"))
     began, matrix = time.monotonic(), Matrix(RankPool())
+    cases = all_cases()[:: -1 if asked.backwards else 1]
     try:
-        found = {} if asked.mutations else run_cases(matrix, all_cases()[part - 1 :: parts], console, asked.seconds)
+        found = {} if asked.mutations else run_cases(matrix, cases[part - 1 :: parts], console, asked.seconds)
         mutations = {} if asked.rows else run_mutations(matrix, list(MUTATIONS)[part - 1 :: parts], console)
     finally:
         matrix.ranks.close()
