@@ -69,13 +69,18 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._num_jobs = 0
 
-    def run(self, function: Callable, world: int, *args: Any, timeout: float = 55.0, **kwargs: Any) -> list[Any]:
-        """`function(*args, **kwargs)` on each of `world` ranks. The start of new ranks does not count as time of the job."""
+    def run(
+        self, function: Callable, world: int, *args: Any, timeout: float = 55.0, fresh: bool = False, **kwargs: Any
+    ) -> list[Any]:
+        """`function(*args, **kwargs)` on each of `world` ranks; `fresh`: that have run nothing before, so that it may fork. The start
+        of new ranks does not count as time of the job."""
         module, name = function.__module__, function.__qualname__
         if "<" in name or module == "__main__":
             raise TypeError(f"{name} cannot be found by its name: give a function at the top of a module")
         job = Job(self._num_jobs, world, timeout, sys.path, os.getcwd(), module, name, pack((args, kwargs)))
         self._num_jobs += 1
+        if fresh:
+            self._end_ranks()
         self._grow(world)
         ranks, title, start = self._ranks[:world], f"{module}.{name} on {world} ranks", time.monotonic()
         try:

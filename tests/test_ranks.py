@@ -54,6 +54,11 @@ def wait_until_gone(pids: list[int], limit_s: float = 20.0) -> list[int]:
     return [pid for pid in pids if alive(pid)]
 
 
+def test_a_fresh_rank_has_run_nothing_before(ranks):
+    first, same = (ranks.run(os.getpid, 1) for _ in range(2))
+    assert first == same != ranks.run(os.getpid, 1, fresh=True)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_reduce_over_gloo(ranks, world):
     assert_works(ranks, world)
