@@ -79,11 +79,12 @@ def warm_command(
     """Run a verb in a fresh process of the pool, which is the launcher if the verb wants several ranks: it forks them. With `nproc`
     the pool stands for torchrun: every process of it runs the verb as one rank, and what rank 0 said comes back."""
     listed = [str(word) for word in words]
-    code, out, err = ranks.run(_be_command, nproc, listed, str(cwd), timeout=timeout, fresh=nproc == 1)[0]
+    code, out, err = ranks.run(be_command, nproc, listed, str(cwd), timeout=timeout, fresh=nproc == 1)[0]
     return subprocess.CompletedProcess(["shardwise", *listed], code, out, err)
 
 
-def _be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
+def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
+    """A job of the pool. Exit code, output and errors."""
     import torch.distributed as dist
     from forked_python import forked_ranks
 
