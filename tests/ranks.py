@@ -95,6 +95,18 @@ class RankPool:
             raise
         return results
 
+    def preload(self, *modules: str) -> None:
+        """Import modules once, in the template, so that not every rank does. They must start no thread."""
+        self._grow(0)
+        assert self._template is not None
+        if new := [name for name in modules if name not in self._template.preloaded]:
+            self._end_ranks()  # the next ones have them
+            try:
+                self._template.load(new)
+            except RuntimeError:
+                self.close()  # the next job gets a new template
+                raise
+
     def close(self) -> None:
         """End all processes. A later `run` would start them again."""
         self._end_ranks()
@@ -237,6 +249,7 @@ class _Template:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, CONTROL)
         self._num_asked = 0
+        self.preloaded: list[str] = []
         with theirs, open(self._folder / "template", "wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", TEMPLATE, str(theirs.fileno()), str(self._folder)],
@@ -262,6 +275,11 @@ class _Template:
         with theirs:
             [pid] = self._ask(f"fork {number} {self._port}", theirs.fileno())
         return _Rank(number, int(pid), channel, output, stack)
+
+    def load(self, modules: list[str]) -> None:
+        if self._ask(" ".join(["import", *modules])) != ["done"]:
+            raise RuntimeError(f"{' '.join(modules)} cannot be imported:\n{_read(self._folder / 'template')}")
+        self.preloaded += modules
 
     def end(self, ranks: list[_Rank]) -> None:
         """Kill ranks and whatever they started. One that is dead already keeps its own exit code."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import STORIES, losses_of, warm_command
-from foreign_models import write_model
+from foreign_models import MODULES, write_model
 from ranks import RankPool
 
 from shardwise.errors import Exit
@@ -32,6 +32,7 @@ def test_a_run_changes_its_layout_and_goes_back_to_transformers(
 ) -> None:
     """Two ranks with ZeRO 3, then one process; another run in one process has the same losses, to 1e-9."""
     write_model("opt", workdir / "opt")
+    ranks.preload(*MODULES)
     done = warm_command(
         ranks,
         "train",
