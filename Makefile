@@ -31,8 +31,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: $(VENV)/.installed
 	@$(BIN)/shardwise train
 
+# Ranks mostly wait for each other, so the tests that are nothing but ranks run beside the others; their report comes second.
+RANKS  := tests/parallel tests/parity
+
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(RANKS) >$(VENV)/ranks.log 2>&1 & beside=$$!; trap 'kill $$beside' INT TERM; \
+	  $(BIN)/python -m pytest $(RANKS:%=--ignore=%); code=$$?; wait $$beside || code=$$?; cat $(VENV)/ranks.log; exit $$code
 
 parity: $(VENV)/.installed-dev
 	@$(BIN)/python tests/parity/full.py

@@ -76,15 +76,17 @@ def run_command(*words: object, cwd: Path, timeout: float = 180.0) -> subprocess
 def warm_command(
     ranks: RankPool, *words: object, cwd: Path, nproc: int = 1, timeout: float = 180.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a verb in a process of the pool, which is the launcher if the verb wants several ranks. With `nproc` the pool stands
-    for torchrun: every process of it runs the verb as one rank, and what rank 0 said comes back."""
+    """Run a verb in a fresh process of the pool, which is the launcher if the verb wants several ranks: it forks them. With `nproc`
+    the pool stands for torchrun: every process of it runs the verb as one rank, and what rank 0 said comes back."""
     listed = [str(word) for word in words]
-    code, out, err = ranks.run(_be_command, nproc, listed, str(cwd), timeout=timeout)[0]
+    code, out, err = ranks.run(be_command, nproc, listed, str(cwd), timeout=timeout, fresh=nproc == 1)[0]
     return subprocess.CompletedProcess(["shardwise", *listed], code, out, err)
 
 
-def _be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
+def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
+    """A job of the pool. Exit code, output and errors."""
     import torch.distributed as dist
+    from forked_python import forked_ranks
 
     from shardwise.cli.main import main
 
@@ -95,7 +97,7 @@ def _be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
         dist.destroy_process_group()
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
-    with _caught(1, sys.stdout) as out, _caught(2, sys.stderr) as err:
+    with _caught(1, sys.stdout) as out, _caught(2, sys.stderr) as err, forked_ranks():
         try:
             code = main(words)
         except SystemExit as ended:

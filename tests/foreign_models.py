@@ -32,6 +32,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mamba": {**ENDS, "vocab_size": 256, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 4},
 }
 
+MODULES = ["transformers.models.auto.modeling_auto", "transformers.models.gpt_neox.modeling_gpt_neox"]
+"""What every rank imports that has such a model, for seconds: `ranks.preload(*MODULES)` does it for all of them."""
+
 
 def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
     import torch

@@ -111,6 +111,12 @@ def be_template(control_fd: str, folder: str) -> None:
             os.close(descriptors[0])
             alive.add(pid)
             control.send(f"{tag} {pid}".encode())
+        elif verb == "import":
+            for name in words:
+                importlib.import_module(name)
+            gc.collect()
+            gc.freeze()
+            control.send(f"{tag} done".encode())
         else:
             pids = [int(word) for word in words]
             alive -= set(pids)

@@ -69,13 +69,18 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._num_jobs = 0
 
-    def run(self, function: Callable, world: int, *args: Any, timeout: float = 55.0, **kwargs: Any) -> list[Any]:
-        """`function(*args, **kwargs)` on each of `world` ranks. The start of new ranks does not count as time of the job."""
+    def run(
+        self, function: Callable, world: int, *args: Any, timeout: float = 55.0, fresh: bool = False, **kwargs: Any
+    ) -> list[Any]:
+        """`function(*args, **kwargs)` on each of `world` ranks; `fresh`: that have run nothing before, so that it may fork. The start
+        of new ranks does not count as time of the job."""
         module, name = function.__module__, function.__qualname__
         if "<" in name or module == "__main__":
             raise TypeError(f"{name} cannot be found by its name: give a function at the top of a module")
         job = Job(self._num_jobs, world, timeout, sys.path, os.getcwd(), module, name, pack((args, kwargs)))
         self._num_jobs += 1
+        if fresh:
+            self._end_ranks()
         self._grow(world)
         ranks, title, start = self._ranks[:world], f"{module}.{name} on {world} ranks", time.monotonic()
         try:
@@ -89,6 +94,18 @@ class RankPool:
             self._end_ranks()
             raise
         return results
+
+    def preload(self, *modules: str) -> None:
+        """Import modules once, in the template, so that not every rank does. They must start no thread."""
+        self._grow(0)
+        assert self._template is not None
+        if new := [name for name in modules if name not in self._template.preloaded]:
+            self._end_ranks()  # the next ones have them
+            try:
+                self._template.load(new)
+            except RuntimeError:
+                self.close()  # the next job gets a new template
+                raise
 
     def close(self) -> None:
         """End all processes. A later `run` would start them again."""
@@ -232,6 +249,7 @@ class _Template:
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, CONTROL)
         self._num_asked = 0
+        self.preloaded: list[str] = []
         with theirs, open(self._folder / "template", "wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", TEMPLATE, str(theirs.fileno()), str(self._folder)],
@@ -257,6 +275,11 @@ class _Template:
         with theirs:
             [pid] = self._ask(f"fork {number} {self._port}", theirs.fileno())
         return _Rank(number, int(pid), channel, output, stack)
+
+    def load(self, modules: list[str]) -> None:
+        if self._ask(" ".join(["import", *modules])) != ["done"]:
+            raise RuntimeError(f"{' '.join(modules)} cannot be imported:\n{_read(self._folder / 'template')}")
+        self.preloaded += modules
 
     def end(self, ranks: list[_Rank]) -> None:
         """Kill ranks and whatever they started. One that is dead already keeps its own exit code."""

@@ -54,6 +54,28 @@ def wait_until_gone(pids: list[int], limit_s: float = 20.0) -> list[int]:
     return [pid for pid in pids if alive(pid)]
 
 
+def test_a_fresh_rank_has_run_nothing_before(ranks):
+    first, same = (ranks.run(os.getpid, 1) for _ in range(2))
+    assert first == same != ranks.run(os.getpid, 1, fresh=True)
+
+
+def is_loaded(module: str) -> bool:
+    return module in sys.modules
+
+
+def test_a_module_is_preloaded_once_for_all_ranks():
+    pool = RankPool()
+    try:
+        before = pool.run(is_loaded, 2, "this")
+        pool.preload("this")
+        assert (before, pool.run(is_loaded, 2, "this")) == ([False] * 2, [True] * 2)
+        with pytest.raises(RuntimeError, match="no_such_module cannot be imported"):
+            pool.preload("no_such_module")
+        assert_works(pool, 2)
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_reduce_over_gloo(ranks, world):
     assert_works(ranks, world)

@@ -24,14 +24,14 @@ def start_demo(word: str, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def left_over(session: int) -> list[int]:
-    """Living processes of a session."""
+def left_over(leader: int) -> list[int]:
+    """Living processes of the session or the process group that this one leads."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            state, _, group, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
         except OSError:  # ended meanwhile
             continue
-        if int(its_session) == session and state not in "ZX":
+        if leader in (int(group), int(session)) and state not in "ZX":
             found.append(int(folder.name))
     return found

@@ -17,52 +17,69 @@ PLAY = """
 import os, sys, time
 from shardwise.demo.ranks import play
 from shardwise.errors import UserError
+from demo_processes import left_over
+def ends():
+    time.sleep(0.5)
+def hangs():
+    time.sleep(1000)
+def fails():
+    raise ValueError('no such scene')
+def is_killed():
+    os.kill(os.getpid(), 9)
 def act(rank, world, say):
     say("the second act")
     if rank == 1:
-        {what}
+        what()
     return 10 * rank
-try:
-    print("RESULT", play(act, 2, deadline_s={deadline}))
-except UserError as error:
-    print(error)
-except RuntimeError as error:
-    print("BUG", error)
+for what in (ends, hangs, fails, is_killed):
+    print("SCENE", what.__name__)
+    try:
+        print("RESULT", play(act, 2, deadline_s=6 if what is hangs else 60))
+    except UserError as error:
+        print(error)
+    except RuntimeError as error:
+        print("BUG", error)
+    print("LEFT", len(left_over(os.getpid())) - 1)
 """
 
 
-def outcome(what: str, deadline: float = 60) -> str:
+@pytest.fixture(scope="module")
+def scenes() -> dict[str, str]:
+    """What the process that plays says of each scene. One process plays them all: a start takes longer than a scene."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PLAY.format(what=what, deadline=deadline)],
+        [sys.executable, "-c", PLAY],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    out, _ = process.communicate(timeout=60)
-    assert left_over(process.pid) == []
-    return out
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, out
+    return {name: said for name, said in (part.split("\n", 1) for part in out.split("SCENE ")[1:])}
 
 
-def test_what_ranks_return_arrives_in_their_order():
-    assert "RESULT [0, 10]" in outcome("time.sleep(0.5)")
+@pytest.mark.parametrize("scene", ["ends", "hangs", "fails", "is_killed"])
+def test_no_rank_lives_on_after_a_scene(scenes: dict[str, str], scene: str) -> None:
+    assert scenes[scene].endswith("LEFT 0\n")
 
 
-def test_a_rank_that_hangs_is_named_with_what_it_does():
-    said = outcome("time.sleep(1000)", deadline=8)
-    assert "rank 1" in said and "did not finish within 8 s" in said
-    assert "rank 1 is at: the second act" in said
+def test_what_ranks_return_arrives_in_their_order(scenes: dict[str, str]) -> None:
+    assert "RESULT [0, 10]" in scenes["ends"]
 
 
-def test_a_rank_that_fails_is_named_with_its_traceback():
-    said = outcome("raise ValueError('no such scene')")
-    assert "BUG rank 1 failed at: the second act" in said and "ValueError: no such scene" in said
+def test_a_rank_that_hangs_is_named_with_what_it_does(scenes: dict[str, str]) -> None:
+    assert "rank 1" in scenes["hangs"] and "did not finish within 6 s" in scenes["hangs"]
+    assert "rank 1 is at: the second act" in scenes["hangs"]
 
 
-def test_a_rank_that_is_killed_is_named():
-    assert "error: rank 1 of the demo was killed\n  why  it was at: the second act" in outcome(
-        "os.kill(os.getpid(), 9)"
-    )
+def test_a_rank_that_fails_is_named_with_its_traceback(scenes: dict[str, str]) -> None:
+    assert "BUG rank 1 failed at: the second act" in scenes["fails"]
+    assert "ValueError: no such scene" in scenes["fails"]
+
+
+def test_a_rank_that_is_killed_is_named(scenes: dict[str, str]) -> None:
+    assert "error: rank 1 of the demo was killed\n  why  it was at: the second act" in scenes["is_killed"]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,24 @@
-"""Each demo is played once by real processes; its figures are compared with formulas that are worked out here again."""
+"""Each demo is played once by real processes; its figures are compared with formulas that are worked out here again.
+
+The command is a fresh process of the pool, where torch is imported: it forks the ranks of the demo as any other would.
+"""
 
 from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
+import types
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import be_command, warm_command
 from demo_processes import left_over, start_demo
+from ranks import RankPool
 from rich.console import Console
 
 from shardwise.demo import DEMOS
@@ -22,34 +29,37 @@ PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * HIDDEN + HIDDEN
 DEADLINE_S = 60
 
 
-@cache
-def played(word: str) -> dict[str, Any]:
-    process = start_demo(word, "--json")
-    out, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, out + err
-    assert left_over(process.pid) == []
-    assert err.startswith(f"demo     {word}: starting")
-    return json.loads(out)
+Played = Callable[[str], dict[str, Any]]
 
 
-def checked(word: str, what: str) -> tuple[float, float]:
-    """(counted, what the demo's own formula gives)"""
-    (found,) = [check for check in played(word)["checks"] if check["what"].startswith(what)]
-    return found["counted"], found["expected"]
+@pytest.fixture(scope="module")
+def played(ranks: RankPool) -> Played:
+    @cache
+    def play(word: str) -> dict[str, Any]:
+        done = warm_command(ranks, "explain", word, "--demo", "--json", cwd=Path.cwd(), timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, leader = ranks.pids()
+        if sys.platform == "linux":
+            assert left_over(leader) == [leader]
+        assert done.stderr.startswith(f"demo     {word}: starting")
+        return json.loads(done.stdout)
+
+    return play
 
 
 @pytest.mark.parametrize("word", DEMOS)
-def test_every_figure_is_what_its_formula_says(word):
+def test_every_figure_is_what_its_formula_says(word, played):
     report = played(word)
     assert (report["schema"], report["demo"], report["same"]) == (1, word, True)
     assert 2 <= report["world"] <= 4
     assert report["checks"] and all(check["same"] for check in report["checks"])
-    counted, _ = checked(word, "largest difference of any loss, gradient or parameter from one process")
-    assert counted < 1e-9
+    whole = "largest difference of any loss, gradient or parameter from one process"
+    (found,) = [check for check in report["checks"] if check["what"].startswith(whole)]
+    assert found["counted"] < 1e-9
 
 
 @pytest.mark.parametrize("word", DEMOS)
-def test_the_story_fits_into_100_columns_without_colour(word):
+def test_the_story_fits_into_100_columns_without_colour(word, played):
     report = played(word)
     ranks = report.get("ranks")
     if word == "pipeline":
@@ -66,7 +76,7 @@ def test_the_story_fits_into_100_columns_without_colour(word):
     assert [check.to_dict() for check in story.checks] == report["checks"]
 
 
-def test_data_parallel_sums_and_sends_twice_the_gradient_less_one_share():
+def test_data_parallel_sums_and_sends_twice_the_gradient_less_one_share(played):
     ranks = played("data-parallel")["ranks"]
     assert [rank["before"][0] for rank in ranks] == [1, 2, 3, 4]
     assert all(rank["after"] == [10, 100, 1000, 10000] for rank in ranks)
@@ -75,7 +85,7 @@ def test_data_parallel_sums_and_sends_twice_the_gradient_less_one_share():
         assert [rank["sent"] for rank in ranks] == pytest.approx([2 * 4 * PARAMETERS * 3 / 4] * 4, rel=0.05)
 
 
-def test_data_parallel_shows_that_averages_of_averages_are_wrong():
+def test_data_parallel_shows_that_averages_of_averages_are_wrong(played):
     rank = played("data-parallel")["ranks"][0]
     ways = rank["ways"]
     assert ways["sum"] == pytest.approx(ways["one"], abs=1e-12)
@@ -88,7 +98,7 @@ def test_data_parallel_shows_that_averages_of_averages_are_wrong():
 
 
 @pytest.mark.parametrize(("stage", "gathers", "reductions"), [(0, 0, 0), (1, 6, 6), (2, 6, 12), (3, 18, 12)])
-def test_zero_keeps_a_share_and_sends_what_the_table_says(stage, gathers, reductions):
+def test_zero_keeps_a_share_and_sends_what_the_table_says(stage, gathers, reductions, played):
     for rank in played("zero")["ranks"]:
         found = rank["stages"][stage]
         share = 1 if stage == 0 else 4
@@ -100,7 +110,7 @@ def test_zero_keeps_a_share_and_sends_what_the_table_says(stage, gathers, reduct
         assert (found["gathers"], found["reductions"]) == (gathers, reductions)
 
 
-def test_zero_shows_how_long_full_weights_live():
+def test_zero_shows_how_long_full_weights_live(played):
     stages = played("zero")["ranks"][0]["stages"]
     assert [stage["most_full_weights"] for stage in stages] == [0, 4 * PARAMETERS, 4 * PARAMETERS, 2 * 4 * BLOCK]
     assert stages[1]["most_full_gradients"] == 4 * PARAMETERS
@@ -111,7 +121,7 @@ def test_zero_shows_how_long_full_weights_live():
     assert all(here.count("#") + here.count("+") <= 3 for _, here in stages[3]["moments"])
 
 
-def test_tensor_parts_add_up_and_borders_cost_a_message_each():
+def test_tensor_parts_add_up_and_borders_cost_a_message_each(played):
     first, second = played("tensor")["ranks"]
     total = [a + b for a, b in zip(first["part"], second["part"], strict=True)]
     assert first["out"] == second["out"] == total == [6, 140]
@@ -124,7 +134,7 @@ def test_tensor_parts_add_up_and_borders_cost_a_message_each():
     assert first["held"] == second["held"] == (PARAMETERS - norms) // 2 + norms
 
 
-def test_sequence_trades_each_all_reduce_for_a_pair_and_keeps_less():
+def test_sequence_trades_each_all_reduce_for_a_pair_and_keeps_less(played):
     for rank in played("sequence")["ranks"]:
         without, with_sp = rank["without"], rank["with"]
         pairs = 2 * 2 * (2 * LAYERS + 1)  # two micro-batches, forward and backward
@@ -136,7 +146,7 @@ def test_sequence_trades_each_all_reduce_for_a_pair_and_keeps_less():
     assert [rank["left"] for rank in played("sequence")["ranks"]] == [[11, 22], [33, 44]]
 
 
-def test_context_sends_keys_round_a_ring_and_keeps_half():
+def test_context_sends_keys_round_a_ring_and_keeps_half(played):
     ranks = played("context")["ranks"]
     kv = 4 * 2 * 4 * 32 * HIDDEN  # K and V of 4 rows x 32 tokens, fp32
     for rank in ranks:
@@ -149,7 +159,7 @@ def test_context_sends_keys_round_a_ring_and_keeps_half():
     assert [rank["work"] for rank in ranks] == [{"zigzag": 1024, "stretch": 512}, {"zigzag": 1024, "stretch": 1536}]
 
 
-def test_pipeline_runs_its_lists_and_holds_what_they_say():
+def test_pipeline_runs_its_lists_and_holds_what_they_say(played):
     schedules = played("pipeline")["schedules"]
     held = {name: [rank["held"] for rank in found["ranks"]] for name, found in schedules.items()}
     assert held == {"gpipe": [8] * 4, "1f1b": [4, 3, 2, 1], "zero-bubble": [4] * 4, "zbv": [8] * 4}
@@ -172,29 +182,28 @@ def test_text_in_a_pipe_begins_at_once_and_has_no_colour():
     assert "SAME     8 of 8 figures" in rest
 
 
-WRONG = """
-import sys, types
-from shardwise import demo
-from shardwise.demo.story import Check, Story
-lying = types.ModuleType("shardwise.demo.lying")
-lying.WORLD = 2
-lying.act = lambda rank, world, say: rank
-lying.tell = lambda found: Story("zero", "a title", checks=[Check("ranks", "N + 1", "2 + 1", 3, len(found))])
-sys.modules["shardwise.demo.lying"] = lying
-demo.DEMOS["zero"] = "lying"
-from shardwise.cli.main import main
-sys.exit(main(["explain", "zero", "--demo"]))
-"""
+def lie() -> tuple[int, str, str]:
+    """A demo whose formula is wrong."""
+    from shardwise.demo.story import Check, Story
+
+    lying: Any = types.ModuleType("shardwise.demo.lying")
+    lying.WORLD = 2
+    lying.act = lambda rank, world, say: rank
+    lying.tell = lambda found: Story("zero", "a title", checks=[Check("ranks", "N + 1", "2 + 1", 3, len(found))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "shardwise.demo.lying", lying)
+        patch.setitem(DEMOS, "zero", "lying")
+        return be_command(["explain", "zero", "--demo"], ".")
 
 
-def test_a_count_that_differs_is_said_and_ends_with_1():
-    done = subprocess.run([sys.executable, "-c", WRONG], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "WRONG    ranks: counted 2, not 3" in done.stdout
-    assert "DIFFERENT" in done.stdout and "SAME" not in done.stdout
+def test_a_count_that_differs_is_said_and_ends_with_1(ranks: RankPool):
+    [(code, out, err)] = ranks.run(lie, 1, fresh=True)
+    assert code == 1, out + err
+    assert "WRONG    ranks: counted 2, not 3" in out
+    assert "DIFFERENT" in out and "SAME" not in out
 
 
-def test_experts_get_every_token_that_chose_them_and_send_it_back():
+def test_experts_get_every_token_that_chose_them_and_send_it_back(played):
     ranks = played("experts")["ranks"]
     chosen = {token: expert for rank in ranks for token, expert in zip(rank["tokens"], rank["chosen"], strict=True)}
     for expert, rank in enumerate(ranks):

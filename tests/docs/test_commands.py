@@ -2,7 +2,7 @@
 
 Training is made short by words appended to the command: few steps of a very small model, in one process unless the command says how
 it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train` then stands for the command its
-recipe runs. That one starts a process of its own, as everything does that is not `shardwise`; the others share warm ones.
+recipe runs. That one starts processes of its own, as everything does that is not `shardwise`; the others are warm ones.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from commands import STORIES, losses_of, run_command
-from foreign_models import write_model
+from commands import STORIES, losses_of, warm_command
+from foreign_models import MODULES, write_model
+from ranks import RankPool
 
 from shardwise.errors import Exit
 
@@ -26,13 +27,23 @@ def last_line(run: Path, key: str) -> Any:
     return next(line[key] for line in reversed(lines) if key in line)
 
 
-def test_a_run_changes_its_layout_and_goes_back_to_transformers(run_here: Callable[..., int], workdir: Path) -> None:
+def test_a_run_changes_its_layout_and_goes_back_to_transformers(
+    run_here: Callable[..., int], ranks: RankPool, workdir: Path
+) -> None:
     """Two ranks with ZeRO 3, then one process; another run in one process has the same losses, to 1e-9."""
     write_model("opt", workdir / "opt")
-    done = run_command(
-        "train", "model.path=opt", *WORDS, "train.steps=3", "parallel.layout=dp=2 zero=3", "run.name=two", cwd=workdir
+    ranks.preload(*MODULES)
+    done = warm_command(
+        ranks,
+        "train",
+        "model.path=opt",
+        *WORDS,
+        "train.steps=3",
+        "parallel.layout=dp=2 zero=3",
+        "run.name=two",
+        cwd=workdir,
     )
-    assert done.returncode == Exit.DONE, done.stdout
+    assert done.returncode == Exit.DONE, done.stdout + done.stderr
     assert "proof    dp=2 zero=3: 3 steps in fp64, small model of this kind" in done.stdout
     assert "plan     dp=2 zero=3 fp64" in done.stdout and "model    opt, " in done.stdout
     assert last_line(workdir / "runs/two", "proof")["same"] is True

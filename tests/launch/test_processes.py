@@ -47,9 +47,9 @@ def alive(pid: int) -> bool:
 
 def test_two_ranks_compute_what_one_process_computes(ranks, tmp_path):
     words = [*SMALL, "train.steps=6", "memory.precision=fp64", "train.micro_batch=2"]
-    two = run_command("train", "--nproc", 2, *words, "run.name=two", cwd=tmp_path)
+    two = warm_command(ranks, "train", "--nproc", 2, *words, "run.name=two", cwd=tmp_path)
     one = warm_command(ranks, "train", "--nproc", 1, *words, "run.name=one", cwd=tmp_path)
-    assert two.returncode == one.returncode == Exit.DONE, two.stdout + one.stdout
+    assert two.returncode == one.returncode == Exit.DONE, two.stdout + two.stderr + one.stdout + one.stderr
     assert "proof    steps 1-3 repeated in one process" in two.stdout
     a, b = losses_of(tmp_path / "runs/two"), losses_of(tmp_path / "runs/one")
     assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-12)

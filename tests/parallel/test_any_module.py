@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from any_models import CLIP, LR, STEPS, batch, build, held_out, loss_sum
+from foreign_models import MODULES
 from torch import Tensor, nn
 
 import shardwise
@@ -26,6 +27,11 @@ ROWS = [(name, layout) for name in ("tied", "neox") for layout in LAYOUTS] + [
     ("untied", "dp=4 zero=3"),
 ]
 truth = cache(any_models.train_plain)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded(ranks: Any) -> None:
+    ranks.preload(*MODULES)
 
 
 def train(name: str, layout: str, dtype: torch.dtype, micro: int, clip: float | None = CLIP) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from foreign_models import KINDS, write_model
+from foreign_models import KINDS, MODULES, write_model
 from torch import Tensor
 
 from shardwise.config.schema import CommConfig
@@ -35,6 +35,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp=4 zero=3 replicate=2": {"dp": 4, "zero": 3, "replicate": 2},
 }
 Found = tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor], list[int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded(ranks: Any) -> None:
+    ranks.preload(*MODULES)
 
 
 @pytest.fixture(scope="module", params=["gpt_neox", "opt"])

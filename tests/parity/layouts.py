@@ -200,6 +200,7 @@ class Case:
     model: str
     precision: str
     batch: str
+    num_steps: int = NUM_STEPS
 
     def __str__(self) -> str:
         return f"{self.layout} | {self.model} | {self.precision} | {self.batch}"
@@ -220,7 +221,7 @@ class Case:
         batch = BATCHES[self.batch]
         rows_per_rank = -(-batch.rows // degree(self.layout, "dp"))
         return Trial(
-            num_steps=NUM_STEPS,
+            num_steps=self.num_steps,
             global_batch=batch.rows,
             micro_batch=min(batch.micro, rows_per_rank),
             seq_len=SEQ_LEN,

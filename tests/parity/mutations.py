@@ -67,9 +67,9 @@ def mutated(spec: ModelSpec, plan: Plan, trial: Trial, name: str) -> Record:
         return in_layout(spec, plan, trial)
 
 
-def try_mutation(matrix: Matrix, name: str) -> str | None:
+def try_mutation(matrix: Matrix, name: str, row: Case | None = None) -> str | None:
     """How the row notices, or None if it does not."""
-    row = MUTATIONS[name].row
+    row = row or MUTATIONS[name].row
     try:
         found = matrix.compare(row.spec, row.plan, row.trial, mutated, timeout=30, name=name)
     except (RankFailure, AssertionError) as error:
