@@ -133,14 +133,12 @@ def test_a_layout_is_proven_on_a_small_model_of_the_same_architecture(
     assert found["same"] is True and found["proven"] == "dp=2 zero=3" and found["largest"] < 1e-11
 
 
-def test_what_cannot_be_proven_beforehand_is_said(
-    run_here: Callable[..., int], workdir: Path, refused: Callable[..., str]
-) -> None:
+def test_what_cannot_be_proven_beforehand_is_said(ranks: RankPool, workdir: Path, refused: Callable[..., str]) -> None:
     write_model("xglm", workdir / "xglm")
     said = refused("verify", "model.path=xglm", "--nproc", 2)
     assert "cannot be made smaller for a proof" in said and "repeats its first steps" in said
     words = [word for word in WORDS if "fp64" not in word]
-    done = run_command("train", "model.path=xglm", *words, "--nproc", "2", "run.name=x", cwd=workdir)
+    done = warm_command(ranks, "train", "model.path=xglm", *words, "parallel.layout=dp=2", "run.name=x", cwd=workdir)
     assert done.returncode == Exit.DONE, done.stdout
     assert "proof    dp=2: none before the first step, xglm cannot be made smaller" in done.stdout
     assert "proof    steps 1-3 repeated in one process" in done.stdout
