@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwise.config.schema import OptimizerConfig
-from shardwise.data.loader import TensorBatch, cut_microbatches
+from shardwise.config.schema import AdapterConfig, OptimizerConfig
+from shardwise.data.loader import TensorBatch, cut_microbatches, number_rows
 from shardwise.data.sequences import IGNORE
+from shardwise.model.adapters import adapt, decoder_adapters
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
@@ -39,6 +40,7 @@ class Trial:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
     documents: bool = False
     attention: str = "auto"
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     through_fsdp: bool = False  # the layout takes the way of mixed precision, in the trial's own precision
 
     def batch(self, spec: ModelSpec, step: int) -> TensorBatch:
@@ -52,7 +54,7 @@ class Trial:
         documents = None
         if self.documents:
             documents = (torch.rand(shape, generator=draw) < 0.2).cumsum(1)
-        return TensorBatch(tokens, targets, documents)
+        return TensorBatch(tokens, targets, documents, number_rows(step, range(self.global_batch)))
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Record:
 def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Record:
     model = Decoder(spec, trial.attention).to(KEPT[trial.precision])
     initialize(model, trial.seed)
+    adapt(model, decoder_adapters(spec, trial.adapter, trial.seed, trial.precision))
     model.to(device)
     optimizer = build_optimizer(trial.optimizer, model.parameters())
     record = Record()
@@ -77,7 +80,7 @@ def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Re
         if step == 1:
             record.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         record.norms.append(plain_update(model, optimizer, trial.clip))
-    record.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    record.parameters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     return record
 
 
@@ -106,7 +109,7 @@ def plain_update(model: Decoder, optimizer: torch.optim.Optimizer, clip: float |
 
 
 def _forward(model: Decoder, micro: TensorBatch, precision: str) -> Losses:
-    arguments = (micro.tokens, micro.targets, None, micro.documents)
+    arguments = (micro.tokens, micro.targets, None, micro.documents, None, None, micro.row_numbers)
     if COMPUTED[precision] == KEPT[precision]:
         return model(*arguments)
     # Mixed precision by its definition: narrow copies of fp32 parameters, whose gradients arrive in fp32.
