@@ -53,7 +53,7 @@ CASES = {
     "choice in list": ("", ["run.loggers=jsonl,tensorbord"], '`run.loggers` has no value "tensorbord"', "jsonl, tensorboard", "did you mean `tensorboard`?", "command line"),
     "not yet, key": ("[memory]\nactivation_offload = true", [], "`memory.activation_offload = true` is not available yet", "what works today: false", "leave it out", "run.toml:2"),
     "not yet, degree": ("[checkpoint]\npeers = 2", [], "`checkpoint.peers = 2` is not available yet", "what works today: 0", "leave it out", "run.toml:2"),
-    "not yet, value": ("[adapter]\nkind = \"lora\"", [], '`adapter.kind = "lora"` is not available yet', "what works today:", "leave it out", "run.toml:2"),
+    "not yet, value": ("[parallel]\nstrategy = \"local-steps\"", [], '`parallel.strategy = "local-steps"` is not available yet', "what works today:", "leave it out", "run.toml:2"),
     "not yet, unset": ("", ["run.profile=10:13"], '`run.profile = "10:13"` is not available yet', "leaving it out", "leave it out", "command line"),
     "unknown section": ("[trian]\nsteps = 1", [], "unknown section `[trian]`", "the sections are: model, data, train,", "did you mean `[train]`?", "run.toml:1"),
     "foreign section": ("[training]\nsteps = 1", [], "unknown section `[training]`", "", "here it is called `[train]`", "run.toml:1"),

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
 
-HELP = "Write a run's weights as a Hugging Face directory that transformers loads."
+if TYPE_CHECKING:
+    from shardwise.config.schema import AdapterConfig
+    from shardwise.run.weights import Weights
+
+HELP = "Write a run's weights as a Hugging Face directory that transformers loads, adapters as one that peft loads."
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -16,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=["hf"], default="hf", help="the format (default: hf)")
     parser.add_argument("--out", required=True, metavar="DIR", help="a directory that does not exist yet")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="number format (default: as trained)")
-    parser.add_argument("--merge-lora", action="store_true", help="not available yet")
+    parser.add_argument(
+        "--merge-lora",
+        action="store_true",
+        help="adapter runs: the whole model, with the adapters added to its weights",
+    )
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
 
@@ -24,8 +33,33 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.cli.convert import convert
     from shardwise.run.weights import find_weights
 
-    if args.merge_lora:
-        raise UserError("`--merge-lora` is not available yet", why="there are no adapters yet", fix="leave it out")
     weights = find_weights(args.run, args.runs)
-    convert(weights, "hf", Path(args.out), args.dtype)
+    if weights.adapter is None and args.merge_lora:
+        raise UserError(
+            f"{args.run} has no adapters to merge",
+            why="all of its weights were trained",
+            fix="leave --merge-lora out",
+        )
+    if weights.adapter is None or args.merge_lora:
+        convert(weights, "hf", Path(args.out), args.dtype)
+    else:
+        _export_adapter(weights, weights.adapter, Path(args.out), args.dtype)
     return Exit.DONE
+
+
+def _export_adapter(weights: Weights, adapter: AdapterConfig, out: Path, dtype_name: str | None) -> None:
+    from shardwise.config.units import format_bytes, format_count
+    from shardwise.model.peft_format import write_adapter
+
+    tensors = weights.trained()
+    if dtype_name:
+        import torch
+
+        names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        tensors = {name: value.to(names[dtype_name]) for name, value in tensors.items()}
+    assert weights.config is not None
+    write_adapter(out, weights.spec, adapter, tensors, weights.config.model.path)
+    count = format_count(sum(value.numel() for value in tensors.values()))
+    size = format_bytes(sum(file.stat().st_size for file in out.rglob("*") if file.is_file()))
+    print(f"wrote    {out}: adapters of {weights.spec.name} in PEFT's format, {count} parameters, {size}")
+    print(f"next     adapter.kind=lora adapter.path={out} trains on; --merge-lora writes the whole model")

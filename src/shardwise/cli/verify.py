@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
+    from shardwise.config.schema import Config
     from shardwise.model.spec import ModelSpec
     from shardwise.plan.plan import Plan
+    from shardwise.plan.resolve import Resolved
 
 HELP = (
     "Train a small model of the config's kind in its layout and in one process, in fp64, and compare losses, gradients and "
@@ -42,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--steps {args.steps} compares nothing", why="a proof needs a step", fix="--steps 8")
     loaded = load_config(args.config, args.overrides)
     spec = model_spec(loaded.config.model)
-    plan = _plan_of(loaded, spec, args.nproc)
+    resolved = _resolved(loaded, spec, args.nproc)
+    plan = resolved.plan
     small = shrink_plan(plan)
     shape = shrink_spec(spec, small)
     if not args.json:
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             f"({shape.num_kv_heads} of keys and values), vocabulary {shape.vocab}",
             flush=True,
         )
-    found = _prove(spec, small, loaded.config.optimizer, args.steps)
+    found = _prove(spec, small, resolved.config, args.steps)
     if args.json:
         print(json.dumps({"schema": 1, **found, "layout": plan.layout, "proven": small.layout}))
     else:
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     return Exit.DONE if found["same"] else Exit.FOUND_WRONG
 
 
-def _plan_of(loaded: Any, spec: ModelSpec, nproc: int | None) -> Plan:
+def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
     """The plan on a machine that has memory for everything: a proof is about numbers."""
     from shardwise.cluster.machine import this_machine
     from shardwise.plan.resolve import resolve
@@ -71,10 +74,10 @@ def _plan_of(loaded: Any, spec: ModelSpec, nproc: int | None) -> Plan:
     config = loaded.config
     config = replace(config, memory=replace(config.memory, limit=NO_LIMIT))
     machine = replace(this_machine(), gpus=())
-    return resolve(config, spec, machine, nproc, 1, loaded.origins).plan
+    return resolve(config, spec, machine, nproc, 1, loaded.origins)
 
 
-def _prove(spec: ModelSpec, plan: Plan, optimizer: Any, steps: int) -> dict[str, Any]:
+def _prove(spec: ModelSpec, plan: Plan, config: Config, steps: int) -> dict[str, Any]:
     from shardwise.launch.local import start_ranks
     from shardwise.run.rundir import RunDir
 
@@ -82,7 +85,8 @@ def _prove(spec: ModelSpec, plan: Plan, optimizer: Any, steps: int) -> dict[str,
         run = RunDir(Path(folder))
         for place in (run.log, run.crash):
             place.mkdir()
-        job = {"model": spec.to_dict(), "plan": plan.to_dict(), "optimizer": asdict(optimizer), "steps": steps}
+        sections = {"optimizer": asdict(config.optimizer), "adapter": asdict(config.adapter)}
+        job = {"model": spec.to_dict(), "plan": plan.to_dict(), **sections, "steps": steps}
         run.proof_job.write_text(json.dumps(job), encoding="utf-8")
         code = start_ranks(run, plan.world, plan.threads_per_rank, None, ["--verify"])
         if code or not run.proof.is_file():

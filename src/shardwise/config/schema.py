@@ -192,14 +192,23 @@ class AdapterConfig:
     """Small trained matrices beside frozen weights."""
 
     kind: str = setting(
-        "none", "train small adapters instead of all weights", choices=("none", "lora", "qlora"), available=("none",)
+        "none",
+        "train small adapters instead of all weights; `qlora` keeps the frozen ones in 4 bits",
+        choices=("none", "lora", "qlora"),
     )
-    rank: int = setting(16, "adapter rank", low=1, later=True)
-    alpha: float = setting(32.0, "adapter scale", above=0, later=True)
-    dropout: float = setting(0.0, "adapter dropout", low=0.0, high=1.0, later=True)
-    targets: tuple[str, ...] = setting(("q", "k", "v", "o"), "layers that get adapters; wildcards allowed", later=True)
-    train_also: tuple[str, ...] = setting((), "full parameters trained beside the adapters", later=True)
-    path: str | None = setting(None, "start from an existing adapter", later=True)
+    rank: int = setting(16, "columns of an adapter's two matrices", low=1)
+    alpha: float = setting(32.0, "their product is multiplied with alpha / rank", above=0)
+    dropout: float = setting(0.0, "share of an adapter's inputs that is left out while training", low=0.0, high=0.95)
+    targets: tuple[str, ...] = setting(
+        ("q", "k", "v", "o"),
+        "linear layers that get adapters: short, full or Hugging Face names, wildcards, or `all-linear`",
+    )
+    train_also: tuple[str, ...] = setting(
+        (), "modules that are trained whole beside the adapters, such as `embed`, `head`, `*norm`"
+    )
+    path: str | None = setting(
+        None, "a directory in PEFT's format to start from, which also says rank, alpha, targets and train_also"
+    )
 
 
 @dataclass(frozen=True)

@@ -23,27 +23,31 @@ class TensorBatch:
     tokens: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None
+    row_numbers: torch.Tensor | None = None  # of every row among all rows of all steps
 
     def to(self, device: torch.device) -> TensorBatch:
         """The batch on a device; pinned memory travels while the host goes on."""
         documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        return TensorBatch(
-            self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), documents
-        )
+        numbers = None if self.row_numbers is None else self.row_numbers.to(device, non_blocking=True)
+        tokens, targets = self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
+        return TensorBatch(tokens, targets, documents, numbers)
 
     def rows(self, first: int, last: int) -> TensorBatch:
         documents = None if self.documents is None else self.documents[first:last]
-        return TensorBatch(self.tokens[first:last], self.targets[first:last], documents)
+        numbers = None if self.row_numbers is None else self.row_numbers[first:last]
+        return TensorBatch(self.tokens[first:last], self.targets[first:last], documents, numbers)
 
     def pinned(self) -> TensorBatch:
         documents = None if self.documents is None else self.documents.pin_memory()
-        return TensorBatch(self.tokens.pin_memory(), self.targets.pin_memory(), documents)
+        numbers = None if self.row_numbers is None else self.row_numbers.pin_memory()
+        return TensorBatch(self.tokens.pin_memory(), self.targets.pin_memory(), documents, numbers)
 
     def padding(self, rows: int) -> TensorBatch:
         """Rows of this length without targets."""
         tokens = self.tokens.new_zeros(rows, self.tokens.shape[1])
         documents = None if self.documents is None else self.documents.new_zeros(rows, self.tokens.shape[1])
-        return TensorBatch(tokens, torch.full_like(tokens, IGNORE), documents)
+        numbers = None if self.row_numbers is None else self.row_numbers.new_zeros(rows)
+        return TensorBatch(tokens, torch.full_like(tokens, IGNORE), documents, numbers)
 
     def padded_to(self, rows: int) -> TensorBatch:
         missing = rows - self.tokens.shape[0]
@@ -53,12 +57,21 @@ class TensorBatch:
         documents = None
         if self.documents is not None and more.documents is not None:
             documents = torch.cat([self.documents, more.documents])
-        return TensorBatch(torch.cat([self.tokens, more.tokens]), torch.cat([self.targets, more.targets]), documents)
+        numbers = None
+        if self.row_numbers is not None and more.row_numbers is not None:
+            numbers = torch.cat([self.row_numbers, more.row_numbers])
+        tokens, targets = torch.cat([self.tokens, more.tokens]), torch.cat([self.targets, more.targets])
+        return TensorBatch(tokens, targets, documents, numbers)
 
 
-def to_tensors(batch: Batch) -> TensorBatch:
+def to_tensors(batch: Batch, row_numbers: torch.Tensor | None = None) -> TensorBatch:
     documents = None if batch.documents is None else torch.from_numpy(batch.documents)
-    return TensorBatch(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets), documents)
+    return TensorBatch(torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets), documents, row_numbers)
+
+
+def number_rows(step: int, rows: range) -> torch.Tensor:
+    """A number for every row of every step."""
+    return torch.arange(rows.start, rows.stop) + step * 2**32
 
 
 @dataclass(frozen=True)
@@ -148,7 +161,8 @@ class Loader:
 
     def _load(self, step: int) -> StepBatch:
         batch = self._sequences.batch(step, self._rows, self._global_batch)
-        micro = cut_microbatches(to_tensors(batch), self._micro_batch, self._num_microbatches, self._same_shape)
+        tensors = to_tensors(batch, number_rows(step, self._rows))
+        micro = cut_microbatches(tensors, self._micro_batch, self._num_microbatches, self._same_shape)
         if self._pin_memory:
             micro = [part.pinned() for part in micro]
         return StepBatch(step, micro, batch.num_targets)

@@ -54,6 +54,8 @@ class AttentionInputs:
     rotation: Rotation | None
     cache: KeyValueCache | None = None
     attend: Attend = attend
+    rows_B: Tensor | None = None  # number of each row among all rows of all steps: what chance is drawn from
+    positions_BT: Tensor | None = None
 
 
 class Attention(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,7 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         cache: KeyValueCache | None = None,
         x_BTD: Tensor | None = None,
+        rows_B: Tensor | None = None,
     ) -> Tensor | Losses | Hidden:
         """Logits, or with targets the summed losses; a part that is not the last returns what the next one needs.
 
@@ -83,12 +84,14 @@ class Decoder(nn.Module):
         positions_BT  where each token stands; default 0, 1, 2 ... (after what the cache holds)
         documents_BT  integer ids: a token sees only tokens with its own id. Positions are not restarted by it
         x_BTD         what the part before this one returned; the first part has none
+        rows_B        a number for every row of every step: with it, adapters drop what [adapter] says
         """
         positions_BT = self.default_positions(tokens_BT, cache) if positions_BT is None else positions_BT
         target_counts_B = None if targets_BT is None else self.count_targets(targets_BT)
         if x_BTD is None:
             x_BTD = self.embed_tokens(tokens_BT, positions_BT)
         inputs = self.prepare_attention(x_BTD.dtype, positions_BT, documents_BT, cache)
+        inputs = {index: replace(one, rows_B=rows_B, positions_BT=positions_BT) for index, one in inputs.items()}
         x_BTD, routings = self.run_layers(x_BTD, inputs, target_counts_B)
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
@@ -198,6 +201,8 @@ class Head(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x)); Gemma normalises the results as well."""
 
+    chance: Any = None  # of adapters with dropout
+
     def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: str):
         super().__init__()
         self.attention_norm = make_norm(spec, spec.hidden)
@@ -210,6 +215,8 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, inputs: AttentionInputs, target_counts_B: Tensor | None = None
     ) -> tuple[Tensor, Routing | None]:
+        if self.chance is not None:
+            self.chance.begin(inputs.rows_B, inputs.positions_BT)
         x_BTD = x_BTD + self.attention_post_norm(self.attention(self.attention_norm(x_BTD), inputs))
         normed_BTD, routing = self.feedforward_norm(x_BTD), None
         if isinstance(self.feedforward, MixtureOfExperts):

@@ -57,6 +57,7 @@ class TransformersModel(nn.Module):
         documents_BT: Tensor | None = None,
         cache: KeyValueCache | None = None,
         x_BTD: Tensor | None = None,
+        rows_B: Tensor | None = None,
     ) -> Tensor | Losses:
         """As `Decoder.forward`."""
         assert positions_BT is None and x_BTD is None, "a model of transformers is whole"

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.config.layout import parse_layout
+from shardwise.config.schema import AdapterConfig
 from shardwise.errors import UserError
+from shardwise.model.adapters import adapt, module_adapters
 from shardwise.model.precision import KEPT
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.split_module import Split
@@ -27,13 +29,19 @@ CUT_AXES = ("tp", "pp", "cp", "ep")
 
 
 def parallelize(
-    module: nn.Module, plan: Plan | str, blocks: str = "model.layers", device: torch.device | str | None = None
+    module: nn.Module,
+    plan: Plan | str,
+    blocks: str = "model.layers",
+    device: torch.device | str | None = None,
+    adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
+    seed: int = 0,
 ) -> Split:
     """Split a module with weights over the processes of this job, in place. Every rank calls it; rank 0's weights count.
 
     plan      a `Plan`, or a layout such as "dp=2 zero=3"; without dp all processes share
     blocks    where its list of blocks is: each block is one unit that ZeRO gathers
     device    where it shall live; default: where it is
+    adapter   trains LoRA or QLoRA beside its linear layers instead of all weights; `seed` draws their first values
     """
     found = find_blocks(module, blocks)
     _refuse_cut_axes(plan)
@@ -54,6 +62,7 @@ def parallelize(
     if world > 1:
         for tensor in (*module.parameters(), *module.buffers()):
             _take_from_first(tensor, home)
+    adapt(module, module_adapters(module, blocks, adapter, seed, plan.precision))
     return Split(module, mesh, [[block] for block in found])
 
 

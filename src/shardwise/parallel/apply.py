@@ -18,11 +18,13 @@ each is drawn or read at full shape and cut to what this rank holds, one layer a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
 
 from shardwise.config.schema import AdapterConfig, CommConfig
+from shardwise.model.adapters import Adapters, adapt, adapt_foreign, decoder_adapters
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.precision import COMPUTED, KEPT
@@ -57,22 +59,28 @@ def parallelize_decoder(
     fill: Fill,
     *,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
+    seed: int = 0,
     through_fsdp: bool = False,
 ) -> Engine:
-    """Collective: every rank of the job calls it. `through_fsdp`: as mixed precision would, whatever the precision is."""
+    """Collective: every rank of the job calls it. `through_fsdp`: as mixed precision would, whatever the precision is. `seed`: of
+    the adapters' first values."""
     uses_fsdp = plan.uses_fsdp or through_fsdp
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan, comm), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
     if isinstance(spec, TransformersSpec):
-        stage = _whole_stage(spec, mesh, attention, fill, size, traffic)
+        stage = _whole_stage(
+            spec, mesh, attention, partial(_fill_foreign, fill, adapter, seed, plan.precision), size, traffic
+        )
         return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic)
+    adapters = decoder_adapters(spec, adapter, seed, plan.precision)
     stages = []
     for index, layers in enumerate(stage_layers(plan, spec.num_layers)):
         if owners[index] != mesh.at.pp:
             continue
         with torch.device("meta"):
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
+        adapt(model, adapters)
         tp = TensorParallel(mesh.tp, plan.sequence, traffic.on("tp")) if plan.tp > 1 else None
         if plan.cp > 1:
             apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind, traffic.on("cp")))
@@ -87,7 +95,7 @@ def parallelize_decoder(
         model.to_empty(device=device)
         if sums is not None:
             sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
-        fill_stage(model, mesh, fill, layers)
+        fill_stage(model, mesh, fill, layers, adapters)
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
     return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic)
 
@@ -98,6 +106,11 @@ def _whole_stage(spec: TransformersSpec, mesh: Mesh, attention: str, fill: Fill,
     fill(model)
     groups = [[block] for block in cast(TransformersModel, model).blocks()]
     return Stage(0, model, split_in_place(model, groups, mesh, traffic, size))
+
+
+def _fill_foreign(fill: Fill, settings: AdapterConfig, seed: int, precision: str, model: Decoder) -> None:
+    fill(model)
+    adapt_foreign(model, settings, seed, precision)
 
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
@@ -118,9 +131,9 @@ def stage_layers(plan: Plan, num_layers: int) -> list[range]:
     return [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(num_layers)]
 
 
-def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range) -> None:
+def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range, adapters: Adapters | None = None) -> None:
     """Weights into a stage, layer by layer: no rank ever holds more than one layer beside its own share."""
-    plain = mesh.plan.tp == mesh.plan.ep == 1 and not mesh.fsdp
+    plain = mesh.plan.tp == mesh.plan.ep == 1 and not mesh.fsdp and adapters is None
     if plain:
         fill(model)
         return
@@ -130,6 +143,7 @@ def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range) -> None:
         with torch.device("meta"):
             piece = Decoder(model.spec, "math", range(index, index + 1)).to(KEPT[mesh.plan.precision])
         fill(piece.to_empty(device="cpu"))
+        adapt(piece, adapters)
         for name, value in piece.state_dict().items():
             if name in table:
                 table[name].put(value)

@@ -95,8 +95,8 @@ def put_optimizer_states(
         if name in by_name:
             saved.setdefault(name, {})[state] = by_name[name].take(value).clone() if value.ndim else value
     names = {id(shard.local): shard.name for shard in engine.shards}
-    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    found = {number: saved[name] for number, name in enumerate(ordered) if name in saved}
+    ordered = [names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+    found = {number: saved[name] for number, name in enumerate(ordered) if name is not None and name in saved}
     optimizer.load_state_dict({"state": found, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -95,6 +95,8 @@ class Engine:
         if not norm.is_cuda and float(norm) + 1e-6 <= largest:
             return  # the factor would be 1; on a GPU, looking would cost more than multiplying
         gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
+        if not gradients:
+            return  # a stage may be frozen as a whole
         factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
@@ -134,9 +136,9 @@ class Engine:
         gradients = [shard.gradient for shard in self.shards if shard.name == "embed.weight"]
         if len(gradients) == 2:  # a V-shaped pipeline has both ends on one rank
             first, last = gradients
-            assert first is not None and last is not None
-            first += last
-            last.copy_(first)
+            if first is not None and last is not None:  # else frozen
+                first += last
+                last.copy_(first)
         elif gradients and self.mesh.ends is not None:
             found = [gradient for gradient in gradients if gradient is not None]
             sum_tensors(found, self.mesh.ends, self.bucket_bytes, self.traffic.on("pp"))

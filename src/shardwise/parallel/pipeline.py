@@ -120,7 +120,9 @@ class Pipeline:
         x_BTD = None if received is None else received.requires_grad_()
         todo: Todo = []
         with deferring(todo) if self._splits(stage) else nullcontext():
-            output = stage.sums.forward(micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD)
+            output = stage.sums.forward(
+                micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD, rows_B=micro.row_numbers
+            )
         return _Pass(x_BTD, output, todo)
 
     def _backward(
@@ -138,7 +140,8 @@ class Pipeline:
                 if loss.requires_grad:
                     roots.append(loss)
                     gradients.append(torch.ones_like(loss) / targets)
-            torch.autograd.backward(roots, gradients)
+            if roots[0].requires_grad:  # a first stage may be frozen as a whole
+                torch.autograd.backward(roots, gradients)
         stage.sums.after_backward(action.kind, last=last)
         done.output = None  # type: ignore[assignment]  # the graph is gone; with I only the noted pairs stay
         x_BTD, done.x_BTD = done.x_BTD, None

@@ -15,12 +15,13 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.model.adapters import product
 from shardwise.model.decoder import Block, Decoder
 from shardwise.model.experts import MixtureOfExperts, Routing
+from shardwise.model.nf4 import LEAVES, PAIR
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.expert import SpreadExperts
 from shardwise.parallel.regions import TensorParallel, enter, leave, scale_gradient, share
@@ -54,6 +55,9 @@ def placement(
         return Placement(Slice(0, *share(spec.num_experts, ep, expert_index)), 1, False)
     if tp == 1:
         return Placement(None, 1, False)
+    if (leaf := name.rsplit(".", 1)[1]) in BESIDE_WEIGHT:
+        weight = f"{name.removesuffix(leaf)}weight"
+        return _beside(placement(spec, weight, tp, index, sequence, ep, expert_index), leaf, tp)
     inside = Placement(None, tp, True)  # whole within a region: each rank's gradient is a part
     outside = Placement(None, tp, sequence)  # gradients are whole, unless each rank sees its own tokens only
     path = name.split(".")
@@ -109,6 +113,26 @@ def placement(
     raise LookupError(f"{name} is not a tensor of {spec.name}")
 
 
+BESIDE_WEIGHT = ("lora_a", "lora_b", *LEAVES)
+
+
+def _beside(weight: Placement, leaf: str, tp: int) -> Placement:
+    """An adapter's matrices, and the bits of a weight, by where the weight would be."""
+    cut = weight.slice
+    if cut is None:
+        return weight
+    if leaf == ("lora_a" if cut.dim == 0 else "lora_b"):
+        return Placement(None, tp, True)  # whole; each rank has a part of what it is multiplied with
+    if cut.dim == 0 or leaf == "lora_a":
+        return weight
+    if leaf == "weight_scale":  # of whole rows
+        return Placement(None, tp, False)
+    # Columns of whole pairs of blocks: where the slice begins or ends inside of one, two ranks have it.
+    first, last = cut.start // PAIR, -(-cut.stop // PAIR)
+    width = 1 if leaf == "weight_absmax" else PAIR // 4
+    return Placement(Slice(1, first * width, last * width), 1, False)
+
+
 def take(full: Tensor, slice: Slice | None) -> Tensor:
     """The slice as a view of the full tensor."""
     return full if slice is None else full.narrow(slice.dim, slice.start, slice.stop - slice.start)
@@ -147,7 +171,12 @@ def slice_parameters(model: Decoder, tp: TensorParallel) -> None:
                 own = take(parameter, where).clone(memory_format=torch.contiguous_format)
                 setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
         if isinstance(module, nn.Linear):
-            module.out_features, module.in_features = module.weight.shape
+            where = placement(model.spec, f"{module_name}.weight", tp.size, tp.index, tp.sequence).slice
+            if where is not None and where.dim == 0:
+                module.out_features = where.stop - where.start
+            elif where is not None:
+                module.in_features = where.stop - where.start
+                module.first_input = where.start  # type: ignore[assignment]  # for adapters
 
 
 def _begin_pass(tp: TensorParallel, model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,10 +216,11 @@ class RowLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear, tp: TensorParallel):
         super().__init__(linear.in_features, linear.out_features, device="meta")
-        self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
+        self.__dict__.update(linear.__dict__)  # with what an adapter has added
+        self.tp = tp
 
     def forward(self, x_BTF: Tensor) -> Tensor:
-        x_BTD = leave(F.linear(x_BTF, self.weight), self.tp)
+        x_BTD = leave(product(self, x_BTF), self.tp)
         return x_BTD if self.bias is None else x_BTD + self.bias
 
 

@@ -112,19 +112,22 @@ def shard_groups(
     plan = mesh.plan
     computed = COMPUTED[plan.precision]
     policy = MixedPrecisionPolicy(computed, torch.float32) if plan.is_mixed else MixedPrecisionPolicy()
+    # Where FSDP2 is only there to round, it has nothing to do with what is frozen: that is kept in the narrow format.
+    idle = {p for p in model.parameters() if not p.requires_grad} if plan.zero == 0 and plan.offload != "all" else None
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
     for number, group in enumerate(groups):
         drops = plan.zero == 3 and number < len(groups) - num_kept
         # Fewer ranks have the same experts than the same block: a group of their own inside the block's.
         for experts in _spread_experts(group):
             assert mesh.expert is not None
-            fully_shard(experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, mp_policy=policy)
-        fully_shard(
-            group if len(group) > 1 else group[0], mesh=mesh.fsdp, reshard_after_forward=drops, mp_policy=policy
-        )
+            fully_shard(
+                experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, mp_policy=policy, ignored_params=idle
+            )
+        unit = group if len(group) > 1 else group[0]
+        fully_shard(unit, mesh=mesh.fsdp, reshard_after_forward=drops, mp_policy=policy, ignored_params=idle)
     for lookup in lookups:
         cast(FSDPModule, lookup).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
-    root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy)
+    root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy, ignored_params=idle)
     on_gloo = mesh.device.type == "cpu"
     for module in _fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import exchanged_activations, head_activation_bytes, layer_activations
+from shardwise.plan.adapter_share import Held, held_by
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
 
@@ -39,6 +40,9 @@ LAUNCH_SECONDS_PER_LAYER = {"cpu": 3e-3, "cuda": 3.5e-3}
 """Time Python and torch need around one layer's forward and backward operations: the floor for small models.
 Fitted to one run each: a two-layer model on a CPU, `tiny` on an H200."""
 
+
+FROZEN_FLOPS = 2 / 3
+"""Of a step's matrix work, when weights are frozen: no gradients of the weights. Adapters themselves are not counted."""
 
 WHOLE = AdapterConfig()
 """All weights are trained."""
@@ -73,18 +77,17 @@ class Prediction:
 
 
 def predict(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates, adapter: AdapterConfig = WHOLE) -> Prediction:
-    memory, step = predict_memory(spec, plan, optimizer, adapter), predict_step(spec, plan, optimizer, rates)
+    memory, step = predict_memory(spec, plan, optimizer, adapter), predict_step(spec, plan, optimizer, rates, adapter)
     return Prediction(memory, step, rates.matmul_flops)
 
 
 def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
     """Bytes of the fullest rank at the peak."""
-    return max(
-        (_rank_memory(share, plan, optimizer) for share in rank_shares(spec, plan)), key=lambda m: sum(m.values())
-    )
+    held = ((share, held_by(share, spec, adapter)) for share in rank_shares(spec, plan))
+    return max((_rank_memory(*one, plan, optimizer) for one in held), key=lambda m: sum(m.values()))
 
 
-def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]:
+def _rank_memory(share: RankShare, blocks: list[Held], plan: Plan, optimizer: str) -> dict[str, int]:
     """What a rank really holds, by ZeRO stage (P parameters, N shards; fp32 weights, Adam):
 
     0   16 P                            gradients live inside the all-reduce buckets
@@ -92,31 +95,41 @@ def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]
     2   16 P / N + P gathered           every micro-batch's gradients go to their owners at once
     3   16 P / N + two blocks gathered  a tied embedding stays gathered as well
 
-    Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too.
+    Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too. What is
+    frozen beside adapters is kept in that format at once, and has neither gradients nor states.
     """
     weight, compute = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision]
-    full = weight * share.num_parameters
-    spread = weight * share.spread_parameters
+    whole = sum(blocks[1:], blocks[0])
+    is_frozen = whole.trained < share.num_parameters
+    spread = share.spread_parameters * (compute if is_frozen else weight)
+    full = weight * whole.trained + compute * whole.frozen + whole.packed_bytes
     own = -(-(full - spread) // plan.state_shards) + -(-spread // plan.expert_shards)
-    gathered, accumulated = compute * share.num_parameters, 0
-    if plan.zero == 0 and compute == weight:
-        gathered = 0
+    own_trained = -(-weight * whole.trained // plan.state_shards) if is_frozen else own
+    gathered, accumulated = _gathered(whole, compute), 0
+    if plan.zero == 0:
+        gathered = compute * whole.trained if compute != weight else 0
     elif plan.zero == 1 and plan.num_microbatches > 1:
-        accumulated = full
+        accumulated = weight * whole.trained
     elif plan.zero == 3:
-        tied = share.embedding + share.head if share.spec.tied else 0
-        blocks = share.layer_parameters + ([] if tied else [share.embedding, share.head])
-        gathered = compute * (tied + sum(sorted(blocks)[-2:]))
+        sizes = [_gathered(block, compute) for block in blocks]
+        first, *layers, last = sizes
+        tied = first + last if share.spec.tied else 0
+        gathered = tied + sum(sorted(layers if tied else sizes)[-2:])
+    gathered += compute * whole.largest
     activations = _activations(share, plan)
     return {
         "weights": own,
         "gathered": gathered,
-        "gradients": own + accumulated,
-        "optimizer": own * STATES_PER_PARAMETER[optimizer],
+        "gradients": own_trained + accumulated,
+        "optimizer": own_trained * STATES_PER_PARAMETER[optimizer],
         "activations": activations,
         "allocator": int(ALLOCATOR_SHARE[plan.device] * activations),
         "process": PROCESS_BYTES[plan.device],
     }
+
+
+def _gathered(held: Held, compute: int) -> int:
+    return compute * (held.trained + held.frozen) + held.packed_bytes
 
 
 def _activations(share: RankShare, plan: Plan) -> int:
@@ -134,22 +147,27 @@ def _activations(share: RankShare, plan: Plan) -> int:
     return held
 
 
-def predict_step(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates) -> dict[str, float]:
+def predict_step(
+    spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates, adapter: AdapterConfig = WHOLE
+) -> dict[str, float]:
     """Seconds of the slowest rank. Messages between pipeline stages are not counted: they travel while others compute."""
     slowest = max(rank_shares(spec, plan), key=lambda share: share.work)
+    blocks = held_by(slowest, spec, adapter)
+    held = sum(blocks[1:], blocks[0])
     # The micro-batches of a pipeline have one shape, so the last one is filled up; without one it may be smaller.
     rows = plan.rows_per_rank if plan.pp == 1 else plan.num_microbatches * plan.micro_batch
     flops = rows * plan.seq_len * spec.flops_per_token(plan.seq_len) * slowest.work / (plan.tp * plan.cp)
+    flops *= FROZEN_FLOPS if adapter.kind != "none" else 1.0
     launches = len(slowest.layers) * plan.num_microbatches * LAUNCH_SECONDS_PER_LAYER[plan.device]
     compute = max(flops / (rates.matmul_flops * MATMUL_SHARE[plan.device]), launches)
     # Read gradient and weight, write weight, read and write each state; + 2: the norm for clipping, and its scaling.
     passes = 3 + 2 * STATES_PER_PARAMETER[optimizer] + 2
-    weight_bytes = WEIGHT_BYTES[plan.precision] * slowest.num_parameters
+    weight_bytes = WEIGHT_BYTES[plan.precision] * held.trained
     step = {"compute": compute, "optimizer": passes * weight_bytes / plan.state_shards / rates.memory_bytes}
     if plan.pp > 1:
         step["bubble"] = compute * bubble_share(plan)
     if plan.dp * plan.cp > 1:
-        step["data-parallel"] = _data_parallel_seconds(slowest, plan, rates)
+        step["data-parallel"] = _data_parallel_seconds(slowest, held, plan, rates)
     if plan.tp > 1:
         # Two sums per layer, forward and backward. Sequence parallelism cuts each in two halves of the same total.
         message = plan.micro_batch * plan.seq_len // plan.cp * spec.hidden * COMPUTE_BYTES[plan.precision]
@@ -171,11 +189,12 @@ def bubble_share(plan: Plan) -> float:
     return (plan.pp - 1) / (filled * plan.num_microbatches)
 
 
-def _data_parallel_seconds(share: RankShare, plan: Plan, rates: Rates) -> float:
+def _data_parallel_seconds(share: RankShare, held: Held, plan: Plan, rates: Rates) -> float:
     """An all-reduce is a reduction to the owners and a gathering from them; ZeRO does the two apart, and how often differs."""
-    moved_parameters = share.num_parameters - (share.spread_parameters if plan.expert_copies == 1 else 0)
-    weight = WEIGHT_BYTES[plan.precision] * moved_parameters
-    compute = COMPUTE_BYTES[plan.precision] * moved_parameters
+    unmoved = share.spread_parameters if plan.expert_copies == 1 else 0
+    is_frozen = held.trained < share.num_parameters
+    weight = WEIGHT_BYTES[plan.precision] * (held.trained - (0 if is_frozen else unmoved))
+    compute = _gathered(held, COMPUTE_BYTES[plan.precision]) - COMPUTE_BYTES[plan.precision] * unmoved
     if plan.zero == 0:
         return rates.all_reduce_latency + weight / rates.all_reduce_bytes
     reductions = 1 if plan.zero == 1 else plan.num_microbatches

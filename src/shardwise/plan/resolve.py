@@ -17,6 +17,7 @@ from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import no_document_mask
+from shardwise.plan.adapter_choice import settle_adapter
 from shardwise.plan.degrees import choose_degrees, global_batch_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict_memory
@@ -54,6 +55,7 @@ def resolve(
         )
     if config.data.document_mask and not spec.is_ours:
         raise no_document_mask(spec.name, where_written(origins, "data.document_mask"))
+    config = settle_adapter(config, spec, origins)
     asked = Asked(config, spec, machine, nproc)
     degrees = choose_degrees(asked, origins)
     global_batch = global_batch_of(train)
@@ -247,7 +249,7 @@ def _fill(config: Config, plan: Plan) -> tuple[Config, tuple[str, ...]]:
         ),
         memory=replace(config.memory, precision=plan.precision),
     )
-    sections = ("train", "parallel", "memory")
+    sections = ("train", "parallel", "memory")  # what an adapter's directory says was read from there, not chosen
     chosen = tuple(
         f"{section}.{key}"
         for section in sections

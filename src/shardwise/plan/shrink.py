@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from shardwise.config.schema import AdapterConfig
+from shardwise.model.adapter_names import same_kinds
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.plan.plan import Plan
@@ -97,6 +99,14 @@ def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
         sizes |= {"experts_per_token": min(spec.experts_per_token, experts // 2 or 1)}
         sizes |= {"first_dense_layers": min(spec.first_dense_layers, 1)}
     return spec.with_overrides(sizes)
+
+
+def shrink_adapter(adapter: AdapterConfig, spec: ModelSpec) -> AdapterConfig:
+    """Thin adapters on the same kinds of layers, whichever layers of the model they are on."""
+    if adapter.kind == "none":
+        return adapter
+    targets, train_also = same_kinds(spec, adapter)
+    return replace(adapter, rank=min(adapter.rank, 3), targets=targets, train_also=train_also, path=None)
 
 
 def _period(spec: ModelSpec) -> int:

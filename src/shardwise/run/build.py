@@ -5,12 +5,14 @@ No torch at module level: `train --dry-run` and the launcher use the first half.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from shardwise.config.schema import Config, ModelConfig
+from shardwise.config.schema import AdapterConfig, Config, ModelConfig
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.errors import UserError
 from shardwise.model.presets import preset
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from shardwise.model.decoder import Decoder
 
+END_BYTES = 2**20
 CACHE = ".data"  # inside run.dir: raw sources, tokenised once
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -69,6 +72,35 @@ def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
     )
 
 
+def base_identity(config: ModelConfig, spec: ModelSpec, seed: int) -> str:
+    """Of the weights that adapters stand beside: what they were drawn from, or the files they come from. Of large files their table
+    of contents and both ends are looked at, not every byte."""
+    directory, digest = model_dir(config), hashlib.sha256()
+    if directory is None:
+        digest.update(f"drawn {seed} {sorted(spec.to_dict().items())}".encode())
+        return digest.hexdigest()
+    for file in sorted(directory.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(END_BYTES))
+            stream.seek(max(0, size - END_BYTES))
+            digest.update(stream.read(END_BYTES))
+    return digest.hexdigest()
+
+
+def adapted_model(config: Config, spec: ModelSpec, precision: str, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The whole model of a config with its adapters, as one process trains it."""
+    from shardwise.model.adapters import adapt, adapt_foreign, decoder_adapters
+
+    model = build_model(config.model, spec, config.train.seed, dtype, device)
+    if spec.is_ours:
+        adapt(model, decoder_adapters(spec, config.adapter, config.train.seed, precision))
+    else:
+        adapt_foreign(model, config.adapter, config.train.seed, precision)
+    return model
+
+
 def build_model(config: ModelConfig, spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
     """A whole decoder on its device: weights drawn from (seed, name), or read from the model directory."""
     if isinstance(spec, TransformersSpec):
@@ -104,8 +136,14 @@ def check_attention(config: ModelConfig, device_type: str) -> None:
         )
 
 
-def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The decoder with memory for its weights and nothing in it yet."""
+def empty_model(
+    config: ModelConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
+) -> Decoder:
+    """The decoder with memory for its weights, and those of adapters, and nothing in it yet."""
     import torch
 
     from shardwise.model.decoder import Decoder
@@ -114,8 +152,12 @@ def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device
     if isinstance(spec, TransformersSpec):
         return _foreign_model(config, spec, dtype, device, None)
     with torch.device("meta"):
-        model = Decoder(spec, config.attention)
-    return model.to(dtype).to_empty(device=device)
+        model = Decoder(spec, config.attention).to(dtype)
+    if adapter.kind != "none":
+        from shardwise.model.adapters import adapt, decoder_adapters
+
+        adapt(model, decoder_adapters(spec, replace(adapter, path=None), 0, "fp32"))
+    return model.to_empty(device=device)
 
 
 def _foreign_model(

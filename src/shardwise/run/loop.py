@@ -31,6 +31,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict, predict_memory
 from shardwise.run import report
+from shardwise.run.adapter_state import adapter_state, check_base
 from shardwise.run.balance import measured_split
 from shardwise.run.build import corpus_of, empty_model, weights_of
 from shardwise.run.calibrate import measure_rates
@@ -90,7 +91,15 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     # This rank's part of the model, its optimizer, and where an earlier process left off.
     fill = weights_of(config.model, config.train.seed)
     engine = parallelize_decoder(
-        spec, plan, ranks.rank, device, config.comm, config.model.attention, fill, adapter=config.adapter
+        spec,
+        plan,
+        ranks.rank,
+        device,
+        config.comm,
+        config.model.attention,
+        fill,
+        adapter=config.adapter,
+        seed=config.train.seed,
     )
     optimizer = build_optimizer(config.optimizer, engine.locals())
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
@@ -202,7 +211,7 @@ def _largest_micro_batch(session: Session) -> int:
     """Measured on a whole model without weights, which is let go again."""
     plan, config = session.plan, session.config
     parts = predict_memory(session.spec, plan, config.optimizer.name, config.adapter)
-    model = empty_model(config.model, session.spec, KEPT[plan.precision], session.device)
+    model = empty_model(config.model, session.spec, KEPT[plan.precision], session.device, config.adapter)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
@@ -317,6 +326,7 @@ def _save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Op
     groups = collect_state(engine, optimizer)
     if session.ranks.is_first:
         state = {"model": session.spec.to_dict(), "plan": engine.plan.to_dict(), "seed": session.config.train.seed}
+        state |= adapter_state(session.config, session.spec)
         store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
 
 
@@ -335,5 +345,6 @@ def _restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer,
         return 0
     if session.from_step is not None and session.ranks.is_first:
         store.abandon_after(session.run.checkpoints, checkpoint.step)
+    check_base(checkpoint.path, checkpoint.manifest()["state"], session.config, session.spec)
     restore_state(engine, optimizer, checkpoint)
     return checkpoint.step

@@ -17,6 +17,8 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if not groups:  # a stage may be frozen as a whole; torch wants something to do
+        groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
     beta1, beta2 = config.betas
     # The fused kernels make one pass over memory instead of one per operation; torch has them for CPU and CUDA.
     if config.name == "adamw":

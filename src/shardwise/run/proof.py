@@ -10,7 +10,7 @@ from shardwise.data.loader import Loader
 from shardwise.model.precision import KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
-from shardwise.run.build import build_model
+from shardwise.run.build import adapted_model
 from shardwise.run.optimizer import build_optimizer, set_learning_rate
 from shardwise.run.reference import plain_gradients, plain_update
 from shardwise.run.schedule import learning_rate
@@ -22,7 +22,7 @@ def single_process_losses(
     config: Config, plan: Plan, spec: ModelSpec, corpus: Corpus, device: torch.device, num_steps: int = NUM_STEPS
 ) -> list[float]:
     """Losses of steps 1 … num_steps when one process computes every row of every batch."""
-    model = build_model(config.model, spec, config.train.seed, KEPT[plan.precision], device)
+    model = adapted_model(config, spec, plan.precision, KEPT[plan.precision], device)
     optimizer = build_optimizer(config.optimizer, model.parameters())
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     rows, losses = range(plan.global_batch), []

@@ -13,9 +13,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from shardwise.config.schema import OptimizerConfig
-from shardwise.data.loader import TensorBatch, cut_microbatches
+from shardwise.config.schema import AdapterConfig, OptimizerConfig
+from shardwise.data.loader import TensorBatch, cut_microbatches, number_rows
 from shardwise.data.sequences import IGNORE
+from shardwise.model.adapters import adapt, decoder_adapters
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
@@ -42,6 +43,7 @@ class Trial:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
     documents: bool = False
     attention: str = "auto"
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     through_fsdp: bool = False  # the layout takes the way of mixed precision, in the trial's own precision
 
     def batch(self, spec: ModelSpec, step: int) -> TensorBatch:
@@ -55,7 +57,7 @@ class Trial:
         documents = None
         if self.documents:
             documents = (torch.rand(shape, generator=draw) < 0.2).cumsum(1)
-        return TensorBatch(tokens, targets, documents)
+        return TensorBatch(tokens, targets, documents, number_rows(step, range(self.global_batch)))
 
 
 @dataclass
@@ -67,7 +69,9 @@ class Record:
 
 
 def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Record:
-    model = _plain_model(spec, trial).to(device)
+    model = _plain_model(spec, trial)
+    adapt(model, decoder_adapters(spec, trial.adapter, trial.seed, trial.precision))
+    model.to(device)
     optimizer = build_optimizer(trial.optimizer, model.parameters())
     record = Record()
     for step in range(1, trial.num_steps + 1):
@@ -78,7 +82,7 @@ def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Re
         if step == 1:
             record.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         record.norms.append(plain_update(model, optimizer, trial.clip))
-    record.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    record.parameters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     return record
 
 
@@ -126,7 +130,7 @@ def plain_update(model: Decoder, optimizer: torch.optim.Optimizer, clip: float |
 
 
 def _forward(model: Decoder, micro: TensorBatch, precision: str) -> Losses:
-    arguments = (micro.tokens, micro.targets, None, micro.documents)
+    arguments = (micro.tokens, micro.targets, None, micro.documents, None, None, micro.row_numbers)
     if COMPUTED[precision] == KEPT[precision]:
         return model(*arguments)
     # Mixed precision by its definition: narrow copies of fp32 parameters, whose gradients arrive in fp32.

@@ -17,7 +17,7 @@ from shardwise.parallel.engine import Engine
 def collect_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """Collective. The groups of a checkpoint; complete on rank 0."""
     return {
-        "weights": collect(engine, lambda shard: {shard.name: shard.local}, engine.buffers()),
+        "weights": collect(engine, lambda s: {s.name: s.local} if s.local.requires_grad else {}, engine.buffers()),
         "optimizer": collect(engine, optimizer_states(optimizer)),
         "rng": {"cpu": torch.get_rng_state()},
     }
@@ -27,7 +27,7 @@ def collect_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str,
 def restore_state(engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Every rank reads only what it holds."""
     with checkpoint.open("weights") as file:
-        for shard in engine.shards:
+        for shard in (shard for shard in engine.shards if shard.local.requires_grad):
             shard.put(file.get_tensor(shard.name))
         for name, buffer in engine.buffers().items():
             buffer.copy_(file.get_tensor(name))

@@ -42,6 +42,8 @@ def build_trial(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: to
         CommConfig(),
         trial.attention,
         lambda model: fill_trial(model, trial),
+        adapter=trial.adapter,
+        seed=trial.seed,
         through_fsdp=trial.through_fsdp,
     )
 
@@ -67,5 +69,5 @@ def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device
         if step == 1:
             record.gradients = collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
         update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=clock)
-    record.parameters = collect(engine, lambda shard: {shard.name: shard.local.detach().clone()})
+    record.parameters = collect(engine, lambda s: {s.name: s.local.detach().clone()} if s.local.requires_grad else {})
     return record

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.config.schema import Config, OptimizerConfig
+from shardwise.config.schema import AdapterConfig, Config, OptimizerConfig
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import Plan
-from shardwise.plan.shrink import shrink_plan, shrink_spec
+from shardwise.plan.shrink import shrink_adapter, shrink_plan, shrink_spec
 from shardwise.run.reference import Record, Trial, train_plain
 from shardwise.run.trial import train_in_layout
 
@@ -56,7 +56,13 @@ class Proof:
 
 
 def prove(
-    spec: ModelSpec, plan: Plan, optimizer: OptimizerConfig, rank: int, device: torch.device, steps: int = NUM_STEPS
+    spec: ModelSpec,
+    plan: Plan,
+    optimizer: OptimizerConfig,
+    rank: int,
+    device: torch.device,
+    steps: int = NUM_STEPS,
+    adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
 ) -> Proof:
     """Collective over the ranks of `plan`, which is executed as it is; the model shrinks. Every rank gets rank 0's result."""
     began = time.perf_counter()
@@ -67,6 +73,7 @@ def prove(
         micro_batch=small.micro_batch,
         seq_len=small.seq_len,
         optimizer=replace(optimizer, lr=1e-3),
+        adapter=shrink_adapter(adapter, spec),
         through_fsdp=plan.uses_fsdp,
         attention="math" if device.type == "cuda" else "auto",  # fused GPU kernels have no fp64
     )
@@ -118,7 +125,7 @@ def prove_once(config: Config, spec: ModelSpec, plan: Plan, rank: int, device: t
     if plan.world == 1:
         return None
     try:
-        memory, key = Path(config.run.dir) / MEMORY, proof_key(spec, plan)
+        memory, key = Path(config.run.dir) / MEMORY, proof_key(spec, plan, config.adapter)
     except UserError as problem:  # a model that cannot be made smaller; every rank finds the same
         return (
             f"proof    {plan.layout}: none before the first step, {problem.what} ({problem.why}); "
@@ -129,7 +136,7 @@ def prove_once(config: Config, spec: ModelSpec, plan: Plan, rank: int, device: t
     dist.broadcast(flag, 0)
     if bool(flag):
         return None
-    proof = prove(spec, plan, config.optimizer, rank, device)
+    proof = prove(spec, plan, config.optimizer, rank, device, adapter=config.adapter)
     if not proof.holds:
         raise UserError(
             f"{plan.layout} does not compute what one process computes",
@@ -150,7 +157,7 @@ def describe(proof: Proof) -> str:
     )
 
 
-def proof_key(spec: ModelSpec, plan: Plan) -> str:
+def proof_key(spec: ModelSpec, plan: Plan, adapter: AdapterConfig = AdapterConfig()) -> str:  # noqa: B008  (frozen)
     """What a proof covers: the layout, the number of micro-batches as far as it matters, the kind of model, the versions."""
     from shardwise import __version__
 
@@ -159,6 +166,8 @@ def proof_key(spec: ModelSpec, plan: Plan) -> str:
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
     way = "mixed" if plan.is_mixed else "plain"
+    if adapter.kind != "none":
+        way += f" {asdict(shrink_adapter(adapter, spec))}"
     return f"{plan.layout} {way} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"
 
 

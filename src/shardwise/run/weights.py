@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.config.load import load_config
-from shardwise.config.schema import Config, ModelConfig
+from shardwise.config.schema import AdapterConfig, Config, ModelConfig
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import spec_from_dict
-from shardwise.run.build import empty_model, model_dir, read_spec
+from shardwise.run.adapter_state import read_adapter_state
+from shardwise.run.build import adapted_model, empty_model, model_dir, read_spec
 from shardwise.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Weights:
     checkpoint: Path | None
     huggingface: Path | None
     tokenizer_dir: Path | None
+    adapter: AdapterConfig | None = None  # the checkpoint holds only what was trained beside frozen weights
 
     def tokenizer(self, asked: str = "auto") -> Tokenizer:
         if self.config and asked == "auto" and self.tokenizer_dir is None:
@@ -68,6 +70,8 @@ class Weights:
         from shardwise.model.huggingface import load_weights
         from shardwise.model.transformers_model import TransformersModel
 
+        if self.adapter is not None:
+            return self._merged(device, dtype or torch.float32, attention)
         model = empty_model(ModelConfig(attention=attention), self.spec, dtype or torch.float32, device)
         if self.checkpoint:
             tensors = Checkpoint(self.checkpoint, 0).load("weights")
@@ -78,6 +82,34 @@ class Weights:
         else:
             assert self.huggingface is not None
             load_weights(model, self.huggingface)
+        return model.eval()
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Adapters and what was trained beside them, by our names."""
+        from shardwise.checkpoint.store import Checkpoint
+
+        assert self.checkpoint is not None
+        tensors = Checkpoint(self.checkpoint, 0).load("weights")
+        return {name: value for name, value in tensors.items() if not name.endswith("router.bias")}
+
+    def _merged(self, device: torch.device, dtype: torch.dtype, attention: str) -> Decoder:
+        """The frozen weights as they were in training (four bits become numbers), with the adapters added to them."""
+        import torch
+
+        from shardwise.model.adapters import merge
+
+        assert self.adapter is not None and self.config is not None and self.checkpoint is not None
+        config = replace(
+            self.config,
+            model=replace(self.config.model, attention=attention),
+            adapter=replace(self.adapter, path=None, dropout=0.0),
+        )
+        model = adapted_model(config, self.spec, "fp32", torch.float32, device)
+        places = model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, value in self.trained().items():
+                places[name].copy_(value)
+        merge(model, dtype)
         return model.eval()
 
 
@@ -123,12 +155,13 @@ def _from_checkpoint(path: Path, run: RunDir | None) -> Weights:
     if run is None and (path.parent.parent / "config.toml").is_file():
         run = RunDir(path.parent.parent)  # RUN/checkpoints/step-N given directly
     try:
-        values = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["state"]["model"]
-        spec = spec_from_dict(values)
+        state = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["state"]
+        spec = spec_from_dict(state["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path / 'manifest.json'} cannot be read", why=str(error), fix="choose another step") from None
     config = load_config(run.config).config if run else None
+    adapter = read_adapter_state(path, state, config, spec)
     tokenizer = run.tokenizer if run else path / "tokenizer"
     fallback = model_dir(config.model) if config and config.data.tokenizer == "auto" else None
     name = run.name if run else path.name
-    return Weights(name, spec, run, config, path, None, tokenizer if tokenizer.is_dir() else fallback)
+    return Weights(name, spec, run, config, path, None, tokenizer if tokenizer.is_dir() else fallback, adapter)

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.cluster.machine import this_machine
 from shardwise.config.load import load_config
-from shardwise.config.schema import CommConfig, Config, OptimizerConfig
+from shardwise.config.schema import AdapterConfig, CommConfig, Config, OptimizerConfig
 from shardwise.errors import Exit, UserError
 from shardwise.files import refused, write_atomically
 from shardwise.launch.ranks import Ranks, ranks_from_environment
@@ -111,7 +112,9 @@ def run_verify(run: RunDir, ranks: Ranks) -> int:
         if ranks.world > 1:
             start_process_group(CommConfig(), device)
         optimizer = OptimizerConfig(**{**job["optimizer"], "betas": tuple(job["optimizer"]["betas"])})
-        proof = prove(spec_from_dict(job["model"]), plan, optimizer, ranks.rank, device, job["steps"])
+        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job["adapter"].items()}
+        adapter = AdapterConfig(**settings)
+        proof = prove(spec_from_dict(job["model"]), plan, optimizer, ranks.rank, device, job["steps"], adapter)
         if ranks.is_first:
             write_atomically(run.proof, json.dumps(proof.to_dict()))
     except Exception as error:
