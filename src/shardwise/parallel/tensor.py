@@ -185,12 +185,14 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
 class RowLinear(nn.Linear):
     """The end of a region: the sum of all ranks' products, and the bias once."""
 
+    product = staticmethod(F.linear)  # fp8 has its own
+
     def __init__(self, linear: nn.Linear, tp: TensorParallel):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
 
     def forward(self, x_BTF: Tensor) -> Tensor:
-        x_BTD = leave(F.linear(x_BTF, self.weight), self.tp)
+        x_BTD = leave(self.product(x_BTF, self.weight), self.tp)
         return x_BTD if self.bias is None else x_BTD + self.bias
 
 
