@@ -23,9 +23,11 @@ class WideState(torch.optim.Optimizer):
 
     def __init__(self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer]):
         """`build`: the inner optimizer of groups of parameters."""
-        inner = [{**group, "params": [_empty_like(p) for p in group["params"]]} for group in groups]
+        inner = [{**group, "params": [_stand_in(p) for p in group["params"]]} for group in groups]
         self.inner = build(inner)
         super().__init__(groups, dict(self.inner.defaults))
+        self._empty()
+        self._show_state()  # Adagrad's is there from the start
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -67,11 +69,14 @@ class WideState(torch.optim.Optimizer):
         groups = self.inner.state_dict()["param_groups"]
         # torch makes state of the parameter's format; some optimizers look at its shape, too.
         for parameter, wide in self._pairs():
-            wide.data = parameter.detach().float()
+            wide.data = _stand_in(parameter).data
         self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups})
+        self._empty()
+        self._show_state()
+
+    def _empty(self) -> None:
         for _, wide in self._pairs():
             wide.data = wide.data.new_empty(0)
-        self._show_state()
 
     def _show_state(self) -> None:
         for parameter, wide in self._pairs():
@@ -79,5 +84,6 @@ class WideState(torch.optim.Optimizer):
                 self.state[parameter] = self.inner.state[wide]
 
 
-def _empty_like(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(0, dtype=torch.float32, device=parameter.device))
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Of the parameter's shape, with memory for one number."""
+    return nn.Parameter(torch.zeros((), dtype=torch.float32, device=parameter.device).expand(parameter.shape))
