@@ -80,6 +80,9 @@ def configs(draw):
                 values["preset"] = "tiny"
             shapes = draw(st.dictionaries(st.sampled_from(["num_layers", "hidden", "ffn"]), st.integers(1, 99)))
             values["overrides"] = tuple(sorted(shapes.items()))
+        if section == "memory":  # rules between keys
+            values["precision"] = "fp32" if sections["optimizer"].name == "adamw8bit" else values["precision"]
+            values["loss_scale"] = values["loss_scale"] if values["precision"].startswith("fp16") else "auto"
         sections[section] = cls(**values)
     return Config(**sections)
 

@@ -72,8 +72,12 @@ def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
     from shardwise.plan.resolve import resolve
 
     config = loaded.config
-    config = replace(config, memory=replace(config.memory, limit=NO_LIMIT))
-    machine = replace(this_machine(), gpus=())
+    here = this_machine()
+    # fp8 takes the way of bf16, which `auto` means on a GPU; the numbers are those of fp64.
+    computes_bf16 = config.memory.precision == "fp8" or (config.memory.precision == "auto" and here.gpus)
+    precision = "bf16" if computes_bf16 else config.memory.precision
+    config = replace(config, memory=replace(config.memory, limit=NO_LIMIT, precision=precision))
+    machine = replace(here, gpus=())
     return resolve(config, spec, machine, nproc, 1, loaded.origins)
 
 

@@ -23,6 +23,7 @@ def check_config(config: Config, origins: Origins) -> None:
     _model_named_once(config, origins)
     _batch(config, origins)
     _optimizer(config, origins)
+    _precision(config, origins)
     _data(config, origins)
     check_layout(config, origins)
     _checkpoint(config, origins)
@@ -97,6 +98,24 @@ def _optimizer(config: Config, origins: Origins) -> None:
             why="it multiplies lr by a power of global_batch / reference_batch",
             fix="set `optimizer.reference_batch` to the batch that `lr` was tuned for",
             where=where_written(origins, "optimizer.lr_scaling"),
+        )
+
+
+def _precision(config: Config, origins: Origins) -> None:
+    memory = config.memory
+    if memory.loss_scale != "auto" and memory.precision not in ("fp16", "fp16-true"):
+        raise UserError(
+            f"`memory.loss_scale = {memory.loss_scale:g}` without fp16",
+            why=f"it keeps small fp16 gradients from vanishing, and memory.precision is {memory.precision}",
+            fix="memory.loss_scale=auto or memory.precision=fp16",
+            where=where_written(origins, "memory.precision", "memory.loss_scale"),
+        )
+    if config.optimizer.name == "adamw8bit" and memory.precision == "fp64":
+        raise UserError(
+            "`optimizer.name = adamw8bit` cannot train fp64 parameters",
+            why="its update is computed in fp32, which would round them; 8-bit states are for fp32, bf16 and fp16",
+            fix="optimizer.name=adamw or memory.precision=fp32",
+            where=where_written(origins, "memory.precision", "optimizer.name"),
         )
 
 

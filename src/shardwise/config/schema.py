@@ -104,7 +104,6 @@ class OptimizerConfig:
         "adamw",
         "update rule",
         choices=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adamw8bit"),
-        available=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop"),
     )
     lr: float = setting(1.5e-3, "peak learning rate", above=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "Adam's averages; momentum and RMSProp use the first")
@@ -166,9 +165,22 @@ class MemoryConfig:
 
     precision: str = setting(
         "auto",
-        "number formats; bf16 computes in bf16 over fp32 weights, -true keeps the weights in it too",
+        "number formats; bf16 computes in bf16 over fp32 weights, -true keeps the weights in it too; "
+        "auto: bf16 on GPUs, fp32 on CPUs",
         choices=("auto", "fp64", "fp32", "bf16", "fp16", "bf16-true", "fp16-true", "fp8"),
-        available=("auto", "fp64", "fp32", "bf16", "bf16-true"),
+    )
+    loss_scale: float | Auto = setting(
+        "auto",
+        "fp16: what the loss is multiplied by; auto: halved when something overflows, doubled now and then",
+        above=0,
+    )
+    reduce_dtype: str = setting(
+        "auto",
+        "format in which data-parallel ranks add up gradients; auto: fp32, or that of -true weights",
+        choices=("auto", "fp32", "bf16", "fp16"),
+    )
+    fp8_recipe: str = setting(
+        "rowwise", "fp8: a scale for each row of a matrix, or one for all of it", choices=("rowwise", "tensorwise")
     )
     limit: int | Auto = setting(
         "auto", "memory one rank may use; `auto`: the device's or the cgroup's", unit="bytes", low=1

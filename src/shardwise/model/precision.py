@@ -1,4 +1,5 @@
-"""Number formats by the name that `memory.precision` has: what parameters are kept in, and what is computed in."""
+"""Number formats by the name that `memory.precision` has: what parameters are kept in, and what is computed in.
+And the formats in which gradients may travel."""
 
 from __future__ import annotations
 
@@ -13,4 +14,6 @@ KEPT = {
     "fp16-true": torch.float16,
     "fp8": torch.float32,
 }
+SUMMED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the names of `memory.reduce_dtype`."""
 COMPUTED = KEPT | {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

@@ -110,6 +110,12 @@ def _check(module: nn.Module, plan: Plan, world: int, blocks: str) -> None:
             why="every rank of a layout is a process",
             fix=f"torchrun --nproc-per-node={plan.world} ..., or dp={world}",
         )
+    if plan.precision == "fp16-true":
+        raise UserError(
+            "fp16-true is not for hand-written loops",
+            why="torch's optimizers would keep their state in fp16, where Adam's second moment vanishes",
+            fix="fp16 in the layout, which keeps fp32 weights, or bf16-true",
+        )
     kept = KEPT[plan.precision]
     others = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.dtype != kept}
     if others:

@@ -5,6 +5,7 @@
     context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
     expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
+    float8        which products are in fp8                               (memory/float8.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
     any_module.py the last two for modules that are not ours              (split_module.py)
@@ -24,6 +25,7 @@ from typing import cast
 import torch
 
 from shardwise.config.schema import AdapterConfig, CommConfig
+from shardwise.memory.float8 import Float8Layers, apply_float8
 from shardwise.model.adapters import Adapters, adapt, adapt_foreign, decoder_adapters
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
@@ -38,7 +40,7 @@ from shardwise.parallel.expert import apply_expert_parallel
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
-from shardwise.parallel.split_module import split_in_place
+from shardwise.parallel.split_module import float8_in_place, split_in_place
 from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
 from shardwise.parallel.traffic import Traffic
 from shardwise.parallel.zero import Sharded, decoder_groups
@@ -69,12 +71,11 @@ def parallelize_decoder(
     size, traffic = bucket_bytes(plan, comm), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
     if isinstance(spec, TransformersSpec):
-        stage = _whole_stage(
-            spec, mesh, attention, partial(_fill_foreign, fill, adapter, seed, plan.precision), size, traffic
-        )
-        return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic)
+        fill = partial(_fill_foreign, fill, adapter, seed, plan.precision)
+        stage, float8 = _whole_stage(spec, mesh, attention, fill, size, traffic)
+        return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic, float8)
     adapters = decoder_adapters(spec, adapter, seed, plan.precision)
-    stages = []
+    stages, float8 = [], None
     for index, layers in enumerate(stage_layers(plan, spec.num_layers)):
         if owners[index] != mesh.at.pp:
             continue
@@ -88,6 +89,9 @@ def parallelize_decoder(
             apply_expert_parallel(model, mesh, tp, traffic)
         if tp is not None:
             apply_tensor_parallel(model, tp)
+        if plan.precision == "fp8":
+            blocks = model.layers.values()
+            float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
         sums = None
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head
@@ -97,15 +101,18 @@ def parallelize_decoder(
             sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
         fill_stage(model, mesh, fill, layers, adapters)
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
-    return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic)
+    return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic, float8)
 
 
-def _whole_stage(spec: TransformersSpec, mesh: Mesh, attention: str, fill: Fill, size: int, traffic: Traffic) -> Stage:
+def _whole_stage(
+    spec: TransformersSpec, mesh: Mesh, attention: str, fill: Fill, size: int, traffic: Traffic
+) -> tuple[Stage, Float8Layers | None]:
     """A model of transformers is read whole, then replicated or sharded in place."""
     model = cast(Decoder, TransformersModel(spec, attention, KEPT[mesh.plan.precision]))  # it has the decoder's calls
     fill(model)
     groups = [[block] for block in cast(TransformersModel, model).blocks()]
-    return Stage(0, model, split_in_place(model, groups, mesh, traffic, size))
+    float8 = float8_in_place(model, groups, mesh)
+    return Stage(0, model, split_in_place(model, groups, mesh, traffic, size)), float8
 
 
 def _fill_foreign(fill: Fill, settings: AdapterConfig, seed: int, precision: str, model: Decoder) -> None:

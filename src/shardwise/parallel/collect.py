@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.memory.low_bit import wide_state
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import Shard, gather
 
@@ -75,11 +76,11 @@ def share(tensors: dict[str, Tensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> Values:
-    """What an optimizer keeps for each shard, as "exp_avg/NAME"."""
+    """What an optimizer keeps for each shard, as "exp_avg/NAME"; 8-bit states as the fp32 numbers they stand for."""
 
     def states(shard: Shard) -> dict[str, Tensor]:
         found = optimizer.state[shard.local].items() if shard.local in optimizer.state else ()
-        return {f"{key}/{shard.name}": value for key, value in found if isinstance(value, Tensor)}
+        return {f"{key}/{shard.name}": wide_state(value) for key, value in found if isinstance(value, Tensor)}
 
     return states
 

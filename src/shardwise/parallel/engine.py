@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.memory.float8 import Float8Layers
+from shardwise.memory.overflow import Overflow, first_overflow
+from shardwise.memory.scaler import clip_factor, scaler_of
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, update_router_bias
@@ -25,10 +28,18 @@ from shardwise.parallel.traffic import Traffic
 
 class Engine:
     def __init__(
-        self, spec: ModelSpec, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, bucket_bytes: int, traffic: Traffic
+        self,
+        spec: ModelSpec,
+        stages: list[Stage],
+        mesh: Mesh,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        traffic: Traffic,
+        float8: Float8Layers | None = None,
     ):
         self.spec, self.stages, self.mesh, self.plan = spec, stages, mesh, mesh.plan
         self.bucket_bytes, self.traffic = bucket_bytes, traffic
+        self.scaler, self.float8 = scaler_of(mesh.plan), float8
         self.pipeline = Pipeline(stages, mesh, dtype, traffic)
         self.shards = [
             shard for stage in stages for shard in shards_of(stage.model, mesh, spec if spec.is_ours else None)
@@ -57,7 +68,9 @@ class Engine:
     # One step -----------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
-        """Gradients of a whole step, summed over everybody who has a part of them; returns this rank's loss sums."""
+        """Gradients of a whole step, summed over everybody who has a part of them, times the loss scale; returns this rank's
+        loss sums."""
+        self.pipeline.loss_scale = self.scaler.scale
         sums = self.pipeline.train(microbatches, num_targets, clock)
         if self.mesh.tp is not None or self.plan.pp > 1:
             with clock.span("compute", "replicated gradients"):
@@ -69,7 +82,7 @@ class Engine:
         return self._counted(sums)
 
     def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """The global gradient norm, and later `sums` (losses and what else there is) over all ranks: one small all-reduce. Whole
+        """The global gradient norm without the loss scale, and later `sums` (losses and what else there is) over all ranks: one small all-reduce. Whole
         replicas need nobody for the norm, and the message travels while they update. The tokens that each expert got travel with
         it: from here on every layer has its count over all ranks."""
         squared, counts = squared_norm(self.shards).to(sums.device).view(1), self._expert_counts()
@@ -83,26 +96,39 @@ class Engine:
             return both[1 : 1 + len(sums)]
 
         if not counts.numel() and all(shard.copies == self.plan.world for shard in self.shards):
-            return (squared * self.plan.world).sqrt()[0], wait
+            return (squared * self.plan.world).sqrt()[0] / self.scaler.scale, wait
         wait()
         self.expert_counts = both[1 + len(sums) :].view_as(counts)
         for row, layer in self._routed.items():
             layer.tokens_per_expert.copy_(self.expert_counts[row])
-        return both[0].sqrt(), wait
+        return both[0].sqrt() / self.scaler.scale, wait
+
+    def factor(self, norm: Tensor, largest: float | None) -> Tensor | None:
+        """What the gradients must be multiplied by before an update; None for 1. On a GPU, looking would cost more than multiplying."""
+        is_small = not largest or (not norm.is_cuda and float(norm) + 1e-6 <= largest)
+        return None if is_small and self.scaler.scale == 1.0 else clip_factor(norm, largest, self.scaler.scale)
 
     @torch.no_grad()
-    def clip(self, norm: Tensor, largest: float) -> None:
-        if not norm.is_cuda and float(norm) + 1e-6 <= largest:
-            return  # the factor would be 1; on a GPU, looking would cost more than multiplying
+    def multiply(self, factor: Tensor) -> None:
         gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
-        if not gradients:
-            return  # a stage may be frozen as a whole
-        factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        for dtype in {gradient.dtype for gradient in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
 
     def zero_grad(self) -> None:
         for shard in self.shards:
             shard.local.grad = shard.parameter.grad = None
+
+    def first_overflow(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Overflow | None:
+        """Collective. What is not finite first when these micro-batches are computed again; gradients are gone afterwards."""
+        found = first_overflow(
+            [(stage.index, stage.model) for stage in self.stages],
+            lambda: self.gradients(microbatches, num_targets, clock),
+            lambda: [(shard.name, shard.gradient) for shard in self.shards if shard.gradient is not None],
+            self.mesh.device,
+            self.plan.world,
+        )
+        self.zero_grad()
+        return found
 
     def balance_experts(self) -> None:
         """After `norm_and_sums`, which has summed the counts."""

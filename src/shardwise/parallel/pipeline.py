@@ -57,6 +57,7 @@ class Side:
 
 class Pipeline:
     side: Side | None = None  # of the next step
+    loss_scale = 1.0  # gradients come out as many times too large (memory/scaler.py)
 
     def __init__(self, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, traffic: Traffic):
         plan = mesh.plan
@@ -133,13 +134,14 @@ class Pipeline:
         stage.sums.before_backward(action.kind, last=last)
         targets = max(num_targets, 1)
         if isinstance(done.output, Losses):
-            (torch.stack([part.to(done.output.cross_entropy) for part in done.output]).sum() / targets).backward()
+            loss = torch.stack([part.to(done.output.cross_entropy) for part in done.output]).sum()
+            (loss * self.loss_scale / targets).backward()
         else:
             roots, gradients = [done.output.x_BTD], [received]
             for loss in done.output[1:]:
                 if loss.requires_grad:
                     roots.append(loss)
-                    gradients.append(torch.ones_like(loss) / targets)
+                    gradients.append(torch.full_like(loss, self.loss_scale) / targets)
             if roots[0].requires_grad:  # a first stage may be frozen as a whole
                 torch.autograd.backward(roots, gradients)
         stage.sums.after_backward(action.kind, last=last)

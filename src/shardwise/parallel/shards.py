@@ -129,7 +129,9 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
     copies = [count for gradient, count in found if gradient is not None and gradient.numel()]
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(torch._foreach_norm(gradients)).double()
+    # In 16 bits a norm would be rounded to 8 or 11 of them, and one of scaled fp16 gradients would overflow.
+    wide = None if all(gradient.dtype.itemsize > 2 for gradient in gradients) else torch.float32
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
     return (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
 
 

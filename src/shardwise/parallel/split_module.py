@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.memory.float8 import Float8Layers, apply_float8
+from shardwise.memory.scaler import clip_factor, scaler_of
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated
 from shardwise.parallel.mesh import Mesh
@@ -32,6 +34,7 @@ class Step(NamedTuple):
     loss: float
     norm: float
     targets: int
+    skipped: bool = False  # fp16 overflowed: there are no gradients, and torch's optimizers pass over such parameters
 
 
 class Split:
@@ -40,6 +43,7 @@ class Split:
     def __init__(self, module: nn.Module, mesh: Mesh, groups: Groups):
         self.module, self.mesh, self.plan, self.traffic = module, mesh, mesh.plan, Traffic()
         self.rank, self.world = mesh.rank, mesh.plan.world
+        self.scaler, self.float8 = scaler_of(mesh.plan), float8_in_place(module, groups, mesh)
         self.sums = split_in_place(module, groups, mesh, self.traffic, BUCKET_BYTES[mesh.plan.device])
         self.shards = shards_of(module, mesh, None)
 
@@ -54,7 +58,8 @@ class Split:
 
     def gradients(self, microbatches: Sequence[Any], loss: Loss, clip: float | None = None) -> Step:
         """Forward and backward of this rank's micro-batches. The gradients of `parameters()` are then those of the mean loss over
-        all ranks, clipped to a global norm of `clip`. What they were before is gone: there is no need for `zero_grad`."""
+        all ranks, clipped to a global norm of `clip`. What they were before is gone: there is no need for `zero_grad`. With fp16
+        the loss is scaled inside; `scaler` holds the scale, for whoever saves it."""
         self._forget_gathered()
         for shard in self.shards:
             shard.local.grad = shard.parameter.grad = None
@@ -66,7 +71,7 @@ class Split:
             self.sums.before_forward(last=last)
             value, count = _checked(loss(self.sums.forward, micro))
             self.sums.before_backward("B", last=last)
-            (value * weight).backward()
+            (value * weight * self.scaler.scale).backward()
             self.sums.after_backward("B", last=last)
             total[1:] += torch.stack([value.detach().double(), total.new_tensor(count)]) * weight
         self.sums.finish()
@@ -93,11 +98,17 @@ class Split:
         total[0] = squared_norm(self.shards).to(total.device)
         squares, value, count = self._over_ranks(total)
         count = count.clamp(min=1)
-        norm = squares.sqrt() / count
-        factor = (1.0 if clip is None else torch.clamp(clip / (norm + 1e-6), max=1.0)) / count
-        for dtype in {gradient.dtype for gradient in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
-        return Step(float(value / count), float(norm), int(count))
+        norm = squares.sqrt() / count / self.scaler.scale
+        skipped = self.scaler.overflowed(norm)
+        if skipped:
+            for shard in self.shards:
+                shard.local.grad = shard.parameter.grad = None
+        else:
+            factor = clip_factor(norm, clip, self.scaler.scale) / count
+            for dtype in {gradient.dtype for gradient in gradients}:
+                torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+        self.scaler.update(overflowed=skipped)
+        return Step(float(value / count), float(norm), int(count), skipped)
 
     def _turns(self, microbatches: Sequence[Any]) -> list[tuple[Any, float]]:
         """Everybody goes through the same number of micro-batches, or somebody would wait forever. Who has fewer repeats one
@@ -198,6 +209,14 @@ def _checked(result: Any) -> tuple[Tensor, int]:
         why="gradients are summed over ranks and divided once by the number of targets of the whole step",
         fix='for example `return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()`',
     )
+
+
+def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Layers | None:
+    """Before it is split: the linears of the blocks, where the plan says so."""
+    if mesh.plan.precision != "fp8":
+        return None
+    blocks = [block for group in groups for block in group]
+    return apply_float8(module, blocks, mesh.plan.fp8_recipe, emulate=mesh.device.type == "cpu")
 
 
 def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int) -> GradientSums:

@@ -15,10 +15,11 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.model.adapters import product
+from shardwise.model.adapters import product as adapted_product
 from shardwise.model.decoder import Block, Decoder
 from shardwise.model.experts import MixtureOfExperts, Routing
 from shardwise.model.nf4 import LEAVES, PAIR
@@ -214,13 +215,17 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
 class RowLinear(nn.Linear):
     """The end of a region: the sum of all ranks' products, and the bias once."""
 
+    product = staticmethod(F.linear)  # fp8 has its own
+
     def __init__(self, linear: nn.Linear, tp: TensorParallel):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.__dict__.update(linear.__dict__)  # with what an adapter has added
         self.tp = tp
 
     def forward(self, x_BTF: Tensor) -> Tensor:
-        x_BTD = leave(product(self, x_BTF), self.tp)
+        is_adapted = hasattr(self, "chance")
+        part = adapted_product(self, x_BTF) if is_adapted else self.product(x_BTF, self.weight)
+        x_BTD = leave(part, self.tp)
         return x_BTD if self.bias is None else x_BTD + self.bias
 
 

@@ -24,12 +24,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.model.decoder import Decoder
-from shardwise.model.precision import COMPUTED
+from shardwise.model.precision import COMPUTED, SUMMED
 from shardwise.parallel.compat import all_gather_single, fsdp_groups
 from shardwise.parallel.data import GradientSums
 from shardwise.parallel.expert import SpreadExperts
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.traffic import Traffic
+from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import splits_backward
 
 Groups = list[list[nn.Module]]
@@ -47,8 +48,8 @@ class Sharded(GradientSums):
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
         # parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
-        # With replicas an all-reduce reads the result at once.
-        self._can_overlap = mesh.plan.zero > 0 and mesh.plan.replicate == 1
+        # With replicas an all-reduce reads the result at once; so does the cast of sums in another format.
+        self._can_overlap = mesh.plan.zero > 0 and mesh.plan.replicate == 1 and not mesh.plan.rounds_sums
         self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
@@ -111,7 +112,7 @@ def shard_groups(
     `num_kept`: backward begins where forward ended, so the last of them are not dropped in between."""
     plan = mesh.plan
     computed = COMPUTED[plan.precision]
-    policy = MixedPrecisionPolicy(computed, torch.float32) if plan.is_mixed else MixedPrecisionPolicy()
+    policy = MixedPrecisionPolicy(computed if plan.is_mixed else None, reduced_dtype(plan))
     # Where FSDP2 is only there to round, it has nothing to do with what is frozen: that is kept in the narrow format.
     idle = {p for p in model.parameters() if not p.requires_grad} if plan.zero == 0 and plan.offload != "all" else None
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
@@ -141,6 +142,13 @@ def shard_groups(
         _time_waits(parameters, traffic, reduction if on_gloo else None)
     _prefetch([[group[0], *_spread_experts(group)] for group in groups])
     return root
+
+
+def reduced_dtype(plan: Plan) -> torch.dtype | None:
+    """The format in which gradients travel; None for their own."""
+    if plan.rounds_sums or plan.is_mixed:
+        return SUMMED["fp32" if plan.reduce_dtype == "auto" else plan.reduce_dtype]
+    return None
 
 
 def _spread_experts(group: list[nn.Module]) -> list[nn.Module]:

@@ -18,6 +18,8 @@ from shardwise.errors import UserError
 from shardwise.plan.split import even_split
 
 MIXED = ("bf16", "fp16", "fp8")
+GRADIENTS = {"fp64": "fp64", "bf16-true": "bf16", "fp16-true": "fp16"}
+"""The format of gradients that stay where they are; for all others it is fp32."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Plan:
     offload: str = "none"  # none | optimizer | all
     offload_to: str = "cpu"  # cpu | nvme
     activation_offload: bool = False
+    loss_scale: float | str = "auto"  # auto: dynamic for fp16, none for other formats
+    reduce_dtype: str = "auto"  # auto | fp32 | bf16 | fp16: of gradients while data-parallel ranks add them up
+    fp8_recipe: str = "rowwise"  # rowwise | tensorwise
 
     def __post_init__(self) -> None:
         if self.zero == 0:
@@ -92,8 +97,18 @@ class Plan:
 
     @property
     def uses_fsdp(self) -> bool:
-        """FSDP2 holds the parameters: to share them, to round them, or to keep them in CPU memory."""
-        return self.zero > 0 or self.is_mixed or self.offload == "all"
+        """FSDP2 holds the parameters: to share them, to round them or their gradients, or to keep them in CPU memory."""
+        return self.zero > 0 or self.is_mixed or self.rounds_sums or self.offload == "all"
+
+    @property
+    def rounds_sums(self) -> bool:
+        """Gradients travel in another format than they are kept in."""
+        return self.reduce_dtype not in ("auto", GRADIENTS.get(self.precision, "fp32"))
+
+    @property
+    def scales_loss(self) -> bool:
+        """fp16 has too small a range for gradients as they are."""
+        return self.precision in ("fp16", "fp16-true")
 
     # The grid of ranks --------------------------------------------------------------------------------------------
 

@@ -22,8 +22,14 @@ WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4, "bf16-true
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "bf16-true": 2, "fp16-true": 2}
 """Per number of activations and of parameters while they are used."""
 
-STATES_PER_PARAMETER = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1}
+STATES_PER_PARAMETER = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adamw8bit": 2}
 """Extra tensors of the parameter's size that each optimizer keeps."""
+
+STATE_BYTES = WEIGHT_BYTES | {"fp16-true": 4}
+"""Per number of optimizer state. Adam's second moment would vanish in fp16."""
+
+LOW_BIT_BYTES = 1 + 4 / 256
+"""Per number of 8-bit state: a code, and a block's share of its scale."""
 
 PROCESS_BYTES = {"cpu": 305 * 2**20, "cuda": 0}
 """What a rank holds besides tensors: interpreter, torch and its math libraries. On CUDA only tensors are counted."""
@@ -87,6 +93,12 @@ def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str, adapter: Adapter
     return max((_rank_memory(*one, plan, optimizer) for one in held), key=lambda m: sum(m.values()))
 
 
+def state_bytes(optimizer: str, precision: str) -> float:
+    """Of optimizer state per parameter. With adamw8bit, small tensors and odd ones keep four times as much."""
+    size = LOW_BIT_BYTES if optimizer.endswith("8bit") else STATE_BYTES[precision]
+    return STATES_PER_PARAMETER[optimizer] * size
+
+
 def _rank_memory(share: RankShare, blocks: list[Held], plan: Plan, optimizer: str) -> dict[str, int]:
     """What a rank really holds, by ZeRO stage (P parameters, N shards; fp32 weights, Adam):
 
@@ -121,7 +133,7 @@ def _rank_memory(share: RankShare, blocks: list[Held], plan: Plan, optimizer: st
         "weights": own,
         "gathered": gathered,
         "gradients": own_trained + accumulated,
-        "optimizer": own_trained * STATES_PER_PARAMETER[optimizer],
+        "optimizer": int(own_trained / weight * state_bytes(optimizer, plan.precision)),
         "activations": activations,
         "allocator": int(ALLOCATOR_SHARE[plan.device] * activations),
         "process": PROCESS_BYTES[plan.device],
@@ -161,9 +173,9 @@ def predict_step(
     launches = len(slowest.layers) * plan.num_microbatches * LAUNCH_SECONDS_PER_LAYER[plan.device]
     compute = max(flops / (rates.matmul_flops * MATMUL_SHARE[plan.device]), launches)
     # Read gradient and weight, write weight, read and write each state; + 2: the norm for clipping, and its scaling.
-    passes = 3 + 2 * STATES_PER_PARAMETER[optimizer] + 2
-    weight_bytes = WEIGHT_BYTES[plan.precision] * held.trained
-    step = {"compute": compute, "optimizer": passes * weight_bytes / plan.state_shards / rates.memory_bytes}
+    passed = 5 * WEIGHT_BYTES[plan.precision] + 2 * state_bytes(optimizer, plan.precision)
+    moved = passed * held.trained / plan.state_shards
+    step = {"compute": compute, "optimizer": moved / rates.memory_bytes}
     if plan.pp > 1:
         step["bubble"] = compute * bubble_share(plan)
     if plan.dp * plan.cp > 1:

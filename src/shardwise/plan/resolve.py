@@ -5,6 +5,7 @@ The degrees of the axes come first (degrees.py); then the ZeRO stage and the mic
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -24,6 +25,9 @@ from shardwise.plan.predict import predict_memory
 from shardwise.plan.refusal import Asked, Fix, typed
 
 DEFAULT_STEPS = 340
+FP8_MULTIPLE = 16
+FP8_CAPABILITY, BF16_CAPABILITY = (8, 9), (8, 0)
+LOWBIT_INSTALL = "pip install 'shardwise[lowbit]'"
 HEADROOM = 0.9  # of the limit, where there is a choice; what is asked for outright may use all of it
 
 
@@ -62,13 +66,13 @@ def resolve(
     threads = max(1, machine.cores // degrees.world)
     plan = Plan(
         device=asked.device,
-        precision=_choose_precision(config, asked.device, origins),
+        precision=_choose_precision(config, machine, origins),
         seq_len=train.seq_len,
         global_batch=global_batch,
         micro_batch=1,
         num_steps=_num_steps(config, global_batch, num_sequences),
         threads_per_rank=threads if asked.device == "cpu" else min(4, threads),
-        reason=degrees.reason,
+        reason=degrees.reason + _why_bf16(config, machine),
         dp=degrees.dp,
         tp=degrees.tp,
         sequence=degrees.sequence,
@@ -83,12 +87,16 @@ def resolve(
         offload="optimizer" if config.memory.offload == "nvme" else config.memory.offload,
         offload_to="nvme" if config.memory.offload == "nvme" else config.memory.offload_to,
         activation_offload=config.memory.activation_offload,
+        loss_scale=config.memory.loss_scale,
+        reduce_dtype=config.memory.reduce_dtype,
+        fp8_recipe=config.memory.fp8_recipe,
     )
     if train.micro_batch != "auto":
         _check_micro_batch(config, plan, int(train.micro_batch), origins)
     limit = rank_memory_limit(config, machine, plan)
     plan = _choose_zero(config, spec, plan, limit)
     _check_fill(config, plan, origins)
+    _check_fp8_tokens(plan, origins)
     _refuse_what_cannot_fit(config, spec, plan, limit)
     return Resolved(plan, *_fill(config, plan))
 
@@ -113,7 +121,7 @@ def _check_fill(config: Config, plan: Plan, origins: Origins) -> None:
         return
     if plan.device == "cuda":
         word, why = "on GPUs", "its times and messages were only ever tried on CPUs"
-    elif plan.zero or plan.is_mixed:
+    elif plan.uses_fsdp:
         word = f"with zero={plan.zero}" if plan.zero else f"with memory.precision={plan.precision}"
         why = "parameters are gathered for training's own forwards and must not stay gathered for another one"
     else:
@@ -169,16 +177,63 @@ def rank_memory_limit(config: Config, machine: Machine, plan: Plan) -> int:
     return machine.memory_bytes // plan.world
 
 
-def _choose_precision(config: Config, device: str, origins: Origins) -> str:
+def _choose_precision(config: Config, machine: Machine, origins: Origins) -> str:
     asked = config.memory.precision
-    if asked == "fp64" and device == "cuda":
+    if asked == "fp64" and machine.gpus:
         raise UserError(
             "memory.precision = fp64 is for CPUs only",
             why="it exists for proofs",
             fix="memory.precision=fp32",
             where=where_written(origins, "memory.precision"),
         )
-    return "fp32" if asked == "auto" else asked
+    if asked == "fp8":
+        _check_fp8(machine, origins)
+    if "fp8" in asked or config.optimizer.name == "adamw8bit":
+        _check_torchao("memory.precision = fp8" if asked == "fp8" else "optimizer.name = adamw8bit", origins)
+    if asked != "auto":
+        return asked
+    return "bf16" if machine.gpus and all(gpu.capability >= BF16_CAPABILITY for gpu in machine.gpus) else "fp32"
+
+
+def _why_bf16(config: Config, machine: Machine) -> str:
+    chosen = config.memory.precision == "auto" and _choose_precision(config, machine, {}) == "bf16"
+    return "; bf16 over fp32 weights, which GPUs compute fastest" if chosen else ""
+
+
+def _check_fp8(machine: Machine, origins: Origins) -> None:
+    old = [gpu for gpu in machine.gpus if gpu.capability < FP8_CAPABILITY]
+    if machine.gpus and not old:
+        return
+    found = f"{old[0].name} has {old[0].capability[0]}.{old[0].capability[1]}" if old else "there is no GPU here"
+    raise UserError(
+        "memory.precision = fp8 needs a GPU that multiplies in fp8",
+        why=f"that begins with compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, Hopper); {found}",
+        fix=f"memory.precision={'bf16' if not old or old[0].capability >= BF16_CAPABILITY else 'fp32'}",
+        where=where_written(origins, "memory.precision", "parallel.layout"),
+    )
+
+
+def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
+    """The gradient of a weight multiplies over tokens."""
+    tokens = plan.seq_len // plan.cp
+    if plan.precision == "fp8" and tokens % FP8_MULTIPLE:
+        needed = FP8_MULTIPLE * plan.cp
+        raise UserError(
+            f"memory.precision = fp8 needs sequences that divide by {needed}",
+            why=f"fp8 products take tokens by {FP8_MULTIPLE}, and a rank has {tokens} of each sequence",
+            fix=f"train.seq_len={-(-plan.seq_len // needed) * needed} or memory.precision=bf16",
+            where=where_written(origins, "memory.precision", "train.seq_len", "parallel.cp"),
+        )
+
+
+def _check_torchao(key: str, origins: Origins) -> None:
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError(
+            f"{key} needs torchao, which is not installed",
+            why="8-bit states and fp8 products are torchao's",
+            fix=f"{LOWBIT_INSTALL}, or leave {key.split(' ')[0]} out",
+            where=where_written(origins, key.split(" ")[0]),
+        )
 
 
 def _num_steps(config: Config, global_batch: int, num_sequences: int) -> int:

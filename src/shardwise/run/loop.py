@@ -45,7 +45,7 @@ from shardwise.run.optimizer import build_optimizer
 from shardwise.run.rundir import RunDir
 from shardwise.run.schedule import LearningRate, learning_rate
 from shardwise.run.state import collect_state, restore_state
-from shardwise.run.step import StepResult, run_step
+from shardwise.run.step import StepResult, find_overflow, run_step
 from shardwise.run.view import View
 
 AUTO_CHECKPOINT_S = 300.0
@@ -129,7 +129,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         metrics.write({"event": "resumed" if done else "started", "step": done, "wall_time": time.time()})
     history = report.History()
     checkpoint = _CheckpointClock(config.checkpoint.every, done)
-    step, stop = done, Exit.DONE
+    step, stop, overflow = done, Exit.DONE, ""
     batch: StepBatch | None = None
 
     def ask() -> list[int]:
@@ -147,10 +147,11 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         assert batch is not None
         if filler:
             filler.before_step()
+        trained = batch  # `ask` fetches the next one
         result = run_step(
             engine,
             optimizer,
-            batch,
+            trained,
             num_targets=num_targets,
             lr=rate(step),
             clip=config.train.clip,
@@ -173,7 +174,11 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         side_line = filler.after_step(step, clock.spans, parts["step_s"]) if filler else None
         if metrics and side_line:
             metrics.write(side_line)
-        if not math.isfinite(result.loss) and config.run.on_nan == "stop":
+        if engine.scaler.is_stuck and config.run.on_nan == "stop":
+            stop, overflow = Exit.DIVERGED, find_overflow(engine, trained, num_targets, clock)
+            break
+        # With loss scaling such a step was passed over, and a smaller scale is tried.
+        if not math.isfinite(result.loss) and config.run.on_nan == "stop" and not engine.scaler.is_active:
             stop = Exit.DIVERGED
             break
         if config.train.eval_every and step % config.train.eval_every == 0 and step < plan.num_steps:
@@ -190,7 +195,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
 
     # Commit, and say how it went.
     loader.close()
-    if stop != Exit.DIVERGED and step > checkpoint.last_step:
+    if (stop != Exit.DIVERGED or overflow) and step > checkpoint.last_step:  # what overflowed was never applied
         _save(session, step, engine, optimizer)
     if fills:
         report.filled(view, metrics, step, filler.result() if filler else None)
@@ -201,7 +206,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
         report.sample(view, engine, corpus, config, ranks)
     if metrics and stop:
-        report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request")
+        report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request", overflow)
     elif metrics and not report.finished(view, metrics, session, plan, corpus, prediction, history, peak, stops):
         return Exit.FOUND_WRONG
     return stop or Exit.DONE
@@ -253,6 +258,8 @@ def _metrics_line(
     }
     if spec.num_experts:
         line |= {"aux_loss": result.aux_loss, "z_loss": result.z_loss, **expert_load(result.expert_tokens)}
+    if plan.scales_loss:
+        line["scale"] = result.scale
     if result.skipped:
         line["skipped"] = True
     return line
@@ -327,6 +334,7 @@ def _save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Op
     if session.ranks.is_first:
         state = {"model": session.spec.to_dict(), "plan": engine.plan.to_dict(), "seed": session.config.train.seed}
         state |= adapter_state(session.config, session.spec)
+        state |= {"loss_scale": engine.scaler.to_dict()} if engine.scaler.is_active else {}
         store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
 
 
@@ -347,4 +355,5 @@ def _restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer,
         store.abandon_after(session.run.checkpoints, checkpoint.step)
     check_base(checkpoint.path, checkpoint.manifest()["state"], session.config, session.spec)
     restore_state(engine, optimizer, checkpoint)
+    engine.scaler.restore(checkpoint.manifest()["state"].get("loss_scale", {}))
     return checkpoint.step

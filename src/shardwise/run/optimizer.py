@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
+from shardwise.memory.low_bit import adamw8bit
+from shardwise.memory.wide_state import WideState
+
+
+@runtime_checkable
+class TakesFactor(Protocol):
+    """An optimizer that multiplies gradients itself, in a wider format or in another place than they are in."""
+
+    grad_factor: Tensor | None  # of the next step
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -19,6 +29,12 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     groups = [group for group in groups if group["params"]]
     if not groups:  # a stage may be frozen as a whole; torch wants something to do
         groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
+    if any(p.dtype == torch.float16 for p in trained):
+        return WideState(groups, lambda wide: _build(config, wide))
+    return _build(config, groups)
+
+
+def _build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     beta1, beta2 = config.betas
     # The fused kernels make one pass over memory instead of one per operation; torch has them for CPU and CUDA.
     if config.name == "adamw":
@@ -31,10 +47,15 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
         return torch.optim.SGD(groups, lr=config.lr, momentum=beta1, fused=True)
     if config.name == "adagrad":
         return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps)
+    if config.name == "adamw8bit":
+        return adamw8bit(groups, config.lr, (beta1, beta2), config.eps)
     assert config.name == "rmsprop", config.name
     return torch.optim.RMSprop(groups, lr=config.lr, alpha=beta1, eps=config.eps)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # torchao's kernels are compiled around the tensor
+        else:
+            group["lr"] = lr

@@ -7,12 +7,14 @@ import torch
 from shardwise.config.schema import Config
 from shardwise.data.corpus import Corpus
 from shardwise.data.loader import Loader
+from shardwise.memory.float8 import apply_float8
 from shardwise.model.precision import KEPT
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_model import TransformersModel
 from shardwise.plan.plan import Plan
 from shardwise.run.build import adapted_model
 from shardwise.run.optimizer import build_optimizer, set_learning_rate
-from shardwise.run.reference import plain_gradients, plain_update
+from shardwise.run.reference import plain_gradients, plain_scaler, plain_update
 from shardwise.run.schedule import learning_rate
 
 NUM_STEPS = 3
@@ -23,14 +25,18 @@ def single_process_losses(
 ) -> list[float]:
     """Losses of steps 1 … num_steps when one process computes every row of every batch."""
     model = adapted_model(config, spec, plan.precision, KEPT[plan.precision], device)
+    if plan.precision == "fp8":
+        blocks = model.blocks() if isinstance(model, TransformersModel) else model.layers.values()
+        apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu")
     optimizer = build_optimizer(config.optimizer, model.parameters())
+    scaler = plain_scaler(plan.precision, plan.loss_scale)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     rows, losses = range(plan.global_batch), []
     with Loader(corpus.train, global_batch=plan.global_batch, rows=rows, micro_batch=plan.micro_batch) as loader:
         for step in range(1, num_steps + 1):
             batch = loader.next()
             micro = (part.to(device) for part in batch.microbatches)
-            losses.append(plain_gradients(model, micro, batch.num_targets, plan.precision))
+            losses.append(plain_gradients(model, micro, batch.num_targets, plan.precision, scaler.scale))
             set_learning_rate(optimizer, rate(step))
-            plain_update(model, optimizer, config.train.clip)
+            plain_update(model, optimizer, config.train.clip, scaler)
     return losses

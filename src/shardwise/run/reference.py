@@ -16,6 +16,8 @@ from torch import Tensor
 from shardwise.config.schema import AdapterConfig, OptimizerConfig
 from shardwise.data.loader import TensorBatch, cut_microbatches, number_rows
 from shardwise.data.sequences import IGNORE
+from shardwise.memory.float8 import apply_float8
+from shardwise.memory.scaler import LossScaler, scaler_of, unscaled
 from shardwise.model.adapters import adapt, decoder_adapters
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.experts import update_router_bias
@@ -24,7 +26,8 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.run.optimizer import build_optimizer
+from shardwise.plan.plan import Plan
+from shardwise.run.optimizer import TakesFactor, build_optimizer
 
 CPU = torch.device("cpu")
 
@@ -45,6 +48,9 @@ class Trial:
     attention: str = "auto"
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     through_fsdp: bool = False  # the layout takes the way of mixed precision, in the trial's own precision
+    loss_scale: float | str = "auto"  # as in Plan
+    reduce_dtype: str = "auto"  # the same; one process has nothing to reduce and rounds nothing
+    fp8_recipe: str = "rowwise"
 
     def batch(self, spec: ModelSpec, step: int) -> TensorBatch:
         """The rows of a step: random tokens; some targets, and one whole row in five, have no loss."""
@@ -72,16 +78,20 @@ def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Re
     model = _plain_model(spec, trial)
     adapt(model, decoder_adapters(spec, trial.adapter, trial.seed, trial.precision))
     model.to(device)
+    if trial.precision == "fp8":
+        apply_float8(model, model.layers.values(), trial.fp8_recipe, emulate=device.type == "cpu")
     optimizer = build_optimizer(trial.optimizer, model.parameters())
+    scaler = plain_scaler(trial.precision, trial.loss_scale)
     record = Record()
     for step in range(1, trial.num_steps + 1):
         batch = trial.batch(spec, step)
         num_targets = int((batch.targets != IGNORE).sum())
         micro = [part.to(device) for part in cut_microbatches(batch, trial.micro_batch)]
-        record.losses.append(plain_gradients(model, micro, num_targets, trial.precision))
+        record.losses.append(plain_gradients(model, micro, num_targets, trial.precision, scaler.scale))
         if step == 1:
-            record.gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        record.norms.append(plain_update(model, optimizer, trial.clip))
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            record.gradients = {name: unscaled(gradient, scaler.scale) for name, gradient in gradients.items()}
+        record.norms.append(plain_update(model, optimizer, trial.clip, scaler))
     record.parameters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     return record
 
@@ -105,25 +115,48 @@ def fill_trial(model: Decoder, trial: Trial) -> None:
         initialize(model, trial.seed)
 
 
-def plain_gradients(model: Decoder, microbatches: Iterable[TensorBatch], num_targets: int, precision: str) -> float:
-    """Forward and backward of a step; returns its mean cross-entropy."""
+def plain_scaler(precision: str, loss_scale: float | str) -> LossScaler:
+    """As a run on one device has it."""
+    alone = dict(
+        device="cpu", seq_len=1, global_batch=1, micro_batch=1, num_steps=1, threads_per_rank=1, reason="alone"
+    )
+    return scaler_of(Plan(precision=precision, loss_scale=loss_scale, **alone))  # type: ignore[arg-type]
+
+
+def plain_gradients(
+    model: Decoder, microbatches: Iterable[TensorBatch], num_targets: int, precision: str, scale: float = 1.0
+) -> float:
+    """Forward and backward of a step, of the loss times `scale`; returns its mean cross-entropy."""
     total = 0.0
     for micro in microbatches:
         losses = _forward(model, micro, precision)
-        (torch.stack([part.to(losses.cross_entropy) for part in losses]).sum() / max(num_targets, 1)).backward()
+        loss = torch.stack([part.to(losses.cross_entropy) for part in losses]).sum()
+        (loss * scale / max(num_targets, 1)).backward()
         total += float(losses.cross_entropy.detach())
     return total / max(num_targets, 1)
 
 
-def plain_update(model: Decoder, optimizer: torch.optim.Optimizer, clip: float | None) -> float:
+def plain_update(
+    model: Decoder, optimizer: torch.optim.Optimizer, clip: float | None, scaler: LossScaler | None = None
+) -> float:
     """Clip, update; returns the gradient norm."""
+    scaler = scaler or LossScaler()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    # Of bf16 gradients too the norm is a number in fp32: 8 bits of it would clip differently.
-    wide = [g.float() if g.dtype == torch.bfloat16 else g for g in gradients]
-    norm = torch.nn.utils.get_total_norm(wide)
-    if clip:
+    # Of 16-bit gradients too the norm is a number in fp32: 8 bits of it would clip differently, and fp16 overflows.
+    wide = [g.float() if g.dtype.itemsize == 2 else g for g in gradients]
+    norm = torch.nn.utils.get_total_norm(wide) / scaler.scale
+    overflowed = scaler.overflowed(norm)
+    if scaler.is_active and not overflowed:
+        factor = (torch.clamp(clip / (norm + 1e-6), max=1.0) if clip else torch.ones_like(norm)) / scaler.scale
+        if isinstance(optimizer, TakesFactor):
+            optimizer.grad_factor = factor
+        else:
+            torch._foreach_mul_(gradients, factor)
+    elif clip and not overflowed:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
-    optimizer.step()
+    if not overflowed:
+        optimizer.step()
+    scaler.update(overflowed=overflowed)
     optimizer.zero_grad()
     update_router_bias(model)
     return float(norm)

@@ -16,9 +16,10 @@ from shardwise.data.corpus import Corpus
 from shardwise.errors import Exit
 from shardwise.files import write_atomically
 from shardwise.launch.ranks import Ranks
+from shardwise.memory.low_bit import kept_wide
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import Prediction
+from shardwise.plan.predict import WEIGHT_BYTES, Prediction, state_bytes
 from shardwise.run.clock import KINDS, verdict
 from shardwise.run.evaluate import perplexity
 from shardwise.run.fill import Filled
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 GPU_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}  # bf16, dense
 PROMPT_TOKENS = 12
-PROOF_LIMITS = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 5e-3, "bf16-true": 5e-3}
+PROOF_LIMITS = {"fp64": 1e-9, "fp32": 1e-5} | dict.fromkeys(("bf16", "bf16-true", "fp16", "fp16-true", "fp8"), 5e-3)
 """How far the losses of the first steps may be from one process, relative to the loss. With 8 bits a rounding that falls the other way
 moves a weight by 0.4 %, and steps multiply that; mistakes are found in fp64 (verify.py)."""
 PROOF_LIMIT_S = 60.0  # a proof that would take longer than this is left to the user
@@ -100,6 +101,9 @@ def header(view: View, session: Session, plan: Plan, engine: Engine, corpus: Cor
         f"batch    {batch}; predicted {format_seconds(prediction.step_s)} per step, "
         f"{format_bytes(prediction.memory_bytes)} per rank"
     )
+    view.say(f"states   {_states(engine, plan, config.optimizer.name)}")
+    if engine.float8:
+        view.say(f"fp8      {engine.float8}")
     if engine.models[0].kernel_reason:
         view.say(f"kernel   {engine.models[0].kernel_reason}")
     scale = batch_scale(config.optimizer, plan.global_batch)
@@ -113,6 +117,18 @@ def header(view: View, session: Session, plan: Plan, engine: Engine, corpus: Cor
             f"lr       {config.optimizer.lr:g} was tuned for a batch of {config.optimizer.reference_batch}, this run has "
             f"{plan.global_batch}; optimizer.lr_scaling=linear would scale it"
         )
+
+
+def _states(engine: Engine, plan: Plan, optimizer: str) -> str:
+    weight, state = WEIGHT_BYTES[plan.precision], state_bytes(optimizer, plan.precision)
+    text = (
+        f"{2 * weight + state:.3g} bytes per parameter: weights {weight}, gradients {weight}, {optimizer} {state:.3g}"
+    )
+    if optimizer == "adamw8bit":
+        count, numbers = kept_wide(engine.locals())
+        share = numbers / max(sum(p.numel() for p in engine.locals()), 1)
+        text += f"; {count} small or odd tensors ({100 * share:.2g} % of this rank's numbers) keep 8"
+    return text
 
 
 def evaluation(view: View, metrics: Metrics | None, step: int, loss: float | None) -> None:
@@ -207,10 +223,19 @@ def finished(
     return proof is None or proof["same"]
 
 
-def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, why: str) -> None:
+def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, why: str, overflow: str = "") -> None:
+    """`overflow`: what does not fit into fp16, where that is the reason."""
     view.close()  # what follows is the last word, below the live block
     event, why = ("failed", "the loss is not a number") if code == Exit.DIVERGED else ("stopped", why)
+    why = f"fp16 overflows at every loss scale: {overflow}" if overflow else why
     metrics.write({"event": event, "step": step, "exit": int(code), "why": why, "wall_time": time.time()})
+    if overflow:
+        view.say(
+            f"STOPPED  step {step}: fp16 overflows at every loss scale; committed                exit {int(code)}, diverged"
+        )
+        view.say(f"  why    not finite first: {overflow}")
+        view.say(f"  do     shardwise resume {run.path} memory.precision=bf16 memory.loss_scale=auto")
+        return
     if code == Exit.DIVERGED:
         view.say(
             f"STOPPED  step {step}: the loss is not a number any more                    exit {int(code)}, diverged"

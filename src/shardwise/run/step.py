@@ -15,7 +15,7 @@ import torch
 from shardwise.data.loader import StepBatch
 from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import set_learning_rate
+from shardwise.run.optimizer import TakesFactor, set_learning_rate
 
 Ask = Callable[[], Sequence[int]]
 """Called when a step's gradients are complete: small numbers to be added up over all ranks, in the message that carries the
@@ -28,6 +28,7 @@ class StepResult:
     aux_loss: float
     z_loss: float
     grad_norm: float
+    scale: float = 1.0  # of the loss, while this step was computed
     skipped: bool = False
     answers: list[int] = field(default_factory=list)  # what `ask` returned, summed over all ranks
     expert_tokens: list[list[float]] = field(default_factory=list)  # of every routed layer, over all ranks
@@ -45,15 +46,16 @@ def run_step(
     skip_non_finite: bool = False,
     ask: Ask = lambda: (),
 ) -> StepResult:
+    scale = engine.scaler.scale
     norm, finish = accumulate(engine, batch, num_targets, clock, ask)
     skip = skip_non_finite and not bool(torch.isfinite(norm))
-    update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
+    skip = update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
     with clock.span("optimizer", "losses"):
         cross_entropy, aux, z, *answers = finish().tolist()
     targets = max(num_targets, 1)
     losses = (cross_entropy / targets, aux / targets, z / targets)
     asked = [round(answer) for answer in answers]
-    return StepResult(*losses, float(norm), skip, asked, engine.expert_counts.tolist())
+    return StepResult(*losses, float(norm), scale, skip, asked, engine.expert_counts.tolist())
 
 
 def accumulate(
@@ -67,6 +69,13 @@ def accumulate(
         return engine.norm_and_sums(torch.cat([sums, questions]))
 
 
+def find_overflow(engine: Engine, batch: StepBatch, num_targets: int, clock: Clock) -> str:
+    """Collective. In words, where a step overflows whose update was passed over: it is computed once more."""
+    micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
+    found = engine.first_overflow(micro, num_targets, clock)
+    return str(found) if found else "the square of a gradient's norm"
+
+
 def update(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
@@ -76,14 +85,24 @@ def update(
     clip: float | None,
     clock: Clock,
     skip: bool = False,
-) -> None:
+) -> bool:
+    """Apply the step's gradients, unless something overflowed; returns whether they were passed over.
+
+    Clipping and the loss scale are one factor, and this is the only place that applies it."""
     with clock.span("optimizer", "clip and update"):
-        if clip:
-            engine.clip(norm, clip)
+        overflowed = engine.scaler.overflowed(norm)
+        skip = skip or overflowed
         set_learning_rate(optimizer, lr)
         if not skip:
+            factor = engine.factor(norm, clip)
+            if isinstance(optimizer, TakesFactor):
+                optimizer.grad_factor = factor
+            elif factor is not None:
+                engine.multiply(factor)
             optimizer.step()
         engine.zero_grad()
+        engine.scaler.update(overflowed=overflowed)
     if engine.spec.num_experts:
         with clock.span("optimizer", "balance experts"):
             engine.balance_experts()
+    return skip

@@ -7,9 +7,10 @@ import torch
 from shardwise.config.schema import CommConfig
 from shardwise.data.loader import StepBatch, cut_microbatches
 from shardwise.data.sequences import IGNORE
+from shardwise.memory.scaler import unscaled
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.apply import parallelize_decoder
-from shardwise.parallel.collect import collect
+from shardwise.parallel.collect import Values, collect
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.run.clock import Clock
@@ -23,6 +24,9 @@ def trial_plan(trial: Trial, **layout: object) -> Plan:
     return Plan(
         device="cpu",
         precision=trial.precision,
+        loss_scale=trial.loss_scale,
+        reduce_dtype=trial.reduce_dtype,
+        fp8_recipe=trial.fp8_recipe,
         seq_len=trial.seq_len,
         global_batch=trial.global_batch,
         micro_batch=trial.micro_batch,
@@ -56,6 +60,10 @@ def trial_batch(spec: ModelSpec, plan: Plan, trial: Trial, step: int, dp_index: 
     return StepBatch(step, micro, int((part.targets != IGNORE).sum())), int((whole.targets != IGNORE).sum())
 
 
+def _first_gradient(scale: float) -> Values:
+    return lambda shard: {} if shard.gradient is None else {shard.name: unscaled(shard.gradient, scale)}
+
+
 def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: torch.device) -> Record:
     """Collective. The record is complete on rank 0; other ranks have the losses and norms."""
     engine = build_trial(spec, plan, trial, rank, device)
@@ -67,7 +75,7 @@ def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device
         record.losses.append(float(finish()[0]) / num_targets)
         record.norms.append(float(norm))
         if step == 1:
-            record.gradients = collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
+            record.gradients = collect(engine, _first_gradient(engine.scaler.scale))
         update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=clock)
     record.parameters = collect(engine, lambda s: {s.name: s.local.detach().clone()} if s.local.requires_grad else {})
     return record

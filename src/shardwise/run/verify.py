@@ -27,6 +27,7 @@ from shardwise.run.trial import train_in_layout
 
 LIMIT = 1e-9
 NUM_STEPS = 3
+PROOF_SCALE = 2.0**16  # of the loss, for layouts that will train in fp16: exact in fp64
 MEMORY = ".proofs.json"  # inside run.dir
 
 
@@ -72,12 +73,14 @@ def prove(
         global_batch=small.global_batch,
         micro_batch=small.micro_batch,
         seq_len=small.seq_len,
-        optimizer=replace(optimizer, lr=1e-3),
+        # 8-bit states round by design; who updates which numbers is the same as with AdamW.
+        optimizer=replace(optimizer, lr=1e-3, name=optimizer.name.removesuffix("8bit")),
         adapter=shrink_adapter(adapter, spec),
         through_fsdp=plan.uses_fsdp,
+        loss_scale=PROOF_SCALE if plan.scales_loss else "auto",
         attention="math" if device.type == "cuda" else "auto",  # fused GPU kernels have no fp64
     )
-    small = replace(small, num_steps=steps, precision="fp64")
+    small = replace(small, num_steps=steps, precision="fp64", reduce_dtype="auto", loss_scale=trial.loss_scale)
     shape = shrink_spec(spec, small)
     record = train_in_layout(shape, small, trial, rank, device)
     found = [0.0] * 5
@@ -165,7 +168,7 @@ def proof_key(spec: ModelSpec, plan: Plan, adapter: AdapterConfig = AdapterConfi
     shape = replace(shrink_spec(spec, small), name="any")
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
-    way = "mixed" if plan.is_mixed else "plain"
+    way = ("mixed" if plan.uses_fsdp else "plain") + (" scaled" if plan.scales_loss else "")
     if adapter.kind != "none":
         way += f" {asdict(shrink_adapter(adapter, spec))}"
     return f"{plan.layout} {way} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"

@@ -29,6 +29,7 @@ from shardwise.config.schema import AdapterConfig, CommConfig, Config, Optimizer
 from shardwise.errors import Exit, UserError
 from shardwise.files import refused, write_atomically
 from shardwise.launch.ranks import Ranks, ranks_from_environment
+from shardwise.model.precision import COMPUTED
 from shardwise.model.transformers_spec import spec_from_dict
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import rank_memory_limit
@@ -136,8 +137,8 @@ def _set_up(run: RunDir, ranks: Ranks, config: Config, from_step: int | None) ->
     check_torch(plan, torch.__version__)
     device = torch.device("cuda", ranks.local_rank) if plan.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(plan.threads_per_rank)
-    if device.type == "cpu" and plan.precision in ("bf16", "bf16-true"):
-        # Some virtual machines announce AMX and then forbid it: oneDNN's bf16 kernels die there with SIGILL. This is read
+    if device.type == "cpu" and COMPUTED[plan.precision].itemsize == 2:
+        # Some virtual machines announce AMX and then forbid it: oneDNN's 16-bit kernels die there with SIGILL. This is read
         # at the first matmul; AVX-512 computes the same.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if device.type == "cuda":
