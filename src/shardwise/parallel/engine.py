@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.memory.offload import OffloadedOptimizer, StreamingOptimizer
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, update_router_bias
@@ -54,6 +55,18 @@ class Engine:
         """What the optimizer updates. A rank may have two copies of a tied weight; both are updated alike."""
         return [shard.local for shard in self.shards]
 
+    def stream_gradients(self, optimizer: OffloadedOptimizer) -> None:
+        """An optimizer on the CPU gets gradients while backward still runs: those to which nobody adds anything later."""
+        if not isinstance(optimizer, StreamingOptimizer):
+            return
+        for stage in self.stages:
+            if not stage.sums.completes_in_backward:
+                continue
+            mine = {id(parameter) for parameter in stage.model.parameters()}
+            tied = {"embed.weight"} if self.spec.tied and self.plan.pp > 1 else set()
+            shards = [s for s in self.shards if id(s.parameter) in mine and s.sum_over is None and s.name not in tied]
+            optimizer.stream_gradients(shards, lambda stage=stage: stage.in_last_backward)  # type: ignore[misc]
+
     # One step -----------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
@@ -90,17 +103,21 @@ class Engine:
             layer.tokens_per_expert.copy_(self.expert_counts[row])
         return both[0].sqrt(), wait
 
+    def factor(self, norm: Tensor, largest: float | None) -> Tensor | None:
+        """What the gradients must be multiplied by before an update; None for 1. On a GPU, looking would cost more than multiplying."""
+        if not largest or (not norm.is_cuda and float(norm) + 1e-6 <= largest):
+            return None
+        return torch.clamp(largest / (norm + 1e-6), max=1.0)
+
     @torch.no_grad()
-    def clip(self, norm: Tensor, largest: float) -> None:
-        if not norm.is_cuda and float(norm) + 1e-6 <= largest:
-            return  # the factor would be 1; on a GPU, looking would cost more than multiplying
+    def multiply(self, factor: Tensor) -> None:
         gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
-        factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        for dtype in {gradient.dtype for gradient in gradients}:
+            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
 
     def zero_grad(self) -> None:
         for shard in self.shards:
-            shard.local.grad = shard.parameter.grad = None
+            shard.forget_gradient()
 
     def balance_experts(self) -> None:
         """After `norm_and_sums`, which has summed the counts."""
@@ -125,7 +142,9 @@ class Engine:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
         for group in {id(s.sum_over): s.sum_over for s in self.shards if s.sum_over is not None}.values():
             gradients = [g for s in self.shards if s.sum_over is group and (g := s.gradient) is not None]
-            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes, self.traffic.on("tp"))
+            self.traffic.num_bytes += sum_tensors(
+                gradients, group, self.bucket_bytes, self.traffic.on("tp"), self.mesh.device
+            )
 
     def _sum_tied(self) -> None:
         """A tied embedding on first and last stage: two copies, one gradient."""
@@ -139,7 +158,7 @@ class Engine:
             last.copy_(first)
         elif gradients and self.mesh.ends is not None:
             found = [gradient for gradient in gradients if gradient is not None]
-            sum_tensors(found, self.mesh.ends, self.bucket_bytes, self.traffic.on("pp"))
+            sum_tensors(found, self.mesh.ends, self.bucket_bytes, self.traffic.on("pp"), self.mesh.device)
 
     # Without training ---------------------------------------------------------------------------------------------
 

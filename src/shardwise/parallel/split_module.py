@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.memory.offload import Build, OffloadedOptimizer, offloaded_optimizer
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import shards_of, squared_norm
 from shardwise.parallel.traffic import Traffic
-from shardwise.parallel.zero import Groups, Sharded
+from shardwise.parallel.zero import Groups, Sharded, buffers_to
 
 Loss = Callable[[Any, Any], tuple[Tensor, int]]
 """Of (model, micro-batch): the sum of the loss over its targets, and how many targets there are."""
@@ -42,6 +43,7 @@ class Split:
         self.rank, self.world = mesh.rank, mesh.plan.world
         self.sums = split_in_place(module, groups, mesh, self.traffic, BUCKET_BYTES[mesh.plan.device])
         self.shards = shards_of(module, mesh, None)
+        self._offloaded: OffloadedOptimizer | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's share as plain tensors, for any torch optimizer."""
@@ -50,6 +52,14 @@ class Split:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((shard.name, shard.local) for shard in self.shards)
 
+    def optimizer(self, build: Build) -> torch.optim.Optimizer:
+        """`build(parameters)` makes a torch optimizer. With `offload` in the layout its state and update are in CPU memory or on a
+        disk; it must then treat every number alike, which all of torch's do but Adafactor, LBFGS and Muon."""
+        if self.plan.offload == "none":
+            return build(self.parameters())
+        self._offloaded = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
+        return self._offloaded
+
     # One step -----------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], loss: Loss, clip: float | None = None) -> Step:
@@ -57,7 +67,7 @@ class Split:
         all ranks, clipped to a global norm of `clip`. What they were before is gone: there is no need for `zero_grad`."""
         self._forget_gathered()
         for shard in self.shards:
-            shard.local.grad = shard.parameter.grad = None
+            shard.forget_gradient()
         sent = self.traffic.num_bytes
         total = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)  # squared norm, loss, targets
         turns = self._turns(microbatches)
@@ -95,8 +105,11 @@ class Split:
         count = count.clamp(min=1)
         norm = squares.sqrt() / count
         factor = (1.0 if clip is None else torch.clamp(clip / (norm + 1e-6), max=1.0)) / count
-        for dtype in {gradient.dtype for gradient in gradients}:
-            torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+        if self._offloaded is not None:
+            self._offloaded.grad_factor = torch.as_tensor(factor)
+        else:
+            for dtype in {gradient.dtype for gradient in gradients}:
+                torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
         return Step(float(value / count), float(norm), int(count))
 
     def _turns(self, microbatches: Sequence[Any]) -> list[tuple[Any, float]]:
@@ -205,7 +218,8 @@ def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traff
     if mesh.fsdp is None:
         module.to(mesh.device)
         return Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else GradientSums(module)
+    module.to(mesh.plan.parameter_home(mesh.device.type))
     sums = Sharded(module, groups, mesh, traffic, num_kept=1)
-    module.to(mesh.device)  # buffers
+    buffers_to(module, mesh.device)
     sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
     return sums

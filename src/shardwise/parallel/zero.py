@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -41,14 +41,16 @@ class Sharded(GradientSums):
 
     def __init__(self, model: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, num_kept: int):
         super().__init__(model)
-        self.zero = mesh.plan.zero
+        # Parameters that live in CPU memory come block by block and go again: stage 3, on one device too.
+        self.zero = 3 if mesh.plan.offload == "all" else mesh.plan.zero
+        self.completes_in_backward = mesh.device.type == "cuda"  # on gloo an exchange may still be under way
         self.reduction = ExactReduceScatter(traffic)
         self.root: FSDPModule = shard_groups(model, groups, mesh, traffic, self.reduction, num_kept)
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
         # parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
         # With replicas an all-reduce reads the result at once.
-        self._can_overlap = mesh.plan.zero > 0 and mesh.plan.replicate == 1
+        self._can_overlap = self.zero > 0 and mesh.plan.replicate == 1
         self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
@@ -112,19 +114,27 @@ def shard_groups(
     plan = mesh.plan
     computed = COMPUTED[plan.precision]
     policy = MixedPrecisionPolicy(computed, torch.float32) if plan.is_mixed else MixedPrecisionPolicy()
+    is_away = plan.offload == "all"
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if is_away else OffloadPolicy()
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
     for number, group in enumerate(groups):
-        drops = plan.zero == 3 and number < len(groups) - num_kept
+        drops = (plan.zero == 3 or is_away) and number < len(groups) - num_kept
         # Fewer ranks have the same experts than the same block: a group of their own inside the block's.
         for experts in _spread_experts(group):
             assert mesh.expert is not None
-            fully_shard(experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, mp_policy=policy)
+            fully_shard(
+                experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, mp_policy=policy, offload_policy=offload
+            )
         fully_shard(
-            group if len(group) > 1 else group[0], mesh=mesh.fsdp, reshard_after_forward=drops, mp_policy=policy
+            group if len(group) > 1 else group[0],
+            mesh=mesh.fsdp,
+            reshard_after_forward=drops,
+            mp_policy=policy,
+            offload_policy=offload,
         )
     for lookup in lookups:
         cast(FSDPModule, lookup).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
-    root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy)
+    root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     on_gloo = mesh.device.type == "cpu"
     for module in _fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
@@ -138,6 +148,13 @@ def shard_groups(
         _time_waits(parameters, traffic, reduction if on_gloo else None)
     _prefetch([[group[0], *_spread_experts(group)] for group in groups])
     return root
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    """Offloaded parameters stay in CPU memory; what is no parameter is always on the device."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _spread_experts(group: list[nn.Module]) -> list[nn.Module]:

@@ -65,6 +65,8 @@ class Plan:
     recompute: str = "none"  # none | full | selective | sqrt | every-K
     offload: str = "none"  # none | optimizer | all
     offload_to: str = "cpu"  # cpu | nvme
+    offload_dir: str = ""  # of offload_to = nvme
+    offload_buffer: int = 256 * 2**20  # bytes of memory through which it goes
     activation_offload: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +96,10 @@ class Plan:
     def uses_fsdp(self) -> bool:
         """FSDP2 holds the parameters: to share them, to round them, or to keep them in CPU memory."""
         return self.zero > 0 or self.is_mixed or self.offload == "all"
+
+    def parameter_home(self, device: str) -> str:
+        """Where parameters lie between uses."""
+        return "cpu" if self.offload == "all" else device
 
     # The grid of ranks --------------------------------------------------------------------------------------------
 
@@ -199,7 +205,7 @@ class Plan:
                 split="auto" if is_even else self.split,
                 ep=self.ep,
             ),
-            MemoryConfig(recompute=self.recompute, offload=self.offload),
+            MemoryConfig(recompute=self.recompute, offload="nvme" if self.offload_to == "nvme" else self.offload),
         )
 
     @classmethod
@@ -238,7 +244,8 @@ class Plan:
             zero=zero,
             replicate=degree(parallel.replicate) if zero else dp,
             recompute=memory.recompute,
-            offload=memory.offload,
+            offload="optimizer" if memory.offload == "nvme" else memory.offload,
+            offload_to="nvme" if memory.offload == "nvme" else "cpu",
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,11 +7,12 @@ torch here. Read next: rank_share.py (what of the model a rank has), activations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import exchanged_activations, head_activation_bytes, layer_activations
+from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
 
@@ -59,6 +60,7 @@ class Prediction:
     memory: dict[str, int]  # bytes per rank by category
     step: dict[str, float]  # seconds by part
     matmul_flops: float  # per second and rank: what the step was predicted from
+    elsewhere: dict[str, int] = field(default_factory=dict)  # offloaded bytes per rank: host, disk
 
     @property
     def memory_bytes(self) -> int:
@@ -69,12 +71,18 @@ class Prediction:
         return sum(self.step.values())
 
     def to_dict(self) -> dict[str, object]:
-        return {"memory_bytes": self.memory_bytes, "memory": self.memory, "step_s": self.step_s, "step": self.step}
+        return {
+            "memory_bytes": self.memory_bytes,
+            "memory": self.memory,
+            "elsewhere": self.elsewhere,
+            "step_s": self.step_s,
+            "step": self.step,
+        }
 
 
 def predict(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates, adapter: AdapterConfig = WHOLE) -> Prediction:
     memory, step = predict_memory(spec, plan, optimizer, adapter), predict_step(spec, plan, optimizer, rates)
-    return Prediction(memory, step, rates.matmul_flops)
+    return Prediction(memory, step, rates.matmul_flops, predict_elsewhere(spec, plan, optimizer))
 
 
 def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
@@ -82,6 +90,15 @@ def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str, adapter: Adapter
     return max(
         (_rank_memory(share, plan, optimizer) for share in rank_shares(spec, plan)), key=lambda m: sum(m.values())
     )
+
+
+def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str) -> dict[str, int]:
+    """Bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU; `disk`."""
+    if plan.offload == "none":
+        return {"host": 0, "disk": 0}
+    stays = replace(plan, offload="none", offload_to="cpu")
+    found = [offloaded(_rank_memory(share, stays, optimizer), share, plan)[1] for share in rank_shares(spec, plan)]
+    return {name: max(parts[name] for parts in found) for name in ("host", "disk")}
 
 
 def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]:
@@ -108,7 +125,7 @@ def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]
         blocks = share.layer_parameters + ([] if tied else [share.embedding, share.head])
         gathered = compute * (tied + sum(sorted(blocks)[-2:]))
     activations = _activations(share, plan)
-    return {
+    parts = {
         "weights": own,
         "gathered": gathered,
         "gradients": own + accumulated,
@@ -117,6 +134,7 @@ def _rank_memory(share: RankShare, plan: Plan, optimizer: str) -> dict[str, int]
         "allocator": int(ALLOCATOR_SHARE[plan.device] * activations),
         "process": PROCESS_BYTES[plan.device],
     }
+    return parts if plan.offload == "none" else parts | offloaded(parts, share, plan)[0]
 
 
 def _activations(share: RankShare, plan: Plan) -> int:

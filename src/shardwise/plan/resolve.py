@@ -80,6 +80,8 @@ def resolve(
         recompute=config.memory.recompute,
         offload="optimizer" if config.memory.offload == "nvme" else config.memory.offload,
         offload_to="nvme" if config.memory.offload == "nvme" else config.memory.offload_to,
+        offload_dir=config.memory.offload_dir or config.run.dir,
+        offload_buffer=config.memory.offload_buffer,
         activation_offload=config.memory.activation_offload,
     )
     if train.micro_batch != "auto":

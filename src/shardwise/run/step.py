@@ -15,7 +15,7 @@ import torch
 from shardwise.data.loader import StepBatch
 from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import set_learning_rate
+from shardwise.run.optimizer import TakesFactor, set_learning_rate
 
 Ask = Callable[[], Sequence[int]]
 """Called when a step's gradients are complete: small numbers to be added up over all ranks, in the message that carries the
@@ -78,10 +78,13 @@ def update(
     skip: bool = False,
 ) -> None:
     with clock.span("optimizer", "clip and update"):
-        if clip:
-            engine.clip(norm, clip)
         set_learning_rate(optimizer, lr)
         if not skip:
+            factor = engine.factor(norm, clip)
+            if isinstance(optimizer, TakesFactor):
+                optimizer.grad_factor = factor
+            elif factor is not None:
+                engine.multiply(factor)
             optimizer.step()
         engine.zero_grad()
     if engine.spec.num_experts:
