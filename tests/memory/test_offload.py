@@ -33,6 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"offload": "optimizer"},
     "all": {"offload": "all"},
     "nvme": {"offload": "optimizer", "offload_to": "nvme", "offload_buffer": 2**16},
+    "all nvme": {"offload": "all", "offload_to": "nvme", "offload_buffer": 2**16},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp=2 zero=2": {"dp": 2, "zero": 2},
@@ -117,11 +118,11 @@ def test_gradients_that_leave_early_train_as_the_plain_run(tmp_path):
     engine, optimizer = engine_and_optimizer("streaming", tmp_path)
     assert train_steps(engine, optimizer, range(1, 4)) == pytest.approx(truth().losses, abs=1e-12)
     for shard in engine.shards:
-        torch.testing.assert_close(shard.local.detach(), truth().parameters[shard.name], rtol=0, atol=1e-12)
+        torch.testing.assert_close(shard.value, truth().parameters[shard.name], rtol=0, atol=1e-12)
 
 
 def test_a_gradient_leaves_with_the_last_backward_and_the_norm_still_counts_it(tmp_path):
-    engine, optimizer = engine_and_optimizer("streaming", tmp_path)
+    engine, _optimizer = engine_and_optimizer("streaming", tmp_path)
     batch, num_targets = trial_batch(SPEC, engine.plan, TRIAL, 1, 0)
     norm, _ = accumulate(engine, batch, num_targets, Clock(CPU))
     assert all(shard.parameter.grad is None for shard in engine.shards)
@@ -140,16 +141,16 @@ def test_every_optimizer_is_offloaded(way, name, tmp_path):
     plain = train_plain(SPEC, trial)
     assert train_steps(engine, optimizer, range(1, 4), trial) == pytest.approx(plain.losses, abs=1e-12)
     for shard in engine.shards:
-        torch.testing.assert_close(shard.local.detach(), plain.parameters[shard.name], rtol=0, atol=1e-12)
+        torch.testing.assert_close(shard.value, plain.parameters[shard.name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("first", ["none", "streaming", "nvme"])
-@pytest.mark.parametrize("second", ["none", "streaming", "nvme"])
+@pytest.mark.parametrize("first", ["none", "streaming", "nvme", "all nvme"])
+@pytest.mark.parametrize("second", ["none", "streaming", "nvme", "all nvme"])
 def test_any_way_goes_on_from_any_other(first, second, tmp_path):
     """As a checkpoint does it: whole tensors by name, weights and state."""
     engine, optimizer = engine_and_optimizer(first, tmp_path)
     train_steps(engine, optimizer, range(1, 3))
-    weights = collect(engine, lambda shard: {shard.name: shard.local})
+    weights = collect(engine, lambda shard: {shard.name: shard.value})
     states = collect(engine, optimizer_states(optimizer))
     assert {key.split("/")[0] for key in states} == {"exp_avg", "exp_avg_sq", "step"}
     other, other_optimizer = engine_and_optimizer(second, tmp_path)
@@ -160,7 +161,7 @@ def test_any_way_goes_on_from_any_other(first, second, tmp_path):
     put_optimizer_states(other, other_optimizer, states.items())
     assert train_steps(other, other_optimizer, range(3, 4)) == pytest.approx(truth().losses[2:], abs=1e-12)
     for shard in other.shards:
-        torch.testing.assert_close(shard.local.detach(), truth().parameters[shard.name], rtol=0, atol=1e-12)
+        torch.testing.assert_close(shard.value, truth().parameters[shard.name], rtol=0, atol=1e-12)
 
 
 def test_a_large_tensor_goes_through_a_small_buffer(tmp_path):

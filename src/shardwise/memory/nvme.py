@@ -24,17 +24,24 @@ READ_AHEAD = 2
 class NvmeOptimizer(OffloadedOptimizer):
     """Parameters where they are; state in a file under `directory`. On a GPU gradients stay there until their group's turn."""
 
+    more_rows = 0  # of memory, beside the buffers
+
     def __init__(self, shards: Iterable[Held], build: Build, device: torch.device, directory: Path, buffer_bytes: int):
         self.device, self.buffer_bytes = device, buffer_bytes
         held = list(shards)
         self.dtype = next((shard.local.dtype for shard in held if shard.local.requires_grad), torch.float32)
         self.names, self.counts = state_names(build, self.dtype)
+        self.rows = self._rows()
         self._counters: dict[int, dict[str, Tensor]] = {}  # what is no row of numbers stays in memory, by piece
         super().__init__(held, build)
         self.file = ScratchFile(directory, len(self.groups) * self.group_bytes)
         self._buffers = [
-            _Buffer(self.group_bytes, self.scratch_bytes, device, self.dtype) for _ in range(self._num_buffers())
+            Buffer(self.group_bytes, self.scratch_bytes, device, self.dtype) for _ in range(self._num_buffers())
         ]
+
+    def _rows(self) -> list[str]:
+        """What of each number is in the file, in this order."""
+        return self.names
 
     def _make_groups(self, build: Build) -> Iterator[Group]:
         """Each shard begins at an aligned place, so any piece of it can be read alone."""
@@ -42,15 +49,13 @@ class NvmeOptimizer(OffloadedOptimizer):
         assert not others, f"trained parameters are {self.dtype}, but {others}"
         size = self.dtype.itemsize
         unit = ALIGNMENT // size
-        rows = len(self.names) + 2 * self._is_away
         total = sum(_padded(shard.local.numel(), unit) for shard in self.shards)
-        fits = self.buffer_bytes // NUM_BUFFERS // (rows * size) // unit * unit
+        in_memory = NUM_BUFFERS * (len(self.rows) + 2 * self._is_away) + self.more_rows
+        fits = self.buffer_bytes // (in_memory * size) // unit * unit
         self.numbers = max(unit, min(fits, _padded(-(-total // NUM_BUFFERS), unit)))
         self.row_bytes = self.numbers * size
-        self.group_bytes = len(self.names) * self.row_bytes
-        self.scratch_bytes = (
-            2 * self.row_bytes * self._is_away
-        )  # parameters and gradients that come from a GPU and go back
+        self.group_bytes = len(self.rows) * self.row_bytes
+        self.scratch_bytes = 2 * self.row_bytes * self._is_away  # what comes from a GPU and goes back
         self._places: dict[int, int] = {}  # by piece: where it begins in its group
         pieces: list[Piece] = []
         place = 0
@@ -95,6 +100,7 @@ class NvmeOptimizer(OffloadedOptimizer):
     # One step -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        super()._begin()
         self._read_from = 0
 
     def _fetch(self, number: int) -> None:
@@ -123,45 +129,56 @@ class NvmeOptimizer(OffloadedOptimizer):
                     buffer.take(self._scratch(buffer, piece, 0), piece.shard.local, piece)
                     buffer.take(self._scratch(buffer, piece, 1), gradient, piece)
 
-    def _show(self, group: Group, piece: Piece, buffer: _Buffer) -> None:
-        """The optimizer's entry for a piece: views of the buffer."""
+    def _bind(self, piece: Piece, buffer: Buffer) -> None:
+        """The master and its gradient."""
         gradient = piece.shard.gradient
         if gradient is None:
             piece.master.grad = None
-            return
-        if self._is_away:
-            piece.master.data = self._scratch(buffer, piece, 0).view(_shape(piece))
-            piece.master.grad = self._scratch(buffer, piece, 1).view(_shape(piece))
+        elif self._is_away:
+            piece.master.data = self._scratch(buffer, piece, 0).view(flat_shape(piece))
+            piece.master.grad = self._scratch(buffer, piece, 1).view(flat_shape(piece))
         else:
             piece.master.grad = gradient.reshape(-1)[piece.start : piece.stop].view_as(piece.master)
+
+    def _show(self, group: Group, piece: Piece, buffer: Buffer) -> None:
+        """The optimizer's entry for a piece: views of the buffer."""
+        self._bind(piece, buffer)
+        if piece.master.grad is None:
+            return
         if self.counts and not self._counters[id(piece)]:
             return  # the first step: torch makes this group's state, `_give_back` takes it over
         state = group.optimizer.state[piece.master]
         state |= self._counters[id(piece)]
-        state |= {name: self._row(buffer, piece, row).view_as(piece.master) for row, name in enumerate(self.names)}
+        state |= {name: self._row(buffer, piece, name).view_as(piece.master) for name in self.names}
 
     def _give_back(self, number: int) -> None:
         group, buffer = self.groups[number], self._buffer(number)
         for piece in group.pieces:
             state = group.optimizer.state.pop(piece.master, {})
             self._counters[id(piece)] = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.ndim}
-            for row, name in enumerate(self.names):
-                if name in state and state[name].data_ptr() != self._row(buffer, piece, row).data_ptr():
-                    self._row(buffer, piece, row).copy_(state[name].view(-1))  # the optimizer made a new tensor
+            for name in self.names:
+                row = self._row(buffer, piece, name)
+                if name in state and state[name].data_ptr() != row.data_ptr():
+                    row.copy_(state[name].view(-1))  # the optimizer made a new tensor
             if self._is_away and piece.master.grad is not None:
                 buffer.bring_back(piece.shard.local, piece.master, piece)
             piece.master.grad = None
-        buffer.under_way = self.file.write(number * self.group_bytes, buffer.view)
+        buffer.under_way = self.file.write(number * self.group_bytes, buffer.view[: self.written_bytes])
 
     # Rows of numbers ------------------------------------------------------------------------------------------------
 
-    def _buffer(self, number: int) -> _Buffer:
+    def _buffer(self, number: int) -> Buffer:
         return self._buffers[number % len(self._buffers)]
 
-    def _row(self, buffer: _Buffer, piece: Piece, row: int) -> Tensor:
-        return buffer.numbers(row * self.row_bytes, self._places[id(piece)], piece)
+    @property
+    def written_bytes(self) -> int:
+        """Of a group, after its update."""
+        return self.group_bytes
 
-    def _scratch(self, buffer: _Buffer, piece: Piece, row: int) -> Tensor:
+    def _row(self, buffer: Buffer, piece: Piece, name: str) -> Tensor:
+        return buffer.numbers(self.rows.index(name) * self.row_bytes, self._places[id(piece)], piece)
+
+    def _scratch(self, buffer: Buffer, piece: Piece, row: int) -> Tensor:
         return buffer.numbers(self.group_bytes + row * self.row_bytes, self._places[id(piece)], piece)
 
     # State by parameter ---------------------------------------------------------------------------------------------
@@ -172,39 +189,43 @@ class NvmeOptimizer(OffloadedOptimizer):
         found = {key: value.clone() for key, value in self._counters[id(pieces[0][1])].items()}
         if self.counts and not found:
             return {}  # no step yet
-        for row, name in enumerate(self.names):
-            whole = found[name] = torch.empty(local.shape, dtype=local.dtype)
-            for group, piece in pieces:
-                whole.view(-1)[piece.start : piece.stop] = self._on_disk(group, piece, row)
-        return found
+        return found | {name: self.read_row(local, name) for name in self.names}
 
     def put_state(self, local: nn.Parameter, key: str, value: Tensor) -> None:
-        for group, piece in self.pieces[local]:
-            if key in self.names:
-                row = self.names.index(key)
-                numbers = self._on_disk(group, piece, row)
-                numbers.copy_(value.reshape(-1)[piece.start : piece.stop])
-                self._on_disk(group, piece, row, write=True)
-            else:
-                self._counters[id(piece)][key] = value.detach().clone().cpu()
+        if key in self.names:
+            self.write_row(local, key, value)
+            return
+        for _, piece in self.pieces[local]:
+            self._counters[id(piece)][key] = value.detach().clone().cpu()
 
-    def _on_disk(self, group: Group, piece: Piece, row: int, *, write: bool = False) -> Tensor:
-        """The numbers of one piece, in the first buffer, where they stay until the next call; or from there into the file."""
+    def read_row(self, local: nn.Parameter, name: str) -> Tensor:
+        whole = torch.empty(local.shape, dtype=local.dtype)
+        for group, piece in self.pieces[local]:
+            place, view = self.place(group, piece, name)
+            self.file.read(place, view).wait()
+            whole.view(-1)[piece.start : piece.stop] = self._row(self._buffers[0], piece, name)
+        return whole
+
+    def write_row(self, local: nn.Parameter, name: str, value: Tensor) -> None:
+        for group, piece in self.pieces[local]:
+            place, view = self.place(group, piece, name)
+            self._row(self._buffers[0], piece, name).copy_(value.reshape(-1)[piece.start : piece.stop])
+            self.file.write(place, view).wait()
+
+    def place(self, group: Group, piece: Piece, name: str) -> tuple[int, memoryview]:
+        """Where a piece begins in the file, all of which is written then, and its part of the first buffer, which nobody uses."""
         for buffer in self._buffers:
             buffer.under_way.wait()
             buffer.under_way = NOTHING
-        first = row * self.row_bytes + self._places[id(piece)] * piece.shard.local.itemsize
-        length = aligned((piece.stop - piece.start) * piece.shard.local.itemsize)
-        view = self._buffers[0].view[first : first + length]
-        move = self.file.write if write else self.file.read
-        move(group.number * self.group_bytes + first, view).wait()
-        return self._row(self._buffers[0], piece, row)
+        first = self.rows.index(name) * self.row_bytes + self._places[id(piece)] * self.dtype.itemsize
+        length = aligned((piece.stop - piece.start) * self.dtype.itemsize)
+        return group.number * self.group_bytes + first, self._buffers[0].view[first : first + length]
 
     def close(self) -> None:
         self.file.close()
 
 
-class _Buffer:
+class Buffer:
     """Memory for one group: its state as the file has it, and behind it room for what comes from a GPU and goes back."""
 
     def __init__(self, group_bytes: int, scratch_bytes: int, device: torch.device, dtype: torch.dtype):
@@ -247,6 +268,6 @@ def _padded(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def _shape(piece: Piece) -> tuple[int, ...]:
+def flat_shape(piece: Piece) -> tuple[int, ...]:
     count = piece.stop - piece.start
     return (1, count) if piece.shard.local.ndim > 1 else (count,)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,11 +29,12 @@ GROUP_NUMBERS = 2**24  # parameters that are updated at a time: 64 MiB in fp32
 
 @dataclass
 class Elsewhere:
-    """A gradient that has left the device, until the step is over."""
+    """What has left the device: a gradient until the step is over, a parameter that lies on a disk for good."""
 
-    gradient: Tensor | None = None
+    gradient: Callable[[], Tensor] | None = None  # brings it
     square: Tensor | None = None  # the sum of its squares, on the device
-    arrived: Any = None  # the event after which the CPU may read it
+    read: Callable[[], Tensor] | None = None
+    write: Callable[[Tensor], None] | None = None
 
 
 class Held(Protocol):
@@ -46,6 +48,8 @@ class Held(Protocol):
     def local(self) -> nn.Parameter: ...
     @property
     def gradient(self) -> Tensor | None: ...
+    @property
+    def gradient_here(self) -> Tensor | None: ...
     @property
     def elsewhere(self) -> Elsewhere: ...
 
@@ -72,6 +76,7 @@ class OffloadedOptimizer(Optimizer):
     """Parameters that are in CPU memory already: their own tensors are updated. The subclasses move things."""
 
     grad_factor: Tensor | None = None  # of the next step: what gradients are to be multiplied by
+    takes_gradients_early = False
 
     def __init__(self, shards: Iterable[Held], build: Build):
         self.shards = [shard for shard in shards if shard.local.requires_grad]
@@ -101,6 +106,16 @@ class OffloadedOptimizer(Optimizer):
         self._end()
         self.grad_factor = None
 
+    def stream_gradients(self, shards: Sequence[Held], is_last: Callable[[], bool]) -> None:
+        """Let these gradients leave as soon as backward has them. For those that are complete then; `is_last`: whether the
+        backward that runs is the step's last for them."""
+        ours = {id(shard.local) for shard in self.shards if self.takes_gradients_early}
+        for shard in shards:
+            if id(shard.local) in ours:
+                shard.parameter.register_post_accumulate_grad_hook(
+                    lambda _, shard=shard: self._send(shard) if is_last() else None
+                )
+
     # What the subclasses say ----------------------------------------------------------------------------------------
 
     def _make_groups(self, build: Build) -> Iterator[Group]:
@@ -109,7 +124,12 @@ class OffloadedOptimizer(Optimizer):
         if pieces:
             yield Group(pieces, build(locals_))
 
-    def _begin(self) -> None: ...
+    def _send(self, shard: Held) -> None:
+        """The gradient leaves the device, and the device forgets it."""
+
+    def _begin(self) -> None:
+        for shard in self.shards if self.takes_gradients_early else ():
+            self._send(shard)  # those that were not complete before backward ended
 
     def _fetch(self, number: int) -> None:
         """Afterwards masters, their gradients and the state of this group are in CPU memory."""
@@ -140,6 +160,8 @@ class OffloadedOptimizer(Optimizer):
 class StreamingOptimizer(OffloadedOptimizer):
     """Parameters on a device, masters and state in pinned CPU memory."""
 
+    takes_gradients_early = True
+
     def __init__(self, shards: Iterable[Held], build: Build, device: torch.device, master_dtype: torch.dtype):
         self.device, self.master_dtype = device, master_dtype
         on_cuda = device.type == "cuda"
@@ -148,21 +170,10 @@ class StreamingOptimizer(OffloadedOptimizer):
         super().__init__(shards, build)
         self.landing = {id(shard.local): self._pinned(shard.local) for shard in self.shards}
 
-    def stream_gradients(self, shards: Sequence[Held], is_last: Callable[[], bool]) -> None:
-        """Let these gradients leave as soon as backward has them. For those that are complete then; `is_last`: whether the
-        backward that runs is the step's last for them."""
-        ours = {id(shard.local) for shard in self.shards}
-        for shard in shards:
-            if id(shard.local) in ours:
-                shard.parameter.register_post_accumulate_grad_hook(
-                    lambda _, shard=shard: self._send(shard) if is_last() else None
-                )
-
     @torch.no_grad()
     def _send(self, shard: Held) -> None:
-        """The gradient leaves the device, and the device forgets it."""
-        gradient, there = shard.gradient, shard.elsewhere
-        if gradient is None or there.gradient is not None:
+        gradient, there = shard.gradient_here, shard.elsewhere
+        if gradient is None:
             return
         there.square = torch.linalg.vector_norm(gradient).double().square()
         landing = self.landing[id(shard.local)]
@@ -170,8 +181,7 @@ class StreamingOptimizer(OffloadedOptimizer):
             landing.copy_(gradient, non_blocking=True)
         if self._down is not None:
             gradient.record_stream(self._down)
-            there.arrived = self._down.record_event()
-        there.gradient = landing
+        there.gradient = partial(_arrived, landing, self._down and self._down.record_event())
         shard.local.grad = shard.parameter.grad = None
 
     def _make_groups(self, build: Build) -> Iterator[Group]:
@@ -190,16 +200,9 @@ class StreamingOptimizer(OffloadedOptimizer):
     def _pinned(self, local: nn.Parameter) -> Tensor:
         return torch.empty(local.shape, dtype=self.master_dtype, pin_memory=self.device.type == "cuda")
 
-    def _begin(self) -> None:
-        for shard in self.shards:  # those that were not complete before backward ended
-            self._send(shard)
-
     def _fetch(self, number: int) -> None:
         for piece in self.groups[number].pieces:
-            there = piece.shard.elsewhere
-            if there.arrived is not None:
-                there.arrived.synchronize()
-            piece.master.grad = there.gradient
+            piece.master.grad = piece.shard.gradient
 
     def _give_back(self, number: int) -> None:
         with on_stream(self._up, after=False):
@@ -266,13 +269,21 @@ def in_memory(value: Tensor, like: Tensor) -> Tensor:
 def offloaded_optimizer(shards: Iterable[Held], build: Build, plan: Plan, device: torch.device) -> OffloadedOptimizer:
     """By the plan: state in CPU memory or on a disk; parameters where they are."""
     from shardwise.memory.nvme import NvmeOptimizer, state_names
+    from shardwise.memory.nvme_model import NvmeModel
 
     held = [shard for shard in shards if shard.local.requires_grad]
     home = held[0].local.device if held else device
     dtype = held[0].local.dtype if held else torch.float32
     if plan.offload_to == "nvme" and state_names(build, dtype)[0]:
-        return NvmeOptimizer(held, build, home, Path(plan.offload_dir), plan.offload_buffer)
+        kind = NvmeModel if plan.offload == "all" else NvmeOptimizer
+        return kind(held, build, home, Path(plan.offload_dir), plan.offload_buffer)
     return OffloadedOptimizer(held, build) if home.type == "cpu" else StreamingOptimizer(held, build, home, dtype)
+
+
+def _arrived(landing: Tensor, event: Any) -> Tensor:
+    if event is not None:
+        event.synchronize()
+    return landing
 
 
 def _without_state(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.memory.offload import OffloadedOptimizer, StreamingOptimizer
+from shardwise.memory.nvme_model import NvmeModel
+from shardwise.memory.offload import OffloadedOptimizer
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, update_router_bias
@@ -22,6 +23,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
 from shardwise.parallel.traffic import Traffic
+from shardwise.parallel.zero import serve_parameters
 
 
 class Engine:
@@ -57,15 +59,15 @@ class Engine:
 
     def stream_gradients(self, optimizer: OffloadedOptimizer) -> None:
         """An optimizer on the CPU gets gradients while backward still runs: those to which nobody adds anything later."""
-        if not isinstance(optimizer, StreamingOptimizer):
-            return
+        tied = {"embed.weight"} if self.spec.tied and self.plan.pp > 1 else set()
         for stage in self.stages:
-            if not stage.sums.completes_in_backward:
-                continue
             mine = {id(parameter) for parameter in stage.model.parameters()}
-            tied = {"embed.weight"} if self.spec.tied and self.plan.pp > 1 else set()
-            shards = [s for s in self.shards if id(s.parameter) in mine and s.sum_over is None and s.name not in tied]
-            optimizer.stream_gradients(shards, lambda stage=stage: stage.in_last_backward)  # type: ignore[misc]
+            shards = [s for s in self.shards if id(s.parameter) in mine]
+            if stage.sums.completes_in_backward:
+                final = [s for s in shards if s.sum_over is None and s.name not in tied]
+                optimizer.stream_gradients(final, lambda stage=stage: stage.in_last_backward)  # type: ignore[misc]
+            if isinstance(optimizer, NvmeModel):
+                serve_parameters(optimizer, stage.model, shards)
 
     # One step -----------------------------------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ class Engine:
                 self._sum_partial()
         for shard in self.shards:
             if shard.local is not shard.parameter:
-                shard.local.grad = shard.gradient
+                shard.local.grad = shard.gradient_here
         return self._counted(sums)
 
     def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:

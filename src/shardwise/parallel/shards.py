@@ -38,16 +38,22 @@ class Shard:
 
     @property
     def gradient(self) -> Tensor | None:
-        there = self.elsewhere
-        if self.parameter.grad is not None or there.gradient is None:
-            return _plain(self.parameter.grad)
-        if there.arrived is not None:
-            there.arrived.synchronize()
-        return there.gradient
+        """Wherever it is."""
+        fetch = self.elsewhere.gradient
+        return self.gradient_here if fetch is None else fetch()
+
+    @property
+    def gradient_here(self) -> Tensor | None:
+        return _plain(self.parameter.grad)
 
     def forget_gradient(self) -> None:
         self.local.grad = self.parameter.grad = None
-        self.elsewhere.gradient = self.elsewhere.square = self.elsewhere.arrived = None
+        self.elsewhere.gradient = self.elsewhere.square = None
+
+    @property
+    def value(self) -> Tensor:
+        """This rank's numbers, wherever they are."""
+        return self.local.detach() if self.elsewhere.read is None else self.elsewhere.read()
 
     def take(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor."""
@@ -56,7 +62,10 @@ class Shard:
 
     def put(self, full: Tensor) -> None:
         with torch.no_grad():
-            self.local.copy_(self.take(full))
+            if self.elsewhere.write is not None:
+                self.elsewhere.write(self.take(full))
+            else:
+                self.local.copy_(self.take(full))
 
 
 def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shard]:

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.memory.nvme_model import NvmeModel
 from shardwise.memory.offload import Build, OffloadedOptimizer, offloaded_optimizer
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import shards_of, squared_norm
 from shardwise.parallel.traffic import Traffic
-from shardwise.parallel.zero import Groups, Sharded, buffers_to
+from shardwise.parallel.zero import Groups, Sharded, buffers_to, serve_parameters
 
 Loss = Callable[[Any, Any], tuple[Tensor, int]]
 """Of (model, micro-batch): the sum of the loss over its targets, and how many targets there are."""
@@ -44,6 +45,7 @@ class Split:
         self.sums = split_in_place(module, groups, mesh, self.traffic, BUCKET_BYTES[mesh.plan.device])
         self.shards = shards_of(module, mesh, None)
         self._offloaded: OffloadedOptimizer | None = None
+        self._in_last_backward = False
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's share as plain tensors, for any torch optimizer."""
@@ -57,8 +59,12 @@ class Split:
         disk; it must then treat every number alike, which all of torch's do but Adafactor, LBFGS and Muon."""
         if self.plan.offload == "none":
             return build(self.parameters())
-        self._offloaded = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
-        return self._offloaded
+        optimizer = self._offloaded = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
+        if self.sums.completes_in_backward:
+            optimizer.stream_gradients(self.shards, lambda: self._in_last_backward)
+        if isinstance(optimizer, NvmeModel):
+            serve_parameters(optimizer, self.module, self.shards)
+        return optimizer
 
     # One step -----------------------------------------------------------------------------------------------------
 
@@ -76,6 +82,7 @@ class Split:
             self.sums.before_forward(last=last)
             value, count = _checked(loss(self.sums.forward, micro))
             self.sums.before_backward("B", last=last)
+            self._in_last_backward = last
             (value * weight).backward()
             self.sums.after_backward("B", last=last)
             total[1:] += torch.stack([value.detach().double(), total.new_tensor(count)]) * weight
@@ -98,8 +105,8 @@ class Split:
     def _finish(self, total: Tensor, clip: float | None) -> Step:
         for shard in self.shards:
             if shard.local is not shard.parameter:
-                shard.local.grad = shard.gradient
-        gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
+                shard.local.grad = shard.gradient_here
+        gradients = [gradient for shard in self.shards if (gradient := shard.gradient_here) is not None]
         total[0] = squared_norm(self.shards).to(total.device)
         squares, value, count = self._over_ranks(total)
         count = count.clamp(min=1)
@@ -160,7 +167,7 @@ class Split:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the module's own `state_dict()` was before it was split, on the CPU of rank 0; others get an empty one."""
-        whole = collect(self, lambda shard: {shard.name: shard.local})
+        whole = collect(self, lambda shard: {shard.name: shard.value})
         return {name: whole[own] if own else value.detach().cpu() for name, own, value in self._names() if whole}
 
     @torch.no_grad()

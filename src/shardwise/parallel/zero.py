@@ -13,8 +13,8 @@ fraction of the time of gloo's own, which is an all-reduce and a slice.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from shardwise.memory.nvme_model import NvmeModel
 from shardwise.model.decoder import Decoder
 from shardwise.model.precision import COMPUTED
 from shardwise.parallel.compat import all_gather_single, fsdp_groups
@@ -31,6 +32,9 @@ from shardwise.parallel.expert import SpreadExperts
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.traffic import Traffic
 from shardwise.plan.schedules import splits_backward
+
+if TYPE_CHECKING:
+    from shardwise.parallel.shards import Shard
 
 Groups = list[list[nn.Module]]
 """Modules whose parameters travel together."""
@@ -43,14 +47,17 @@ class Sharded(GradientSums):
         super().__init__(model)
         # Parameters that live in CPU memory come block by block and go again: stage 3, on one device too.
         self.zero = 3 if mesh.plan.offload == "all" else mesh.plan.zero
-        self.completes_in_backward = mesh.device.type == "cuda"  # on gloo an exchange may still be under way
         self.reduction = ExactReduceScatter(traffic)
         self.root: FSDPModule = shard_groups(model, groups, mesh, traffic, self.reduction, num_kept)
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
         # parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
         # With replicas an all-reduce reads the result at once.
-        self._can_overlap = self.zero > 0 and mesh.plan.replicate == 1
+        on_disk = (
+            mesh.plan.offload == "all" and mesh.plan.offload_to == "nvme"
+        )  # gradients too, as soon as there is one
+        self._can_overlap = self.zero > 0 and mesh.plan.replicate == 1 and not on_disk
+        self.completes_in_backward = mesh.device.type == "cuda" or not self._can_overlap
         self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
@@ -180,6 +187,14 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """FSDP2's groups, the root's too; a group may serve several modules."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return iter({id(group): group for module in modules for group in fsdp_groups(module)}.values())
+
+
+def serve_parameters(optimizer: NvmeModel, model: nn.Module, shards: Iterable[Shard]) -> None:
+    """FSDP2 gathers from parameters that lie on a disk: they are read just before, and forgotten after."""
+    names = {id(shard.parameter): shard for shard in shards}
+    for group in parameter_groups(model):
+        found = [(param, names[id(param.sharded_param)]) for param in group.fsdp_params]
+        optimizer.serve(group, [(param, shard) for param, shard in found if shard.local.requires_grad])
 
 
 def _time_waits(group: Any, traffic: Traffic, reduction: ExactReduceScatter | None) -> None:

@@ -12,26 +12,31 @@ Parts = dict[str, int]
 
 
 def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]:
-    """`parts`: weights, gathered, gradients and optimizer as they would be without offloading. Returns those of them that change,
-    and what is elsewhere: `host` (CPU memory of a GPU's rank) and `disk`."""
+    """`parts`: what a rank holds without offloading. Returns those of them that change, and what is elsewhere: `host` (CPU memory of
+    a GPU's rank) and `disk`."""
     own, state = parts["weights"], parts["optimizer"]
-    on_disk = state if plan.offload_to == "nvme" else 0
-    buffer = min(plan.offload_buffer, state) if on_disk else 0
-    away = plan.device == "cuda"
-    here: Parts = {"optimizer": 0 if away else buffer if on_disk else state}
-    host = 0
+    away, uses_disk = plan.device == "cuda", plan.offload_to == "nvme" and state > 0
+    in_memory = min(plan.offload_buffer, state) if uses_disk else state
+    here: Parts = {"optimizer": 0 if away else in_memory}
+    leaves_early = plan.num_microbatches == 1 and (plan.dp * plan.cp == 1 or plan.zero or plan.uses_fsdp)
+    host, disk = 0, state if uses_disk else 0
     if plan.offload == "all":
         here["gathered"] = two_blocks(share, parts["gathered"] or own * plan.state_shards)
-        if away:
+        if uses_disk:
+            disk = 2 * own + state
+            here["gathered"] += two_blocks(share, own)  # as they were read
+            here["gradients"] = two_blocks(share, own) if leaves_early else own
+            # All weights are in memory once: when the run starts, before they are written.
+            rest = sum((parts | here).values()) - own - parts["process"]
+            here["weights"] = max(0, own - rest)
+        elif away:
             here |= {"weights": 0, "gradients": two_blocks(share, own)}
-            host = 2 * own + (buffer if on_disk else state)
-    elif away and on_disk:
-        host = buffer  # gradients wait on the device for their group's turn
+            host = 2 * own + state
     elif away:
-        host = 2 * own + state  # masters, and gradients as they arrive
-        if plan.num_microbatches == 1 and (plan.dp * plan.cp == 1 or plan.zero or plan.is_mixed):
-            here["gradients"] = two_blocks(share, own)  # each leaves when it is complete
-    return here, {"host": host, "disk": on_disk}
+        host = in_memory if uses_disk else 2 * own + state  # masters, and gradients as they arrive
+        if leaves_early and not uses_disk:
+            here["gradients"] = two_blocks(share, own)
+    return here, {"host": host, "disk": disk}
 
 
 def two_blocks(share: RankShare, all_bytes: int) -> int:

@@ -18,7 +18,7 @@ from shardwise.parallel.engine import Engine
 def collect_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """Collective. The groups of a checkpoint; complete on rank 0."""
     return {
-        "weights": collect(engine, lambda shard: {shard.name: shard.local}, engine.buffers()),
+        "weights": collect(engine, lambda shard: {shard.name: shard.value}, engine.buffers()),
         "optimizer": collect(engine, optimizer_states(optimizer)),
         "rng": {"cpu": torch.get_rng_state()},
     }

@@ -68,5 +68,5 @@ def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device
         if step == 1:
             record.gradients = collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
         update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=clock)
-    record.parameters = collect(engine, lambda shard: {shard.name: shard.local.detach().clone()})
+    record.parameters = collect(engine, lambda shard: {shard.name: shard.value.clone()})
     return record
