@@ -107,7 +107,6 @@ CASES = {
     "layout twice": ("", ["parallel.layout=dp=2 dp=3"], "`dp` is set twice in the layout `dp=2 dp=3`", "it is 2 and 3", "", "command line"),
     "layout bare": ("", ["parallel.layout=dp"], "`dp` in the layout has no value", "", "dp=2", "command line"),
     "layout empty": ('[parallel]\nlayout = ""', [], "the layout is empty", "", "dp=2", "run.toml:2"),
-    "layout later": ("", ["parallel.layout=dp=2 offload=all"], '`memory.offload = "all"` is not available yet', "", "", "command line"),
     "split word": ("", ["parallel.split=evn"], '`parallel.split` must be a list of whole numbers or "auto" or "even", got "evn"', "layers per stage", "[4, 4]", "command line"),
     "split of nothing": ("", ["parallel.pp=2", "parallel.split=6,0"], "`parallel.split = 0` is out of range", "at least 1", "", "command line"),
 }  # fmt: skip

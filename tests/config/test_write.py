@@ -33,6 +33,8 @@ HELD = {
     "run.name": "x",
     "parallel.layout": None,
     "train.seq_len": 256,
+    "memory.offload": "none",
+    "memory.offload_to": "cpu",
 }
 LAYOUTS = [
     {},

@@ -26,6 +26,7 @@ def check_config(config: Config, origins: Origins) -> None:
     _precision(config, origins)
     _data(config, origins)
     check_layout(config, origins)
+    _offload(config, origins)
     _checkpoint(config, origins)
     _run(config, origins)
 
@@ -145,6 +146,25 @@ def _data(config: Config, origins: Origins) -> None:
             why="weights are at least 0 and one of them is above 0",
             fix=f"for example `data.mix = {[1.0] * len(sources)}`",
             where=where,
+        )
+
+
+def _offload(config: Config, origins: Origins) -> None:
+    memory = config.memory
+    where = where_written(origins, "memory.offload", "memory.offload_to")
+    if memory.offload == "none" and memory.offload_to == "nvme":
+        raise UserError(
+            "`memory.offload_to = nvme` has nothing to move",
+            why="memory.offload is none",
+            fix="memory.offload=nvme",
+            where=where,
+        )
+    if memory.offload != "none" and config.optimizer.name == "adamw8bit":
+        raise UserError(
+            f"`memory.offload = {memory.offload}` and `optimizer.name = adamw8bit` exclude each other",
+            why="8-bit state is small so that it can stay on the device; its update is compiled for tensors that do",
+            fix="optimizer.name=adamw, or memory.offload=none",
+            where=where_written(origins, "memory.offload", "optimizer.name"),
         )
 
 

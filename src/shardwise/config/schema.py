@@ -192,10 +192,16 @@ class MemoryConfig:
         available=("none",),
     )
     offload: str = setting(
-        "none", "what lives in CPU memory", choices=("none", "optimizer", "all", "nvme"), available=("none",)
+        "none",
+        "what leaves the device: `optimizer` its state and update, `all` the parameters too; `nvme`: optimizer, to a disk",
+        choices=("none", "optimizer", "all", "nvme"),
     )
-    offload_to: str = setting("cpu", "where offloaded state lives", choices=("cpu", "nvme"), available=("cpu",))
-    offload_dir: str | None = setting(None, "directory for NVMe offload", later=True)
+    offload_to: str = setting("cpu", "where offloaded state lives", choices=("cpu", "nvme"))
+    offload_dir: str | None = setting(None, "directory on the disk for `nvme`; default: run.dir")
+    offload_buffer: int = setting(
+        256 * 2**20, "memory through which a disk is read and written", unit="bytes", low=2**16
+    )
+    offload_tmpfs: bool = setting(False, "allow an offload_dir that lies in memory (tmpfs)")
     activation_offload: bool = setting(False, "activations wait in CPU memory", later=True)
 
 

@@ -43,7 +43,7 @@ from shardwise.parallel.shards import shards_of
 from shardwise.parallel.split_module import float8_in_place, split_in_place
 from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
 from shardwise.parallel.traffic import Traffic
-from shardwise.parallel.zero import Sharded, decoder_groups
+from shardwise.parallel.zero import Sharded, buffers_to, decoder_groups
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import stage_owners
 
@@ -96,7 +96,8 @@ def parallelize_decoder(
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head
             sums = Sharded(model, decoder_groups(model), mesh, traffic, num_kept)
-        model.to_empty(device=device)
+        model.to_empty(device=plan.parameter_home(device.type))
+        buffers_to(model, device)
         if sums is not None:
             sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
         fill_stage(model, mesh, fill, layers, adapters)

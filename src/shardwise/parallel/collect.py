@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.memory.low_bit import wide_state
+from shardwise.memory.offload import OffloadedOptimizer
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import Shard, gather
 
@@ -90,6 +91,12 @@ def put_optimizer_states(
 ) -> None:
     """Full states by those names, cut to this rank's share. torch's own loading knows where each optimizer wants its counters."""
     by_name = {shard.name: shard for shard in engine.shards}
+    if isinstance(optimizer, OffloadedOptimizer):
+        for key, value in states:
+            state, name = key.split("/", 1)
+            for shard in (shard for shard in engine.shards if shard.name == name and shard.local.requires_grad):
+                optimizer.put_state(shard.local, state, shard.take(value) if value.ndim else value)
+        return
     saved: dict[str, dict[str, Tensor]] = {}
     for key, value in states:
         state, name = key.split("/", 1)

@@ -35,6 +35,8 @@ AtEnd = tuple[Group, list[nn.Parameter]]
 class GradientSums:
     """One stage's gradients over data-parallel ranks. This one has no peers: nothing to do."""
 
+    completes_in_backward = True  # a gradient that the last backward has accumulated is final, but for other axes
+
     def __init__(self, model: nn.Module):
         self.model = model
         self.forward: nn.Module = model  # what the pipeline calls
@@ -54,6 +56,8 @@ class GradientSums:
 
 class SummedAtEnd(GradientSums):
     """Plain replicas inside a pipeline, and those of experts: bucketed sums of what all micro-batches have accumulated."""
+
+    completes_in_backward = False
 
     def __init__(self, model: nn.Module, at_end: Sequence[AtEnd], bucket_bytes: int, traffic: Traffic):
         super().__init__(model)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.memory.float8 import Float8Layers
+from shardwise.memory.nvme_model import NvmeModel
+from shardwise.memory.offload import OffloadedOptimizer
 from shardwise.memory.overflow import Overflow, first_overflow
 from shardwise.memory.scaler import clip_factor, scaler_of
 from shardwise.model.cache import KeyValueCache
@@ -24,6 +26,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
 from shardwise.parallel.traffic import Traffic
+from shardwise.parallel.zero import serve_parameters
 
 
 class Engine:
@@ -65,6 +68,18 @@ class Engine:
         """What the optimizer updates. A rank may have two copies of a tied weight; both are updated alike."""
         return [shard.local for shard in self.shards]
 
+    def stream_gradients(self, optimizer: OffloadedOptimizer) -> None:
+        """An optimizer on the CPU gets gradients while backward still runs: those to which nobody adds anything later."""
+        tied = {"embed.weight"} if self.spec.tied and self.plan.pp > 1 else set()
+        for stage in self.stages:
+            mine = {id(parameter) for parameter in stage.model.parameters()}
+            shards = [s for s in self.shards if id(s.parameter) in mine]
+            if stage.sums.completes_in_backward:
+                final = [s for s in shards if s.sum_over is None and s.name not in tied]
+                optimizer.stream_gradients(final, lambda stage=stage: stage.in_last_backward)  # type: ignore[misc]
+            if isinstance(optimizer, NvmeModel):
+                serve_parameters(optimizer, stage.model, shards)
+
     # One step -----------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
@@ -78,7 +93,7 @@ class Engine:
                 self._sum_partial()
         for shard in self.shards:
             if shard.local is not shard.parameter:
-                shard.local.grad = shard.gradient
+                shard.local.grad = shard.gradient_here
         return self._counted(sums)
 
     def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -116,7 +131,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         for shard in self.shards:
-            shard.local.grad = shard.parameter.grad = None
+            shard.forget_gradient()
 
     def first_overflow(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Overflow | None:
         """Collective. What is not finite first when these micro-batches are computed again; gradients are gone afterwards."""
@@ -153,7 +168,9 @@ class Engine:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
         for group in {id(s.sum_over): s.sum_over for s in self.shards if s.sum_over is not None}.values():
             gradients = [g for s in self.shards if s.sum_over is group and (g := s.gradient) is not None]
-            self.traffic.num_bytes += sum_tensors(gradients, group, self.bucket_bytes, self.traffic.on("tp"))
+            self.traffic.num_bytes += sum_tensors(
+                gradients, group, self.bucket_bytes, self.traffic.on("tp"), self.mesh.device
+            )
 
     def _sum_tied(self) -> None:
         """A tied embedding on first and last stage: two copies, one gradient."""
@@ -167,7 +184,7 @@ class Engine:
                 last.copy_(first)
         elif gradients and self.mesh.ends is not None:
             found = [gradient for gradient in gradients if gradient is not None]
-            sum_tensors(found, self.mesh.ends, self.bucket_bytes, self.traffic.on("pp"))
+            sum_tensors(found, self.mesh.ends, self.bucket_bytes, self.traffic.on("pp"), self.mesh.device)
 
     # Without training ---------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class Stage:
     model: Decoder
     sums: GradientSums
     last_backward: Action | None = None  # of a step: the one after which gradients are complete
+    in_last_backward: bool = False
 
 
 @dataclass
@@ -132,6 +133,7 @@ class Pipeline:
         """Runs backward through one stage; returns the gradient for the stage before."""
         last = action == stage.last_backward
         stage.sums.before_backward(action.kind, last=last)
+        stage.in_last_backward = last
         targets = max(num_targets, 1)
         if isinstance(done.output, Losses):
             loss = torch.stack([part.to(done.output.cross_entropy) for part in done.output]).sum()
@@ -144,6 +146,7 @@ class Pipeline:
                     gradients.append(torch.full_like(loss, self.loss_scale) / targets)
             if roots[0].requires_grad:  # a first stage may be frozen as a whole
                 torch.autograd.backward(roots, gradients)
+        stage.in_last_backward = False
         stage.sums.after_backward(action.kind, last=last)
         done.output = None  # type: ignore[assignment]  # the graph is gone; with I only the noted pairs stay
         x_BTD, done.x_BTD = done.x_BTD, None

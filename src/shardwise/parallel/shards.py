@@ -8,13 +8,14 @@ shares its memory with the module's parameter; whoever updates one updates the o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.memory.offload import Elsewhere
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.tensor import Placement, Slice, placement, take
@@ -33,10 +34,26 @@ class Shard:
     cut_over: Group  # ranks that have the other slices, or None
     slice_copies: int  # neighbours among them with the same slice
     spread_over: Group  # ranks that have the other rows, or None
+    elsewhere: Elsewhere = field(default_factory=Elsewhere)  # where the gradient is when it has left the device
 
     @property
     def gradient(self) -> Tensor | None:
+        """Wherever it is."""
+        fetch = self.elsewhere.gradient
+        return self.gradient_here if fetch is None else fetch()
+
+    @property
+    def gradient_here(self) -> Tensor | None:
         return _plain(self.parameter.grad)
+
+    def forget_gradient(self) -> None:
+        self.local.grad = self.parameter.grad = None
+        self.elsewhere.gradient = self.elsewhere.square = None
+
+    @property
+    def value(self) -> Tensor:
+        """This rank's numbers, wherever they are."""
+        return self.local.detach() if self.elsewhere.read is None else self.elsewhere.read()
 
     def take(self, full: Tensor) -> Tensor:
         """This rank's part of the full tensor."""
@@ -45,7 +62,10 @@ class Shard:
 
     def put(self, full: Tensor) -> None:
         with torch.no_grad():
-            self.local.copy_(self.take(full))
+            if self.elsewhere.write is not None:
+                self.elsewhere.write(self.take(full))
+            else:
+                self.local.copy_(self.take(full))
 
 
 def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shard]:
@@ -101,8 +121,15 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
 
 
 @torch.no_grad()
-def sum_tensors(tensors: Iterable[Tensor], group: Group, bucket_bytes: int, wait: Wait = unseen) -> int:
-    """Add up each tensor over the group, in place, many tensors per message. Returns the bytes sent."""
+def sum_tensors(
+    tensors: Iterable[Tensor],
+    group: Group,
+    bucket_bytes: int,
+    wait: Wait = unseen,
+    device: torch.device | None = None,
+) -> int:
+    """Add up each tensor over the group, in place, many tensors per message. Returns the bytes sent. `device`: where messages
+    begin, if the tensors may be elsewhere."""
     buckets: list[list[Tensor]] = []
     size = bucket_bytes
     for tensor in tensors:
@@ -111,7 +138,7 @@ def sum_tensors(tensors: Iterable[Tensor], group: Group, bucket_bytes: int, wait
             size = 0
         buckets[-1].append(tensor)
         size += tensor.nbytes
-    flat = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets]
+    flat = [torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device) for bucket in buckets]
     works = [dist.all_reduce(buffer, group=group, async_op=True) for buffer in flat]
     for bucket, buffer, work in zip(buckets, flat, works, strict=True):
         with wait("all-reduce", buffer.nbytes):
@@ -124,15 +151,20 @@ def sum_tensors(tensors: Iterable[Tensor], group: Group, bucket_bytes: int, wait
 @torch.no_grad()
 def squared_norm(shards: Iterable[Shard]) -> Tensor:
     """This rank's share of the squared gradient norm: numbers that several ranks hold count once in the sum over all ranks."""
-    found = [(shard.gradient, shard.copies) for shard in shards]
+    held = list(shards)
+    # Of gradients that have left the device, the squares were added up there.
+    away = [shard.elsewhere.square / shard.copies for shard in held if shard.elsewhere.square is not None]
+    found = [(shard.gradient, shard.copies) for shard in held if shard.elsewhere.square is None]
     gradients = [gradient for gradient, _ in found if gradient is not None and gradient.numel()]
     copies = [count for gradient, count in found if gradient is not None and gradient.numel()]
+    total = torch.stack(away).sum() if away else torch.zeros((), dtype=torch.float64)
     if not gradients:
-        return torch.zeros((), dtype=torch.float64)
+        return total
     # In 16 bits a norm would be rounded to 8 or 11 of them, and one of scaled fp16 gradients would overflow.
     wide = None if all(gradient.dtype.itemsize > 2 for gradient in gradients) else torch.float32
     norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
-    return (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
+    squares = norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)
+    return squares.sum() + total.to(norms.device)
 
 
 # Whole tensors ------------------------------------------------------------------------------------------------------
@@ -141,7 +173,7 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
 @torch.no_grad()
 def gather(shard: Shard, local: Tensor, mesh: Mesh) -> Tensor:
     """The full tensor from everybody's parts; every rank that has one of them calls it and gets it."""
-    full = local.detach()
+    full = local.detach().to(mesh.device)  # what is offloaded travels from the device
     if shard.spread_over is not None:
         size = -(-shard.parameter.shape[0] // shard.spread_over.size())
         full = torch.cat(_all_gather(_pad(full, 0, size), shard.spread_over))[: shard.parameter.shape[0]]

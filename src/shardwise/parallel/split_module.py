@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from shardwise.errors import UserError
 from shardwise.memory.float8 import Float8Layers, apply_float8
+from shardwise.memory.nvme_model import NvmeModel
+from shardwise.memory.offload import Build, OffloadedOptimizer, offloaded_optimizer
 from shardwise.memory.scaler import clip_factor, scaler_of
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import shards_of, squared_norm
 from shardwise.parallel.traffic import Traffic
-from shardwise.parallel.zero import Groups, Sharded
+from shardwise.parallel.zero import Groups, Sharded, buffers_to, serve_parameters
 
 Loss = Callable[[Any, Any], tuple[Tensor, int]]
 """Of (model, micro-batch): the sum of the loss over its targets, and how many targets there are."""
@@ -46,6 +48,8 @@ class Split:
         self.scaler, self.float8 = scaler_of(mesh.plan), float8_in_place(module, groups, mesh)
         self.sums = split_in_place(module, groups, mesh, self.traffic, BUCKET_BYTES[mesh.plan.device])
         self.shards = shards_of(module, mesh, None)
+        self._offloaded: OffloadedOptimizer | None = None
+        self._in_last_backward = False
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's share as plain tensors, for any torch optimizer."""
@@ -53,6 +57,18 @@ class Split:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((shard.name, shard.local) for shard in self.shards)
+
+    def optimizer(self, build: Build) -> torch.optim.Optimizer:
+        """`build(parameters)` makes a torch optimizer. With `offload` in the layout its state and update are in CPU memory or on a
+        disk; it must then treat every number alike, which all of torch's do but Adafactor, LBFGS and Muon."""
+        if self.plan.offload == "none":
+            return build(self.parameters())
+        optimizer = self._offloaded = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
+        if self.sums.completes_in_backward:
+            optimizer.stream_gradients(self.shards, lambda: self._in_last_backward)
+        if isinstance(optimizer, NvmeModel):
+            serve_parameters(optimizer, self.module, self.shards)
+        return optimizer
 
     # One step -----------------------------------------------------------------------------------------------------
 
@@ -62,7 +78,7 @@ class Split:
         the loss is scaled inside; `scaler` holds the scale, for whoever saves it."""
         self._forget_gathered()
         for shard in self.shards:
-            shard.local.grad = shard.parameter.grad = None
+            shard.forget_gradient()
         sent = self.traffic.num_bytes
         total = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)  # squared norm, loss, targets
         turns = self._turns(microbatches)
@@ -71,6 +87,7 @@ class Split:
             self.sums.before_forward(last=last)
             value, count = _checked(loss(self.sums.forward, micro))
             self.sums.before_backward("B", last=last)
+            self._in_last_backward = last
             (value * weight * self.scaler.scale).backward()
             self.sums.after_backward("B", last=last)
             total[1:] += torch.stack([value.detach().double(), total.new_tensor(count)]) * weight
@@ -93,18 +110,20 @@ class Split:
     def _finish(self, total: Tensor, clip: float | None) -> Step:
         for shard in self.shards:
             if shard.local is not shard.parameter:
-                shard.local.grad = shard.gradient
-        gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
+                shard.local.grad = shard.gradient_here
+        gradients = [gradient for shard in self.shards if (gradient := shard.gradient_here) is not None]
         total[0] = squared_norm(self.shards).to(total.device)
         squares, value, count = self._over_ranks(total)
         count = count.clamp(min=1)
         norm = squares.sqrt() / count / self.scaler.scale
         skipped = self.scaler.overflowed(norm)
+        factor = clip_factor(norm, clip, self.scaler.scale) / count
         if skipped:
             for shard in self.shards:
-                shard.local.grad = shard.parameter.grad = None
+                shard.forget_gradient()
+        elif self._offloaded is not None:
+            self._offloaded.grad_factor = factor
         else:
-            factor = clip_factor(norm, clip, self.scaler.scale) / count
             for dtype in {gradient.dtype for gradient in gradients}:
                 torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
         self.scaler.update(overflowed=skipped)
@@ -158,7 +177,7 @@ class Split:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the module's own `state_dict()` was before it was split, on the CPU of rank 0; others get an empty one."""
-        whole = collect(self, lambda shard: {shard.name: shard.local})
+        whole = collect(self, lambda shard: {shard.name: shard.value})
         return {name: whole[own] if own else value.detach().cpu() for name, own, value in self._names() if whole}
 
     @torch.no_grad()
@@ -224,7 +243,8 @@ def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traff
     if mesh.fsdp is None:
         module.to(mesh.device)
         return Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else GradientSums(module)
+    module.to(mesh.plan.parameter_home(mesh.device.type))
     sums = Sharded(module, groups, mesh, traffic, num_kept=1)
-    module.to(mesh.device)  # buffers
+    buffers_to(module, mesh.device)
     sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
     return sums

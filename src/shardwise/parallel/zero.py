@@ -13,16 +13,17 @@ fraction of the time of gloo's own, which is an all-reduce and a slice.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from shardwise.memory.nvme_model import NvmeModel
 from shardwise.model.decoder import Decoder
 from shardwise.model.precision import COMPUTED, SUMMED
 from shardwise.parallel.compat import all_gather_single, fsdp_groups
@@ -33,6 +34,9 @@ from shardwise.parallel.traffic import Traffic
 from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import splits_backward
 
+if TYPE_CHECKING:
+    from shardwise.parallel.shards import Shard
+
 Groups = list[list[nn.Module]]
 """Modules whose parameters travel together."""
 
@@ -42,14 +46,20 @@ class Sharded(GradientSums):
 
     def __init__(self, model: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, num_kept: int):
         super().__init__(model)
-        self.zero = mesh.plan.zero
+        # Parameters that live in CPU memory come block by block and go again: stage 3, on one device too.
+        self.zero = 3 if mesh.plan.offload == "all" else mesh.plan.zero
         self.reduction = ExactReduceScatter(traffic)
         self.root: FSDPModule = shard_groups(model, groups, mesh, traffic, self.reduction, num_kept)
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
         # parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
         # With replicas an all-reduce reads the result at once; so does the cast of sums in another format.
-        self._can_overlap = mesh.plan.zero > 0 and mesh.plan.replicate == 1 and not mesh.plan.rounds_sums
+        on_disk = (
+            mesh.plan.offload == "all" and mesh.plan.offload_to == "nvme"
+        )  # gradients too, as soon as there is one
+        at_once = mesh.plan.replicate > 1 or mesh.plan.rounds_sums or on_disk
+        self._can_overlap = self.zero > 0 and not at_once
+        self.completes_in_backward = mesh.device.type == "cuda" or not self._can_overlap
         self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
@@ -113,22 +123,23 @@ def shard_groups(
     plan = mesh.plan
     computed = COMPUTED[plan.precision]
     policy = MixedPrecisionPolicy(computed if plan.is_mixed else None, reduced_dtype(plan))
+    is_away = plan.offload == "all"
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if is_away else OffloadPolicy()
     # Where FSDP2 is only there to round, it has nothing to do with what is frozen: that is kept in the narrow format.
-    idle = {p for p in model.parameters() if not p.requires_grad} if plan.zero == 0 and plan.offload != "all" else None
+    idle = {p for p in model.parameters() if not p.requires_grad} if plan.zero == 0 and not is_away else None
+    options: Any = dict(mp_policy=policy, offload_policy=offload, ignored_params=idle)
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
     for number, group in enumerate(groups):
-        drops = plan.zero == 3 and number < len(groups) - num_kept
+        drops = (plan.zero == 3 or is_away) and number < len(groups) - num_kept
         # Fewer ranks have the same experts than the same block: a group of their own inside the block's.
         for experts in _spread_experts(group):
             assert mesh.expert is not None
-            fully_shard(
-                experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, mp_policy=policy, ignored_params=idle
-            )
+            fully_shard(experts, mesh=mesh.expert.fsdp, reshard_after_forward=drops, **options)
         unit = group if len(group) > 1 else group[0]
-        fully_shard(unit, mesh=mesh.fsdp, reshard_after_forward=drops, mp_policy=policy, ignored_params=idle)
+        fully_shard(unit, mesh=mesh.fsdp, reshard_after_forward=drops, **options)
     for lookup in lookups:
         cast(FSDPModule, lookup).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
-    root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, mp_policy=policy, ignored_params=idle)
+    root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, **options)
     on_gloo = mesh.device.type == "cpu"
     for module in _fsdp_modules(root):
         module.set_gradient_divide_factor(1.0)
@@ -149,6 +160,13 @@ def reduced_dtype(plan: Plan) -> torch.dtype | None:
     if plan.rounds_sums or plan.is_mixed:
         return SUMMED["fp32" if plan.reduce_dtype == "auto" else plan.reduce_dtype]
     return None
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    """Offloaded parameters stay in CPU memory; what is no parameter is always on the device."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _spread_experts(group: list[nn.Module]) -> list[nn.Module]:
@@ -174,6 +192,14 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """FSDP2's groups, the root's too; a group may serve several modules."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return iter({id(group): group for module in modules for group in fsdp_groups(module)}.values())
+
+
+def serve_parameters(optimizer: NvmeModel, model: nn.Module, shards: Iterable[Shard]) -> None:
+    """FSDP2 gathers from parameters that lie on a disk: they are read just before, and forgotten after."""
+    names = {id(shard.parameter): shard for shard in shards}
+    for group in parameter_groups(model):
+        found = [(param, names[id(param.sharded_param)]) for param in group.fsdp_params]
+        optimizer.serve(group, [(param, shard) for param, shard in found if shard.local.requires_grad])
 
 
 def _time_waits(group: Any, traffic: Traffic, reduction: ExactReduceScatter | None) -> None:

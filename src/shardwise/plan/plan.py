@@ -67,6 +67,8 @@ class Plan:
     recompute: str = "none"  # none | full | selective | sqrt | every-K
     offload: str = "none"  # none | optimizer | all
     offload_to: str = "cpu"  # cpu | nvme
+    offload_dir: str = ""  # of offload_to = nvme
+    offload_buffer: int = 256 * 2**20  # bytes of memory through which it goes
     activation_offload: bool = False
     loss_scale: float | str = "auto"  # auto: dynamic for fp16, none for other formats
     reduce_dtype: str = "auto"  # auto | fp32 | bf16 | fp16: of gradients while data-parallel ranks add them up
@@ -109,6 +111,10 @@ class Plan:
     def scales_loss(self) -> bool:
         """fp16 has too small a range for gradients as they are."""
         return self.precision in ("fp16", "fp16-true")
+
+    def parameter_home(self, device: str) -> str:
+        """Where parameters lie between uses."""
+        return "cpu" if self.offload == "all" else device
 
     # The grid of ranks --------------------------------------------------------------------------------------------
 
@@ -214,7 +220,7 @@ class Plan:
                 split="auto" if is_even else self.split,
                 ep=self.ep,
             ),
-            MemoryConfig(recompute=self.recompute, offload=self.offload),
+            MemoryConfig(recompute=self.recompute, offload="nvme" if self.offload_to == "nvme" else self.offload),
         )
 
     @classmethod
@@ -253,7 +259,8 @@ class Plan:
             zero=zero,
             replicate=degree(parallel.replicate) if zero else dp,
             recompute=memory.recompute,
-            offload=memory.offload,
+            offload="optimizer" if memory.offload == "nvme" else memory.offload,
+            offload_to="nvme" if memory.offload == "nvme" else "cpu",
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,12 +7,13 @@ torch here. Read next: rank_share.py (what of the model a rank has), activations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import exchanged_activations, head_activation_bytes, layer_activations
 from shardwise.plan.adapter_share import Held, held_by
+from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
 
@@ -69,6 +70,7 @@ class Prediction:
     memory: dict[str, int]  # bytes per rank by category
     step: dict[str, float]  # seconds by part
     matmul_flops: float  # per second and rank: what the step was predicted from
+    elsewhere: dict[str, int] = field(default_factory=dict)  # offloaded bytes per rank: host, disk
 
     @property
     def memory_bytes(self) -> int:
@@ -79,18 +81,34 @@ class Prediction:
         return sum(self.step.values())
 
     def to_dict(self) -> dict[str, object]:
-        return {"memory_bytes": self.memory_bytes, "memory": self.memory, "step_s": self.step_s, "step": self.step}
+        return {
+            "memory_bytes": self.memory_bytes,
+            "memory": self.memory,
+            "elsewhere": self.elsewhere,
+            "step_s": self.step_s,
+            "step": self.step,
+        }
 
 
 def predict(spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates, adapter: AdapterConfig = WHOLE) -> Prediction:
     memory, step = predict_memory(spec, plan, optimizer, adapter), predict_step(spec, plan, optimizer, rates, adapter)
-    return Prediction(memory, step, rates.matmul_flops)
+    return Prediction(memory, step, rates.matmul_flops, predict_elsewhere(spec, plan, optimizer, adapter))
 
 
 def predict_memory(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
     """Bytes of the fullest rank at the peak."""
     held = ((share, held_by(share, spec, adapter)) for share in rank_shares(spec, plan))
     return max((_rank_memory(*one, plan, optimizer) for one in held), key=lambda m: sum(m.values()))
+
+
+def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
+    """Bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU; `disk`."""
+    if plan.offload == "none":
+        return {"host": 0, "disk": 0}
+    stays = replace(plan, offload="none", offload_to="cpu")
+    shares = ((share, held_by(share, spec, adapter)) for share in rank_shares(spec, plan))
+    found = [offloaded(_rank_memory(*one, stays, optimizer), one[0], plan)[1] for one in shares]
+    return {name: max(parts[name] for parts in found) for name in ("host", "disk")}
 
 
 def state_bytes(optimizer: str, precision: str) -> float:
@@ -129,7 +147,7 @@ def _rank_memory(share: RankShare, blocks: list[Held], plan: Plan, optimizer: st
         gathered = tied + sum(sorted(layers if tied else sizes)[-2:])
     gathered += compute * whole.largest
     activations = _activations(share, plan)
-    return {
+    parts = {
         "weights": own,
         "gathered": gathered,
         "gradients": own_trained + accumulated,
@@ -138,6 +156,7 @@ def _rank_memory(share: RankShare, blocks: list[Held], plan: Plan, optimizer: st
         "allocator": int(ALLOCATOR_SHARE[plan.device] * activations),
         "process": PROCESS_BYTES[plan.device],
     }
+    return parts if plan.offload == "none" else parts | offloaded(parts, share, plan)[0]
 
 
 def _gathered(held: Held, compute: int) -> int:

@@ -64,6 +64,7 @@ def resolve(
     degrees = choose_degrees(asked, origins)
     global_batch = global_batch_of(train)
     threads = max(1, machine.cores // degrees.world)
+    goes_to = "nvme" if config.memory.offload == "nvme" else config.memory.offload_to
     plan = Plan(
         device=asked.device,
         precision=_choose_precision(config, machine, origins),
@@ -85,7 +86,9 @@ def resolve(
         ep=degrees.ep,
         recompute=config.memory.recompute,
         offload="optimizer" if config.memory.offload == "nvme" else config.memory.offload,
-        offload_to="nvme" if config.memory.offload == "nvme" else config.memory.offload_to,
+        offload_to=goes_to,
+        offload_dir=(config.memory.offload_dir or config.run.dir) if goes_to == "nvme" else "",
+        offload_buffer=config.memory.offload_buffer,
         activation_offload=config.memory.activation_offload,
         loss_scale=config.memory.loss_scale,
         reduce_dtype=config.memory.reduce_dtype,
@@ -97,6 +100,7 @@ def resolve(
     plan = _choose_zero(config, spec, plan, limit)
     _check_fill(config, plan, origins)
     _check_fp8_tokens(plan, origins)
+    _check_offload(plan, origins)
     _refuse_what_cannot_fit(config, spec, plan, limit)
     return Resolved(plan, *_fill(config, plan))
 
@@ -132,6 +136,16 @@ def _check_fill(config: Config, plan: Plan, origins: Origins) -> None:
         fix="parallel.fill_bubbles=none",
         where=where_written(origins, "parallel.fill_bubbles", "parallel.zero", "memory.precision"),
     )
+
+
+def _check_offload(plan: Plan, origins: Origins) -> None:
+    if plan.device == "cuda" and plan.offload == "all" and plan.offload_to == "nvme":
+        raise UserError(
+            "parameters on a disk are not available yet on GPUs",
+            why="they were only ever tried on CPUs; the optimizer's state may lie on a disk",
+            fix="memory.offload=nvme, or memory.offload=all memory.offload_to=cpu",
+            where=where_written(origins, "memory.offload", "memory.offload_to"),
+        )
 
 
 def _choose_zero(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> Plan:

@@ -21,6 +21,7 @@ MAX_RANKS = 8
 SEQ_LEN = 16  # divides by every tp up to 16
 VOCAB = 67  # divides by nothing
 MAX_MICROBATCHES = 5
+OFFLOAD_BUFFER = 2**16  # small models too go through a disk in several groups
 
 
 def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
@@ -39,7 +40,14 @@ def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
     if not is_even and plan.dp > 1 and micro_batch * num_microbatches > 1:
         global_batch -= 1  # somebody has fewer rows, as in the real job
     seq_len = math.lcm(SEQ_LEN, 2 * plan.cp * (plan.tp if plan.sequence else 1))
-    return replace(plan, seq_len=seq_len, global_batch=global_batch, micro_batch=micro_batch, split=split)
+    return replace(
+        plan,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        split=split,
+        offload_buffer=min(plan.offload_buffer, OFFLOAD_BUFFER),
+    )
 
 
 def _smaller(plan: Plan, axis: str) -> Plan:

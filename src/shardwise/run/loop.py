@@ -41,7 +41,7 @@ from shardwise.run.events import Events
 from shardwise.run.fill import held_out_filler, side_seconds
 from shardwise.run.guards import StopRequests
 from shardwise.run.metrics import Metrics, expert_load
-from shardwise.run.optimizer import build_optimizer
+from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.rundir import RunDir
 from shardwise.run.schedule import LearningRate, learning_rate
 from shardwise.run.state import collect_state, restore_state
@@ -101,7 +101,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         adapter=config.adapter,
         seed=config.train.seed,
     )
-    optimizer = build_optimizer(config.optimizer, engine.locals())
+    optimizer = engine_optimizer(config.optimizer, engine)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     done = _restore(session, engine, optimizer, view)
     loader = opened.enter_context(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
 from shardwise.memory.low_bit import adamw8bit
+from shardwise.memory.offload import offloaded_optimizer
 from shardwise.memory.wide_state import WideState
+from shardwise.parallel.engine import Engine
 
 
 @runtime_checkable
@@ -18,6 +21,16 @@ class TakesFactor(Protocol):
     """An optimizer that multiplies gradients itself, in a wider format or in another place than they are in."""
 
     grad_factor: Tensor | None  # of the next step
+
+
+def engine_optimizer(config: OptimizerConfig, engine: Engine) -> torch.optim.Optimizer:
+    """Of what this rank holds of a model, where its plan says."""
+    build = partial(build_optimizer, config)
+    if engine.plan.offload == "none":
+        return build(engine.locals())
+    optimizer = offloaded_optimizer(engine.shards, build, engine.plan, engine.mesh.device)
+    engine.stream_gradients(optimizer)
+    return optimizer
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -23,7 +23,9 @@ from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.ranks import ranks_from_environment
+from shardwise.memory.disk import check_directory
 from shardwise.plan.plan import Plan
+from shardwise.plan.predict import predict_elsewhere
 from shardwise.plan.reopen import reopen
 from shardwise.plan.resolve import Resolved, resolve
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
@@ -67,7 +69,20 @@ def make_job(loaded: Loaded, nproc: int | None, progress: bool) -> Job:
         for note in corpus.notes:
             print(f"data     {note}", file=sys.stderr)
     resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins)
+    check_offload_dir(resolved, spec)
     return Job(loaded, resolved, spec, corpus, machine)
+
+
+def check_offload_dir(resolved: Resolved, spec: ModelSpec) -> None:
+    """What can be refused about it is refused before torch is loaded; every rank of this machine reserves its part later."""
+    plan, config = resolved.plan, resolved.config
+    if plan.offload_to != "nvme":
+        return
+    directory = Path(plan.offload_dir)
+    if config.memory.offload_dir is None:  # the runs' own directory may not be there yet
+        directory = next(path for path in (directory, *directory.resolve().parents) if path.is_dir())
+    needed = plan.world * predict_elsewhere(spec, plan, config.optimizer.name)["disk"]
+    check_directory(directory, needed, memory_is_fine=config.memory.offload_tmpfs)
 
 
 def new_run(job: Job) -> RunDir:

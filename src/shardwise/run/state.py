@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.store import Checkpoint
+from shardwise.memory.offload import StreamingOptimizer
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states
 from shardwise.parallel.engine import Engine
 
@@ -17,7 +18,7 @@ from shardwise.parallel.engine import Engine
 def collect_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """Collective. The groups of a checkpoint; complete on rank 0."""
     return {
-        "weights": collect(engine, lambda s: {s.name: s.local} if s.local.requires_grad else {}, engine.buffers()),
+        "weights": collect(engine, lambda s: {s.name: s.value} if s.local.requires_grad else {}, engine.buffers()),
         "optimizer": collect(engine, optimizer_states(optimizer)),
         "rng": {"cpu": torch.get_rng_state()},
     }
@@ -31,6 +32,8 @@ def restore_state(engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: 
             shard.put(file.get_tensor(shard.name))
         for name, buffer in engine.buffers().items():
             buffer.copy_(file.get_tensor(name))
+    if isinstance(optimizer, StreamingOptimizer):
+        optimizer.reload_masters()
     with checkpoint.open("optimizer") as file:
         mine = {shard.name for shard in engine.shards}
         keys = [key for key in file.keys() if key.split("/", 1)[1] in mine]  # noqa: SIM118  (not a mapping)

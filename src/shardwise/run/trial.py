@@ -14,7 +14,7 @@ from shardwise.parallel.collect import Values, collect
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import build_optimizer
+from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.reference import Record, Trial, fill_trial
 from shardwise.run.step import accumulate, update
 
@@ -67,7 +67,7 @@ def _first_gradient(scale: float) -> Values:
 def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: torch.device) -> Record:
     """Collective. The record is complete on rank 0; other ranks have the losses and norms."""
     engine = build_trial(spec, plan, trial, rank, device)
-    optimizer = build_optimizer(trial.optimizer, engine.locals())
+    optimizer = engine_optimizer(trial.optimizer, engine)
     clock, record = Clock(device), Record()
     for step in range(1, trial.num_steps + 1):
         batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)
@@ -77,5 +77,5 @@ def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device
         if step == 1:
             record.gradients = collect(engine, _first_gradient(engine.scaler.scale))
         update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=clock)
-    record.parameters = collect(engine, lambda s: {s.name: s.local.detach().clone()} if s.local.requires_grad else {})
+    record.parameters = collect(engine, lambda s: {s.name: s.value.clone()} if s.local.requires_grad else {})
     return record

@@ -125,7 +125,7 @@ def _differences(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str
 
 def prove_once(config: Config, spec: ModelSpec, plan: Plan, rank: int, device: torch.device) -> str | None:
     """Collective. Prove this layout unless that was done before; a line to print, or None. Raises if it does not hold."""
-    if plan.world == 1:
+    if plan.world == 1 and plan.offload == "none":
         return None
     try:
         memory, key = Path(config.run.dir) / MEMORY, proof_key(spec, plan, config.adapter)
@@ -135,9 +135,11 @@ def prove_once(config: Config, spec: ModelSpec, plan: Plan, rank: int, device: t
             "the proof is the repetition in one process at the end"
         )
     known = rank == 0 and key in read_proofs(memory)
-    flag = torch.tensor([int(known)], device=device)
-    dist.broadcast(flag, 0)
-    if bool(flag):
+    if plan.world > 1:
+        flag = torch.tensor([int(known)], device=device)
+        dist.broadcast(flag, 0)
+        known = bool(flag)
+    if known:
         return None
     proof = prove(spec, plan, config.optimizer, rank, device, adapter=config.adapter)
     if not proof.holds:

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def run_verify(run: RunDir, ranks: Ranks) -> int:
     """One rank of `shardwise verify`; rank 0 leaves the result in the directory."""
     try:
         job = json.loads(run.proof_job.read_text(encoding="utf-8"))
-        plan, device = Plan.from_dict(job["plan"]), torch.device("cpu")
+        plan, device = replace(Plan.from_dict(job["plan"]), offload_dir=str(run.path)), torch.device("cpu")
         torch.set_num_threads(plan.threads_per_rank)
         if ranks.world > 1:
             start_process_group(CommConfig(), device)
