@@ -44,7 +44,7 @@ class Adapters:
     start: Mapping[str, Tensor] = field(default_factory=dict)  # full tensors of an existing adapter, by our names
 
     def is_trained(self, name: str) -> bool:
-        module, leaf = name.rsplit(".", 1)
+        module, _, leaf = name.rpartition(".")
         return leaf in ("lora_a", "lora_b") or (module in self.trained and leaf not in LEAVES)
 
 
@@ -131,7 +131,7 @@ def adapt(module: nn.Module, adapters: Adapters | None) -> None:
         parameter.requires_grad_(trained)
         if trained and name in adapters.start and not parameter.is_meta:
             parameter.copy_(adapters.start[name])
-        if not trained and adapters.frozen_dtype is not None and name.rsplit(".", 1)[1] not in LEAVES:
+        if not trained and adapters.frozen_dtype is not None and name.rpartition(".")[2] not in LEAVES:
             parameter.data = parameter.data.to(adapters.frozen_dtype)
     for layer in moe_layers(module):
         layer.bias_update_rate = 0.0  # a frozen router keeps its bias
