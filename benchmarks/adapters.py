@@ -22,8 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).resolve().parent.parent / "src"
-sys.path.insert(0, str(SOURCE))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +37,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.predict import predict_memory
 from shardwise.run.optimizer import build_optimizer
 
+SOURCE = Path(__file__).resolve().parent.parent / "src"
 RESULTS = Path(__file__).parent / "results"
 BAR_LOSS, BAR_PEAK = 1.02, 0.05
 GIB = 2**30
