@@ -91,3 +91,10 @@ def test_dropout_needs_our_own_decoder() -> None:
     adapter = AdapterConfig(kind="lora", targets=("mix",), dropout=0.1)
     with pytest.raises(UserError, match=r"adapter.dropout is not possible"):
         parallelize(build("untied", torch.float32), "dp=1", "body.blocks", adapter=adapter)
+
+
+def test_a_block_that_reads_weights_itself_is_refused() -> None:
+    module = torch.nn.Sequential()
+    module.layers = torch.nn.ModuleList([torch.nn.TransformerEncoderLayer(8, 2, 16)])
+    with pytest.raises(UserError, match=r"layers.0.linear1 cannot have an adapter"):
+        parallelize(module, "dp=1", "layers", adapter=AdapterConfig(kind="lora", targets=("linear1",)))

@@ -81,7 +81,21 @@ def module_adapters(
     modules = [path for path, m in module.named_modules() if next(m.parameters(recurse=False), None) is not None]
     targets = find_targets(settings, linears, {}, name)
     trained = find_trained(settings, modules, {}, name)
+    touched = linears if settings.kind == "qlora" else targets
+    _refuse_readers(module, touched)
     return _adapters(settings, seed, precision, linears, targets, trained, start or {})
+
+
+def _refuse_readers(module: nn.Module, linears: list[str]) -> None:
+    """torch's own encoder and decoder layers may hand `layer.weight` to one fused kernel: an adapter would be passed over in silence."""
+    for path in linears:
+        parent = module.get_submodule(path.rpartition(".")[0])
+        if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            raise UserError(
+                f"{path} cannot have an adapter",
+                why=f"{type(parent).__name__} may read its weight without calling the layer, so the adapter would do nothing",
+                fix="a block that calls its linear layers, or adapter.targets without this one",
+            )
 
 
 def _adapters(
