@@ -44,7 +44,7 @@ class Adapters:
     start: Mapping[str, Tensor] = field(default_factory=dict)  # full tensors of an existing adapter, by our names
 
     def is_trained(self, name: str) -> bool:
-        module, leaf = name.rsplit(".", 1)
+        module, _, leaf = name.rpartition(".")
         return leaf in ("lora_a", "lora_b") or (module in self.trained and leaf not in LEAVES)
 
 
@@ -81,7 +81,21 @@ def module_adapters(
     modules = [path for path, m in module.named_modules() if next(m.parameters(recurse=False), None) is not None]
     targets = find_targets(settings, linears, {}, name)
     trained = find_trained(settings, modules, {}, name)
+    touched = linears if settings.kind == "qlora" else targets
+    _refuse_readers(module, touched)
     return _adapters(settings, seed, precision, linears, targets, trained, start or {})
+
+
+def _refuse_readers(module: nn.Module, linears: list[str]) -> None:
+    """torch's own encoder and decoder layers may hand `layer.weight` to one fused kernel: an adapter would be passed over in silence."""
+    for path in linears:
+        parent = module.get_submodule(path.rpartition(".")[0])
+        if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            raise UserError(
+                f"{path} cannot have an adapter",
+                why=f"{type(parent).__name__} may read its weight without calling the layer, so the adapter would do nothing",
+                fix="a block that calls its linear layers, or adapter.targets without this one",
+            )
 
 
 def _adapters(
@@ -131,7 +145,7 @@ def adapt(module: nn.Module, adapters: Adapters | None) -> None:
         parameter.requires_grad_(trained)
         if trained and name in adapters.start and not parameter.is_meta:
             parameter.copy_(adapters.start[name])
-        if not trained and adapters.frozen_dtype is not None and name.rsplit(".", 1)[1] not in LEAVES:
+        if not trained and adapters.frozen_dtype is not None and name.rpartition(".")[2] not in LEAVES:
             parameter.data = parameter.data.to(adapters.frozen_dtype)
     for layer in moe_layers(module):
         layer.bias_update_rate = 0.0  # a frozen router keeps its bias

@@ -59,7 +59,7 @@ def quantize(weight_OI: Tensor, container: torch.dtype) -> Packed:
     # 1. Magnitudes of the blocks, and those less their mean, rounded. Padding says nothing about a row.
     absmax_OK = wide_OP.unflatten(1, (-1, BLOCK)).abs().amax(-1)
     num_real = -(-inputs // BLOCK)
-    mean_O1 = absmax_OK[:, :num_real].mean(1, keepdim=True)
+    mean_O1 = absmax_OK[:, :num_real].double().mean(1, keepdim=True).float()  # the same on every device
     spread_OK = absmax_OK - mean_O1
     scale_O1 = spread_OK[:, :num_real].abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     rounded_OK = _nearest((spread_OK / scale_O1).clamp(-1, 1), table())

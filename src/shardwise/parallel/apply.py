@@ -151,7 +151,8 @@ def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range, adapters: 
         with torch.device("meta"):
             piece = Decoder(model.spec, "math", range(index, index + 1)).to(KEPT[mesh.plan.precision])
         fill(piece.to_empty(device="cpu"))
-        adapt(piece, adapters)
+        if adapters is not None:
+            adapt(piece.to(mesh.device), adapters)  # a GPU rounds billions of weights in seconds
         for name, value in piece.state_dict().items():
             if name in table:
                 table[name].put(value)

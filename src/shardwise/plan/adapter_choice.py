@@ -41,7 +41,7 @@ def settle_adapter(config: Config, spec: ModelSpec, origins: Origins) -> Config:
         values = {key: getattr(found, key) for key in FROM_DIRECTORY}
         for key, value in values.items():
             asked = getattr(adapter, key)
-            if f"adapter.{key}" in origins and asked != value:
+            if where_written(origins, f"adapter.{key}") and asked != value:
                 raise UserError(
                     f"adapter.{key} = {_shown(asked)}, but the adapter in {adapter.path} has {_shown(value)}",
                     why="an adapter that is continued keeps its shape and its layers",

@@ -29,7 +29,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import predict, predict_memory
+from shardwise.plan.predict import FROZEN_FLOPS, predict, predict_memory
 from shardwise.run import report
 from shardwise.run.adapter_state import adapter_state, check_base
 from shardwise.run.balance import measured_split
@@ -87,6 +87,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     rates = measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
     prediction = predict(spec, plan, config.optimizer.name, rates, config.adapter)
     peak_flops = report.peak_flops(plan, device, prediction)
+    if config.adapter.kind != "none":
+        peak_flops /= FROZEN_FLOPS  # MFU counts what there is to compute
 
     # This rank's part of the model, its optimizer, and where an earlier process left off.
     fill = weights_of(config.model, config.train.seed)

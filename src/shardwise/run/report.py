@@ -17,6 +17,7 @@ from shardwise.errors import Exit
 from shardwise.files import write_atomically
 from shardwise.launch.ranks import Ranks
 from shardwise.memory.low_bit import kept_wide
+from shardwise.model.adapter_names import same_kinds
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import WEIGHT_BYTES, Prediction, state_bytes
@@ -96,6 +97,11 @@ def header(view: View, session: Session, plan: Plan, engine: Engine, corpus: Cor
     view.say(f"machine  {machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus} -> {backend}")
     view.say(f"corpus   {corpus.description}; tokenizer {corpus.tokenizer.name}")
     view.say(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers")
+    if config.adapter.kind != "none":
+        adapter = config.adapter
+        kinds, more = same_kinds(spec, adapter) if spec.is_ours else (adapter.targets, adapter.train_also)
+        beside = f"; trained whole: {', '.join(more)}" if more else ""
+        view.say(f"adapter  {adapter.kind}, rank {adapter.rank}, alpha {adapter.alpha:g} on {', '.join(kinds)}{beside}")
     view.say(f"plan     {plan.layout} {plan.precision}: {plan.reason}; {fits}")
     view.say(
         f"batch    {batch}; predicted {format_seconds(prediction.step_s)} per step, "
