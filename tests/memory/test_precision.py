@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
@@ -92,6 +95,57 @@ def test_formats_differ_from_each_other(records: Any) -> None:
     """Else a row above could pass because its format was never used."""
     losses = {name: records[name, "one process"][0].losses for name in TRIALS}
     assert len({tuple(values) for name, values in losses.items() if name != "sums in fp32"}) == len(TRIALS) - 1
+
+
+# Checkpoints between layouts ------------------------------------------------------------------------------------------
+
+
+def third_losses(spec: ModelSpec, trial: Trial, first: Plan, others: list[Plan], folder: str) -> list[float]:
+    """Two steps in one layout, and the loss of the third and fourth in every other one, from its checkpoint."""
+    from shardwise.checkpoint import store
+    from shardwise.run.clock import Clock
+    from shardwise.run.optimizer import build_optimizer
+    from shardwise.run.state import collect_state, restore_state
+    from shardwise.run.step import run_step
+    from shardwise.run.trial import build_trial, trial_batch
+
+    def steps(engine: Any, optimizer: Any, plan: Plan, numbers: tuple[int, ...]) -> list[float]:
+        losses = []
+        for step in numbers:
+            batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)
+            result = run_step(engine, optimizer, batch, num_targets=num_targets, lr=1e-3, clip=trial.clip, clock=Clock(torch.device("cpu")))  # fmt: skip
+            losses.append(result.loss)
+        return losses
+
+    def build(plan: Plan) -> tuple[Any, Any]:
+        engine = build_trial(spec, plan, trial, dist.get_rank(), torch.device("cpu"))
+        return engine, build_optimizer(trial.optimizer, engine.locals())
+
+    engine, optimizer = build(first)
+    steps(engine, optimizer, first, (1, 2))
+    groups = collect_state(engine, optimizer)
+    if dist.get_rank() == 0:
+        store.write(Path(folder) / "step-2", 2, groups, {})
+    dist.barrier()
+    found = []
+    for plan in others:
+        engine, optimizer = build(plan)
+        restore_state(engine, optimizer, store.Checkpoint(Path(folder) / "step-2", 2))
+        found += steps(engine, optimizer, plan, (3, 4))
+    return found
+
+
+@pytest.mark.parametrize(("name", "limit"), [("adamw8bit", 2e-4), ("fp16-true", 5e-4)])
+def test_states_go_on_in_other_layouts(name: str, limit: float, ranks: Any, tmp_path: Path) -> None:
+    """States are saved in fp32 under the names that every optimizer has; 8-bit ones are rounded again, in other blocks."""
+    trial = replace(TRIALS[name], num_steps=4)
+    plans = [trial_plan(trial, **LAYOUTS[layout]) for layout in ("dp=2 zero=3", "tp=2", "pp=2", "dp=2 zero=2")]
+    [truth] = ranks.run(trained_plainly, 1, SPEC, [trial])[0]
+    for losses in ranks.run(third_losses, 2, SPEC, trial, plans[0], plans, str(tmp_path), timeout=120):
+        assert losses == pytest.approx(truth.losses[2:] * len(plans), abs=limit)
+    states = safetensors.torch.load_file(tmp_path / "step-2" / "optimizer.safetensors")
+    assert {value.dtype for value in states.values()} == {torch.float32}
+    assert states["exp_avg/layers.0.attention.q.weight"].shape == (64, 64)
 
 
 # Overflow -------------------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ class Overflow:
     what: str
 
     def __str__(self) -> str:
-        during = ("forward", "backward", "the sum over ranks")[self.phase]
-        return f"{self.what}, in {during}" if self.phase < SUMS else f"{self.what}, in {during} or over micro-batches"
+        during = ("in forward", "in backward", "where it is added up")[self.phase]
+        return f"{self.what}, {during}"
 
 
 def first_overflow(
