@@ -175,9 +175,8 @@ class MemoryConfig:
     )
     recompute: str = setting(
         "none",
-        "what backward computes again",
+        "what backward computes again: every block, cheap parts of each, sqrt(L) groups of blocks, every K-th block",
         choices=("none", "full", "selective", "sqrt", "every-K"),
-        available=("none",),
     )
     offload: str = setting(
         "none", "what lives in CPU memory", choices=("none", "optimizer", "all", "nvme"), available=("none",)

@@ -11,7 +11,9 @@ input of a region is gathered, so each rank keeps all of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from shardwise.model.spec import LayerSpec, ModelSpec
 
@@ -84,3 +86,16 @@ def _experts(spec: ModelSpec, routed_parts: int) -> int:
     copies = 3 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results, weighted; the router
     routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn)
     return copies // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts)
+
+
+def segments(mode: str, layers: range) -> list[range]:
+    """Which neighbouring layers of a stage are computed again together, by their number in the model."""
+    if mode == "full":
+        mode = "every-1"
+    if mode.startswith("every-"):
+        return [range(index, index + 1) for index in layers if index % int(mode.removeprefix("every-")) == 0]
+    if mode != "sqrt":
+        return []
+    count = max(1, round(math.sqrt(len(layers))))
+    starts = [layers.start + len(layers) * number // count for number in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
