@@ -183,7 +183,7 @@ class MemoryConfig:
     )
     offload_to: str = setting("cpu", "where offloaded state lives", choices=("cpu", "nvme"), available=("cpu",))
     offload_dir: str | None = setting(None, "directory for NVMe offload", later=True)
-    activation_offload: bool = setting(False, "activations wait in CPU memory", later=True)
+    activation_offload: bool = setting(False, "what forward keeps for backward waits in CPU memory (CUDA only)")
 
 
 @dataclass(frozen=True)

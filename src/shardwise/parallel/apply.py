@@ -5,7 +5,7 @@
     context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
     expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
-    recompute.py  what backward computes again                            (in memory/, with selective.py)
+    recompute.py  what backward computes again                            (in memory/; selective.py, activation_offload.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
     any_module.py the last two for modules that are not ours              (split_module.py)
@@ -24,6 +24,7 @@ from typing import cast
 import torch
 
 from shardwise.config.schema import AdapterConfig, CommConfig
+from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.recompute import apply_recompute
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
@@ -83,6 +84,8 @@ def parallelize_decoder(
         if tp is not None:
             apply_tensor_parallel(model, tp)
         apply_recompute(list(model.layers.values()), plan.recompute, layers.start)
+        if plan.activation_offload:
+            apply_activation_offload(list(model.layers.values()), device)
         sums = None
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.recompute import apply_recompute
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated
@@ -203,7 +204,10 @@ def _checked(result: Any) -> tuple[Tensor, int]:
 
 def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int) -> GradientSums:
     """Replicas or shards of a module that has its weights. The groups stand in the order of a forward pass."""
-    apply_recompute([block for group in groups for block in group], mesh.plan.recompute)
+    blocks = [block for group in groups for block in group]
+    apply_recompute(blocks, mesh.plan.recompute)
+    if mesh.plan.activation_offload:
+        apply_activation_offload(blocks, mesh.device)
     if mesh.fsdp is None:
         module.to(mesh.device)
         return Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else GradientSums(module)
