@@ -32,7 +32,7 @@ def test_same_bits_and_less_memory(mode: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = []
     for offload in (False, True):
-        model = Decoder(SPEC).bfloat16()
+        model = Decoder(SPEC, "math").bfloat16()  # backward of fused attention is not repeatable to the bit
         initialize(model, 0)
         model.to(device)
         blocks = list(model.layers.values())

@@ -112,19 +112,24 @@ class _Page:
         """Starts the copies back, unless the memory is still here."""
         if self.is_back is not None:
             return
-        back = self.store.back
+        store, current = self.store, torch.cuda.current_stream(self.store.device)
+        if self in store.leaving:
+            store.leaving.remove(self)
+            assert self.has_left is not None
+            current.wait_event(self.has_left)
+            self.is_back = current.record_event()
+            return
         # Memory for it comes from the stream that computes: what was freed there may still be read by earlier work.
         for moved in self.moved.values():
-            if moved.here is None:
-                assert moved.away is not None
-                moved.here = torch.empty(moved.away.shape, dtype=torch.uint8, device=self.store.device)
-        back.wait_stream(torch.cuda.current_stream(self.store.device))
-        with torch.cuda.stream(back):
+            assert moved.away is not None
+            moved.here = torch.empty(moved.away.shape, dtype=torch.uint8, device=store.device)
+            moved.here.record_stream(store.back)  # should nobody come for it
+        store.back.wait_stream(current)
+        with torch.cuda.stream(store.back):
             for moved in self.moved.values():
-                if moved.away is not None and self not in self.store.leaving:
-                    assert moved.here is not None
-                    moved.here.copy_(moved.away, non_blocking=True)
-            self.is_back = back.record_event()
+                assert moved.here is not None and moved.away is not None
+                moved.here.copy_(moved.away, non_blocking=True)
+            self.is_back = store.back.record_event()
 
     def arrive(self) -> None:
         """Backward has reached this block: its page must be here, that of the block before sets out."""

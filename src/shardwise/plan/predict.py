@@ -39,6 +39,9 @@ LAUNCH_SECONDS_PER_LAYER = {"cpu": 3e-3, "cuda": 3.5e-3}
 """Time Python and torch need around one layer's forward and backward operations: the floor for small models.
 Fitted to one run each: a two-layer model on a CPU, `tiny` on an H200."""
 
+BLOCKS_HERE = 3
+"""With activation offload: one that computes and two on their way to CPU memory (memory/activation_offload.py)."""
+
 SELECTIVE_SHARE = 0.1
 """What selective recomputation runs again, as a share of a forward pass. `tiny` on a CPU: 1 to 3 % of a step."""
 
@@ -131,11 +134,18 @@ def _activations(share: RankShare, plan: Plan) -> int:
     tokens = plan.micro_batch * plan.seq_len // plan.cp
     kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
     keys = 0 if kind == "ring" else plan.seq_len
+    of_stages = _stages(share, plan)
     stages = [
         kept_activations(share.spec, layers, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses")
-        for layers in _stages(share, plan)
+        for layers in of_stages
     ]
     held = tokens * sum(stage.between for stage in stages) * size * share.stages_in_flight // plan.virtual_stages
+    if plan.activation_offload:
+        here = max(
+            stage.between * min(BLOCKS_HERE, len(layers)) // len(layers)
+            for stage, layers in zip(stages, of_stages, strict=True)
+        )
+        held = tokens * here * size
     repeated = tokens * max(stage.repeated for stage in stages) * size * max(1, share.weights_waiting)
     head = 0
     if share.has_last_stage:

@@ -155,6 +155,7 @@ def proof_key(spec: ModelSpec, plan: Plan) -> str:
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
     way = "mixed" if plan.is_mixed else "plain"
+    way += " activation_offload" if plan.activation_offload else ""
     return f"{plan.layout} {way} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"
 
 
