@@ -51,7 +51,7 @@ CASES = {
     "range both": ("", ["data.validation_fraction=0.9"], "`data.validation_fraction = 0.9` is out of range", "at least 0 and at most 0.5", "", "command line"),
     "choice": ("", ["optimizer.name=adamx"], '`optimizer.name` has no value "adamx"', "it takes: adamw, adam,", "did you mean `adam", "command line"),
     "choice in list": ("", ["run.loggers=jsonl,tensorbord"], '`run.loggers` has no value "tensorbord"', "jsonl, tensorboard", "did you mean `tensorboard`?", "command line"),
-    "not yet, key": ("[memory]\nactivation_offload = true", [], "`memory.activation_offload = true` is not available yet", "what works today: false", "leave it out", "run.toml:2"),
+    "not yet, key": ("[run]\nreplan = true", [], "`run.replan = true` is not available yet", "what works today: false", "leave it out", "run.toml:2"),
     "not yet, degree": ("[checkpoint]\npeers = 2", [], "`checkpoint.peers = 2` is not available yet", "what works today: 0", "leave it out", "run.toml:2"),
     "not yet, value": ("[parallel]\nstrategy = \"local-steps\"", [], '`parallel.strategy = "local-steps"` is not available yet', "what works today:", "leave it out", "run.toml:2"),
     "not yet, unset": ("", ["run.profile=10:13"], '`run.profile = "10:13"` is not available yet', "leaving it out", "leave it out", "command line"),

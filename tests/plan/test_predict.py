@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.memory.recompute import apply_recompute
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
@@ -15,7 +16,13 @@ from shardwise.model.presets import preset
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.regions import TensorParallel
 from shardwise.parallel.tensor import apply_tensor_parallel
-from shardwise.plan.activations import activation_bytes, exchanged_activations, head_activation_bytes, layer_activations
+from shardwise.plan.activations import (
+    activation_bytes,
+    exchanged_activations,
+    head_activation_bytes,
+    kept_activations,
+    layer_activations,
+)
 from shardwise.plan.plan import Plan
 from shardwise.plan.predict import Rates, bubble_share, predict_memory, predict_step
 from shardwise.plan.rank_share import rank_shares, tensor_slice
@@ -35,13 +42,63 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "sqrt", "every-2"])
 @pytest.mark.parametrize("name, overrides", FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_counted_activations_are_what_torch_saves(name, overrides):
+def test_counted_activations_are_what_torch_saves(name, overrides, mode):
     spec = preset(name).with_overrides(overrides)
     model = Decoder(spec)
     initialize(model, 0)
+    apply_recompute(list(model.layers.values()), mode)
     tokens = torch.zeros(1, 128, dtype=torch.long)
-    assert activation_bytes(spec, 1, 128, 4) == pytest.approx(saved_bytes(model, tokens, tokens), rel=0.06)
+    layers = kept_activations(spec, spec.layers, mode, 128).between
+    counted = 128 * layers * 4 + head_activation_bytes(spec, 128, 4)
+    assert counted == pytest.approx(saved_bytes(model, tokens, tokens), rel=0.05)
+    assert mode != "none" or counted == activation_bytes(spec, 1, 128, 4)
+
+
+def test_recomputation_keeps_what_the_textbook_says():
+    """A layer in 16 bit, s tokens, b sequences, width h, with fused attention: 34 sbh without recomputation, of which
+    2 sbh are dropout masks, which this decoder does not have; 2 sbh with full recomputation."""
+    spec, sbh = preset("gpt2"), 2 * 128 * preset("gpt2").hidden
+    per_layer = [
+        2 * 2 * 128 * kept_activations(spec, spec.layers, mode, 128).between / spec.num_layers
+        for mode in ("none", "full")
+    ]
+    assert per_layer[0] / sbh == pytest.approx(34 - 2, rel=0.01)
+    assert per_layer[1] == 2 * sbh
+
+
+def test_recomputation_trades_memory_for_time():
+    """Full: one more forward pass, but for each block's last product. What is computed again is there for one block at a time."""
+    none, full, half, selective, groups = (
+        (predict_memory(LLAMA, here, "adamw")["activations"], predict_step(LLAMA, here, "adamw", RATES))
+        for here in (plan(dp=1, recompute=mode) for mode in ("none", "full", "every-2", "selective", "sqrt"))
+    )
+    assert full[0] < groups[0] < half[0] < none[0] and full[0] < selective[0] < none[0]
+    block = 2 * 128 * 4 * layer_activations(LLAMA, LLAMA.layers[:1], 128)
+    states = 32 * 2 * 128 * 4 * LLAMA.hidden
+    assert full[0] == states + block - states // 32
+    assert none[1].keys() == full[1].keys() - {"recompute"}
+    shares = [step["recompute"] / step["compute"] for _, step in (full, half, groups, selective)]
+    assert shares[0] == pytest.approx((1 - 11008 / (4 * 4096 + 3 * 11008)) * BLOCK * 32 / P / 3, rel=0.02)
+    assert shares[1] == pytest.approx(shares[0] / 2) and shares[3] < shares[1] and shares[0] < shares[2] < 1 / 3
+
+
+def test_a_split_backward_holds_what_it_has_computed_again():
+    def activations(schedule: str, mode: str) -> int:
+        here = plan(dp=1, pp=2, global_batch=16, micro_batch=2, schedule=schedule, split=(16, 16), recompute=mode)
+        return predict_memory(LLAMA, here, "adamw")["activations"]
+
+    assert activations("zero-bubble", "full") > activations("1f1b", "full")
+    assert activations("1f1b", "full") < activations("1f1b", "none")
+
+
+def test_blocks_that_are_computed_again_together_stay_gathered():
+    one, groups = (
+        predict_memory(LLAMA, plan(dp=8, zero=3, recompute=mode, micro_batch=1), "adamw")["gathered"]
+        for mode in ("full", "sqrt")
+    )
+    assert groups == pytest.approx(6 / 2 * one, rel=0.01)  # 32 layers in 6 groups of 5 or 6
 
 
 def saved_in_slices(families) -> list[tuple[int, int]]:
@@ -70,7 +127,7 @@ def test_counted_activations_of_a_slice_are_what_torch_saves(ranks):
         for token_parts, size in zip((1, 2), saved, strict=True):
             layers = layer_activations(part, part.layers, 128, token_parts)
             counted = 128 * 4 * layers + head_activation_bytes(part, 128, 4, token_parts)
-            assert counted == pytest.approx(size, rel=0.06), (name, token_parts)
+            assert counted == pytest.approx(size, rel=0.05), (name, token_parts)
 
 
 def saved_in_parts(families, kind: str) -> list[int]:

@@ -187,9 +187,8 @@ class MemoryConfig:
     )
     recompute: str = setting(
         "none",
-        "what backward computes again",
+        "what backward computes again: every block, cheap parts of each, sqrt(L) groups of blocks, every K-th block",
         choices=("none", "full", "selective", "sqrt", "every-K"),
-        available=("none",),
     )
     offload: str = setting(
         "none",
@@ -202,7 +201,7 @@ class MemoryConfig:
         256 * 2**20, "memory through which a disk is read and written", unit="bytes", low=2**16
     )
     offload_tmpfs: bool = setting(False, "allow an offload_dir that lies in memory (tmpfs)")
-    activation_offload: bool = setting(False, "activations wait in CPU memory", later=True)
+    activation_offload: bool = setting(False, "what forward keeps for backward waits in CPU memory (CUDA only)")
 
 
 @dataclass(frozen=True)

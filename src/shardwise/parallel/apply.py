@@ -6,6 +6,7 @@
     expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     float8        which products are in fp8                               (memory/float8.py)
+    recompute.py  what backward computes again                            (in memory/; selective.py, activation_offload.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
     any_module.py the last two for modules that are not ours              (split_module.py)
@@ -25,7 +26,9 @@ from typing import cast
 import torch
 
 from shardwise.config.schema import AdapterConfig, CommConfig
+from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.float8 import Float8Layers, apply_float8
+from shardwise.memory.recompute import apply_recompute
 from shardwise.model.adapters import Adapters, adapt, adapt_foreign, decoder_adapters
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
@@ -92,6 +95,9 @@ def parallelize_decoder(
         if plan.precision == "fp8":
             blocks = model.layers.values()
             float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
+        apply_recompute(list(model.layers.values()), plan.recompute, layers.start)
+        if plan.activation_offload:
+            apply_activation_offload(list(model.layers.values()), device)
         sums = None
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head

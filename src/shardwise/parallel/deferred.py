@@ -20,7 +20,7 @@ Todo = list[tuple[nn.Parameter, Tensor, Tensor]]  # weight, input, gradient of t
 
 
 class deferring(TorchFunctionMode):
-    """Where it does not reach (a recomputed block in another thread), gradients come at once: slower, never wrong."""
+    """A block that is computed again is so under the modes of its forward pass (memory/surroundings.py), this one too."""
 
     def __init__(self, todo: Todo):
         super().__init__()
@@ -44,13 +44,14 @@ def _named(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[T
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, todo: Todo) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.todo = todo
+        ctx.save_for_backward(x)
+        # The parameter itself: a saved tensor may come back as a copy, when its block was computed again.
+        ctx.weight, ctx.todo = weight, todo
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         ctx.todo.append((weight, x.detach(), gradient.detach()))
         x_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
         bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None

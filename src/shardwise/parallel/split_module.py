@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.float8 import Float8Layers, apply_float8
 from shardwise.memory.nvme_model import NvmeModel
 from shardwise.memory.offload import Build, OffloadedOptimizer, offloaded_optimizer
+from shardwise.memory.recompute import apply_recompute
 from shardwise.memory.scaler import clip_factor, scaler_of
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated
@@ -240,6 +242,10 @@ def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Laye
 
 def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int) -> GradientSums:
     """Replicas or shards of a module that has its weights. The groups stand in the order of a forward pass."""
+    blocks = [block for group in groups for block in group]
+    apply_recompute(blocks, mesh.plan.recompute)
+    if mesh.plan.activation_offload:
+        apply_activation_offload(blocks, mesh.device)
     if mesh.fsdp is None:
         module.to(mesh.device)
         return Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else GradientSums(module)

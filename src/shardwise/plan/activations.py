@@ -1,6 +1,6 @@
 """What one forward pass keeps for its backward pass, counted operation by operation. No torch here.
 
-Numbers per token, without recomputation and with fused attention. A norm keeps its input, the normalised values and its
+Numbers per token, with fused attention; what each mode of recomputation keeps of them is `kept_activations`. A norm keeps its input, the normalised values and its
 output; a projection keeps its input (the norm's output, already counted); attention keeps q, k, v, its output and one number
 per head. A test compares the count with what torch really saves, family by family.
 
@@ -11,8 +11,12 @@ input of a region is gathered, so each rank keeps all of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
+from shardwise.errors import UserError
 from shardwise.model.spec import LayerSpec, ModelSpec
 
 MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks and again in backward
@@ -27,10 +31,17 @@ def activation_bytes(spec: ModelSpec, num_sequences: int, seq_len: int, bytes_pe
 
 
 def layer_activations(
-    spec: ModelSpec, layers: Sequence[LayerSpec], seq_len: int, token_parts: int = 1, routed_parts: int = 1
+    spec: ModelSpec,
+    layers: Sequence[LayerSpec],
+    seq_len: int,
+    token_parts: int = 1,
+    routed_parts: int = 1,
+    selective: bool = False,
 ) -> int:
     """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
     ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed."""
+    if selective:
+        return sum(_selected(spec, layer, token_parts, routed_parts) for layer in layers)
     return sum(_layer(spec, layer, seq_len, token_parts, routed_parts) for layer in layers)
 
 
@@ -47,6 +58,7 @@ def head_activation_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: in
     """The last norm and the logits."""
     logit_bytes = max(4, bytes_per_number)
     logits = min(num_tokens * spec.vocab * logit_bytes, MAX_LOGITS_BYTES * logit_bytes // 4)
+    logits *= 2 if spec.logit_softcap else 1  # before and after the cap
     return num_tokens * _norm(spec, spec.hidden, token_parts) * bytes_per_number + logits
 
 
@@ -81,6 +93,82 @@ def _feedforward(spec: ModelSpec, width: int) -> int:
 
 def _experts(spec: ModelSpec, routed_parts: int) -> int:
     """At even load. A rank with some experts has their whole width, but only its share of the copies: as many numbers as a slice."""
-    copies = 3 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results, weighted; the router
+    copies = 2 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results; the router
     routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn)
     return copies // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts)
+
+
+def _selected(spec: ModelSpec, layer: LayerSpec, token_parts: int, routed_parts: int) -> int:
+    """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that norms and
+    sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region reads: that stays as well."""
+    states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
+    gathered = 2 * spec.hidden if token_parts > 1 else 0
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if spec.is_latent:
+        attention = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim + 4 * queries + spec.num_heads
+    else:
+        attention = queries + 2 * keys
+        attention += 0 if spec.attention_softcap else queries + spec.num_heads  # plain attention is cheap
+    per_width = 2 if spec.gated else 1
+    if not layer.is_moe:
+        return states + gathered + attention + per_width * layer.ffn
+    copies = 2 * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # sorted, results; the router
+    width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts)
+    return states + gathered + attention + copies // routed_parts + per_width * width
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers per token."""
+
+    between: int  # what a stage's forward leaves for its backward
+    repeated: int  # on top of it, what backward has of the blocks that it computes again together
+
+
+def kept_activations(
+    spec: ModelSpec,
+    layers: Sequence[LayerSpec],
+    mode: str,
+    seq_len: int,
+    token_parts: int = 1,
+    routed_parts: int = 1,
+    exchanged: bool = False,
+) -> Kept:
+    """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it."""
+
+    def full(part: Sequence[LayerSpec]) -> int:
+        more = exchanged_activations(spec, part) if exchanged else 0
+        return layer_activations(spec, part, seq_len, token_parts, routed_parts) + more
+
+    if mode == "selective":
+        more = exchanged_activations(spec, layers) if exchanged else 0
+        between = layer_activations(spec, layers, seq_len, token_parts, routed_parts, selective=True) + more
+        return Kept(between, (full(layers) - between) // len(layers))
+    numbers = range(layers[0].index, layers[0].index + len(layers))
+    parts = [[layers[number - numbers.start] for number in part] for part in segments(mode, numbers)]
+    state = spec.hidden // token_parts
+    repeated = [full(part) - state for part in parts]
+    return Kept(full(layers) - sum(repeated), max(repeated, default=0))
+
+
+def segments(mode: str, layers: range) -> list[range]:
+    """Which neighbouring layers of a stage are computed again together, by their number in the model."""
+    if mode == "full":
+        mode = "every-1"
+    if mode.startswith("every-"):
+        return [range(index, index + 1) for index in layers if index % int(mode.removeprefix("every-")) == 0]
+    if mode != "sqrt":
+        return []
+    count = max(1, round(math.sqrt(len(layers))))
+    starts = [layers.start + len(layers) * number // count for number in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def check_activation_offload(device: str, where: str | None = None) -> None:
+    if device == "cpu":
+        raise UserError(
+            "`memory.activation_offload = true` has nothing to move on a CPU",
+            why="it takes activations from a GPU's memory to the CPU's, where they are already",
+            fix="memory.activation_offload=false memory.recompute=full",
+            where=where,
+        )

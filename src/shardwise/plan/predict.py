@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from shardwise.config.schema import AdapterConfig
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import exchanged_activations, head_activation_bytes, layer_activations
+from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.plan.activations import head_activation_bytes, kept_activations, segments
 from shardwise.plan.adapter_share import Held, held_by
 from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
@@ -46,6 +46,12 @@ CPU: fitted to the default run on one two-core machine. CUDA: an assumption; run
 LAUNCH_SECONDS_PER_LAYER = {"cpu": 3e-3, "cuda": 3.5e-3}
 """Time Python and torch need around one layer's forward and backward operations: the floor for small models.
 Fitted to one run each: a two-layer model on a CPU, `tiny` on an H200."""
+
+BLOCKS_HERE = 3
+"""With activation offload: one that computes and two on their way to CPU memory (memory/activation_offload.py)."""
+
+SELECTIVE_SHARE = 0.1
+"""What selective recomputation runs again, as a share of a forward pass. `tiny` on a CPU: 1 to 3 % of a step."""
 
 
 FROZEN_FLOPS = 2 / 3
@@ -144,7 +150,9 @@ def _rank_memory(share: RankShare, blocks: list[Held], plan: Plan, optimizer: st
         sizes = [_gathered(block, compute) for block in blocks]
         first, *layers, last = sizes
         tied = first + last if share.spec.tied else 0
-        gathered = tied + sum(sorted(layers if tied else sizes)[-2:])
+        # Blocks that are computed again together stay gathered until their backward.
+        together = [len(part) for stage in _stages(share, plan) for part in segments(plan.recompute, _numbers(stage))]
+        gathered = tied + sum(sorted(layers if tied else sizes)[-max([2, *together]) :])
     gathered += compute * whole.largest
     activations = _activations(share, plan)
     parts = {
@@ -164,18 +172,56 @@ def _gathered(held: Held, compute: int) -> int:
 
 
 def _activations(share: RankShare, plan: Plan) -> int:
-    """Of every stage in flight; a loss is followed by its backward at once, except by gpipe."""
+    """Of every stage in flight; a loss is followed by its backward at once, except by gpipe. What is computed again comes on top, when
+    the head's logits are gone; a split backward holds it until the weights have their gradients."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
     tokens = plan.micro_batch * plan.seq_len // plan.cp
     kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
     keys = 0 if kind == "ring" else plan.seq_len
-    layers = layer_activations(share.spec, share.layers, keys, token_parts, routed_parts)
-    layers += exchanged_activations(share.spec, share.layers) if kind == "ulysses" else 0
-    held = tokens * layers * size * share.stages_in_flight // plan.virtual_stages
+    of_stages = _stages(share, plan)
+    stages = [
+        kept_activations(share.spec, layers, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses")
+        for layers in of_stages
+    ]
+    held = tokens * sum(stage.between for stage in stages) * size * share.stages_in_flight // plan.virtual_stages
+    if plan.activation_offload:
+        here = max(
+            stage.between * min(BLOCKS_HERE, len(layers)) // len(layers)
+            for stage, layers in zip(stages, of_stages, strict=True)
+        )
+        held = tokens * here * size
+    repeated = tokens * max(stage.repeated for stage in stages) * size * max(1, share.weights_waiting)
+    head = 0
     if share.has_last_stage:
         losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
-        held += losses * head_activation_bytes(share.spec, tokens, size, token_parts)
-    return held
+        head = losses * head_activation_bytes(share.spec, tokens, size, token_parts)
+    return held + max(head, repeated)
+
+
+def _stages(share: RankShare, plan: Plan) -> list[list[LayerSpec]]:
+    """The rank's layers, stage by stage."""
+    if plan.pp == 1:
+        return [list(share.layers)]
+    mine = {layer.index: layer for layer in share.layers}
+    ranges = [plan.layers_of(stage) for stage in range(plan.num_stages)]
+    return [[mine[index] for index in layers] for layers in ranges if layers.start in mine]
+
+
+def _numbers(layers: list[LayerSpec]) -> range:
+    return range(layers[0].index, layers[0].index + len(layers))
+
+
+def _repeated_work(share: RankShare, plan: Plan) -> float:
+    """Forward passes that backward runs again, as a share of the rank's one. The last product of a group of blocks is not needed."""
+    if plan.recompute in ("none", "selective"):
+        return SELECTIVE_SHARE * (plan.recompute == "selective")
+    sizes = {layer.index: size for layer, size in zip(share.layers, share.layer_parameters, strict=True)}
+    again = 0
+    for layers in _stages(share, plan):
+        for part in segments(plan.recompute, _numbers(layers)):
+            last = layers[part[-1] - layers[0].index]
+            again += sum(sizes[index] for index in part) - (0 if last.is_moe else last.ffn * share.spec.hidden)
+    return again / (sum(sizes.values()) + share.head)
 
 
 def predict_step(
@@ -191,18 +237,24 @@ def predict_step(
     flops *= FROZEN_FLOPS if adapter.kind != "none" else 1.0
     launches = len(slowest.layers) * plan.num_microbatches * LAUNCH_SECONDS_PER_LAYER[plan.device]
     compute = max(flops / (rates.matmul_flops * MATMUL_SHARE[plan.device]), launches)
+    again = _repeated_work(slowest, plan) * compute / 3  # a forward pass is a third of the work
     # Read gradient and weight, write weight, read and write each state; + 2: the norm for clipping, and its scaling.
     passed = 5 * WEIGHT_BYTES[plan.precision] + 2 * state_bytes(optimizer, plan.precision)
     moved = passed * held.trained / plan.state_shards
     step = {"compute": compute, "optimizer": moved / rates.memory_bytes}
+    if again:
+        step["recompute"] = again
     if plan.pp > 1:
-        step["bubble"] = compute * bubble_share(plan)
+        step["bubble"] = (compute + again) * bubble_share(plan)
     if plan.dp * plan.cp > 1:
         step["data-parallel"] = _data_parallel_seconds(slowest, held, plan, rates)
     if plan.tp > 1:
         # Two sums per layer, forward and backward. Sequence parallelism cuts each in two halves of the same total.
         message = plan.micro_batch * plan.seq_len // plan.cp * spec.hidden * COMPUTE_BYTES[plan.precision]
-        sums = 4 * len(slowest.layers) * plan.num_microbatches
+        # A repeated forward has its sums too, but for the one after its last product.
+        groups = [part for layers in _stages(slowest, plan) for part in segments(plan.recompute, _numbers(layers))]
+        repeated = sum(2 * len(part) - 1 for part in groups)
+        sums = (4 * len(slowest.layers) + repeated) * plan.num_microbatches
         step["tensor-parallel"] = sums * (rates.all_reduce_latency + message / rates.all_reduce_bytes)
     if plan.ep > 1:
         # Every chosen copy of a token travels there and back, forward and backward: half of what an all-reduce moves.

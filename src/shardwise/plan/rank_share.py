@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.plan import Plan
-from shardwise.plan.schedules import stage_owners
+from shardwise.plan.schedules import schedule_actions, splits_backward, stage_owners
 from shardwise.plan.split import estimated_costs
 
 
@@ -23,6 +23,7 @@ class RankShare:
     has_last_stage: bool
     work: float  # share of the model's FLOPs, before tensor parallelism
     stages_in_flight: int  # most activations of a stage held at one time
+    weights_waiting: int  # of these, most whose backward has run but for the weights' gradients
 
     @property
     def layer_parameters(self) -> list[int]:
@@ -99,7 +100,18 @@ def _rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
         has_last_stage=is_last,
         work=work / (sum(costs) + first + last),
         stages_in_flight=_stages_in_flight(plan, rank),
+        weights_waiting=_weights_waiting(plan, rank) if plan.recompute != "none" else 0,
     )
+
+
+def _weights_waiting(plan: Plan, rank: int) -> int:
+    if plan.pp == 1 or not splits_backward(plan.schedule):
+        return 0
+    waiting = most = 0
+    for action in schedule_actions(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)[rank]:
+        waiting += {"I": 1, "W": -1}.get(action.kind, 0)
+        most = max(most, waiting)
+    return most
 
 
 def _stages_in_flight(plan: Plan, rank: int) -> int:

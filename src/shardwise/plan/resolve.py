@@ -18,6 +18,7 @@ from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import no_document_mask
+from shardwise.plan.activations import check_activation_offload
 from shardwise.plan.adapter_choice import settle_adapter
 from shardwise.plan.degrees import choose_degrees, global_batch_of
 from shardwise.plan.plan import Plan
@@ -61,6 +62,8 @@ def resolve(
         raise no_document_mask(spec.name, where_written(origins, "data.document_mask"))
     config = settle_adapter(config, spec, origins)
     asked = Asked(config, spec, machine, nproc)
+    if config.memory.activation_offload:
+        check_activation_offload(asked.device, where_written(origins, "memory.activation_offload"))
     degrees = choose_degrees(asked, origins)
     global_batch = global_batch_of(train)
     threads = max(1, machine.cores // degrees.world)

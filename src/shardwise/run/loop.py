@@ -82,7 +82,10 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     opened.enter_context(closing(view))
     if plan.pp > 1 and config.parallel.split == "auto":
         plan = replace(plan, split=measured_split(spec, plan, config.model.attention, device))
-    if config.train.micro_batch == "auto" and plan.world == plan.dp and not plan.zero:
+    keeps_all = (
+        plan.recompute == "none" and not plan.activation_offload
+    )  # else the formula knows more than the measurement
+    if config.train.micro_batch == "auto" and plan.world == plan.dp and not plan.zero and keeps_all:
         plan = replace(plan, micro_batch=_largest_micro_batch(session))
     rates = measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
     prediction = predict(spec, plan, config.optimizer.name, rates, config.adapter)

@@ -173,6 +173,7 @@ def proof_key(spec: ModelSpec, plan: Plan, adapter: AdapterConfig = AdapterConfi
     way = ("mixed" if plan.uses_fsdp else "plain") + (" scaled" if plan.scales_loss else "")
     if adapter.kind != "none":
         way += f" {asdict(shrink_adapter(adapter, spec))}"
+    way += " activation_offload" if plan.activation_offload else ""
     return f"{plan.layout} {way} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"
 
 
