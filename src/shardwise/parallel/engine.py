@@ -21,6 +21,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
 from shardwise.parallel.traffic import Traffic
+from shardwise.plan.plan import Plan
 
 
 class Engine:
@@ -53,6 +54,16 @@ class Engine:
     def locals(self) -> list[nn.Parameter]:
         """What the optimizer updates. A rank may have two copies of a tied weight; both are updated alike."""
         return [shard.local for shard in self.shards]
+
+    def follow(self, plan: Plan) -> None:
+        """The same layout, with the batch cut as `plan` says."""
+        self.plan = plan
+        self.pipeline.follow(plan)
+
+    def try_out(self, micro: Any, clock: Any) -> None:
+        """Collective. One micro-batch forward and backward, of which nothing is left."""
+        self.pipeline.try_out(micro, clock)
+        self.zero_grad()
 
     # One step -----------------------------------------------------------------------------------------------------
 
