@@ -26,7 +26,7 @@ MAX_WAYS = 3
 USUAL_RATES = {"cpu": Rates(5e10, 1e10, 1e9, 1e-4), "cuda": Rates(4e14, 3e12, 1e11, 2e-5)}
 """Of one rank, where nothing was measured yet. Only ratios of step times are told."""
 
-CHANGES_NUMBERS = ("optimizer.name", "memory.precision", "adapter.kind", "train.seq_len")
+CHANGES_NUMBERS = ("optimizer.name", "memory.precision", "adapter.kind")
 """Keys after which a run does not compute the same losses any more: offered after all others."""
 
 PlanOf = Callable[[Asked], Plan]
@@ -153,18 +153,17 @@ def _candidates(asked: Asked, plan: Plan) -> Iterator[Fix]:
         yield from ({"adapter.kind": kind} for kind in ("lora", "qlora"))
     if config.optimizer.name != "sgd":
         yield {"optimizer.name": "sgd"}
-    yield from ({"train.seq_len": plan.seq_len // part} for part in (2, 4) if plan.seq_len // part >= 128)
 
 
 def _more_ranks(asked: Asked, plan: Plan) -> Iterator[Fix]:
-    twice: Fix = {"--nproc": 2 * asked.nproc} if asked.nproc else {}
-    if 2 * plan.world > _devices(asked):
-        return
-    for axis in ("tp", "cp", "pp"):
-        own: Fix = {} if asked.nproc else {"parallel.dp": plan.dp}
-        yield {f"parallel.{axis}": 2 * getattr(plan, axis), **own, **twice}
-    if plan.zero or asked.config.parallel.zero == "auto":
-        yield twice or {"parallel.dp": 2 * plan.dp}
+    """As many times the ranks as there are devices for."""
+    times = 2
+    while times * plan.world <= _devices(asked):
+        started: Fix = {"--nproc": times * asked.nproc} if asked.nproc else {"parallel.dp": plan.dp}
+        yield from ({f"parallel.{axis}": times * getattr(plan, axis), **started} for axis in ("tp", "cp", "pp"))
+        if plan.zero or asked.config.parallel.zero == "auto":
+            yield started if asked.nproc else {"parallel.dp": times * plan.dp}
+        times *= 2
 
 
 def _devices(asked: Asked) -> int:

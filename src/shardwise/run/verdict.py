@@ -32,6 +32,7 @@ def out_of_memory(
     predicted = predict_memory(spec, plan, config.optimizer.name, config.adapter)
     if isinstance(error, OverLimit):
         what, why, scale = *_seen(error, rank), error.needed / max(1, sum(predicted.values()))
+        why += f"; a whole step was predicted to need {format_bytes(sum(predicted.values()))}"
     else:
         said = str(error).splitlines()[0] if str(error) else "the system gave no more memory"
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in predicted.items() if size)
@@ -40,9 +41,7 @@ def out_of_memory(
     scale = max(1.0, scale, 1.01 * limit / needed if needed < limit else 1.0)  # it did not fit, whatever was predicted
     saved = ("optimizer.name",) if any(run.checkpoints.glob("step-*")) else ()  # whose state is in the checkpoints
     asked = Asked(config, spec, this_machine(), None)
-    found = ways_to_fit(
-        asked, plan, lambda other: plan_of(other, plan.num_steps), scale=scale, without=(*saved, "train.seq_len")
-    )
+    found = ways_to_fit(asked, plan, lambda other: plan_of(other, plan.num_steps), scale=scale, without=saved)
     return UserError(
         what,
         why=why,
