@@ -11,9 +11,7 @@ import torch
 from commands import SMALL
 
 from shardwise.config.schema import OptimizerConfig, RunConfig
-from shardwise.memory.micro_batch import find_micro_batch
-from shardwise.memory.usage import saved_bytes
-from shardwise.model.decoder import IGNORE, Decoder
+from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
 from shardwise.plan.activations import activation_bytes
@@ -112,17 +110,6 @@ def test_a_logger_that_is_missing_or_fails_never_stops_a_run(tmp_path):
     assert any(line.startswith("logger   tensorboard is off") for line in said)
     assert [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()] == [2.0, 1.0]
     assert list((run.log / "tensorboard").glob("events.out.tfevents.*"))
-
-
-def test_the_largest_micro_batch_that_fits_is_found():
-    model = small_model()
-    tokens = torch.zeros(1, 64, dtype=torch.long)
-    one = saved_bytes(model, tokens, torch.full_like(tokens, IGNORE)) * (1 + ALLOCATOR_SHARE["cpu"])
-
-    def found(room: float) -> int:
-        return find_micro_batch(model, rows=8, seq_len=64, state_bytes=1000, limit=int((1000 + room * one) / 0.9) + 2)
-
-    assert [found(8), found(7.9), found(4), found(1.5), found(0.1)] == [8, 4, 4, 1, 1]
 
 
 def test_auto_micro_batch_obeys_the_memory_limit(run_here):

@@ -40,13 +40,15 @@ def run(args: argparse.Namespace) -> int:
 def _snapshot(found: RunDir) -> dict[str, Any]:
     from shardwise.cli.runs import summary
     from shardwise.run.measured import measured_pipeline, where_of
+    from shardwise.run.memory_view import measured_memory
 
-    steps, ran = found.steps(), measured_pipeline(found)
+    steps, ran, curve = found.steps(), measured_pipeline(found), measured_memory(found)
     return {
         **summary(found),
         "last": steps[max(steps)] if steps else None,
         "where": where_of(list(steps.values())),
         "pipeline": ran and {"step": ran.step, "seconds": ran.timeline.total, "idle": ran.timeline.bubble_fraction, "predicted": ran.predicted},
+        "memory": curve and curve.summary(),
         "event": found.last_event(),
     }  # fmt: skip
 
@@ -54,17 +56,20 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
 def _follow(found: RunDir) -> int:
     """New lines as they appear; on a terminal one block that is drawn anew."""
     from shardwise.run.measured import bar, measured_pipeline, where_of
+    from shardwise.run.memory_view import measured_memory
     from shardwise.run.view import View
 
     view = View(found.read_plan().get("num_steps", 1), None)
-    seen = 0
+    seen, curve = 0, None
     try:
         while True:
             running = found.is_locked()
             steps = list(found.steps().values())
             if len(steps) > seen:
                 ran = measured_pipeline(found)
-                view.below = bar(where_of(steps)) + (f"\n{ran.text(WIDTH)}" if ran else "")
+                curve = curve or measured_memory(found)  # drawn once: only the first steps are watched
+                pictures = [part.text(WIDTH) for part in (ran, curve) if part]
+                view.below = "\n".join([bar(where_of(steps)), *pictures])
             for line in steps[seen:]:
                 view.step(line)
             seen = len(steps)
@@ -83,6 +88,7 @@ def _follow(found: RunDir) -> int:
 def _print_state(found: RunDir) -> None:
     from shardwise.run.clock import verdict
     from shardwise.run.measured import RECENT, bar, measured_pipeline, where_of
+    from shardwise.run.memory_view import measured_memory, report_lines
     from shardwise.run.view import format_rate, sparkline
 
     state, steps, plan = found.state(), list(found.steps().values()), found.read_plan()
@@ -97,7 +103,11 @@ def _print_state(found: RunDir) -> None:
         print(f"where    {bar(where)}")
     if ran := measured_pipeline(found):
         print(ran.text(WIDTH))
+    if curve := measured_memory(found):
+        print(curve.text(WIDTH))
     event = found.last_event() or {}
+    for line in report_lines(event["memory"]) if event.get("memory") else ():
+        print(line)
     if state in ("failed", "stopped", "unfinished"):
         why = event.get("why") or "it ended without a last word (killed, or the machine went down)"
         print(f"why      {why}")

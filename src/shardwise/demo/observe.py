@@ -97,13 +97,3 @@ def difference(trial: Trial, truth: Record | None, rank: int, spec: ModelSpec = 
     """Collective. The largest difference of losses, norms, gradients and parameters from one process; 0 on other ranks."""
     record = train_in_layout(spec, trial_plan(trial, **layout), trial, rank, CPU)
     return max(compare(record, truth)[0]) if truth else 0.0
-
-
-def kept_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """What this rank keeps between the last backward and the update, from the tensors themselves."""
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return {
-        "parameters": sum(local.nbytes for local in engine.locals()),
-        "gradients": sum(gradient.nbytes for shard in engine.shards if (gradient := shard.gradient) is not None),
-        "optimizer": sum(state.nbytes for state in states if state.ndim),  # but for the step counter
-    }

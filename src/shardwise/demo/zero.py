@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shardwise.demo.observe import SPEC, difference, kept_bytes, observe_step, truth_of
+from shardwise.demo.observe import SPEC, difference, observe_step, truth_of
 from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, on_the_wire, same_as_one_process, table
 from shardwise.demo.wire import of_kind, total
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.zero import parameter_groups
+from shardwise.run.held import kept_bytes
 from shardwise.run.reference import Trial
 
 WORLD = 4

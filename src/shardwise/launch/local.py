@@ -128,8 +128,15 @@ def _exit_code(run: RunDir, result: RunProcsResult) -> int:
     if first.exitcode == -signal.SIGTERM or not killed:  # SIGTERM is ours, sent to the survivors: who really failed?
         first = min(result.failures.values(), key=_least_telling_last)
     if first.exitcode >= 0:
+        spoke = result.failures.get(0)
+        if spoke is not None and spoke.exitcode == first.exitcode:
+            return first.exitcode  # the first rank has said the same on the terminal
         if first.local_rank != 0:
-            print(Path(result.stderrs[first.local_rank]).read_text(encoding="utf-8").strip(), file=sys.stderr)
+            text = Path(result.stderrs[first.local_rank]).read_text(encoding="utf-8").strip()
+            print(text, file=sys.stderr)
+            if event.get("event") not in ("failed", "stopped"):  # the first rank was ended before it could say anything
+                why = text.splitlines()[0] if text else f"rank {first.local_rank} failed"
+                run.append({"event": "failed", "exit": first.exitcode, "why": why, "wall_time": time.time()})
         return first.exitcode
     name = signal.Signals(-first.exitcode).name
     print(f"error: rank {first.local_rank} was killed by {name}", file=sys.stderr)

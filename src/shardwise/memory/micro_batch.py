@@ -1,50 +1,65 @@
-"""The largest micro-batch that fits: measured, not guessed. Every rank must come to the same answer.
+"""The largest micro-batch that fits, from what micro-batches of one and of two sequences really took on this rank.
 
-On CUDA each candidate runs a real forward and backward pass, and running out of memory is caught. On a CPU running out would
-kill the process, so one sequence's activations are counted and multiplied.
+Owns the arithmetic; run/try_out.py sends the two through the engine. Nothing larger is tried: a rank that ran out of memory would leave
+the others waiting. Invariant: what is chosen is predicted to need no more than HEADROOM of the limit, or it is 1.
 """
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-import torch
-
-from shardwise.memory.usage import saved_bytes
-from shardwise.model.decoder import IGNORE, Decoder
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.plan import Plan
 from shardwise.plan.predict import ALLOCATOR_SHARE
+from shardwise.plan.rank_share import rank_shares
 
 HEADROOM = 0.9  # of the limit; the rest is for fragmentation and what torch allocates on the side
 
 
-def find_micro_batch(model: Decoder, *, rows: int, seq_len: int, state_bytes: int, limit: int) -> int:
-    """`state_bytes`: weights, gradients and optimizer state, which stay beside the activations. At least 1."""
-    sizes = [n for n in range(rows, 0, -1) if rows % n == 0]
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return next((n for n in sizes if _fits_on_cuda(model, n, seq_len, state_bytes, limit, device)), 1)
-    per_sequence = saved_bytes(model, *_dummy(1, seq_len, device)) * (1 + ALLOCATOR_SHARE["cpu"])
-    return next((n for n in sizes if state_bytes + n * per_sequence <= HEADROOM * limit), 1)
+@dataclass(frozen=True)
+class Taken:
+    """Bytes that one micro-batch took at most: what forward keeps for backward, and what came and went beside it."""
+
+    activations: int
+    temporary: int
 
 
-def _fits_on_cuda(model: Decoder, size: int, seq_len: int, state_bytes: int, limit: int, device: torch.device) -> bool:
-    weights = sum(p.nbytes for p in model.parameters())
-    torch.cuda.reset_peak_memory_stats(device)
-    try:
-        losses = model(*_dummy(size, seq_len, device))
-        sum(losses).backward()
-        needed = torch.cuda.max_memory_allocated(device) - 2 * weights + state_bytes
-        return needed <= HEADROOM * limit
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+@dataclass(frozen=True)
+class Growth:
+    """Bytes of a micro-batch of n sequences, as a line through what was measured."""
+
+    one: Taken
+    two: Taken | None = None  # without it everything grows with n
+
+    def taken(self, size: int) -> Taken:
+        if self.two is None:
+            return Taken(size * self.one.activations, size * self.one.temporary)
+        return Taken(
+            self.one.activations + (size - 1) * max(0, self.two.activations - self.one.activations),
+            self.one.temporary + (size - 1) * max(0, self.two.temporary - self.one.temporary),
+        )
 
 
-def _dummy(size: int, seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens without targets: they cost what real ones cost and leave no trace in router statistics."""
-    tokens = torch.zeros(size, seq_len, dtype=torch.long, device=device)
-    return tokens, torch.full_like(tokens, IGNORE)
+def needed_bytes(spec: ModelSpec, plan: Plan, states: int, growth: Growth, pp_rank: int) -> int:
+    """Of a rank that runs `plan`: its activations as measured, as often as the schedule holds them, beside `states`."""
+    taken = growth.taken(plan.micro_batch)
+    held = taken.activations * rank_shares(spec, plan)[pp_rank].stages_in_flight // plan.virtual_stages
+    return states + held + max(taken.temporary, int(ALLOCATOR_SHARE[plan.device] * held))
+
+
+def largest_that_fits(
+    sizes: Sequence[int],
+    spec: ModelSpec,
+    plan: Plan,
+    states: Callable[[Plan], int],
+    growth: Growth,
+    pp_rank: int,
+    limit: int,
+) -> int:
+    """The first of `sizes` (largest first) that fits; 1 if none does. `states`: what a rank holds besides activations."""
+    for size in sizes:
+        cut = replace(plan, micro_batch=size)
+        if needed_bytes(spec, cut, states(cut), growth, pp_rank) <= HEADROOM * limit:
+            return size
+    return 1

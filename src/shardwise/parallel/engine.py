@@ -27,6 +27,7 @@ from shardwise.parallel.pipeline import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
 from shardwise.parallel.traffic import Traffic
 from shardwise.parallel.zero import serve_parameters
+from shardwise.plan.plan import Plan
 
 
 class Engine:
@@ -79,6 +80,16 @@ class Engine:
                 optimizer.stream_gradients(final, lambda stage=stage: stage.in_last_backward)  # type: ignore[misc]
             if isinstance(optimizer, NvmeModel):
                 serve_parameters(optimizer, stage.model, shards)
+
+    def follow(self, plan: Plan) -> None:
+        """The same layout, with the batch cut as `plan` says."""
+        self.plan = plan
+        self.pipeline.follow(plan)
+
+    def try_out(self, micro: Any, clock: Any) -> None:
+        """Collective. One micro-batch forward and backward, of which nothing is left."""
+        self.pipeline.try_out(micro, clock)
+        self.zero_grad()
 
     # One step -----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from shardwise.parallel.deferred import Todo, deferring, finish
 from shardwise.parallel.mailbox import Mailbox, Message, Table, message_of, needed_by
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.traffic import Traffic
+from shardwise.plan.plan import Plan
 from shardwise.plan.schedules import NAMES, Action, schedule_actions, stage_owners
 
 
@@ -63,14 +64,34 @@ class Pipeline:
     def __init__(self, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, traffic: Traffic):
         plan = mesh.plan
         self.stages = {stage.index: stage for stage in stages}
-        self.mesh, self.plan, self.dtype, self.traffic = mesh, plan, dtype, traffic
+        self.mesh, self.dtype, self.traffic = mesh, dtype, traffic
         self.num_stages = plan.pp * plan.virtual_stages
         self.owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
-        self.table: Table = schedule_actions(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)
-        self.actions = self.table[mesh.at.pp]
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Steps of this plan from now on. It may cut its batch otherwise than the one before; the layout is the same."""
+        self.plan = plan
+        self._expect(plan.num_microbatches)
+
+    def _expect(self, num_microbatches: int) -> None:
+        plan = self.plan
+        self.last_microbatch = num_microbatches - 1
+        self.table: Table = schedule_actions(plan.schedule, plan.pp, plan.virtual_stages, num_microbatches)
+        self.actions = self.table[self.mesh.at.pp]
         for action in self.actions:
             if action.kind in "BIW":
                 self.stages[action.stage].last_backward = action
+
+    def try_out(self, micro: Any, clock: Any) -> None:
+        """Collective. One micro-batch forward and backward through all stages. Its gradients are left for the caller to drop, and
+        DDP does not see them: its buckets stay as they are."""
+        self._expect(1)
+        self.last_microbatch = -1  # none is the last, so nothing is summed before its time
+        try:
+            self.train([micro], 1, clock)
+        finally:
+            self._expect(self.plan.num_microbatches)
 
     def train(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
         """Forward and backward of all micro-batches; returns this rank's summed losses: cross-entropy, auxiliary, z.
@@ -118,7 +139,7 @@ class Pipeline:
         return sums
 
     def _forward(self, stage: Stage, action: Action, micro: Any, received: Tensor | None) -> _Pass:
-        stage.sums.before_forward(last=action.microbatch == self.plan.num_microbatches - 1)
+        stage.sums.before_forward(last=action.microbatch == self.last_microbatch)
         x_BTD = None if received is None else received.requires_grad_()
         todo: Todo = []
         with deferring(todo) if self._splits(stage) else nullcontext():

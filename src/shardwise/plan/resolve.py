@@ -14,16 +14,15 @@ from shardwise.cluster.machine import Machine
 from shardwise.config.check_layout import degree
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config, ParallelConfig
-from shardwise.config.units import format_bytes
-from shardwise.errors import Exit, UserError
+from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import no_document_mask
 from shardwise.plan.activations import check_activation_offload
 from shardwise.plan.adapter_choice import settle_adapter
 from shardwise.plan.degrees import choose_degrees, global_batch_of
+from shardwise.plan.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import predict_memory
-from shardwise.plan.refusal import Asked, Fix, typed
+from shardwise.plan.refusal import Asked
 
 DEFAULT_STEPS = 340
 FP8_MULTIPLE = 16
@@ -50,7 +49,7 @@ def resolve(
     origins: Origins = MappingProxyType({}),
 ) -> Resolved:
     """`num_sequences`: sequences in one pass over the training data, which `epochs` needs. `origins`: for the errors."""
-    train, parallel = config.train, config.parallel
+    train = config.train
     if spec.positions == "learned" and train.seq_len > spec.max_seq_len:
         raise UserError(
             f"train.seq_len = {train.seq_len} is longer than {spec.name} can read",
@@ -64,6 +63,17 @@ def resolve(
     asked = Asked(config, spec, machine, nproc)
     if config.memory.activation_offload:
         check_activation_offload(asked.device, where_written(origins, "memory.activation_offload"))
+    plan = plan_of(asked, num_sequences, origins)
+    limit = rank_memory_limit(config, machine, plan)
+    if needed_memory(spec, plan, config) > limit:
+        raise does_not_fit(asked, plan, limit, lambda other: plan_of(other, num_sequences))
+    return Resolved(plan, *_fill(config, plan))
+
+
+def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyType({})) -> Plan:
+    """The plan of a job, whether it fits into memory or not."""
+    config, spec, machine = asked.config, asked.spec, asked.machine
+    train, parallel = config.train, config.parallel
     degrees = choose_degrees(asked, origins)
     global_batch = global_batch_of(train)
     threads = max(1, machine.cores // degrees.world)
@@ -99,13 +109,11 @@ def resolve(
     )
     if train.micro_batch != "auto":
         _check_micro_batch(config, plan, int(train.micro_batch), origins)
-    limit = rank_memory_limit(config, machine, plan)
-    plan = _choose_zero(config, spec, plan, limit)
+    plan = _choose_zero(config, spec, plan, rank_memory_limit(config, machine, plan))
     _check_fill(config, plan, origins)
     _check_fp8_tokens(plan, origins)
     _check_offload(plan, origins)
-    _refuse_what_cannot_fit(config, spec, plan, limit)
-    return Resolved(plan, *_fill(config, plan))
+    return plan
 
 
 def _check_micro_batch(config: Config, plan: Plan, micro_batch: int, origins: Origins) -> None:
@@ -163,7 +171,7 @@ def _choose_zero(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> Pla
             sizes = micro_batch_sizes(plan)
         for size in sizes:
             plan = replace(plan, micro_batch=size)
-            if _needed(spec, plan, config) <= HEADROOM * limit:
+            if needed_memory(spec, plan, config) <= HEADROOM * limit:
                 chosen = f"; zero={zero} is the smallest stage that fits" if zero and len(stages) > 1 else ""
                 return replace(plan, reason=plan.reason + chosen)
     return plan if len(stages) == 1 else replace(plan, reason=f"{plan.reason}; zero={plan.zero} needs the least memory")
@@ -183,15 +191,6 @@ def micro_batch_sizes(plan: Plan) -> list[int]:
     rows = plan.rows_per_rank
     most = rows if plan.pp == 1 else max(1, rows // (4 * plan.pp))
     return [size for size in range(most, 0, -1) if rows % size == 0]
-
-
-def rank_memory_limit(config: Config, machine: Machine, plan: Plan) -> int:
-    """Bytes one rank may use: the user's limit, a GPU's memory, or an equal share of the machine's."""
-    if config.memory.limit != "auto":
-        return int(config.memory.limit)
-    if plan.device == "cuda":
-        return min(gpu.memory_bytes for gpu in machine.gpus)
-    return machine.memory_bytes // plan.world
 
 
 def _choose_precision(config: Config, machine: Machine, origins: Origins) -> str:
@@ -260,41 +259,6 @@ def _num_steps(config: Config, global_batch: int, num_sequences: int) -> int:
     if train.epochs:
         return max(1, math.ceil(train.epochs * num_sequences / global_batch))
     return train.steps or DEFAULT_STEPS
-
-
-def _needed(spec: ModelSpec, plan: Plan, config: Config) -> int:
-    return sum(predict_memory(spec, plan, config.optimizer.name, config.adapter).values())
-
-
-def _refuse_what_cannot_fit(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> None:
-    parts = predict_memory(spec, plan, config.optimizer.name, config.adapter)
-    if sum(parts.values()) <= limit:
-        return
-    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    raise UserError(
-        f"{spec.name} does not fit: {format_bytes(sum(parts.values()))} per rank of {format_bytes(limit)}",
-        why=f"{plan.layout} with micro-batch {plan.micro_batch} holds {held}",
-        fix=" or ".join(_what_would_fit(config, spec, plan, limit))
-        or "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)",
-        code=Exit.OUT_OF_MEMORY,
-    )
-
-
-def _what_would_fit(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> list[str]:
-    """Changes on the same ranks that were tried and fit, the smallest first."""
-    can_shard = plan.dp * plan.cp > 1 and config.parallel.replicate in ("auto", 1)
-    smaller: list[Fix] = [{"train.micro_batch": 1}] if plan.micro_batch > 1 else []
-    stages: list[Fix] = [{"parallel.zero": n} for n in range(plan.zero + 1, 4) if can_shard]
-    both: list[Fix] = [stage | size for size in smaller for stage in stages]
-    fitting = []
-    for fix in [*smaller, *stages, *both, {"optimizer.name": "sgd"}]:
-        other = replace(plan, micro_batch=fix.get("train.micro_batch", plan.micro_batch))
-        if "parallel.zero" in fix:
-            other = replace(other, zero=fix["parallel.zero"], replicate=1)
-        name = fix.get("optimizer.name", config.optimizer.name)
-        if sum(predict_memory(spec, other, name, config.adapter).values()) <= limit:
-            fitting.append(typed(fix))
-    return fitting[:2]
 
 
 def _fill(config: Config, plan: Plan) -> tuple[Config, tuple[str, ...]]:

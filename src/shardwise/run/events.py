@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwise.run.clock import Clock, Span
 
@@ -52,6 +53,29 @@ class Events:
                 "step": step,
             }
             self.file.write(json.dumps(line | {"start_us": 0, "dur_us": 0, "tokens": [int(n) for n in counts]}) + "\n")
+        self.file.flush()
+
+    def record_memory(self, step: int, curve: Sequence[Any], began_s: float) -> None:
+        """The memory of a watched step, a line per moment (memory/account.py); `began_s` by the clock of the moments."""
+        if self.file is None:
+            return
+        offset = time.time() - time.perf_counter()
+        for point in curve:
+            span = point.during
+            line = {
+                "t": offset + point.at,
+                "rank": self.rank,
+                "kind": "memory",
+                "name": span.name if span else "step",
+                "step": step,
+                "microbatch": span.microbatch if span else None,
+                "stage": span.stage if span else None,
+                "bytes": point.total,
+                "start_us": round((point.at - began_s) * 1e6),
+                "dur_us": 0,
+                "held": point.by_category(),
+            }
+            self.file.write(json.dumps({key: value for key, value in line.items() if value is not None}) + "\n")
         self.file.flush()
 
     def _line(self, step: int, began: float, span: Span) -> dict[str, object]:

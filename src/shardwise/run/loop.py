@@ -22,30 +22,31 @@ from shardwise.data.corpus import Corpus
 from shardwise.data.loader import Loader, StepBatch
 from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
-from shardwise.memory.micro_batch import find_micro_batch
 from shardwise.memory.usage import peak_bytes
-from shardwise.model.precision import KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import FROZEN_FLOPS, predict, predict_memory
+from shardwise.plan.predict import FROZEN_FLOPS, predict
 from shardwise.run import report
 from shardwise.run.adapter_state import adapter_state, check_base
 from shardwise.run.balance import measured_split
-from shardwise.run.build import corpus_of, empty_model, weights_of
+from shardwise.run.build import corpus_of, weights_of
 from shardwise.run.calibrate import measure_rates
 from shardwise.run.clock import KINDS, Clock
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
 from shardwise.run.fill import held_out_filler, side_seconds
 from shardwise.run.guards import StopRequests
+from shardwise.run.memory_view import memory_report
+from shardwise.run.memory_watch import MemoryWatch
 from shardwise.run.metrics import Metrics, expert_load
 from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.rundir import RunDir
 from shardwise.run.schedule import LearningRate, learning_rate
 from shardwise.run.state import collect_state, restore_state
 from shardwise.run.step import StepResult, find_overflow, run_step
+from shardwise.run.try_out import measured_micro_batch
 from shardwise.run.view import View
 
 AUTO_CHECKPOINT_S = 300.0
@@ -82,16 +83,6 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     opened.enter_context(closing(view))
     if plan.pp > 1 and config.parallel.split == "auto":
         plan = replace(plan, split=measured_split(spec, plan, config.model.attention, device))
-    keeps_all = (
-        plan.recompute == "none" and not plan.activation_offload
-    )  # else the formula knows more than the measurement
-    if config.train.micro_batch == "auto" and plan.world == plan.dp and not plan.zero and keeps_all:
-        plan = replace(plan, micro_batch=_largest_micro_batch(session))
-    rates = measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
-    prediction = predict(spec, plan, config.optimizer.name, rates, config.adapter)
-    peak_flops = report.peak_flops(plan, device, prediction)
-    if config.adapter.kind != "none":
-        peak_flops /= FROZEN_FLOPS  # MFU counts what there is to compute
 
     # This rank's part of the model, its optimizer, and where an earlier process left off.
     fill = weights_of(config.model, config.train.seed)
@@ -106,6 +97,14 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         adapter=config.adapter,
         seed=config.train.seed,
     )
+    if config.train.micro_batch == "auto":
+        plan = replace(plan, micro_batch=measured_micro_batch(engine, config, session.memory_limit))
+        engine.follow(plan)
+    rates = measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
+    prediction = predict(spec, plan, config.optimizer.name, rates, config.adapter)
+    peak_flops = report.peak_flops(plan, device, prediction)
+    if config.adapter.kind != "none":
+        peak_flops /= FROZEN_FLOPS  # MFU counts what there is to compute
     optimizer = engine_optimizer(config.optimizer, engine)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     done = _restore(session, engine, optimizer, view)
@@ -133,6 +132,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         metrics = opened.enter_context(closing(Metrics(run, config.run, plan.to_dict(), view.say)))
         metrics.write({"event": "resumed" if done else "started", "step": done, "wall_time": time.time()})
     history = report.History()
+    watched = range(done + 1, done + (1 if fills else 2) + 1) if config.run.events_every else range(0)
+    memory = MemoryWatch(engine, optimizer, clock, watched, session.memory_limit)
     checkpoint = _CheckpointClock(config.checkpoint.every, done)
     step, stop, overflow = done, Exit.DONE, ""
     batch: StepBatch | None = None
@@ -153,25 +154,27 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         if filler:
             filler.before_step()
         trained = batch  # `ask` fetches the next one
-        result = run_step(
-            engine,
-            optimizer,
-            trained,
-            num_targets=num_targets,
-            lr=rate(step),
-            clip=config.train.clip,
-            clock=clock,
-            skip_non_finite=config.run.on_nan == "skip",
-            ask=ask,
-        )
+        with memory.during(step):
+            result = run_step(
+                engine,
+                optimizer,
+                trained,
+                num_targets=num_targets,
+                lr=rate(step),
+                clip=config.train.clip,
+                clock=clock,
+                skip_non_finite=config.run.on_nan == "skip",
+                ask=ask,
+            )
 
         # Tell.
         parts = clock.finish()
         line = _metrics_line(step, result, rate, num_targets, parts, plan, spec, peak_flops, device)
         if filler:
             line["bubble_filled_s"] = side_seconds(clock.spans)
-        history.add(line)
+        history.add(line, timed=step not in watched or plan.num_steps - done <= len(watched) + 1)
         events.record(step, clock)
+        events.record_memory(step, memory.curve(step), clock.start)
         if metrics:
             events.record_experts(step, result.expert_tokens)
             metrics.write(line)
@@ -204,35 +207,19 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         _save(session, step, engine, optimizer)
     if fills:
         report.filled(view, metrics, step, filler.result() if filler else None)
-    peak = int(_largest(peak_bytes(device), device, plan))
+    peak, held = int(_largest(peak_bytes(device), device, plan)), None
+    if watched and step > done:
+        held = memory_report(prediction.memory, _from_all(memory.measured(), device, plan))
     if not stop:
         stop, *_ = _answer(_summed([*_wishes(stops.check()), 0, 0], device, plan))
     if not stop:
         report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
         report.sample(view, engine, corpus, config, ranks)
     if metrics and stop:
-        report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request", overflow)
-    elif metrics and not report.finished(view, metrics, session, plan, corpus, prediction, history, peak, stops):
+        report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request", held, overflow)
+    elif metrics and not report.finished(view, metrics, session, plan, corpus, prediction, history, held, peak, stops):
         return Exit.FOUND_WRONG
     return stop or Exit.DONE
-
-
-def _largest_micro_batch(session: Session) -> int:
-    """Measured on a whole model without weights, which is let go again."""
-    plan, config = session.plan, session.config
-    parts = predict_memory(session.spec, plan, config.optimizer.name, config.adapter)
-    model = empty_model(config.model, session.spec, KEPT[plan.precision], session.device, config.adapter)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.zero_()
-    found = find_micro_batch(
-        model,
-        rows=plan.rows_per_rank,
-        seq_len=plan.seq_len,
-        state_bytes=sum(size for name, size in parts.items() if name not in ("activations", "allocator")),
-        limit=session.memory_limit,
-    )
-    return -int(_largest(-found, session.device, plan))  # the smallest over ranks
 
 
 def _metrics_line(
@@ -294,6 +281,16 @@ def _largest(value: float, device: torch.device, plan: Plan) -> float:
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor)
+
+
+def _from_all(values: list[int], device: torch.device, plan: Plan) -> list[list[int]]:
+    """Every rank's values, on every rank."""
+    if plan.world == 1:
+        return [values]
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    found = [torch.empty_like(mine) for _ in range(plan.world)]
+    dist.all_gather(found, mine)
+    return [tensor.tolist() for tensor in found]
 
 
 def _evaluate(engine: Engine, corpus: Corpus, session: Session) -> float | None:

@@ -93,6 +93,8 @@ def _actions(file: Path) -> dict[int, list[Timed]]:
     for line in _last_lines(file):
         try:
             event = json.loads(line)
+            if event.get("kind") == "memory":
+                continue
             action = Action(kinds[event["name"]], event["stage"], event["microbatch"])
             timed = Timed(action, event["t"], event["t"] + event["dur_us"] / 1e6)
             found.setdefault(event["step"], []).append(timed)

@@ -26,6 +26,7 @@ from shardwise.run.evaluate import perplexity
 from shardwise.run.fill import Filled
 from shardwise.run.generate import Sampling, generate, generate_together
 from shardwise.run.guards import StopRequests
+from shardwise.run.memory_view import off, report_lines
 from shardwise.run.metrics import Metrics
 from shardwise.run.proof import NUM_STEPS, single_process_losses
 from shardwise.run.rundir import RunDir
@@ -53,9 +54,9 @@ class History:
         self.step_seconds: list[float] = []
         self.tokens = 0
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: dict[str, Any], timed: bool = True) -> None:
         self.losses[line["step"]] = line["loss"]
-        if len(self.losses) == 1:
+        if len(self.losses) == 1 or not timed:
             return
         self.step_seconds.append(line["step_s"])
         self.tokens += line["tokens"]
@@ -188,6 +189,7 @@ def finished(
     corpus: Corpus,
     prediction: Prediction,
     history: History,
+    memory: dict[str, Any] | None,
     peak: int,
     stops: StopRequests,
 ) -> bool:
@@ -198,15 +200,15 @@ def finished(
     unigram = corpus.unigram_entropy()
     if last is not None:
         view.say(f"loss     {last:.3f} at the last step; a unigram model of the same text has {unigram:.3f}")
-    memory = f"{format_bytes(peak)} per rank ({_off(peak, prediction.memory_bytes)})"
+    held = f"{format_bytes(peak)} per rank ({off(peak, prediction.memory_bytes)})"
     if step_s is None:
-        view.say(f"measured {memory}; too few steps to time them")
+        view.say(f"measured {held}; too few steps to time them")
     else:
         rate = format_rate(history.tokens / history.parts["step_s"])
         view.say(f"speed    {rate} tok/s; {verdict(history.parts)}")
-        view.say(
-            f"measured {format_seconds(step_s)} per step ({_off(step_s, prediction.step_s)} of predicted), {memory}"
-        )
+        view.say(f"measured {format_seconds(step_s)} per step ({off(step_s, prediction.step_s)} of predicted), {held}")
+    for line in report_lines(memory) if memory else ():
+        view.say(line)
     metrics.write(
         {
             "event": "finished",
@@ -216,6 +218,7 @@ def finished(
             "unigram_loss": unigram,
             "predicted": {"step_s": prediction.step_s, "memory_bytes": prediction.memory_bytes},
             "measured": {"step_s": step_s, "memory_bytes": peak},
+            "memory": memory,
             "where": history.parts,
             "proof": proof,
             "wall_time": time.time(),
@@ -229,12 +232,23 @@ def finished(
     return proof is None or proof["same"]
 
 
-def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, why: str, overflow: str = "") -> None:
+def stopped(
+    view: View,
+    metrics: Metrics,
+    run: RunDir,
+    step: int,
+    code: Exit,
+    why: str,
+    memory: dict[str, Any] | None = None,
+    overflow: str = "",
+) -> None:
     """`overflow`: what does not fit into fp16, where that is the reason."""
     view.close()  # what follows is the last word, below the live block
     event, why = ("failed", "the loss is not a number") if code == Exit.DIVERGED else ("stopped", why)
     why = f"fp16 overflows at every loss scale: {overflow}" if overflow else why
-    metrics.write({"event": event, "step": step, "exit": int(code), "why": why, "wall_time": time.time()})
+    metrics.write(
+        {"event": event, "step": step, "exit": int(code), "why": why, "memory": memory, "wall_time": time.time()}
+    )
     if overflow:
         view.say(
             f"STOPPED  step {step}: fp16 overflows at every loss scale; committed                exit {int(code)}, diverged"
@@ -253,10 +267,6 @@ def stopped(view: View, metrics: Metrics, run: RunDir, step: int, code: Exit, wh
     committed = "committed" if step else "nothing to commit yet"
     view.say(f"STOPPED  step {step}, by {why}; {committed}                              exit {int(code)}, resumable")
     view.say(f"  do     shardwise resume {run.path}")
-
-
-def _off(measured: float, predicted: float) -> str:
-    return f"{100 * (measured / predicted - 1):+.0f} %" if predicted else "n/a"
 
 
 def _proof(

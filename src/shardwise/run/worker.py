@@ -32,12 +32,13 @@ from shardwise.files import refused, write_atomically
 from shardwise.launch.ranks import Ranks, ranks_from_environment
 from shardwise.model.precision import COMPUTED
 from shardwise.model.transformers_spec import spec_from_dict
+from shardwise.plan.fit import rank_memory_limit
 from shardwise.plan.plan import Plan
-from shardwise.plan.resolve import rank_memory_limit
 from shardwise.run.build import model_spec
 from shardwise.run.guards import StopRequests
 from shardwise.run.loop import Session, train
 from shardwise.run.rundir import RunDir
+from shardwise.run.verdict import out_of_memory
 from shardwise.run.verify import prove, prove_once
 
 OLDEST_TORCH = (2, 11)
@@ -76,6 +77,7 @@ def run_worker(
 ) -> int:
     """Train as this rank. Clean stops return their code; a launcher reads it from the run's last event instead."""
     say = functools.partial(print, flush=True) if ranks.is_first else lambda line: None
+    session: Session | None = None
     try:
         config = load_config(run.config).config
         session = _set_up(run, ranks, config, from_step)
@@ -92,10 +94,8 @@ def run_worker(
         error.filename = error.filename or str(run.path)  # a failed write does not know its file
         problem = refused(error)
         return _fail(run, ranks, problem.code, str(problem))
-    except torch.OutOfMemoryError as error:
-        return _fail(run, ranks, Exit.OUT_OF_MEMORY, _out_of_memory(error))
-    except MemoryError:
-        return _fail(run, ranks, Exit.OUT_OF_MEMORY, _out_of_memory("the system gave no more memory"))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return _fail(run, ranks, Exit.OUT_OF_MEMORY, str(_out_of_memory(error, run, ranks, session)))
     except KeyboardInterrupt:
         return _fail(run, ranks, Exit.INTERRUPTED, "STOPPED  by Ctrl-C before the first step")
     except Exception as error:
@@ -212,9 +212,13 @@ def _last_word(run: RunDir, code: Exit, why: str) -> None:
         run.append({"event": event, "exit": int(code), "why": why, "wall_time": time.time()})
 
 
-def _out_of_memory(error: object) -> str:
-    return (
-        "error: out of memory\n"
-        f"  why  {str(error).splitlines()[0]}\n"
-        "  fix  train.micro_batch=1, a shorter train.seq_len, or a smaller model; then `shardwise resume`"
-    )
+def _out_of_memory(error: BaseException, run: RunDir, ranks: Ranks, session: Session | None) -> UserError:
+    if session is None:
+        return UserError(
+            "out of memory before the run began",
+            why=str(error) or "the system gave no more memory",
+            fix=f"end what else runs on this machine, then `shardwise resume {run.path}`",
+            code=Exit.OUT_OF_MEMORY,
+        )
+    plan = Plan.from_dict(run.read_plan())  # with the micro-batch that the run has chosen
+    return out_of_memory(error, run, ranks.rank, session.config, plan, session.spec, session.memory_limit)

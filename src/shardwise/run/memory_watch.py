@@ -1,0 +1,83 @@
+"""Watches the memory of a run's first two steps, and of these alone: what a rank holds at its fullest moment, and the course of it.
+
+The second step is the first one with everything in place (optimizer state, DDP's final buckets), so it is the one that is drawn and
+reported. `run.events_every=0` turns it off. Invariant: a run that is watched computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shardwise.memory.account import CATEGORIES, Account, OverLimit, Point, thinned
+from shardwise.memory.usage import peak_bytes, resident_bytes
+from shardwise.parallel.engine import Engine
+from shardwise.plan.predict import PROCESS_BYTES
+from shardwise.run.clock import Clock
+from shardwise.run.held import holders_of
+
+MAX_POINTS = 300
+MEASURED = (*CATEGORIES, "reserved", "peak")
+"""Rows of the report. `reserved`: CPU: the process besides its tensors; CUDA: what the allocator keeps free for later. `peak`: the most at
+one moment, as the system or the allocator says."""
+
+
+class MemoryWatch:
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        clock: Clock,
+        steps: range,
+        limit: int | None,
+    ):
+        """`limit`: bytes that a rank may use; None: nobody looks."""
+        self.device, self.steps = engine.mesh.device, steps
+        self.account = Account(self.device, holders_of(engine, optimizer), clock)
+        self.limit, self.clock = limit, clock
+
+    @contextmanager
+    def during(self, step: int) -> Iterator[None]:
+        """Around one step."""
+        if step not in self.steps:
+            yield
+            return
+        account = self.account
+        account.label(everything=True)
+        self.process = _process_bytes(self.device, sum(account.held.values()))
+        account.limit = None if self.limit is None else self.limit - self.process
+        account.records = step == self.steps[-1]
+        account.begin()
+        try:
+            with account:
+                yield
+        except OverLimit as error:
+            raise error.beside(self.process) from None
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            largest = account.largest()
+            total = account.peak.total
+            raise OverLimit(total, self.limit or total, account.now(), largest, str(error).splitlines()[0]) from None
+
+    def curve(self, step: int) -> list[Point]:
+        """Of the step that was recorded; empty for others."""
+        if not self.steps or step != self.steps[-1]:
+            return []
+        return thinned(self.account.points, MAX_POINTS)
+
+    def measured(self) -> list[int]:
+        """In the order of MEASURED. Categories are full at different moments, so they may add up to more than the peak."""
+        peak, held = peak_bytes(self.device), self.account.fullest()
+        beside = max(0, peak - self.account.peak.total)
+        if self.device.type == "cuda":
+            held["temporary"] += beside  # what kernels take for themselves
+            beside = torch.cuda.max_memory_reserved(self.device) - peak
+        return [*held.values(), beside, peak]
+
+
+def _process_bytes(device: torch.device, tensors: int) -> int:
+    """What the process needs besides tensors. Never more than a bare one: the holes that earlier tensors left are filled again."""
+    resident = resident_bytes()
+    usual = PROCESS_BYTES[device.type]
+    return usual if resident is None else max(0, min(usual, resident - tensors))

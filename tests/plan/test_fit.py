@@ -1,0 +1,73 @@
+"""What would make a job fit: only what really does, only what the schema offers, the cheapest first."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.cluster.machine import Gpu, Machine
+from shardwise.config.keys import all_keys
+from shardwise.config.load import load_config
+from shardwise.errors import UserError
+from shardwise.model.presets import preset
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.fit import Way, needed_memory, ways_to_fit
+from shardwise.plan.refusal import Asked, typed
+from shardwise.plan.resolve import plan_of, resolve
+
+TINY = preset("tiny")
+CPU = Machine(2, 16 * 2**30, (), "linux")
+GPUS = Machine(64, 512 * 2**30, (Gpu("H100", 80 * 2**30, (9, 0)),) * 8, "linux")
+
+JOBS: list[tuple[ModelSpec, Machine, list[str]]] = [
+    (TINY, CPU, ["parallel.dp=2", "parallel.zero=0", "train.micro_batch=4", "memory.limit=400MiB"]),
+    (TINY, CPU, ["parallel.dp=2", "parallel.zero=0", "train.micro_batch=4", "memory.limit=375MiB"]),
+    (TINY, CPU, ["parallel.dp=1", "train.seq_len=8192", "train.global_batch=1", "memory.limit=1300MiB"]),
+    (TINY, CPU, ["parallel.layout=pp=2", "train.micro_batch=4", "train.seq_len=1024", "memory.limit=500MiB"]),
+    (preset("llama3-8b"), GPUS, ["parallel.dp=1", "train.seq_len=4096", "train.micro_batch=1", "train.global_batch=8"]),
+    (preset("llama3-8b"), GPUS, ["parallel.dp=8", "parallel.zero=0", "train.seq_len=2048", "train.global_batch=64"]),
+]
+
+
+def ways(spec: ModelSpec, machine: Machine, words: list[str]) -> list[Way]:
+    asked = Asked(load_config(None, words).config, spec, machine, None)
+    return ways_to_fit(asked, plan_of(asked, 1000), lambda other: plan_of(other, 1000))
+
+
+@pytest.mark.parametrize(("spec", "machine", "words"), JOBS)
+def test_every_way_works_when_it_is_typed(spec: ModelSpec, machine: Machine, words: list[str]) -> None:
+    with pytest.raises(UserError):
+        resolve(load_config(None, words).config, spec, machine, None, 1000)
+    found = ways(spec, machine, words)
+    assert 2 <= len(found) <= 3
+    for way in found:
+        # A later word wins over an earlier one, as on the command line.
+        loaded = load_config(None, [*words, *typed(way.fix).split()])
+        plan = resolve(loaded.config, spec, machine, None, 1000).plan
+        assert needed_memory(spec, plan, loaded.config) == way.memory
+
+
+@pytest.mark.parametrize(("spec", "machine", "words"), JOBS)
+def test_the_cheapest_comes_first_and_what_changes_the_losses_last(
+    spec: ModelSpec, machine: Machine, words: list[str]
+) -> None:
+    found = ways(spec, machine, words)
+    order = [(not way.same_losses, len(way.fix) > 2, way.slower) for way in found]
+    assert order == sorted(order)
+
+
+def test_a_job_that_takes_more_than_predicted_needs_a_larger_change() -> None:
+    spec, machine, words = JOBS[0]
+    asked = Asked(load_config(None, words).config, spec, machine, None)
+    plan = plan_of(asked, 1000)
+    mild = ways_to_fit(asked, plan, lambda other: plan_of(other, 1000))
+    strong = ways_to_fit(asked, plan, lambda other: plan_of(other, 1000), scale=1.05, without=("memory.precision",))
+    assert mild[0].fix == {"train.micro_batch": 1}
+    assert strong and all(len(way.fix) > 1 and "memory.precision" not in way.fix for way in strong if way.same_losses)
+
+
+def test_only_what_the_schema_offers_is_told() -> None:
+    for job in JOBS:
+        for way in ways(*job):
+            for name, value in way.fix.items():
+                key = all_keys()[name]
+                assert not key.later and (key.available is None or value in key.available)
