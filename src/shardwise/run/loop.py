@@ -23,6 +23,7 @@ from shardwise.data.loader import Loader, StepBatch
 from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
 from shardwise.memory.micro_batch import find_micro_batch
+from shardwise.memory.offload import OffloadedOptimizer
 from shardwise.memory.usage import peak_bytes
 from shardwise.model.precision import KEPT
 from shardwise.model.spec import ModelSpec
@@ -93,6 +94,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         spec, plan, ranks.rank, device, config.comm, config.model.attention, fill, adapter=config.adapter
     )
     optimizer = engine_optimizer(config.optimizer, engine)
+    if isinstance(optimizer, OffloadedOptimizer):
+        view.say(optimizer.about())
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     done = _restore(session, engine, optimizer, view)
     loader = opened.enter_context(
