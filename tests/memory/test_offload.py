@@ -50,11 +50,10 @@ def make_plan(way: str, layout: dict[str, Any], directory: Path, trial: Trial = 
     return trial_plan(trial, **layout, **WAYS.get(way, {}), offload_dir=str(directory))
 
 
-def all_layouts(directory: Path) -> dict[str, Record]:
-    """Every way in every layout, on one pair of ranks."""
+def all_layouts(way: str, directory: Path) -> dict[str, Record]:
+    """One way in every layout, on one pair of ranks."""
     return {
-        f"{way} {layout}": train_in_layout(SPEC, make_plan(way, fields, directory), SHORT, dist.get_rank(), CPU)
-        for way in WAYS
+        layout: train_in_layout(SPEC, make_plan(way, fields, directory), SHORT, dist.get_rank(), CPU)
         for layout, fields in LAYOUTS.items()
     }
 
@@ -64,11 +63,12 @@ def truth(trial: Trial = TRIAL) -> Record:
     return train_plain(SPEC, trial)
 
 
-def test_every_way_of_offloading_trains_as_the_plain_run_in_every_layout(ranks, tmp_path):
-    records = ranks.run(all_layouts, 2, tmp_path)[0]
-    worst = {name: max(compare(record, truth(SHORT))[0]) for name, record in records.items()}
-    assert {name: value for name, value in worst.items() if not value < 1e-9} == {}
-    assert len(worst) == len(WAYS) * len(LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_offloading_trains_as_the_plain_run_in_every_layout(way, ranks, tmp_path):
+    records = ranks.run(all_layouts, 2, way, tmp_path)[0]
+    worst = {layout: max(compare(record, truth(SHORT))[0]) for layout, record in records.items()}
+    assert {layout: value for layout, value in worst.items() if not value < 1e-9} == {}
+    assert worst.keys() == LAYOUTS.keys()
 
 
 def one_process(directory: Path) -> dict[str, tuple[Record, Record]]:
