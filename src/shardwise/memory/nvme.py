@@ -7,6 +7,8 @@ Invariant: memory holds `NUM_BUFFERS` groups of state, never more, however large
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,15 @@ class NvmeOptimizer(OffloadedOptimizer):
         length = aligned((piece.stop - piece.start) * self.dtype.itemsize)
         return group.number * self.group_bytes + first, self._buffers[0].view[first : first + length]
 
+    def about(self) -> str:
+        size, memory = self.file.num_bytes, len(self._buffers) * (self.group_bytes + self.scratch_bytes)
+        way = (
+            "direct"
+            if self.file.is_direct
+            else "through the page cache, because this filesystem has no direct transfers"
+        )
+        return f"offload  {size / 2**30:.2g} GiB per rank on the disk, {way}; {memory / 2**20:.0f} MiB of buffers"
+
     def close(self) -> None:
         self.file.close()
 
@@ -266,6 +277,17 @@ def state_names(build: Build, dtype: torch.dtype) -> tuple[list[str], list[str]]
 
 def _padded(count: int, unit: int) -> int:
     return -(-count // unit) * unit
+
+
+def on_disk_copy(value: Tensor, directory: str) -> Tensor:
+    """For whole states on their way to a checkpoint: memory that a nameless file stands behind, so the system may take it back."""
+    value = value.detach()
+    if not value.nbytes:
+        return value.cpu()
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.truncate(value.nbytes)
+        copy = torch.frombuffer(mmap.mmap(file.fileno(), value.nbytes), dtype=value.dtype).view(value.shape)
+    return copy.copy_(value)
 
 
 def flat_shape(piece: Piece) -> tuple[int, ...]:

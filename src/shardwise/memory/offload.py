@@ -116,6 +116,10 @@ class OffloadedOptimizer(Optimizer):
                     lambda _, shard=shard: self._send(shard) if is_last() else None
                 )
 
+    def about(self) -> str:
+        """A line for people: where things are."""
+        return "offload  nothing moves: parameters and optimizer state are in CPU memory, where the update runs"
+
     # What the subclasses say ----------------------------------------------------------------------------------------
 
     def _make_groups(self, build: Build) -> Iterator[Group]:
@@ -169,6 +173,10 @@ class StreamingOptimizer(OffloadedOptimizer):
         self._up = torch.cuda.Stream(device) if on_cuda else None
         super().__init__(shards, build)
         self.landing = {id(shard.local): self._pinned(shard.local) for shard in self.shards}
+
+    def about(self) -> str:
+        held = sum(2 * shard.local.numel() * self.master_dtype.itemsize for shard in self.shards)
+        return f"offload  masters and gradients, {held / 2**30:.1f} GiB, and optimizer state in pinned CPU memory"
 
     @torch.no_grad()
     def _send(self, shard: Held) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.memory.low_bit import wide_state
+from shardwise.memory.nvme import on_disk_copy
 from shardwise.memory.offload import OffloadedOptimizer
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import Shard, gather
@@ -35,6 +37,7 @@ def collect(engine: Holder, values: Values, extra: dict[str, Tensor] | None = No
 
     `extra`: tensors that every rank of a stage has whole (buffers)."""
     mesh = engine.mesh
+    keep = partial(on_disk_copy, directory=mesh.plan.offload_dir) if mesh.plan.offload_to == "nvme" else _to_cpu
     found: dict[str, Tensor] = {}
     if mesh.at.replicate and mesh.expert is None:  # the first replica speaks for all; experts may lie across replicas
         return {}
@@ -47,14 +50,14 @@ def collect(engine: Holder, values: Values, extra: dict[str, Tensor] | None = No
                     is_shard = value.ndim > 0 and value.shape == shard.local.shape
                     full = gather(shard, value, mesh) if is_shard else value
                     if mesh.rank == sender:
-                        whole[name] = full.detach().cpu()
+                        whole[name] = keep(full)
             whole |= {name: value.detach().cpu() for name, value in (extra or {}).items()}
         if sender == 0:
             found |= whole if mesh.rank == 0 else {}
         elif mesh.rank == sender:
             _send(whole, mesh)
         elif mesh.rank == 0:
-            found |= _receive(sender, mesh)
+            found |= _receive(sender, mesh, keep)
     return found
 
 
@@ -121,7 +124,11 @@ def _send(tensors: dict[str, Tensor], mesh: Mesh) -> None:
         dist.send(value.contiguous().to(mesh.device), 0)
 
 
-def _receive(sender: int, mesh: Mesh) -> dict[str, Tensor]:
+def _to_cpu(value: Tensor) -> Tensor:
+    return value.detach().cpu()
+
+
+def _receive(sender: int, mesh: Mesh, keep: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     size = torch.zeros(1, dtype=torch.int64, device=mesh.device)
     dist.recv(size, sender)
     header = torch.empty(int(size), dtype=torch.uint8, device=mesh.device)
@@ -130,5 +137,5 @@ def _receive(sender: int, mesh: Mesh) -> dict[str, Tensor]:
     for name, shape, dtype in json.loads(bytes(header.tolist())):
         value = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
         dist.recv(value, sender)
-        found[name] = value.cpu()
+        found[name] = keep(value)
     return found

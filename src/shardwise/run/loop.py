@@ -22,6 +22,7 @@ from shardwise.data.corpus import Corpus
 from shardwise.data.loader import Loader, StepBatch
 from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
+from shardwise.memory.offload import OffloadedOptimizer
 from shardwise.memory.usage import peak_bytes
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
@@ -106,6 +107,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     if config.adapter.kind != "none":
         peak_flops /= FROZEN_FLOPS  # MFU counts what there is to compute
     optimizer = engine_optimizer(config.optimizer, engine)
+    if isinstance(optimizer, OffloadedOptimizer):
+        view.say(optimizer.about())
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     done = _restore(session, engine, optimizer, view)
     loader = opened.enter_context(
