@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -158,6 +159,28 @@ def test_weight_gradients_can_still_wait(mode: str) -> None:
         found[name] = waiting, [parameter.grad for parameter in model.parameters()]
     assert found[mode][0] == found["none"][0] == 5 * 7 + 1
     assert all(torch.equal(a, b) for a, b in zip(found[mode][1], found["none"][1], strict=True))
+
+
+@pytest.mark.parametrize("name", ["tiny", "gemma2-2b", "mixtral-8x7b"])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_left_after_a_step(mode: str, name: str) -> None:
+    """Circles of references would hold activations until the garbage collector comes, or, through the graph, for ever."""
+    model = Decoder(small(name))
+    initialize(model, 0)
+    apply_recompute(blocks_of(model), mode)
+    tokens = torch.arange(24).view(2, 12) % 7
+    sum(model(tokens, tokens)).backward()  # what torch and python make once
+    model.zero_grad()
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(x) for x in gc.get_objects() if type(x) is Tensor}
+        sum(model(tokens, tokens)).backward()
+        model.zero_grad()
+        left = [tuple(x.shape) for x in gc.get_objects() if type(x) is Tensor and id(x) not in before]
+    finally:
+        gc.enable()
+    assert left == []
 
 
 def test_segments() -> None:

@@ -94,13 +94,15 @@ class _Call:
         self.inputs = list(_tensors((*args, *kwargs.values())))  # until the block has ended
         self.result: Tensor | None = None  # the same
         self.num_saved = 0
-        self.waiting: list[_Slot] = []
+        self.num_waiting = (
+            0  # a list of them would be a circle, and the block would stay until the garbage collector comes
+        )
         self.num_given = 0
         self.again: tuple[Tensor, list[Tensor]] | None = None  # what it made in backward, while somebody waits for it
 
     def output(self, memo: dict[int, Tensor]) -> Tensor:
         """At most once per request (`memo`); where saved tensors wait for it, once for all."""
-        if self.waiting:
+        if self.num_waiting:
             return self.repeated(memo)[0]
         if id(self) not in memo:
             memo[id(self)] = self._repeat(memo)[0]
@@ -114,15 +116,18 @@ class _Call:
     def given(self) -> None:
         """One of those who wait has got its tensor. After the last one the results may go."""
         self.num_given += 1
-        if self.num_given % len(self.waiting) == 0:
+        if self.num_given % self.num_waiting == 0:
             self.again = None
 
     def _repeat(self, memo: dict[int, Tensor]) -> tuple[Tensor, list[Tensor]]:
         saved: list[Tensor] = []
         args, kwargs = tree_map(lambda leaf: leaf.value(memo) if isinstance(leaf, _View) else leaf, self.arguments)
-        with torch.enable_grad(), self.surroundings.restored(), saved_tensors_hooks(saved.append, _never):
+        note: Callable[[Tensor], None] = lambda tensor: saved.append(tensor.detach())  # noqa: E731
+        with torch.enable_grad(), self.surroundings.restored(), saved_tensors_hooks(note, _never):
             output = self.func(*args, **kwargs)
-        return output.detach(), [tensor.detach() for tensor in saved]
+        found = list(saved)
+        saved.clear()  # the graph of `output` holds the hook, and what it has noted holds the graph: neither would ever go
+        return output.detach(), found
 
 
 class _Slot:
@@ -208,7 +213,7 @@ class _Ledger(TorchFunctionMode):
                 continue
             if sum(won.values()) > sum(size for place, size in needs[call].items() if place not in stays):
                 stays |= needs[call]
-                call.waiting = list(wanted[call])
+                call.num_waiting = len(wanted[call])
             else:
                 stays |= won
                 del makers[_memory(call.result)]
@@ -232,7 +237,7 @@ class _Ledger(TorchFunctionMode):
 
         repeated: set[_Call] = set()
         for call in reversed(self.calls):  # later calls need earlier ones
-            if call.waiting or call in repeated:
+            if call.num_waiting or call in repeated:
                 repeated |= {makers[_memory(x)] for x in call.inputs if _memory(x) in makers}
                 call.arguments = tree_map(lambda x: view(x) if isinstance(x, Tensor) else x, call.arguments)
             else:
