@@ -246,18 +246,19 @@ class Buffer:
         self.stream: Any = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), len(memory), 0))
+            failed = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), len(memory), 0))
+            assert not failed, f"cannot pin {len(memory)} bytes: CUDA error {failed}"
 
     def numbers(self, first_byte: int, place: int, piece: Piece) -> Tensor:
         first = first_byte // self._memory.itemsize + place
         return self._memory[first : first + piece.stop - piece.start]
 
     def take(self, target: Tensor, source: Tensor, piece: Piece) -> None:
-        with on_stream(self.stream, after=True):
+        with on_stream(self.stream):
             target.copy_(source.detach().view(-1)[piece.start : piece.stop], non_blocking=True)
 
     def bring_back(self, target: Tensor, source: Tensor, piece: Piece) -> None:
-        with on_stream(self.stream, after=False):
+        with on_stream(self.stream):
             target.detach().view(-1)[piece.start : piece.stop].copy_(source.view(-1), non_blocking=True)
 
     def wait_for_device(self) -> None:

@@ -185,7 +185,7 @@ class StreamingOptimizer(OffloadedOptimizer):
             return
         there.square = torch.linalg.vector_norm(gradient).double().square()
         landing = self.landing[id(shard.local)]
-        with on_stream(self._down, after=True):
+        with on_stream(self._down):
             landing.copy_(gradient, non_blocking=True)
         if self._down is not None:
             gradient.record_stream(self._down)
@@ -213,7 +213,7 @@ class StreamingOptimizer(OffloadedOptimizer):
             piece.master.grad = piece.shard.gradient
 
     def _give_back(self, number: int) -> None:
-        with on_stream(self._up, after=False):
+        with on_stream(self._up):
             for piece in self.groups[number].pieces:
                 # In the master's format first: another one would be made on the CPU, while everybody waits.
                 piece.shard.local.copy_(piece.master.to(self.device, non_blocking=True))
@@ -299,10 +299,9 @@ def _without_state(optimizer: Optimizer) -> list[dict[str, Any]]:
     return optimizer.param_groups
 
 
-def on_stream(stream: Any, *, after: bool) -> AbstractContextManager[Any]:
-    """Work for another stream; `after`: that begins when what was launched so far is done."""
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Work for another stream, that begins when what was launched so far on this one is done."""
     if stream is None:
         return nullcontext()
-    if after:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     return torch.cuda.stream(stream)

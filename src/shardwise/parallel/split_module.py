@@ -249,7 +249,8 @@ def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traff
     if mesh.fsdp is None:
         module.to(mesh.device)
         return Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else GradientSums(module)
-    module.to(mesh.plan.parameter_home(mesh.device.type))
+    if mesh.plan.offload == "all":
+        module.to("cpu")
     sums = Sharded(module, groups, mesh, traffic, num_kept=1)
     buffers_to(module, mesh.device)
     sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
