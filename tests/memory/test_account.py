@@ -133,13 +133,17 @@ LARGER = {"hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "f
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_a_gpu_the_account_sees_what_the_allocator_sees(precision: str) -> None:
-    """Backward runs in a thread of its own there. 5 %: kernels have workspaces, and the allocator rounds up."""
-    spec, trial = SPEC.with_overrides(LARGER), Trial(global_batch=4, micro_batch=2, seq_len=512, precision=precision)
+    """Backward runs in a thread of its own there. Attention by definition: fused kernels take workspaces that no tensor shows. 5 %: so
+    does cuBLAS, and the allocator rounds up. Beside the sums in fp32, FSDP2 has one group's gradients in bf16."""
+    spec = SPEC.with_overrides(LARGER)
+    trial = Trial(global_batch=4, micro_batch=2, seq_len=512, precision=precision, attention="math")
     plain = three_steps(spec, trial, {}, False, "cuda")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     watched = three_steps(spec, trial, {}, True, "cuda")
     assert plain.losses[0] == watched.losses[0] and plain.losses == pytest.approx(watched.losses, rel=1e-3)
-    assert watched.fullest["gradients"] == pytest.approx(4 * spec.num_parameters, rel=0.02)
+    one_group = 2 * spec.num_parameters // spec.num_layers if precision == "bf16" else 0
+    sums = 4 * spec.num_parameters
+    assert 0.98 * sums <= watched.fullest["gradients"] <= 1.02 * sums + one_group
     assert sum(watched.peak.values()) == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)

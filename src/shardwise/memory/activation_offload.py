@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.memory.recompute import is_repeating
 from shardwise.plan.activations import check_activation_offload
 
 SMALL_BYTES = 4096
@@ -36,7 +37,8 @@ def apply_activation_offload(blocks: Sequence[nn.Module], device: torch.device) 
 
 class _Store:
     def __init__(self, device: torch.device):
-        self.device = device
+        # As tensors say it: `cuda` without a number is none of theirs.
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.leaving: deque[_Page] = deque()
         self.newest: weakref.ref[_Page] | None = None
@@ -44,7 +46,7 @@ class _Store:
     def wrapped(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or is_repeating():
                 return forward(*args, **kwargs)
             # Inside of FSDP2's hooks these are the gathered parameters.
             page = _Page(self, {parameter.untyped_storage().data_ptr() for parameter in block.parameters()})

@@ -240,14 +240,16 @@ class Buffer:
     """Memory for one group: its state as the file has it, and behind it room for what comes from a GPU and goes back."""
 
     def __init__(self, group_bytes: int, scratch_bytes: int, device: torch.device, dtype: torch.dtype):
-        memory = new_buffer(group_bytes + scratch_bytes)
-        self.view, self._memory = memoryview(memory)[:group_bytes], torch.frombuffer(memory, dtype=dtype)
+        size, on_gpu = group_bytes + scratch_bytes, device.type == "cuda"
+        if on_gpu:  # pinned by torch, which also lets go of it
+            room = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+            memory = room[-room.data_ptr() % ALIGNMENT :][:size]
+        else:
+            memory = torch.frombuffer(new_buffer(size), dtype=torch.uint8)
+        self.view = memoryview(memory.numpy())[:group_bytes]  # type: ignore[arg-type]
+        self._memory = memory.view(dtype)
         self.under_way: Transfer = NOTHING
-        self.stream: Any = None
-        if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)
-            failed = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), len(memory), 0))
-            assert not failed, f"cannot pin {len(memory)} bytes: CUDA error {failed}"
+        self.stream: Any = torch.cuda.Stream(device) if on_gpu else None
 
     def numbers(self, first_byte: int, place: int, piece: Piece) -> Tensor:
         first = first_byte // self._memory.itemsize + place

@@ -12,6 +12,7 @@ gathers the last block of a segment before backward reaches it, and the others a
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -61,6 +62,14 @@ class Recomputed:
             return segment.run(position, args, kwargs)
 
         return run
+
+
+_thread = threading.local()
+
+
+def is_repeating() -> bool:
+    """Whether this thread computes blocks again, in backward. Then nobody else may take what they save."""
+    return getattr(_thread, "repeats", False)
 
 
 class _Previous(NamedTuple):
@@ -177,7 +186,7 @@ class _Segment:
                 raise _Done
 
         results: list[Tensor] = []
-        self.owner.is_repeating = True
+        self.owner.is_repeating = _thread.repeats = True
         try:
             with torch.enable_grad(), saved_tensors_hooks(take, _never):
                 for call in self.calls:
@@ -191,7 +200,7 @@ class _Segment:
         except _Done:
             pass
         finally:
-            self.owner.is_repeating = False
+            self.owner.is_repeating = _thread.repeats = False
 
 
 def _never(_: None) -> Tensor:

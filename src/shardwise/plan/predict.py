@@ -57,6 +57,9 @@ SELECTIVE_SHARE = 0.1
 FROZEN_FLOPS = 2 / 3
 """Of a step's matrix work, when weights are frozen: no gradients of the weights. Adapters themselves are not counted."""
 
+APART = "never at once"
+"""The part of a prediction that is negative: others are not full at the same moment."""
+
 WHOLE = AdapterConfig()
 """All weights are trained."""
 
@@ -164,7 +167,23 @@ def _rank_memory(share: RankShare, blocks: list[Held], plan: Plan, optimizer: st
         "allocator": int(ALLOCATOR_SHARE[plan.device] * activations),
         "process": PROCESS_BYTES[plan.device],
     }
-    return parts if plan.offload == "none" else parts | offloaded(parts, share, plan)[0]
+    parts |= offloaded(parts, share, plan)[0] if plan.offload != "none" else {}
+    return parts | {APART: _apart(parts, max(block.trained for block in blocks), plan)}
+
+
+def _apart(parts: dict[str, int], largest_group: int, plan: Plan) -> int:
+    """What the parts add up to beyond the peak, as a negative number. With one micro-batch per step gradients grow while backward lets go
+    of activations, and of gathered parameters: the peak is at one of its ends. At the second, FSDP2 still has the last group, its gradient
+    and the same in the format of sums. CPU: the allocator's share was fitted to the plain sum, which stays."""
+    holds_buckets = plan.zero == 0 and plan.dp * plan.cp > 1 and not plan.uses_fsdp
+    if plan.device == "cpu" or plan.num_microbatches > 1 or plan.pp > 1 or holds_buckets:
+        return 0
+    first = parts["gathered"] + parts["activations"] + parts["allocator"]
+    last = parts["gradients"]
+    if plan.uses_fsdp:
+        last += largest_group * (2 * COMPUTE_BYTES[plan.precision] + WEIGHT_BYTES[plan.precision])
+        last += parts["gathered"] if plan.zero == 3 else 0
+    return min(0, max(first, last) - first - parts["gradients"])
 
 
 def _gathered(held: Held, compute: int) -> int:

@@ -16,7 +16,7 @@ from shardwise.memory.account import Account
 from shardwise.memory.micro_batch import Growth, Taken, largest_that_fits
 from shardwise.parallel.engine import Engine
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import predict_memory
+from shardwise.plan.predict import APART, predict_memory
 from shardwise.plan.resolve import micro_batch_sizes
 from shardwise.run.clock import Clock
 from shardwise.run.held import holders_of
@@ -30,7 +30,7 @@ def measured_micro_batch(engine: Engine, config: Config, limit: int) -> int:
 
     def states(cut: Plan) -> int:
         parts = predict_memory(engine.spec, cut, config.optimizer.name, config.adapter)
-        return sum(size for name, size in parts.items() if name not in ("activations", "allocator"))
+        return sum(size for name, size in parts.items() if name not in ("activations", "allocator", APART))
 
     def choose(growth: Growth, among: list[int]) -> int:
         return _smallest(largest_that_fits(among, engine.spec, plan, states, growth, engine.mesh.at.pp, limit), engine)
