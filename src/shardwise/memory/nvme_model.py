@@ -8,6 +8,8 @@ the numbers are. While micro-batches accumulate, their gradients stay in memory.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 from collections.abc import Iterable
 from functools import partial
@@ -30,6 +32,7 @@ class NvmeModel(NvmeOptimizer):
     more_rows = NUM_LANDINGS
 
     def __init__(self, shards: Iterable[Held], build: Build, device: torch.device, directory: Path, buffer_bytes: int):
+        _give_memory_back()
         super().__init__(shards, build, device, directory, buffer_bytes)
         self._landings = [Buffer(self.row_bytes, 0, device, self.dtype) for _ in range(NUM_LANDINGS)]
         self._next_landing = itertools.cycle(self._landings)
@@ -90,6 +93,13 @@ class NvmeModel(NvmeOptimizer):
     def serve(self, group: Any, params: list[tuple[Any, Held]]) -> None:
         """Before FSDP2's `group` gathers its parameters they are read, and afterwards forgotten."""
         self._reader.serve(group, params)
+
+
+def _give_memory_back() -> None:
+    """Blocks come and go. glibc keeps freed memory of up to 32 MiB in its heaps, full of holes: from 1 MiB on, it shall not."""
+    threshold, one_mib = -3, 2**20  # M_MMAP_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(threshold, one_mib)
 
 
 class _Reader:

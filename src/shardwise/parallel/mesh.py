@@ -96,6 +96,8 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     assert spec is not None or plan.world == plan.dp, plan.layout
     kv_copies = 1 if spec is None or spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
+    # For replicas FSDP2 holds what it summed until backward ends: not where gradients are to leave at once.
+    has_replicas = plan.replicate > 1 or (shards == 1 and plan.offload == "none")
     is_v = plan.schedule == "zbv" and plan.pp > 1  # its first and last stage are on the same rank
     return Mesh(
         plan,
@@ -113,7 +115,7 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
         ends=_own_group(_pipeline_ends(plan), rank)
         if spec is not None and spec.tied and plan.pp > 1 and not is_v
         else None,
-        fsdp=(grid["replicate", "shard"] if plan.replicate > 1 or shards == 1 else grid["shard"]) if fsdp else None,
+        fsdp=(grid["replicate", "shard"] if has_replicas else grid["shard"]) if fsdp else None,
         lanes=_lanes(plan, rank) if device.type == "cuda" and plan.pp > 1 else (),
     )
 

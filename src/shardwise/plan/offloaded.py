@@ -18,7 +18,8 @@ def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]
     away, uses_disk = plan.device == "cuda", plan.offload_to == "nvme" and state > 0
     in_memory = min(plan.offload_buffer, state) if uses_disk else state
     here: Parts = {"optimizer": 0 if away else in_memory}
-    leaves_early = plan.num_microbatches == 1 and (plan.dp * plan.cp == 1 or plan.zero or plan.uses_fsdp)
+    leaves_at_once = plan.replicate == 1  # what replicas sum, FSDP2 and DDP hold until backward ends
+    leaves_early = plan.num_microbatches == 1 and leaves_at_once
     host, disk = 0, state if uses_disk else 0
     if plan.offload == "all":
         here["gathered"] = two_blocks(share, parts["gathered"] or own * plan.state_shards)
@@ -30,7 +31,7 @@ def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]
             rest = sum((parts | here).values()) - own - parts["process"]
             here["weights"] = max(0, own - rest)
         elif away:
-            here |= {"weights": 0, "gradients": two_blocks(share, own)}
+            here |= {"weights": 0, "gradients": two_blocks(share, own) if leaves_at_once else own}
             host = 2 * own + state
     elif away:
         host = in_memory if uses_disk else 2 * own + state  # masters, and gradients as they arrive
