@@ -43,7 +43,7 @@ BILLION = {
     "vocab": 32768,
 }
 CPU_CASES = {"tiny, 4 x 256": ({}, (4, 256)), "768 wide, 2 x 256": (WIDE, (2, 256))}
-CUDA_CASES = {"2048 wide, 1 x 4096": (BILLION, (1, 4096))}
+CUDA_CASES = {"2048 wide, 1 x 4096": (BILLION, (1, 4096)), "2048 wide, 4 x 4096": (BILLION, (4, 4096))}
 OFFLOADED = ["none, offloaded", "full, offloaded"]
 
 

@@ -4,7 +4,7 @@
 
     8b-adamw8bit    llama3-8b, all weights, fp32 masters, 8-bit states, full recomputation
     8b-true         llama3-8b, all weights in bf16 with AdamW, selective recomputation
-    8b-offload      llama3-8b, all weights, optimizer in CPU memory, full recomputation
+    3b-offload      llama3.2-3b, all weights, optimizer in CPU memory, full recomputation
     70b-qlora       llama3-70b in NF4 with adapters of rank 16 on all linear layers, full recomputation
 
 Weights are copies of one random table, because drawing billions of numbers on a CPU takes longer than what is measured. The 70B matrices take
@@ -41,7 +41,7 @@ QLORA = AdapterConfig(kind="qlora", rank=16, targets=("all-linear",))
 CASES: dict[str, dict[str, Any]] = {
     "8b-adamw8bit": dict(model="llama3-8b", precision="bf16", optimizer="adamw8bit", recompute="full"),
     "8b-true": dict(model="llama3-8b", precision="bf16-true", optimizer="adamw", recompute="selective"),
-    "8b-offload": dict(model="llama3-8b", precision="bf16", optimizer="adamw", recompute="full", offload="optimizer"),
+    "3b-offload": dict(model="llama3.2-3b", precision="bf16", optimizer="adamw", recompute="full", offload="optimizer"),
     "70b-qlora": dict(model="llama3-70b", precision="bf16-true", optimizer="adamw", recompute="full", adapter=QLORA),
 }
 
