@@ -82,7 +82,9 @@ def clipped(spec: ModelSpec, plan: Plan, largest: float) -> tuple[float, dict[st
     engine = build_trial(spec, plan, TRIAL, dist.get_rank(), CPU)
     batch, num_targets = trial_batch(spec, plan, TRIAL, 1, engine.mesh.at.dp)
     norm, *_ = accumulate(engine, batch, num_targets, Clock(CPU))
-    engine.clip(norm, largest)
+    factor = engine.factor(norm, largest)
+    if factor is not None:
+        engine.multiply(factor)
     return float(norm), collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
 
 
