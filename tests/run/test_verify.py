@@ -46,7 +46,7 @@ def test_a_right_layout_is_proven_and_every_rank_knows(ranks) -> None:
     assert len({proof.gradients for proof in proofs}) == 1
 
 
-@pytest.mark.parametrize("broken", ["_sum_partial", "clip"])
+@pytest.mark.parametrize("broken", ["_sum_partial", "multiply"])
 def test_a_broken_layout_is_found(ranks, broken: str) -> None:
     proof = ranks.run(proof_of, 2, plan_of(tp=2, sequence=True), broken)[0]
     assert not proof.holds and proof.worst
@@ -70,7 +70,7 @@ def test_a_missing_or_infinite_tensor_differs_without_bound() -> None:
 
 def test_the_verb_exits_with_one_when_numbers_differ(run_here, monkeypatch, capsys) -> None:
     """One process proves itself too: here, after its clipping was taken out."""
-    monkeypatch.setattr(Engine, "clip", lambda self, norm, largest: None)
+    monkeypatch.setattr(Engine, "multiply", lambda self, factor: None)
     assert run_here("verify", "--nproc", 1, "--steps", 2) == Exit.FOUND_WRONG
     shown = capsys.readouterr().out
     assert "WRONG" in shown and "do not train with it" in shown
