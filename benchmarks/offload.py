@@ -13,6 +13,7 @@ DeepSpeed is used where it can be imported; it compiles its operation the first 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -271,6 +272,7 @@ def on_cuda(steps: int) -> dict[str, Any]:
             "host bytes predicted": predict_elsewhere(spec, plan, "adamw")["host"],
         }
         del engine, optimizer
+        gc.collect()  # engines hold themselves in circles
         torch.cuda.empty_cache()
     return found
 

@@ -12,6 +12,7 @@ cheaper.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -67,6 +68,7 @@ def train(spec: ModelSpec, name: str, steps: list[TensorBatch], device: torch.de
         threads_per_rank=1, reason="a benchmark", fp8_recipe=recipe or "rowwise",
     )  # fmt: skip
     if device.type == "cuda":
+        gc.collect()  # engines hold themselves in circles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     engine = parallelize_decoder(spec, plan, 0, device, CommConfig(), "auto", lambda model: initialize(model, 0))

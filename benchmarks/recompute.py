@@ -29,7 +29,8 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import head_activation_bytes, kept_activations
+from shardwise.plan.activations import head_activation_bytes, kept_activations, logit_bytes
+from shardwise.plan.predict import LOSS_TEMPORARIES
 
 MODES = ["none", "none again", "full", "selective", "sqrt", "every-2"]
 WIDE = {"hidden": 768, "num_heads": 12, "num_kv_heads": 4, "head_dim": 64, "ffn": 2048, "num_layers": 4}
@@ -50,7 +51,8 @@ OFFLOADED = ["none, offloaded", "full, offloaded"]
 class Variant:
     def __init__(self, spec: ModelSpec, name: str, weights: Decoder, device: torch.device):
         self.mode = name.split(",")[0].replace(" again", "")
-        self.model = Decoder(spec).to(next(weights.parameters()).dtype).to(device)
+        with device:
+            self.model = Decoder(spec).to(next(weights.parameters()).dtype)
         for mine, theirs in zip(self.model.parameters(), weights.parameters(), strict=True):
             mine.data = theirs.data  # all variants share one set of weights and gradients
             mine.grad = theirs.grad
@@ -74,9 +76,9 @@ class Variant:
 
 def measure(spec: ModelSpec, shape: tuple[int, int], names: list[str], rounds: int, device: torch.device) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weights = Decoder(spec).to(dtype)
+    with device:
+        weights = Decoder(spec).to(dtype)
     initialize(weights, 0)
-    weights.to(device)
     for parameter in weights.parameters():
         parameter.grad = torch.zeros_like(parameter)
     variants = {name: Variant(spec, name, weights, device) for name in names}
@@ -97,11 +99,13 @@ def measure(spec: ModelSpec, shape: tuple[int, int], names: list[str], rounds: i
 
 
 def memory(spec: ModelSpec, variant: Variant, tokens: torch.Tensor, size: int) -> dict[str, Any]:
-    kept = kept_activations(spec, spec.layers, variant.mode, tokens.shape[1])
-    head = head_activation_bytes(spec, tokens.numel(), size)
+    counted = spec.with_overrides({"norm": "layer"}) if tokens.is_cuda else spec  # as plan/predict.py counts
+    kept = kept_activations(counted, spec.layers, variant.mode, tokens.shape[1])
+    head = head_activation_bytes(counted, tokens.numel(), size)
     if not tokens.is_cuda:
         measured = saved_bytes(variant.model, tokens, tokens)
         return {"predicted": tokens.numel() * kept.between * size + head, "measured": measured}
+    head += LOSS_TEMPORARIES["cuda"] * logit_bytes(spec, tokens.numel(), size)
     variant.step(tokens)
     gc.collect()
     before = torch.cuda.memory_allocated()

@@ -56,10 +56,16 @@ def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
 
 def head_activation_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1) -> int:
     """The last norm and the logits."""
-    logit_bytes = max(4, bytes_per_number)
-    logits = min(num_tokens * spec.vocab * logit_bytes, MAX_LOGITS_BYTES * logit_bytes // 4)
-    logits *= 2 if spec.logit_softcap else 1  # before and after the cap
+    logits = logit_bytes(spec, num_tokens, bytes_per_number) * (
+        2 if spec.logit_softcap else 1
+    )  # before and after the cap
     return num_tokens * _norm(spec, spec.hidden, token_parts) * bytes_per_number + logits
+
+
+def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int) -> int:
+    """Of one chunk, in fp32 or wider."""
+    size = max(4, bytes_per_number)
+    return min(num_tokens * spec.vocab * size, MAX_LOGITS_BYTES * size // 4)
 
 
 def _layer(spec: ModelSpec, layer: LayerSpec, seq_len: int, token_parts: int, routed_parts: int) -> int:

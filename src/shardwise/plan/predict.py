@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.spec import LayerSpec, ModelSpec
-from shardwise.plan.activations import head_activation_bytes, kept_activations, segments
+from shardwise.plan.activations import head_activation_bytes, kept_activations, logit_bytes, segments
 from shardwise.plan.adapter_share import Held, held_by
 from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
@@ -35,9 +35,13 @@ LOW_BIT_BYTES = 1 + 4 / 256
 PROCESS_BYTES = {"cpu": 305 * 2**20, "cuda": 0}
 """What a rank holds besides tensors: interpreter, torch and its math libraries. On CUDA only tensors are counted."""
 
-ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.1}
+ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.03}
 """Backward's own temporaries, and on a CPU what malloc keeps in holes; as a share of the activations.
-CPU: fitted to `tiny` with micro-batches of 1 and 8 on one machine. CUDA: an assumption, not fitted."""
+CPU: fitted to `tiny` with micro-batches of 1 and 8 on one machine. CUDA: what was left over in six jobs on an H200, docs/benchmarks.md."""
+
+LOSS_TEMPORARIES = {"cpu": 0, "cuda": 2}
+"""Copies of a chunk's logits that the loss has besides the one it keeps: gradients on both sides of the softmax. On a CPU the share above
+was fitted with them inside."""
 
 MATMUL_SHARE = {"cpu": 0.53, "cuda": 0.55}
 """Share of the bare matmul rate that a whole forward and backward pass reaches.
@@ -197,9 +201,11 @@ def _activations(share: RankShare, plan: Plan) -> int:
     tokens = plan.micro_batch * plan.seq_len // plan.cp
     kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
     keys = 0 if kind == "ring" else plan.seq_len
+    # CUDA's RMSNorm is one kernel that keeps its input alone, as LayerNorm does everywhere.
+    spec = share.spec.with_overrides({"norm": "layer"}) if plan.device == "cuda" else share.spec
     of_stages = _stages(share, plan)
     stages = [
-        kept_activations(share.spec, layers, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses")
+        kept_activations(spec, layers, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses")
         for layers in of_stages
     ]
     held = tokens * sum(stage.between for stage in stages) * size * share.stages_in_flight // plan.virtual_stages
@@ -213,7 +219,10 @@ def _activations(share: RankShare, plan: Plan) -> int:
     head = 0
     if share.has_last_stage:
         losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
-        head = losses * head_activation_bytes(share.spec, tokens, size, token_parts)
+        head = losses * head_activation_bytes(spec, tokens, size, token_parts)
+        head += LOSS_TEMPORARIES[plan.device] * logit_bytes(spec, tokens, size)
+        if spec.tied and plan.uses_fsdp:  # the head's part of that gradient waits for the embedding's
+            head += size * share.embedding
     return held + max(head, repeated)
 
 
