@@ -154,7 +154,7 @@ def proof_key(spec: ModelSpec, plan: Plan) -> str:
     shape = shrink_spec(spec, small).with_overrides({"name": "any"})
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
-    way = "mixed" if plan.is_mixed else "plain"
+    way = ("mixed" if plan.is_mixed else "plain") + (" disk" if plan.offload_to == "nvme" else "")
     return f"{plan.layout} {way} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"
 
 
