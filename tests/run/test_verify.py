@@ -88,6 +88,9 @@ def test_proofs_are_remembered_by_layout_and_kind_of_model() -> None:
     assert key != verify.proof_key(preset("tiny"), plan_of(dp=2, zero=1))
     assert key != verify.proof_key(preset("gpt2"), plan_of(dp=2))
     assert key != verify.proof_key(preset("tiny"), plan_of(dp=2, global_batch=7))
+    ways = [("none", "cpu"), ("optimizer", "cpu"), ("optimizer", "nvme"), ("all", "cpu"), ("all", "nvme")]
+    keys = {verify.proof_key(preset("tiny"), plan_of(dp=2, offload=what, offload_to=to)) for what, to in ways}
+    assert len(keys) == len(ways), "each way of offloading is proven for itself"
     assert torch.__version__ in key
 
 

@@ -220,8 +220,13 @@ class Plan:
                 split="auto" if is_even else self.split,
                 ep=self.ep,
             ),
-            MemoryConfig(recompute=self.recompute, offload="nvme" if self.offload_to == "nvme" else self.offload),
+            MemoryConfig(recompute=self.recompute, offload=self._offload_word),
         )
+
+    @property
+    def _offload_word(self) -> str:
+        """As `memory.offload` has it. Whether `all` goes to a disk is said by `offload_to` alone."""
+        return "nvme" if (self.offload, self.offload_to) == ("optimizer", "nvme") else self.offload
 
     @classmethod
     def from_layout(
