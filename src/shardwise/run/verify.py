@@ -170,14 +170,11 @@ def proof_key(spec: ModelSpec, plan: Plan, adapter: AdapterConfig = AdapterConfi
     shape = replace(shrink_spec(spec, small), name="any")
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
-<<<<<<< HEAD
     way = ("mixed" if plan.uses_fsdp else "plain") + (" scaled" if plan.scales_loss else "")
     if adapter.kind != "none":
         way += f" {asdict(shrink_adapter(adapter, spec))}"
     way += " activation_offload" if plan.activation_offload else ""
-=======
-    way = ("mixed" if plan.is_mixed else "plain") + (" disk" if plan.offload_to == "nvme" else "")
->>>>>>> off
+    way += " disk" if plan.offload_to == "nvme" else ""
     return f"{plan.layout} {way} | batch {batch} | {plan.device} | torch {torch.__version__} | {__version__} | {kind}"
 
 
