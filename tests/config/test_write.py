@@ -59,7 +59,7 @@ def value_of(key: Key) -> st.SearchStrategy:
         int: st.integers(int(low or 0), int(key.high or 2**40)),
         float: st.floats(low or 0.0, key.high or 1e9, exclude_min=key.above is not None),
         bool: st.booleans(),
-        str: st.sampled_from(key.choices) if key.choices else TEXT,
+        str: st.sampled_from([c.replace("-K", "-3") for c in key.choices]) if key.choices else TEXT,
     }
     options = [st.just(key.default), *(scalars[kind] for kind in sorted(key.kinds, key=str))]
     if key.optional:

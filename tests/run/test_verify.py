@@ -52,7 +52,7 @@ def test_a_broken_layout_is_found(ranks, broken: str) -> None:
     assert not proof.holds and proof.worst
 
 
-@pytest.mark.parametrize("broken", ["", "clip"])
+@pytest.mark.parametrize("broken", ["", "multiply"])
 @pytest.mark.parametrize("kind", ["opt", "gpt_oss"])
 def test_so_is_a_model_that_only_transformers_knows(ranks, tmp_path: Path, kind: str, broken: str) -> None:
     spec = read_spec(write_model(kind, tmp_path / kind))
