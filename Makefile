@@ -45,7 +45,7 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 bench: $(VENV)/.installed-dev
-	@for script in $(filter-out benchmarks/peers_cpu.py benchmarks/any_model.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/peers_cpu.py benchmarks/any_model.py benchmarks/fine_tune.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info
