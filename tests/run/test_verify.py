@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from foreign_models import write_model
 
-from shardwise.config.schema import OptimizerConfig
+from shardwise.config.schema import AdapterConfig, OptimizerConfig
 from shardwise.errors import Exit, UserError
 from shardwise.model.huggingface import read_spec
 from shardwise.model.presets import preset
@@ -28,13 +28,16 @@ def plan_of(**layout: object) -> Plan:
     return Plan(**values | dict(global_batch=8, micro_batch=2) | layout)  # type: ignore[arg-type]
 
 
-def proof_of(plan: Plan, broken: str = "", spec: ModelSpec | None = None) -> verify.Proof:
+def proof_of(
+    plan: Plan, broken: str = "", spec: ModelSpec | None = None, adapter: AdapterConfig | None = None
+) -> verify.Proof:
     """Runs on a rank. `broken`: a method of the engine that does nothing."""
     kept = getattr(Engine, broken) if broken else None
     try:
         if broken:
             setattr(Engine, broken, lambda self, *arguments: None)
-        return verify.prove(spec or preset("tiny"), plan, OptimizerConfig(), dist.get_rank(), CPU)
+        adapter = adapter or AdapterConfig()
+        return verify.prove(spec or preset("tiny"), plan, OptimizerConfig(), dist.get_rank(), CPU, adapter=adapter)
     finally:
         if broken:
             setattr(Engine, broken, kept)
@@ -58,6 +61,15 @@ def test_so_is_a_model_that_only_transformers_knows(ranks, tmp_path: Path, kind:
     spec = read_spec(write_model(kind, tmp_path / kind))
     proofs = ranks.run(proof_of, 2, plan_of(dp=2, zero=3, global_batch=7), broken, spec)
     assert all(proof.holds == (not broken) for proof in proofs)
+
+
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_so_are_adapters_on_such_a_model(ranks, tmp_path: Path, kind: str) -> None:
+    spec = read_spec(write_model("gpt_neox", tmp_path / "neox"))
+    plan = plan_of(dp=2, zero=3, global_batch=7, recompute="full")
+    adapter = AdapterConfig(kind=kind, rank=4, targets=("all-linear",))
+    assert all(proof.holds for proof in ranks.run(proof_of, 2, plan, "", spec, adapter))
+    assert not ranks.run(proof_of, 2, plan, "multiply", spec, adapter)[0].holds
 
 
 def test_a_missing_or_infinite_tensor_differs_without_bound() -> None:

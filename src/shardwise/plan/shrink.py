@@ -113,7 +113,7 @@ def shrink_adapter(adapter: AdapterConfig, spec: ModelSpec) -> AdapterConfig:
     """Thin adapters on the same kinds of layers, whichever layers of the model they are on."""
     if adapter.kind == "none":
         return adapter
-    targets, train_also = same_kinds(spec, adapter)
+    targets, train_also = same_kinds(spec, adapter) if spec.is_ours else (adapter.targets, adapter.train_also)
     return replace(adapter, rank=min(adapter.rank, 3), targets=targets, train_also=train_also, path=None)
 
 

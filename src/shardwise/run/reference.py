@@ -18,7 +18,7 @@ from shardwise.data.loader import TensorBatch, cut_microbatches, number_rows
 from shardwise.data.sequences import IGNORE
 from shardwise.memory.float8 import apply_float8
 from shardwise.memory.scaler import LossScaler, scaler_of, unscaled
-from shardwise.model.adapters import adapt, decoder_adapters
+from shardwise.model.adapters import adapt, adapt_foreign, decoder_adapters
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
@@ -75,9 +75,7 @@ class Record:
 
 
 def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Record:
-    model = _plain_model(spec, trial)
-    adapt(model, decoder_adapters(spec, trial.adapter, trial.seed, trial.precision))
-    model.to(device)
+    model = _plain_model(spec, trial).to(device)
     if trial.precision == "fp8":
         apply_float8(model, model.layers.values(), trial.fp8_recipe, emulate=device.type == "cpu")
     optimizer = build_optimizer(trial.optimizer, model.parameters())
@@ -104,6 +102,10 @@ def _plain_model(spec: ModelSpec, trial: Trial) -> Decoder:
     else:
         model = Decoder(spec, trial.attention).to(KEPT[trial.precision])
     fill_trial(model, trial)
+    if isinstance(model, TransformersModel):
+        adapt_foreign(model, trial.adapter, trial.seed, trial.precision)
+    else:
+        adapt(model, decoder_adapters(spec, trial.adapter, trial.seed, trial.precision))
     return model
 
 
