@@ -31,8 +31,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: $(VENV)/.installed
 	@$(BIN)/shardwise train
 
-# Ranks mostly wait for each other, so the tests that are nothing but ranks run beside the others; their report comes second.
-RANKS  := tests/parallel tests/parity
+# Ranks mostly wait for each other, so half of the tests, by time, run beside the others; their report comes second.
+RANKS  := tests/parallel tests/parity tests/memory tests/model
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest $(RANKS) >$(VENV)/ranks.log 2>&1 & beside=$$!; trap 'kill $$beside' INT TERM; \
