@@ -356,3 +356,27 @@ def test_with_one_micro_batch_gradients_and_activations_are_never_full_at_once()
     assert two[APART] == 0 and one[APART] < 0
     first, last = one["activations"] + one["allocator"], one["gradients"]
     assert sum(one.values()) == one["weights"] + one["optimizer"] + max(first, last)
+
+
+def test_what_leaves_the_device_costs_time():
+    """Measured on an H200, 1.1 B parameters: +0.40 s with the optimizer in CPU memory, +1.15 s with everything there."""
+    spec = preset("tiny").with_overrides(
+        {
+            "num_layers": 16,
+            "hidden": 2048,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 64,
+            "ffn": 8192,
+            "vocab": 32768,
+        }
+    )
+    rates = Rates(4e14, 3e12)
+    here = plan(dp=1, global_batch=8, micro_batch=8, seq_len=2048, precision="bf16")
+    added = {
+        way: sum(predict_step(spec, replace(here, offload=way), "adamw", rates).values())
+        - sum(predict_step(spec, here, "adamw", rates).values())
+        for way in ("optimizer", "all")
+    }
+    assert added == pytest.approx({"optimizer": 0.40, "all": 1.15}, rel=0.15)
+    assert "offload" not in predict_step(spec, replace(here, device="cpu", offload="optimizer"), "adamw", rates)

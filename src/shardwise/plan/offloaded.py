@@ -40,6 +40,25 @@ def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]
     return here, {"host": host, "disk": disk}
 
 
+HOST_LINK = {"optimizer": 22e9, "all": 11e9}
+"""Bytes per second between a GPU and CPU memory, the update there included: what 1.1 B parameters on one H200 came to. Assumed for others."""
+
+DISK = 2e9
+"""Bytes per second: one virtual disk on which states were read and written at once. Assumed for others."""
+
+
+def offload_seconds(num_parameters: float, plan: Plan) -> float:
+    """What offloading adds to a step of a rank with so many trained parameters (plan of the update: fp32 Adam). `optimizer`: gradients
+    down, parameters up. `all`: parameters up for forward and for backward, gradients down. A disk: state read and written, with `all` the
+    other two as well. On a CPU only a disk costs anything."""
+    if plan.offload == "none":
+        return 0.0
+    if plan.offload_to == "nvme":
+        return num_parameters * (40 if plan.offload == "all" else 16) / DISK
+    moved = {"optimizer": 8, "all": 12 * plan.num_microbatches}[plan.offload]
+    return num_parameters * moved / HOST_LINK[plan.offload] if plan.device == "cuda" else 0.0
+
+
 def two_blocks(share: RankShare, all_bytes: int) -> int:
     """Of what all parameters of a rank take, the part of the two largest groups; a tied table is one of them, and stays."""
     groups = [*share.layer_parameters, share.embedding, share.head]

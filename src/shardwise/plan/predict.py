@@ -13,7 +13,7 @@ from shardwise.config.schema import AdapterConfig
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.activations import head_activation_bytes, kept_activations, logit_bytes, segments
 from shardwise.plan.adapter_share import Held, held_by
-from shardwise.plan.offloaded import offloaded
+from shardwise.plan.offloaded import offload_seconds, offloaded
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
 
@@ -272,6 +272,8 @@ def predict_step(
     step = {"compute": compute, "optimizer": moved / rates.memory_bytes}
     if again:
         step["recompute"] = again
+    if moving := offload_seconds(held.trained / plan.state_shards, plan):
+        step["offload"] = moving
     if plan.pp > 1:
         step["bubble"] = (compute + again) * bubble_share(plan)
     if plan.dp * plan.cp > 1:
