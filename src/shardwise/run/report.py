@@ -108,7 +108,8 @@ def header(view: View, session: Session, plan: Plan, engine: Engine, corpus: Cor
         f"batch    {batch}; predicted {format_seconds(prediction.step_s)} per step, "
         f"{format_bytes(prediction.memory_bytes)} per rank"
     )
-    view.say(f"states   {_states(engine, plan, config.optimizer.name)}")
+    which = "parameter" if config.adapter.kind == "none" else "trained parameter"
+    view.say(f"states   {_states(engine, plan, config.optimizer.name, which)}")
     if engine.float8:
         view.say(f"fp8      {engine.float8}")
     if engine.models[0].kernel_reason:
@@ -126,11 +127,9 @@ def header(view: View, session: Session, plan: Plan, engine: Engine, corpus: Cor
         )
 
 
-def _states(engine: Engine, plan: Plan, optimizer: str) -> str:
+def _states(engine: Engine, plan: Plan, optimizer: str, which: str) -> str:
     weight, state = WEIGHT_BYTES[plan.precision], state_bytes(optimizer, plan.precision)
-    text = (
-        f"{2 * weight + state:.3g} bytes per parameter: weights {weight}, gradients {weight}, {optimizer} {state:.3g}"
-    )
+    text = f"{2 * weight + state:.3g} bytes per {which}: weights {weight}, gradients {weight}, {optimizer} {state:.3g}"
     if optimizer == "adamw8bit":
         count, numbers = kept_wide(engine.locals())
         share = numbers / max(sum(p.numel() for p in engine.locals()), 1)
