@@ -36,3 +36,16 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def repeatable_on_gpu() -> Iterator[None]:
+    """Kernels that add in the order threads arrive (an index's backward) would differ from themselves in bf16."""
+    import torch
+    import torch.distributed as dist
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardwise.model.presets import preset
 from shardwise.run.optimizer import engine_optimizer
@@ -16,7 +14,10 @@ from shardwise.run.reference import Trial, train_plain
 from shardwise.run.trial import build_trial, train_in_layout, trial_plan
 from shardwise.run.verify import compare
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("repeatable_on_gpu"),
+]
 
 SIZES = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
 SPEC = preset("tiny").with_overrides(SIZES)
@@ -28,15 +29,6 @@ WAYS = {
 LIMITS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-3}
 """fp32: the CPU's fused Adam rounds otherwise than the GPU's, and clipping divides by an inverse. bf16: such a rounding may turn one
 of a weight's bf16 copies over, 0.4 % of that weight."""
-
-
-@pytest.fixture(autouse=True)
-def repeatable() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("microbatch", [2, 8])

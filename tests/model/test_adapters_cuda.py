@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.nf4 import Packed, dequantize, quantize
@@ -15,19 +12,13 @@ from shardwise.run.reference import Trial, train_plain
 from shardwise.run.trial import train_in_layout, trial_plan
 from shardwise.run.verify import compare
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("repeatable_on_gpu"),
+]
 
 SIZES = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
 LIMITS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def repeatable() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_four_bits_are_read_as_on_a_cpu() -> None:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardwise.model.presets import preset
 from shardwise.run.reference import Trial, train_plain
 from shardwise.run.trial import train_in_layout, trial_plan
 from shardwise.run.verify import compare
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("repeatable_on_gpu"),
+]
 
 SIZES = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
 LIMITS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-5, "bf16-true": 1e-5}
-
-
-@pytest.fixture(autouse=True)
-def repeatable() -> Iterator[None]:
-    """Kernels that add in the order threads arrive (an index's backward) would differ from themselves in bf16."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("precision", LIMITS)
