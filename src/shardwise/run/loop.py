@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.checkpoint import store
 from shardwise.config.schema import Config
@@ -31,6 +30,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.predict import FROZEN_FLOPS, predict
 from shardwise.run import report
 from shardwise.run.adapter_state import adapter_state, check_base
+from shardwise.run.agreement import answer, from_all, largest, summed, wishes
 from shardwise.run.balance import measured_split
 from shardwise.run.build import corpus_of, weights_of
 from shardwise.run.calibrate import measure_rates
@@ -147,10 +147,10 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         with clock.span("data_wait", "next batch"):
             batch = loader.next() if step < plan.num_steps else None
         targets = batch.num_targets if batch and engine.mesh.counts_targets else 0
-        return [*_wishes(stops.check()), targets, int(ranks.is_first and checkpoint.due(step))]
+        return [*wishes(stops.check()), targets, int(ranks.is_first and checkpoint.due(step))]
 
     clock.begin()
-    stop, num_targets, save = _answer(_summed(ask(), device, plan))
+    stop, num_targets, save = answer(summed(ask(), device, plan))
     for step in range(done + 1, plan.num_steps + 1) if not stop else ():
         # Train. The one small message of a step also settles how the next one starts.
         assert batch is not None
@@ -197,7 +197,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         if config.train.sample_every and step % config.train.sample_every == 0 and step < plan.num_steps:
             report.sample(view, engine, corpus, config, ranks)
         clock.begin()
-        stop, num_targets, save = _answer(result.answers)
+        stop, num_targets, save = answer(result.answers)
         if save and step < plan.num_steps:
             _save(session, step, engine, optimizer)
             checkpoint.done(step)
@@ -210,11 +210,11 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         _save(session, step, engine, optimizer)
     if fills:
         report.filled(view, metrics, step, filler.result() if filler else None)
-    peak, held = int(_largest(peak_bytes(device), device, plan)), None
+    peak, held = int(largest(peak_bytes(device), device, plan)), None
     if watched and step > done:
-        held = memory_report(prediction.memory, _from_all(memory.measured(), device, plan))
+        held = memory_report(prediction.memory, from_all(memory.measured(), device, plan))
     if not stop:
-        stop, *_ = _answer(_summed([*_wishes(stops.check()), 0, 0], device, plan))
+        stop, *_ = answer(summed([*wishes(stops.check()), 0, 0], device, plan))
     if not stop:
         report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
         report.sample(view, engine, corpus, config, ranks)
@@ -258,42 +258,6 @@ def _metrics_line(
     if result.skipped:
         line["skipped"] = True
     return line
-
-
-def _wishes(wish: Exit | None) -> list[int]:
-    return [int(wish == Exit.INTERRUPTED), int(wish == Exit.STOPPED)]
-
-
-def _answer(summed: list[int]) -> tuple[Exit, int, bool]:
-    """Whether to stop (DONE: nobody wants to), the next step's target tokens, whether to save. One rank's wish is everyone's."""
-    interrupted, stopped, num_targets, save = summed
-    return Exit.INTERRUPTED if interrupted else Exit.STOPPED if stopped else Exit.DONE, num_targets, bool(save)
-
-
-def _summed(values: list[int], device: torch.device, plan: Plan) -> list[int]:
-    if plan.world == 1:
-        return values
-    tensor = torch.tensor(values, dtype=torch.int64, device=device)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
-
-
-def _largest(value: float, device: torch.device, plan: Plan) -> float:
-    if plan.world == 1:
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return float(tensor)
-
-
-def _from_all(values: list[int], device: torch.device, plan: Plan) -> list[list[int]]:
-    """Every rank's values, on every rank."""
-    if plan.world == 1:
-        return [values]
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    found = [torch.empty_like(mine) for _ in range(plan.world)]
-    dist.all_gather(found, mine)
-    return [tensor.tolist() for tensor in found]
 
 
 def _evaluate(engine: Engine, corpus: Corpus, session: Session) -> float | None:
