@@ -154,10 +154,14 @@ def adapt(module: nn.Module, adapters: Adapters | None) -> None:
             block.chance = chance
 
 
-def adapt_foreign(model: Any, settings: Settings, seed: int, precision: str) -> None:
-    """A model of transformers that has its weights."""
-    start = read_adapter(settings.path, model.spec) if settings.kind != "none" and settings.path else {}
-    adapt(model, module_adapters(model, f"inner.{model.spec.blocks}", settings, seed, precision, start))
+def adapt_whole(model: Any, settings: Settings, seed: int, precision: str) -> None:
+    """A whole model that has its weights: our decoder, or one of transformers."""
+    spec = model.spec
+    if spec.is_ours:
+        adapt(model, decoder_adapters(spec, settings, seed, precision))
+        return
+    start = read_adapter(settings.path, spec) if settings.kind != "none" and settings.path else {}
+    adapt(model, module_adapters(model, f"inner.{spec.blocks}", settings, seed, precision, start))
 
 
 def _add_product(layer: nn.Linear, name: str, adapters: Adapters) -> None:

@@ -29,7 +29,7 @@ from shardwise.config.schema import AdapterConfig, CommConfig
 from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.float8 import Float8Layers, apply_float8
 from shardwise.memory.recompute import apply_recompute
-from shardwise.model.adapters import Adapters, adapt, adapt_foreign, decoder_adapters
+from shardwise.model.adapters import Adapters, adapt, adapt_whole, decoder_adapters
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.precision import COMPUTED, KEPT
@@ -124,7 +124,7 @@ def _whole_stage(
 
 def _fill_foreign(fill: Fill, settings: AdapterConfig, seed: int, precision: str, model: Decoder) -> None:
     fill(model)
-    adapt_foreign(model, settings, seed, precision)
+    adapt_whole(model, settings, seed, precision)
 
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:

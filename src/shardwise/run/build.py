@@ -8,11 +8,10 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from shardwise.config.schema import AdapterConfig, Config, ModelConfig
+from shardwise.config.schema import Config, ModelConfig
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.errors import UserError
 from shardwise.model.presets import preset
@@ -91,13 +90,10 @@ def base_identity(config: ModelConfig, spec: ModelSpec, seed: int) -> str:
 
 def adapted_model(config: Config, spec: ModelSpec, precision: str, dtype: torch.dtype, device: torch.device) -> Decoder:
     """The whole model of a config with its adapters, as one process trains it."""
-    from shardwise.model.adapters import adapt, adapt_foreign, decoder_adapters
+    from shardwise.model.adapters import adapt_whole
 
     model = build_model(config.model, spec, config.train.seed, dtype, device)
-    if spec.is_ours:
-        adapt(model, decoder_adapters(spec, config.adapter, config.train.seed, precision))
-    else:
-        adapt_foreign(model, config.adapter, config.train.seed, precision)
+    adapt_whole(model, config.adapter, config.train.seed, precision)
     return model
 
 
@@ -136,14 +132,8 @@ def check_attention(config: ModelConfig, device_type: str) -> None:
         )
 
 
-def empty_model(
-    config: ModelConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
-) -> Decoder:
-    """The decoder with memory for its weights, and those of adapters, and nothing in it yet."""
+def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The decoder with memory for its weights and nothing in it yet."""
     import torch
 
     from shardwise.model.decoder import Decoder
@@ -152,12 +142,8 @@ def empty_model(
     if isinstance(spec, TransformersSpec):
         return _foreign_model(config, spec, dtype, device, None)
     with torch.device("meta"):
-        model = Decoder(spec, config.attention).to(dtype)
-    if adapter.kind != "none":
-        from shardwise.model.adapters import adapt, decoder_adapters
-
-        adapt(model, decoder_adapters(spec, replace(adapter, path=None), 0, "fp32"))
-    return model.to_empty(device=device)
+        model = Decoder(spec, config.attention)
+    return model.to(dtype).to_empty(device=device)
 
 
 def _foreign_model(

@@ -18,7 +18,7 @@ from shardwise.data.loader import TensorBatch, cut_microbatches, number_rows
 from shardwise.data.sequences import IGNORE
 from shardwise.memory.float8 import apply_float8
 from shardwise.memory.scaler import LossScaler, scaler_of, unscaled
-from shardwise.model.adapters import adapt, adapt_foreign, decoder_adapters
+from shardwise.model.adapters import adapt_whole
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
@@ -102,10 +102,7 @@ def _plain_model(spec: ModelSpec, trial: Trial) -> Decoder:
     else:
         model = Decoder(spec, trial.attention).to(KEPT[trial.precision])
     fill_trial(model, trial)
-    if isinstance(model, TransformersModel):
-        adapt_foreign(model, trial.adapter, trial.seed, trial.precision)
-    else:
-        adapt(model, decoder_adapters(spec, trial.adapter, trial.seed, trial.precision))
+    adapt_whole(model, trial.adapter, trial.seed, trial.precision)
     return model
 
 
