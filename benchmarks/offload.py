@@ -36,8 +36,8 @@ from shardwise.memory.nvme import NvmeOptimizer
 from shardwise.memory.offload import Elsewhere, OffloadedOptimizer
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.memory import predict_elsewhere, predict_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import predict_elsewhere, predict_memory
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import build_optimizer, engine_optimizer
 from shardwise.run.reference import Trial

@@ -28,8 +28,8 @@ from shardwise.config.schema import AdapterConfig, CommConfig, OptimizerConfig
 from shardwise.model.decoder import Decoder
 from shardwise.model.presets import preset
 from shardwise.parallel.apply import parallelize_decoder
+from shardwise.plan.memory import predict_elsewhere, predict_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import predict_elsewhere, predict_memory
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.reference import Trial

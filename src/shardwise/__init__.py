@@ -11,7 +11,9 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "ClusterSpec": "shardwise.cluster.spec",
     "Config": "shardwise.config.schema",
+    "Job": "shardwise.plan.job",
     "ModelSpec": "shardwise.model.spec",
     "Plan": "shardwise.plan.plan",
     "UserError": "shardwise.errors",

@@ -10,7 +10,7 @@ from accounted import Seen, three_steps, watch_layouts
 
 from shardwise.memory.account import CATEGORIES, Account, OverLimit, Point, thinned
 from shardwise.model.presets import preset
-from shardwise.plan.predict import predict_memory
+from shardwise.plan.memory import predict_memory
 from shardwise.run.clock import Clock
 from shardwise.run.reference import Trial
 from shardwise.run.trial import trial_plan

@@ -12,7 +12,7 @@ from shardwise.config.load import load_config
 from shardwise.config.schema import OptimizerConfig
 from shardwise.errors import UserError
 from shardwise.memory.low_bit import is_narrow, kept_wide, wide_state
-from shardwise.plan.predict import STATES_PER_PARAMETER, WEIGHT_BYTES, state_bytes
+from shardwise.plan.memory import STATES_PER_PARAMETER, WEIGHT_BYTES, state_bytes
 from shardwise.run.optimizer import build_optimizer
 
 SHAPES = [(64, 256), (128, 48), (37, 111), (256,)]

@@ -16,8 +16,8 @@ from shardwise.launch.ranks import Ranks
 from shardwise.memory.micro_batch import HEADROOM, Growth, Taken, largest_that_fits
 from shardwise.model.presets import preset
 from shardwise.plan.fit import needed_memory
+from shardwise.plan.memory import PROCESS_BYTES
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import PROCESS_BYTES
 from shardwise.run.build import model_spec
 from shardwise.run.rundir import RunDir
 from shardwise.run.start import make_job, new_run

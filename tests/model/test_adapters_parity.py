@@ -14,8 +14,8 @@ from shardwise.model.adapter_names import linears_of
 from shardwise.model.nf4 import packed_bytes
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import predict_memory
 from shardwise.plan.split import even_split
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import build_optimizer

@@ -17,8 +17,8 @@ from shardwise.errors import Exit, UserError
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.fit import rank_memory_limit
+from shardwise.plan.memory import PROCESS_BYTES, predict_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import PROCESS_BYTES, predict_memory
 from shardwise.plan.resolve import HEADROOM, Resolved, micro_batch_sizes, resolve
 
 TINY = preset("tiny")

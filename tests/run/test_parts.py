@@ -15,7 +15,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
 from shardwise.plan.activations import activation_bytes
-from shardwise.plan.predict import ALLOCATOR_SHARE, PROCESS_BYTES, STATES_PER_PARAMETER
+from shardwise.plan.memory import ALLOCATOR_SHARE, PROCESS_BYTES, STATES_PER_PARAMETER
 from shardwise.run.clock import Clock, verdict
 from shardwise.run.generate import Sampling, generate
 from shardwise.run.metrics import Metrics

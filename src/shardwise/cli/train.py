@@ -81,7 +81,7 @@ def _dry_run(job: Job) -> int:
     from shardwise.config.write import resolved_text
     from shardwise.data.show import about_row, print_row, render_rows
     from shardwise.plan.fit import rank_memory_limit
-    from shardwise.plan.predict import predict_memory
+    from shardwise.plan.memory import predict_memory
 
     plan, spec = job.plan, job.spec
     print(resolved_text(job.resolved.config, job.origins()))

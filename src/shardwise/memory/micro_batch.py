@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.memory import ALLOCATOR_SHARE
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import ALLOCATOR_SHARE
 from shardwise.plan.rank_share import rank_shares
 
 HEADROOM = 0.9  # of the limit; the rest is for fragmentation and what torch allocates on the side

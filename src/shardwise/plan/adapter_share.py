@@ -1,6 +1,6 @@
 """What of a rank's share of the model is trained, what is frozen, and what is kept in four bits. Counts only, no torch.
 
-Invariant: without adapters everything is trained, and the counts are those of rank_share.py. Read next: predict.py.
+Invariant: without adapters everything is trained, and the counts are those of rank_share.py. Read next: memory.py.
 """
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ from shardwise.config.schema import Config
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import Rates, predict_memory, predict_step
 from shardwise.plan.rank_share import rank_shares
 from shardwise.plan.refusal import Asked, Fix, Refusal, typed
+from shardwise.plan.step_time import Rates, predict_step
 
 MAX_WAYS = 3
 USUAL_RATES = {"cpu": Rates(5e10, 1e10, 1e9, 1e-4), "cuda": Rates(4e14, 3e12, 1e11, 2e-5)}

@@ -1,6 +1,6 @@
 """What offloading leaves on the device, and what it puts into CPU memory and onto the disk. Bytes per rank, no torch.
 
-Invariant: where the device is a CPU, nothing leaves its memory but what goes to a disk. Read next: predict.py, which counts the rest.
+Invariant: where the device is a CPU, nothing leaves its memory but what goes to a disk. Read next: memory.py, which counts the rest.
 """
 
 from __future__ import annotations

@@ -73,6 +73,9 @@ class Plan:
     loss_scale: float | str = "auto"  # auto: dynamic for fp16, none for other formats
     reduce_dtype: str = "auto"  # auto | fp32 | bf16 | fp16: of gradients while data-parallel ranks add them up
     fp8_recipe: str = "rowwise"  # rowwise | tensorwise
+    quantize_weights: str = "none"  # none | int8: of ZeRO's gathers
+    quantize_gradients: str = "none"  # none | int8 | int4: of its reductions
+    secondary_shard: int = 0  # neighbouring ranks that keep gathered parameters for backward between them; 0: nobody
 
     def __post_init__(self) -> None:
         if self.zero == 0:

@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds of one tensor-parallel slice of the model. Counts only; bytes and time are predict.py's.
+"""What one rank of a pipeline holds of one tensor-parallel slice of the model. Counts only; bytes are memory.py's, time is step_time.py's.
 
 Invariant: with tp = pp = 1 the share is the whole model, to the last parameter.
 """

@@ -1,6 +1,6 @@
 """From what the user asked for to a `Plan`: fills every `auto` and refuses what cannot work, before torch is imported.
 
-The degrees of the axes come first (degrees.py); then the ZeRO stage and the micro-batch, by predicted memory (predict.py).
+The degrees of the axes come first (degrees.py); then the ZeRO stage and the micro-batch, by predicted memory (memory.py).
 """
 
 from __future__ import annotations

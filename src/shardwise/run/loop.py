@@ -26,14 +26,16 @@ from shardwise.memory.usage import peak_bytes
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
 from shardwise.parallel.engine import Engine
+from shardwise.plan.job import job_of
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import FROZEN_FLOPS, predict
+from shardwise.plan.prediction import predict
+from shardwise.plan.step_time import FROZEN_FLOPS
 from shardwise.run import report
 from shardwise.run.adapter_state import adapter_state, check_base
 from shardwise.run.agreement import answer, from_all, largest, summed, wishes
 from shardwise.run.balance import measured_split
 from shardwise.run.build import corpus_of, weights_of
-from shardwise.run.calibrate import measure_rates
+from shardwise.run.calibrate import measured_cluster
 from shardwise.run.clock import KINDS, Clock
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
@@ -101,9 +103,9 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     if config.train.micro_batch == "auto":
         plan = replace(plan, micro_batch=measured_micro_batch(engine, config, session.memory_limit))
         engine.follow(plan)
-    rates = measure_rates(spec, plan, device, bucket_bytes(plan, config.comm))
-    prediction = predict(spec, plan, config.optimizer.name, rates, config.adapter)
-    peak_flops = report.peak_flops(plan, device, prediction)
+    cluster = measured_cluster(spec, plan, device, bucket_bytes(plan, config.comm))
+    prediction = predict(spec, cluster, job_of(config, plan), plan)
+    peak_flops = report.peak_flops(plan, device, cluster)
     if config.adapter.kind != "none":
         peak_flops /= FROZEN_FLOPS  # MFU counts what there is to compute
     optimizer = engine_optimizer(config.optimizer, engine)

@@ -14,7 +14,7 @@ import torch
 from shardwise.memory.account import CATEGORIES, Account, OverLimit, Point, thinned
 from shardwise.memory.usage import peak_bytes, resident_bytes
 from shardwise.parallel.engine import Engine
-from shardwise.plan.predict import PROCESS_BYTES
+from shardwise.plan.memory import PROCESS_BYTES
 from shardwise.run.clock import Clock
 from shardwise.run.held import holders_of
 

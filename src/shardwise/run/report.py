@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.cluster.machine import this_machine
+from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.schema import Config
 from shardwise.config.units import format_bytes, format_count, format_seconds
 from shardwise.data.corpus import Corpus
@@ -19,8 +20,9 @@ from shardwise.launch.ranks import Ranks
 from shardwise.memory.low_bit import kept_wide
 from shardwise.model.adapter_names import same_kinds
 from shardwise.parallel.engine import Engine
+from shardwise.plan.memory import WEIGHT_BYTES, state_bytes
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import WEIGHT_BYTES, Prediction, state_bytes
+from shardwise.plan.prediction import Prediction
 from shardwise.run.clock import KINDS, verdict
 from shardwise.run.evaluate import perplexity
 from shardwise.run.fill import Filled
@@ -68,14 +70,14 @@ class History:
         return sorted(self.step_seconds)[len(self.step_seconds) // 2] if self.step_seconds else None
 
 
-def peak_flops(plan: Plan, device: torch.device, prediction: Prediction) -> float:
+def peak_flops(plan: Plan, device: torch.device, cluster: ClusterSpec) -> float:
     """The hardware's peak for MFU: the published bf16 figure of a known GPU, else the matmul rate measured at the start."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peak in GPU_PEAK_FLOPS.items():
             if known in name:
                 return peak * plan.world
-    return prediction.matmul_flops * plan.world
+    return max(cluster.device.flops.values()) * plan.world
 
 
 def write_plan(run: RunDir, plan: Plan, prediction: Prediction) -> None:

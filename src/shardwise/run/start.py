@@ -24,8 +24,8 @@ from shardwise.errors import Exit, UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.ranks import ranks_from_environment
 from shardwise.memory.disk import check_directory
+from shardwise.plan.memory import predict_elsewhere
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import predict_elsewhere
 from shardwise.plan.reopen import reopen
 from shardwise.plan.resolve import Resolved, resolve
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec

@@ -15,8 +15,8 @@ from shardwise.data.sequences import IGNORE
 from shardwise.memory.account import Account
 from shardwise.memory.micro_batch import Growth, Taken, largest_that_fits
 from shardwise.parallel.engine import Engine
+from shardwise.plan.memory import APART, predict_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import APART, predict_memory
 from shardwise.plan.resolve import micro_batch_sizes
 from shardwise.run.clock import Clock
 from shardwise.run.held import holders_of

@@ -13,8 +13,8 @@ from shardwise.errors import Exit, UserError
 from shardwise.memory.account import OverLimit
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.fit import Way, needed_memory, ways_to_fit
+from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import predict_memory
 from shardwise.plan.refusal import Asked, typed
 from shardwise.plan.resolve import plan_of
 from shardwise.run.rundir import RunDir

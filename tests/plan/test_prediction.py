@@ -26,11 +26,12 @@ from shardwise.plan.activations import (
     kept_activations,
     layer_activations,
 )
+from shardwise.plan.memory import APART, predict_memory
 from shardwise.plan.plan import Plan
-from shardwise.plan.predict import APART, Rates, bubble_share, predict_memory, predict_step
 from shardwise.plan.rank_share import rank_shares, tensor_slice
 from shardwise.plan.schedules import schedule_actions, stage_owners
 from shardwise.plan.split import even_split
+from shardwise.plan.step_time import Rates, bubble_share, predict_step
 from shardwise.plan.timeline import simulate
 
 FAMILIES = [
