@@ -148,12 +148,11 @@ def measure(one: dict[str, Any], warm_up: int = 2, steps: int = 5) -> dict[str, 
     optimizer = engine_optimizer(options, engine)
     torch.cuda.reset_peak_memory_stats(device)
     clock = Clock(device)
-    clock.begin()
     seconds, parts = [], []
     for step in range(1, warm_up + steps + 1):
         batch, num_targets = trial_batch(spec, plan, trial, step, 0)
         torch.cuda.synchronize(device)
-        clock.finish()
+        clock.begin()
         began = time.perf_counter()
         norm, finish = accumulate(engine, batch, num_targets, clock)
         update(engine, optimizer, norm, lr=options.lr, clip=1.0, clock=clock)
