@@ -19,32 +19,42 @@ import platform
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from accuracy.question import question_of
+from accuracy.question import Question, question_of
 from accuracy.run import GIB, Run, Skip, read_runs
 from accuracy.score import Answer, by, score
 
 import shardwise
 from shardwise.errors import UserError
-from shardwise.plan.prediction import predict
+from shardwise.plan.prediction import Prediction, predict
 
 ROW = ("model", "gpus", "gpu_kind", "nodes", "tp", "pp", "vpp", "cp", "ep", "dp", "zero", "sp", "recompute", "micro_batch", "global_batch", "seq", "precision", "stack", "compile", "async_tp")  # fmt: skip
 
 
 def answer(run: Run) -> Answer:
+    """Where a row does not say what is computed again, the least that fits is assumed."""
     question = question_of(run)
-    if not run.has_failed and run.step_s is None and run.memory_bytes is None:
-        raise Skip("neither step time, tokens per second nor memory published")
+    if not (run.has_failed or run.step_s or run.memory_bytes or run.number("tflops_per_gpu")):
+        raise Skip("neither time, speed nor memory published")
     try:
-        found = predict(question.model, question.cluster, question.job, question.plan, question.stack)
+        found = Answer(question, _predict(question))
+        for recompute in () if question.recompute_known else ("selective", "full"):
+            if found.fails:
+                question = replace(question, plan=replace(question.plan, recompute=recompute))
+                found = Answer(question, _predict(question))
     except UserError as error:
         raise Skip(f"refused: {error.what}") from None
-    return Answer(question, found)
+    return found
+
+
+def _predict(asked: Question) -> Prediction:
+    return predict(asked.model, asked.cluster, asked.job, asked.plan, asked.stack)
 
 
 def read_directory(directory: Path, only: str | None) -> tuple[dict[str, list[Run]], list[str]]:
@@ -167,8 +177,8 @@ def main() -> None:
     }
     print("\nskipped")
     for name, reasons in result["skipped"].items():
-        for why, count in reasons.items():
-            print(f"  {count:4}  {name}: {why}")
+        for reason, count in reasons.items():
+            print(f"  {count:4}  {name}: {reason}")
     print("\nassumed, where a row does not say")
     for name, words in result["assumed"].items():
         for word, count in words.items():

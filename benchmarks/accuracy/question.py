@@ -13,7 +13,7 @@ from typing import Any
 
 from accuracy.run import Run, Skip
 from accuracy.shape import shape_of
-from shardwise.cluster.spec import ClusterSpec, Device, known_cluster
+from shardwise.cluster.spec import ClusterSpec, Device, known_cluster, known_devices
 from shardwise.config.schema import AdapterConfig
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
@@ -56,9 +56,11 @@ def table() -> dict[str, list[dict[str, Any]]]:
 @cache
 def load_stack(name: str) -> Stack:
     path = STACKS / f"{name}.toml"
-    values = tomllib.loads(path.read_text(encoding="utf-8"))
+    values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     _check_fields(values, Stack, str(path.name))
-    return Stack(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    return replace(
+        Stack(), **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    )
 
 
 def _check_fields(values: Mapping[str, Any], kind: type, where: str) -> None:
@@ -85,7 +87,8 @@ def _entry(kind: str, text: str, gpu: str = "") -> dict[str, Any] | None:
 def question_of(run: Run) -> Question:
     if "BATCH-MISMATCH" in run.note:
         raise Skip("its source says that batch and layout do not match")
-    model, assumed = shape_of(run), []
+    assumed: list[str] = []
+    model = shape_of(run)
     about, stack = _stack_of(run, assumed)
     cluster = _cluster_of(run, assumed)
     job, plan, comparable = _plan_of(run, model, cluster, about, assumed)
@@ -113,9 +116,16 @@ def _facts() -> list[dict[str, Any]]:
     return facts
 
 
+def _by_name(kind: str) -> dict[str, Any] | None:
+    """A GPU that our own table knows, longest name first: `MI355X-288G` is `mi355x`."""
+    plain = re.sub(r"[^a-z0-9]", "", kind.lower())
+    names = sorted(known_devices(), key=len, reverse=True)
+    return next(({"kind": name} for name in names if re.sub(r"[^a-z0-9]", "", name) in plain), None)
+
+
 def _cluster_of(run: Run, assumed: list[str]) -> ClusterSpec:
     kind = run.text("gpu_kind")
-    about = _entry("gpu", kind)
+    about = _entry("gpu", kind) or _by_name(kind)
     if about is None:
         raise Skip(f"unknown GPU kind {kind!r}")
     gpus = run.count("gpus")
@@ -269,7 +279,7 @@ def _plan_of(
     micro = _micro_batch(run, batch, dp, pp * chunks, about, assumed)
     recompute = _recompute_of(run.text("recompute"))
     if recompute == "":
-        assumed.append("recomputation not stated: none")
+        assumed.append("recomputation not stated: the least that is predicted to fit")
         recompute = "none"
     group = run.found(r"zero1 group=(\d+)") if zero else None
     sharded = zero > 0 and dp * cp > 1

@@ -55,7 +55,7 @@ class Run:
 
     @property
     def has_failed(self) -> bool:
-        if self.text("status") == "failed":
+        if self.text("status").lower().startswith(("fail", "oom", "crash")):
             return True
         return self.step_s is None and re.search(r"\bOOM\b|out of memory", self.note) is not None
 
@@ -66,6 +66,12 @@ class Run:
             return seconds
         rate, batch, seq = (self.number(name) for name in ("tokens_per_s_per_gpu", "global_batch", "seq"))
         return batch * seq / (rate * self.count("gpus")) if rate and batch and seq else None
+
+    @property
+    def pace(self) -> float | None:
+        """For ranking alone, the smaller the faster. FLOP/s count differently from source to source, but not among runs of one model."""
+        tflops = self.number("tflops_per_gpu")
+        return self.step_s or (1 / tflops if tflops else None)
 
     @property
     def memory_bytes(self) -> float | None:

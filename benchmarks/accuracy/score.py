@@ -137,13 +137,13 @@ def _out_of_memory(answers: Sequence[Answer]) -> dict[str, Any] | None:
 def _ranking(answers: Sequence[Answer]) -> dict[str, Any]:
     groups: dict[tuple[Any, ...], list[Answer]] = defaultdict(list)
     for one in answers:
-        if one.step_s:
+        if not one.failed and one.question.run.pace:
             groups[one.group].append(one)
     found, regrets = [], []
     for rows in groups.values():
         if len(rows) < SMALLEST_GROUP:
             continue
-        measured = [one.step_s or 0.0 for one in rows]
+        measured = [one.question.run.pace or 0.0 for one in rows]
         rho = spearman([one.prediction.step_s for one in rows], measured)
         if rho is not None:
             found.append(rho)
