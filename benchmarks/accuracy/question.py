@@ -58,9 +58,7 @@ def load_stack(name: str) -> Stack:
     path = STACKS / f"{name}.toml"
     values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     _check_fields(values, Stack, str(path.name))
-    return replace(
-        Stack(), **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    )
+    return Stack(**values)
 
 
 def _check_fields(values: Mapping[str, Any], kind: type, where: str) -> None:
