@@ -40,9 +40,9 @@ HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.7
 # Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
 GENERATIONS = {
     7: Generation(0.90, TILES, 160, 0.75, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
-    8: Generation(0.95, TILES, 160, 0.75, 0.93, {"flash1": (0.42, 0.34), "flash2": (0.62, 0.52), "cudnn": (0.62, 0.52)}),
+    8: Generation(0.95, TILES, 160, 0.75, 0.93, {"flash1": (0.38, 0.31), "flash2": (0.62, 0.52), "cudnn": (0.62, 0.52)}),
     9: Generation(
-        0.87, HOPPER_TILES, 165, 0.35, 0.85, {"flash1": (0.25, 0.18), "flash2": (0.36, 0.31), "flash3": (0.68, 0.53), "cudnn": (0.68, 0.53)}
+        0.82, HOPPER_TILES, 165, 0.35, 0.85, {"flash1": (0.25, 0.18), "flash2": (0.36, 0.31), "flash3": (0.68, 0.53), "cudnn": (0.68, 0.53)}
     ),
     10: Generation(0.66, TILES, 110, 0.5, 0.75, {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38)}),
 }
@@ -58,10 +58,10 @@ NARROW = {"flash3": 0.58, "cudnn": 0.58}
 PASS_HALF = {"cuda": 6e6, "cpu": 3e4}
 """Bytes at which a pass over memory reaches half of the memory's rate: below, a kernel ends before all multiprocessors have begun."""
 
-UNALIGNED = 6.0
+UNALIGNED = 8.0
 """A matrix with an odd side cannot be read 16 bytes at a time (GPT-2's 50257 tokens on an H200)."""
 
-PYTHON = 5.0
+PYTHON = 3.5
 """Host time of an operation inside a model, with modules, autograd and views around it, over that of a bare launch: small models on an H200 and on
 A100 come to 25 to 30 microseconds per operation."""
 

@@ -22,7 +22,7 @@ from shardwise.plan.stack import Stack
 SLOWED = 0.15
 """Computing time lost per second of messages that run beside it: NCCL's kernels take a tenth of the multiprocessors and some of the memory's rate."""
 
-FSDP_LAUNCHES = 30
+FSDP_LAUNCHES = 85
 """Operations by which FSDP2's hooks and copies keep the host busy, per block and pass."""
 
 
@@ -118,7 +118,7 @@ class LayerTimes:
 
     def _compute(self, work: Training, repeated: Work) -> LayerTime:
         price = self.pricer
-        hooks = FSDP_LAUNCHES * price.launch * PYTHON * self.stack.host_share if self.plan.uses_fsdp and not self.stack.compiled else 0.0
+        hooks = FSDP_LAUNCHES * price.launch * PYTHON * self.stack.host_share if self.plan.uses_fsdp and self.stack.copies_parameters else 0.0
         return LayerTime(
             forward=price.seconds(work.forward),
             inputs=price.seconds(work.inputs, backward=True),

@@ -24,6 +24,7 @@ class Stack:
     fused_softmax: bool = True  # of attention = math: scale, mask and softmax in one kernel
     fused_loss: bool = False  # softmax, loss and its gradient in one or two passes over the logits
     logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
+    pads_vocab: int = 1  # a rank's slice of the vocabulary is filled up to a multiple of this
     dropout: bool = False
     fused_cast: bool = False  # fp8: finding the largest number, scaling and turning around are one kernel
     host_share: float = 1.0  # of the usual host time per operation; 0: replayed graphs
