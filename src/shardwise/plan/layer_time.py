@@ -22,8 +22,12 @@ from shardwise.plan.stack import Stack
 SLOWED = 0.15
 """Computing time lost per second of messages that run beside it: NCCL's kernels take a tenth of the multiprocessors and some of the memory's rate."""
 
-FSDP_LAUNCHES = 85
+FSDP_LAUNCHES = 50
 """Operations by which FSDP2's hooks and copies keep the host busy, per block and pass."""
+
+
+MESSAGE_LAUNCHES = 4
+"""Operations that one collective inside a layer costs the host: buffers, the call, waiting for it."""
 
 
 class LayerTime(NamedTuple):
@@ -114,7 +118,16 @@ class LayerTimes:
             half = Work(work.forward.products[::2]) if self.stack.selective == "half" else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
         time = self._compute(work, repeated)
+        calls = self._calls(layer)
+        host = calls * MESSAGE_LAUNCHES * self.pricer.launch * PYTHON * self.stack.host_share
+        time = time._replace(host_forward=time.host_forward + host, host_backward=time.host_backward + host * (2 if again else 1))
         return self._messages(layer, work, time, again)
+
+    def _calls(self, layer: LayerSpec) -> int:
+        """Messages of a forward pass."""
+        plan = self.plan
+        ring = 2 if plan.cp_kind == "ulysses" else plan.cp - 1
+        return (plan.tp > 1) * (4 if plan.sequence else 2) + (plan.cp > 1) * ring + 2 * (plan.ep > 1 and layer.is_moe)
 
     def _compute(self, work: Training, repeated: Work) -> LayerTime:
         price = self.pricer
@@ -163,7 +176,8 @@ class LayerTimes:
             return 0.0
         size = self.shape.here * self.model.hidden * self.shape.size
         if self.plan.sequence:
-            return self.network.all_gather(size, self.plan.tp) + self.network.reduce_scatter(size, self.plan.tp)
+            both = self.network.all_gather(size, self.plan.tp) + self.network.reduce_scatter(size, self.plan.tp)
+            return both + (2 * self.pricer.pass_(2.0 * size) if self.stack.batch_first and self.shape.rows > 1 else 0.0)
         return self.network.all_reduce(size, self.plan.tp)
 
     def _small(self) -> float:

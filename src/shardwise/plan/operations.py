@@ -302,7 +302,10 @@ def _cheap(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) -> tup
     norms = 4 if spec.post_norms else 2
     # x + y reads two and writes one. In backward the two gradients that meet at a branch are added.
     plus = 3.0 * x * size
-    drop = (_drop(x * size, size),) * 2 if stack.dropout and not stack.compiled else ()
+    if stack.dropout and stack.fused_activation:  # bias, dropout and sum in one kernel
+        plus, drop = plus + x, ()
+    else:
+        drop = (_drop(x * size, size),) * 2 if stack.dropout and not stack.compiled else ()
     forward = norm[0] * norms + (plus, plus) + drop
     backward = norm[1] * norms + (plus, plus) + drop
     if stack.compiled:  # a sum and the norm after it are one kernel

@@ -46,6 +46,7 @@ class Stack:
     overlaps_gather: bool = True  # parameters travel while the layer before computes
     overlaps_tensor: bool = False  # tensor-parallel messages are cut up and travel during the products
     overlaps_tensor_backward: bool = False  # in backward, while the weight gradients are computed
+    batch_first: bool = True  # tensors are [batch, tokens, width]: what sequence parallelism gathers must be put in order
     gathers_again: bool = False  # sequence parallelism keeps a region's input in parts and gathers it once more for backward
     overlaps_experts: bool = False
     scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
