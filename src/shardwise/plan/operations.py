@@ -168,7 +168,7 @@ def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
         forward, backward = (logits * 2.0 * shape.size,), (logits * 2.0 * shape.size,)
     elif stack.compiled:
         forward, backward = (logits * (shape.size + 4.0),), (logits * (4.0 + shape.size),)
-    elif shape.tp > 1:  # the largest, the difference, exp, its sum and the division are passes of their own, in fp32
+    elif shape.tp > 1 or stack.sharded_loss:  # the largest, the difference, exp, its sum and the division are passes of their own, in fp32
         forward = tuple(logits * b for b in (CAST * (shape.size + 4.0), 4.0, 8.0, 8.0, 4.0, 8.0))
         backward = tuple(logits * b for b in (8.0, CAST * (4.0 + shape.size)))
     else:
@@ -317,15 +317,20 @@ def _cheap(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) -> tup
         both = _norm(spec, rotated // size, size, stack)
         forward, backward = forward + both[0], backward + both[1]
     if spec.positions == "rope":
-        turn = (2.0 * rotated,) if stack.fused_rope or stack.compiled else ROPE_PASSES(rotated)
+        turn = _rope(rotated, size, stack)
         forward, backward = forward + turn, backward + turn
     act = _expert_activation(spec, shape, stack) if layer.is_moe else _activation(spec, shape.here * -(-layer.ffn // shape.tp), size, stack)
     return forward + act[0], backward + act[1]
 
 
-def ROPE_PASSES(size: float) -> tuple[float, ...]:
-    """x1 cos - x2 sin, x2 cos + x1 sin, side by side: four products and two sums of halves, one copy. For queries and keys."""
-    return tuple(part * size / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
+def _rope(rotated: float, size: int, stack: Stack) -> tuple[float, ...]:
+    """x1 cos - x2 sin, x2 cos + x1 sin, side by side: four products and two sums of halves, one copy. For queries and keys. As complex numbers: to
+    fp32, one product, and back."""
+    if stack.fused_rope or stack.compiled:
+        return (2.0 * rotated,)
+    if stack.complex_rope:
+        return tuple(part * rotated / size / 2 for part in (CAST * (size + 4.0), 8.0, CAST * (4.0 + size)) for _ in range(2))
+    return tuple(part * rotated / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
 
 
 def _norm(spec: ModelSpec, numbers: float, size: int, stack: Stack) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -20,8 +20,10 @@ class Stack:
     compiled: bool = False  # elementwise chains are one kernel each
     fused_norm: bool = True  # a norm is one kernel; else a chain of passes in fp32
     fused_rope: bool = False
+    complex_rope: bool = False  # positions are turned as complex numbers in fp32
     fused_activation: bool = False  # gate, activation and product in one kernel
     fused_softmax: bool = True  # of attention = math: scale, mask and softmax in one kernel
+    sharded_loss: bool = False  # the loss goes the way of a cut vocabulary on one rank too
     fused_loss: bool = False  # softmax, loss and its gradient in one or two passes over the logits
     logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
     pads_vocab: int = 1  # a rank's slice of the vocabulary is filled up to a multiple of this
