@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.job import Job
-from shardwise.plan.memory import predict_elsewhere, predict_memory
+from shardwise.plan.lifetimes import StageMemory
+from shardwise.plan.memory import fullest, predict_elsewhere, predict_stages
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.step_time import step_seconds
@@ -23,6 +24,7 @@ class Prediction:
     memory: dict[str, int]  # bytes per rank by category
     step: dict[str, float]  # seconds by part
     elsewhere: dict[str, int] = field(default_factory=dict)  # offloaded bytes per rank: host, disk
+    stages: tuple[StageMemory, ...] = ()  # memory of each rank along the pipeline; `memory` is that of the fullest
 
     @property
     def memory_bytes(self) -> int:
@@ -37,12 +39,14 @@ class Prediction:
             "memory_bytes": self.memory_bytes,
             "memory": self.memory,
             "elsewhere": self.elsewhere,
+            "stages": [stage.to_dict() for stage in self.stages],
             "step_s": self.step_s,
             "step": self.step,
         }
 
 
 def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> Prediction:
-    memory = predict_memory(model, plan, job.optimizer, job.adapter)
+    stages = predict_stages(model, plan, job.optimizer, job.adapter, stack)
     elsewhere = predict_elsewhere(model, plan, job.optimizer, job.adapter)
-    return Prediction(memory, step_seconds(model, cluster, job, plan, stack), elsewhere)
+    step = step_seconds(model, cluster, job, plan, stack)
+    return Prediction(fullest(stages).parts, step, elsewhere, stages)
