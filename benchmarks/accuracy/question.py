@@ -58,9 +58,7 @@ def load_stack(name: str) -> Stack:
     path = STACKS / f"{name}.toml"
     values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     _check_fields(values, Stack, str(path.name))
-    return replace(
-        Stack(), **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    )
+    return Stack(**values)
 
 
 def _check_fields(values: Mapping[str, Any], kind: type, where: str) -> None:
@@ -239,7 +237,8 @@ def _cost_split(model: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
         if cost > total * (stage + 1) / stages:
             stage = min(stage + 1, stages - 1)
     for short in [index for index, count in enumerate(counts) if count == 0]:
-        counts[counts.index(max(counts))] -= 1
+        donor = max(range(stages), key=lambda index: (counts[index], index))  # a late one: the first stages hold most
+        counts[donor] -= 1
         counts[short] = 1
     return tuple(counts)
 

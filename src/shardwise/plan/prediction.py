@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.confidence import interval, outside
 from shardwise.plan.job import Job
 from shardwise.plan.lifetimes import StageMemory
 from shardwise.plan.memory import fullest, predict_elsewhere, predict_stages
@@ -24,6 +25,8 @@ class Prediction:
     memory: dict[str, int]  # bytes per rank by category
     step: dict[str, float]  # seconds by part
     elsewhere: dict[str, int] = field(default_factory=dict)  # offloaded bytes per rank: host, disk
+    likely: tuple[float, float] = (1.0, 1.0)  # factors on the step between which 8 of 10 measured ones lay
+    outside: tuple[str, ...] = ()  # what of it was never measured
     stages: tuple[StageMemory, ...] = ()  # memory of each rank along the pipeline; `memory` is that of the fullest
 
     @property
@@ -34,6 +37,15 @@ class Prediction:
     def step_s(self) -> float:
         return sum(self.step.values())
 
+    @property
+    def low(self) -> float:
+        """Seconds that one step of ten goes below."""
+        return self.step_s * self.likely[0]
+
+    @property
+    def high(self) -> float:
+        return self.step_s * self.likely[1]
+
     def to_dict(self) -> dict[str, object]:
         return {
             "memory_bytes": self.memory_bytes,
@@ -42,6 +54,8 @@ class Prediction:
             "stages": [stage.to_dict() for stage in self.stages],
             "step_s": self.step_s,
             "step": self.step,
+            "likely": list(self.likely),
+            "outside": list(self.outside),
         }
 
 
@@ -49,4 +63,5 @@ def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack:
     stages = predict_stages(model, plan, job.optimizer, job.adapter, stack)
     elsewhere = predict_elsewhere(model, plan, job.optimizer, job.adapter)
     step = step_seconds(model, cluster, job, plan, stack)
-    return Prediction(fullest(stages).parts, step, elsewhere, stages)
+    likely, unseen = interval(model, cluster, plan), outside(model, cluster, plan)
+    return Prediction(fullest(stages).parts, step, elsewhere, likely, unseen, stages)
