@@ -36,6 +36,7 @@ VERBS = {
     "export": "write a run's weights in another format",
     "convert": "turn weights of one format into another",
     "data": "prepare text into tokens, look inside",
+    "plan": "the fastest layouts for a model on a cluster, predicted and explained",
     "doctor": "what this machine is and how fast",
     "explain": "half a page on a technique",
 }
