@@ -1,7 +1,7 @@
 """`search`: the layouts worth running, best first; `explore`: those and the rest of the story. No torch.
 
-    search(model, cluster, job)  -> list of Candidate, fastest first
-    explore(model, cluster, job) -> SearchResult: also what is best per GPU count, the Pareto set, and what was rejected and why
+search(model, cluster, job)  -> list of Candidate, fastest first
+explore(model, cluster, job) -> SearchResult: also what is best per GPU count, the Pareto set, and what was rejected and why
 """
 
 from __future__ import annotations

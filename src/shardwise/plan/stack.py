@@ -14,5 +14,41 @@ from dataclasses import dataclass
 class Stack:
     name: str = "shardwise"
 
+    # Kernels: how often memory is read and written, and how often the host starts something.
+    attention: str = "cudnn"  # math (scores in memory) | flash1 | flash2 | flash3 | cudnn
+    joined: bool = False  # queries, keys and values are one product; gate and up another
+    compiled: bool = False  # elementwise chains are one kernel each
+    fused_norm: bool = True  # a norm is one kernel; else a chain of passes in fp32
+    fused_rope: bool = False
+    fused_activation: bool = False  # gate, activation and product in one kernel
+    fused_softmax: bool = True  # of attention = math: scale, mask and softmax in one kernel
+    fused_loss: bool = False  # softmax, loss and its gradient in one or two passes over the logits
+    logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
+    dropout: bool = False
+    fused_cast: bool = False  # fp8: finding the largest number, scaling and turning around are one kernel
+    host_share: float = 1.0  # of the usual host time per operation; 0: replayed graphs
+
+    # What selective recomputation runs again: cheap (everything but products and attention) | attention (scores to values) |
+    # half (every second product too).
+    selective: str = "cheap"
+
+    # Gradients and the optimizer. Bytes per number.
+    gradient_passes: int = 0  # bytes read and written to add a micro-batch's weight gradient to the sum; 0: as autograd does it
+    reduce_bytes: int = 0  # of gradients on their way between data-parallel ranks; 0: from the plan
+    gather_bytes: int = 0  # of parameters on their way; 0: from the plan
+    fused_optimizer: bool = True  # one pass over all states; else one per operation
+    copies_parameters: bool = True  # FSDP: parameters are rounded and copied when they are gathered
+    reduces_each: bool = True  # ZeRO-2 and 3 reduce after every micro-batch
+
+    # What is hidden behind computing.
+    overlaps_reduce: bool = True  # gradients travel while the last backward runs
+    overlaps_gather: bool = True  # parameters travel while the layer before computes
+    overlaps_tensor: bool = False  # tensor-parallel messages are cut up and travel during the products
+    overlaps_tensor_backward: bool = False  # in backward, while the weight gradients are computed
+    gathers_again: bool = False  # sequence parallelism keeps a region's input in parts and gathers it once more for backward
+    overlaps_experts: bool = False
+    scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
+    overlaps_pipeline: bool = True  # messages between stages travel while others compute; else both ranks wait
+
 
 OURS = Stack()

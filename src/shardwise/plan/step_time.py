@@ -1,132 +1,187 @@
-"""Time of a step, as a sum of parts, each a size over a rate. No torch."""
+"""Time of a step: what every stage computes and sends, put through the schedule that the runtime executes. No torch.
+
+    step_seconds(model, cluster, job, plan)   seconds by part; their sum is the step
+    step_bound(...)                           at most that, in a fraction of the time: for the search
+
+A stage's forward and backward are as long as the device computes, or as the host needs to start it, whichever takes longer; on top come messages that
+nothing hides. Without a pipeline a step is the sum over its micro-batches; with one, the simulated schedule says how long ranks wait.
+Parts are those of the rank that is busiest. Read next: layer_time.py, state_time.py, pipeline_time.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.cluster.spec import ClusterSpec
-from shardwise.config.schema import AdapterConfig
-from shardwise.model.spec import ModelSpec
+from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.activations import segments
-from shardwise.plan.adapter_share import Held, held_by
-from shardwise.plan.job import WHOLE, Job
-from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, numbers_of, stages_of, state_bytes
+from shardwise.plan.adapter_share import held_by
+from shardwise.plan.collectives import Network
+from shardwise.plan.job import Job
+from shardwise.plan.layer_time import LayerTime, LayerTimes, add
 from shardwise.plan.offloaded import offload_seconds
+from shardwise.plan.pipeline_time import pipeline_seconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
+from shardwise.plan.schedules import splits_backward, stage_owners
 from shardwise.plan.stack import OURS, Stack
+from shardwise.plan.state_time import StateTime, optimizer_seconds, state_time
 
-MATMUL_SHARE = {"cpu": 0.53, "cuda": 0.55}
-"""Share of the bare matmul rate that a whole forward and backward pass reaches.
-CPU: fitted to the default run on one two-core machine. CUDA: an assumption; runs on an H200 came out -24 to +21 % off it."""
+STRAGGLER = 0.006
+"""Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
 
-LAUNCH_SECONDS_PER_LAYER = {"cpu": 3e-3, "cuda": 3.5e-3}
-"""Time Python and torch need around one layer's forward and backward operations: the floor for small models.
-Fitted to one run each: a two-layer model on a CPU, `tiny` on an H200."""
-
-SELECTIVE_SHARE = 0.1
-"""What selective recomputation runs again, as a share of a forward pass. `tiny` on a CPU: 1 to 3 % of a step."""
-
-
-FROZEN_FLOPS = 2 / 3
-"""Of a step's matrix work, when weights are frozen: no gradients of the weights. Adapters themselves are not counted."""
+STEP_HOST = 2e-3
+"""Host seconds around a step that nothing hides: the batch goes to the device, the loss and the norm come back."""
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What one rank of this machine reaches while all ranks are busy; measured when a run starts."""
+class StageTime:
+    """One micro-batch through one stage."""
 
-    matmul_flops: float  # per second
-    memory_bytes: float  # per second, read + written
-    all_reduce_bytes: float = float("inf")  # payload per second
-    all_reduce_latency: float = 0.0  # seconds per call
+    layers: LayerTime
+    forward: float
+    inputs: float
+    weights: float
+    launch: float  # of these, what the device waited for the host
+
+    @property
+    def backward(self) -> float:
+        return self.inputs + self.weights
 
 
 def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> dict[str, float]:
     """Seconds by part; their sum is the step."""
-    device, link = cluster.device, cluster.tier(plan.world)
-    kind = {"bf16-true": "bf16", "fp16-true": "fp16"}.get(plan.precision, plan.precision)
-    flops = device.flops.get(kind, max(device.flops.values())) * device.achievable
-    rates = Rates(flops, device.bandwidth * device.bandwidth_share, link.bandwidth * link.share, link.alpha)
-    return predict_step(model, plan, job.optimizer, rates, job.adapter)
-
-
-def _repeated_work(share: RankShare, plan: Plan) -> float:
-    """Forward passes that backward runs again, as a share of the rank's one. The last product of a group of blocks is not needed."""
-    if plan.recompute in ("none", "selective"):
-        return SELECTIVE_SHARE * (plan.recompute == "selective")
-    sizes = {layer.index: size for layer, size in zip(share.layers, share.layer_parameters, strict=True)}
-    again = 0
-    for layers in stages_of(share, plan):
-        for part in segments(plan.recompute, numbers_of(layers)):
-            last = layers[part[-1] - layers[0].index]
-            again += sum(sizes[index] for index in part) - (0 if last.is_moe else last.ffn * share.spec.hidden)
-    return again / (sum(sizes.values()) + share.head)
-
-
-def predict_step(
-    spec: ModelSpec, plan: Plan, optimizer: str, rates: Rates, adapter: AdapterConfig = WHOLE
-) -> dict[str, float]:
-    """Seconds of the slowest rank. Messages between pipeline stages are not counted: they travel while others compute."""
-    slowest = max(rank_shares(spec, plan), key=lambda share: share.work)
-    blocks = held_by(slowest, spec, adapter)
-    held = sum(blocks[1:], blocks[0])
-    # The micro-batches of a pipeline have one shape, so the last one is filled up; without one it may be smaller.
-    rows = plan.rows_per_rank if plan.pp == 1 else plan.num_microbatches * plan.micro_batch
-    flops = rows * plan.seq_len * spec.flops_per_token(plan.seq_len) * slowest.work / (plan.tp * plan.cp)
-    flops *= FROZEN_FLOPS if adapter.kind != "none" else 1.0
-    launches = len(slowest.layers) * plan.num_microbatches * LAUNCH_SECONDS_PER_LAYER[plan.device]
-    compute = max(flops / (rates.matmul_flops * MATMUL_SHARE[plan.device]), launches)
-    again = _repeated_work(slowest, plan) * compute / 3  # a forward pass is a third of the work
-    # Read gradient and weight, write weight, read and write each state; + 2: the norm for clipping, and its scaling.
-    passed = 5 * WEIGHT_BYTES[plan.precision] + 2 * state_bytes(optimizer, plan.precision)
-    moved = passed * held.trained / plan.state_shards
-    step = {"compute": compute, "optimizer": moved / rates.memory_bytes}
-    if again:
-        step["recompute"] = again
-    if moving := offload_seconds(held.trained / plan.state_shards, plan):
-        step["offload"] = moving
+    times = layer_times(model, cluster, job, plan, stack)
+    stages = _stages(model, plan, times, stack)
+    shares = rank_shares(model, plan)
+    owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages) if plan.pp > 1 else (0,)
+    mine = [[stage for stage, owner in zip(stages, owners, strict=True) if owner == rank] for rank in range(plan.pp)]
+    states = [
+        _state(share, model, rank_stages, cluster, job, plan, stack, times) for share, rank_stages in zip(shares, mine, strict=True)
+    ]
+    busy = [
+        sum(stage.forward + stage.backward for stage in rank_stages) + state.each_forward + state.each_backward
+        for rank_stages, state in zip(mine, states, strict=True)
+    ]
+    slowest = max(range(plan.pp), key=busy.__getitem__)
+    parts = _rank_parts(mine[slowest], states[slowest], plan)
     if plan.pp > 1:
-        step["bubble"] = (compute + again) * bubble_share(plan)
-    if plan.dp * plan.cp > 1:
-        step["data-parallel"] = _data_parallel_seconds(slowest, held, plan, rates)
-    if plan.tp > 1:
-        # Two sums per layer, forward and backward. Sequence parallelism cuts each in two halves of the same total.
-        message = plan.micro_batch * plan.seq_len // plan.cp * spec.hidden * COMPUTE_BYTES[plan.precision]
-        # A repeated forward has its sums too, but for the one after its last product.
-        groups = [part for layers in stages_of(slowest, plan) for part in segments(plan.recompute, numbers_of(layers))]
-        repeated = sum(2 * len(part) - 1 for part in groups)
-        sums = (4 * len(slowest.layers) + repeated) * plan.num_microbatches
-        step["tensor-parallel"] = sums * (rates.all_reduce_latency + message / rates.all_reduce_bytes)
-    if plan.ep > 1:
-        # Every chosen copy of a token travels there and back, forward and backward: half of what an all-reduce moves.
-        routed = sum(layer.is_moe for layer in slowest.layers) * plan.num_microbatches
-        tokens = plan.micro_batch * plan.seq_len // (plan.cp * plan.tp) * spec.experts_per_token
-        payload = tokens * spec.hidden * COMPUTE_BYTES[plan.precision] * (plan.ep - 1) / plan.ep
-        step["expert-parallel"] = 4 * routed * (rates.all_reduce_latency + payload / 2 / rates.all_reduce_bytes)
-    return step
+        parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack)
+    state = states[slowest]
+    parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
+    parts["compute"] += state.casts_once
+    held = sum((blocks := held_by(shares[slowest], model, job.adapter))[1:], blocks[0])
+    parts["optimizer"] = optimizer_seconds(held.trained, plan.state_shards, times.pricer, plan, job, stack)
+    parts["offload"] = offload_seconds(held.trained / plan.state_shards, plan)
+    parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
+    parts["straggler"] = STRAGGLER * (cluster.nodes.bit_length() - 1) * sum(parts.values())
+    return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
 
 
-def bubble_share(plan: Plan) -> float:
-    """Idle time over work, for stages of equal cost whose backward splits into halves as long as a forward."""
-    stages = plan.virtual_stages
-    filled = {"gpipe": 1, "1f1b": 1, "interleaved": stages, "zero-bubble": 3 * stages, "zbv": 6}[plan.schedule]
-    return (plan.pp - 1) / (filled * plan.num_microbatches)
+def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
+    """Every rank computes at least the mean of all; messages between ranks of a layer are on the way."""
+    times = layer_times(model, cluster, job, plan, stack)
+    again = {index for part in segments(plan.recompute, range(model.num_layers)) for index in part} if plan.pp == 1 else set()
+    total = times.stage([(layer, layer.index in again) for layer in model.layers])
+    first, last = times.ends()
+    work = _length(add((total, first, last)))
+    return float(plan.num_microbatches * work / plan.pp)
 
 
-def _data_parallel_seconds(share: RankShare, held: Held, plan: Plan, rates: Rates) -> float:
-    """An all-reduce is a reduction to the owners and a gathering from them; ZeRO does the two apart, and how often differs."""
-    unmoved = share.spread_parameters if plan.expert_copies == 1 else 0
-    is_frozen = held.trained < share.num_parameters
-    weight = WEIGHT_BYTES[plan.precision] * (held.trained - (0 if is_frozen else unmoved))
-    compute = gathered_bytes(held, COMPUTE_BYTES[plan.precision]) - COMPUTE_BYTES[plan.precision] * unmoved
-    if plan.zero == 0:
-        return rates.all_reduce_latency + weight / rates.all_reduce_bytes
-    reductions = 1 if plan.zero == 1 else plan.num_microbatches
-    gathers = 2 * plan.num_microbatches if plan.zero == 3 else 1  # stage 3: for forward, and again for backward
-    moved = (reductions * weight + gathers * compute) / 2
-    calls = (reductions + gathers) / 2 * (len(share.layers) + 2)  # one per block and end
-    if plan.replicate > 1:  # the owners of one shard meet once, at the last micro-batch
-        moved += weight / plan.state_shards
-        calls += 1
-    return calls * rates.all_reduce_latency + moved / rates.all_reduce_bytes
+def _length(time: LayerTime) -> float:
+    return time.forward + time.backward + time.again + sum(time[6:])
+
+
+_RECENT: dict[object, tuple[object, LayerTimes]] = {}
+
+
+def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack) -> LayerTimes:
+    """Layouts that cut layers alike share their prices. The objects are kept with them, so that their ids stay theirs."""
+    key = (
+        id(model), id(cluster), id(stack), id(job.adapter), plan.precision, plan.micro_batch, plan.seq_len, plan.tp, plan.sequence, plan.cp,
+        plan.cp_kind, plan.ep, plan.recompute == "selective", plan.uses_fsdp, plan.threads_per_rank,
+    )  # fmt: skip
+    found = _RECENT.get(key)
+    if found is None:
+        if len(_RECENT) > 512:
+            _RECENT.clear()
+        network = next((t.network for k, (owner, t) in _RECENT.items() if owner[1] is cluster), None) or Network(cluster)  # type: ignore[index]
+        found = _RECENT[key] = ((model, cluster, stack, job.adapter), LayerTimes(model, cluster, network, job, plan, stack))
+    return found[1]
+
+
+def _stages(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> list[StageTime]:
+    """In model order."""
+    ranges = [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(model.num_layers)]
+    first, last = times.ends()
+    found: list[StageTime] = []
+    for number, layers in enumerate(ranges):
+        again = {index for part in segments(plan.recompute, layers) for index in part}
+        chosen: list[tuple[LayerSpec, bool]] = [(model.layers[index], index in again) for index in layers]
+        ends = [first] * (number == 0) + [last] * (number == len(ranges) - 1)
+        found.append(_stage(add((times.stage(chosen), *ends)) if ends else times.stage(chosen), plan, stack))
+    return found
+
+
+def _stage(layers: LayerTime, plan: Plan, stack: Stack) -> StageTime:
+    sent_forward = layers.tensor_forward + layers.context_forward + layers.expert_forward
+    sent_backward = layers.tensor_backward + layers.context_backward + layers.expert_backward
+    forward, backward = layers.forward + sent_forward, layers.backward + layers.again + sent_backward
+    wait_forward, wait_backward = max(0.0, layers.host_forward - forward), max(0.0, layers.host_backward - backward)
+    weights = layers.weights
+    return StageTime(layers, forward + wait_forward, backward + wait_backward - weights, weights, wait_forward + wait_backward)
+
+
+def _state(
+    share: RankShare,
+    model: ModelSpec,
+    stages: Sequence[StageTime],
+    cluster: ClusterSpec,
+    job: Job,
+    plan: Plan,
+    stack: Stack,
+    times: LayerTimes,
+) -> StateTime:
+    forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
+    blocks = held_by(share, model, job.adapter)
+    return state_time(share, blocks, forward, backward, cluster, times.network, times.pricer, plan, stack)
+
+
+def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> dict[str, float]:
+    layers = add([stage.layers for stage in stages])
+    number = plan.num_microbatches
+    return {
+        "compute": number * (layers.forward + layers.backward + state.casts_forward + state.casts_backward),
+        "recompute": number * layers.again,
+        "tensor-parallel": number * (layers.tensor_forward + layers.tensor_backward),
+        "context-parallel": number * (layers.context_forward + layers.context_backward),
+        "expert-parallel": number * (layers.expert_forward + layers.expert_backward),
+        "data-parallel": number * (state.each_forward + state.each_backward),
+        "launch": number * sum(stage.launch for stage in stages),
+    }
+
+
+def _pipeline(
+    stages: Sequence[StageTime], owners: Sequence[int], states: Sequence[StateTime], busy: float, times: LayerTimes, plan: Plan, stack: Stack
+) -> dict[str, float]:
+    """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
+    shape = times.shape
+    size = (shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size
+    if stack.scatters_messages and not plan.sequence:
+        size /= plan.tp
+    transfer = times.network.send(size, plan.world // plan.pp)
+    split = splits_backward(plan.schedule)
+    prices: list[float] = []
+    for number, (stage, owner) in enumerate(zip(stages, owners, strict=True)):
+        state, extra = states[owner], 0.0 if stack.overlaps_pipeline else transfer
+        ahead = state.each_forward + state.casts_forward
+        behind = state.each_backward + state.casts_backward
+        forward = stage.forward + ahead / plan.virtual_stages + extra * (number < len(stages) - 1)
+        inputs = stage.inputs + behind / plan.virtual_stages + extra * (number > 0)
+        prices += [forward, inputs + stage.weights, inputs, stage.weights] if split else [forward, inputs + stage.weights, 0.0, 0.0]
+    schedule = (plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)
+    total = pipeline_seconds(*schedule, prices, transfer)
+    quick = pipeline_seconds(*schedule, prices, 0.0)
+    sent = max(0.0, total - quick)
+    return {"bubble": max(0.0, total - busy - sent), "pipeline": min(sent, max(0.0, total - busy))}

@@ -1,0 +1,1 @@
+"""Published training runs as questions to the planner: reading rows, rebuilding what ran, scoring the answers."""

@@ -1,0 +1,320 @@
+"""A row as a question to the planner: (model, cluster, job, plan, stack). What a row leaves open is assumed, and each assumption is said."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from accuracy.run import Run, Skip
+from accuracy.shape import shape_of
+from shardwise.cluster.spec import ClusterSpec, Device, known_cluster, known_devices
+from shardwise.config.schema import AdapterConfig
+from shardwise.errors import UserError
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.job import Job
+from shardwise.plan.plan import Plan
+from shardwise.plan.split import estimated_costs, even_split
+from shardwise.plan.stack import Stack
+
+HERE = Path(__file__).resolve().parent
+STACKS = HERE.parent / "stacks"
+
+
+@dataclass(frozen=True)
+class Question:
+    run: Run
+    model: ModelSpec
+    cluster: ClusterSpec
+    job: Job
+    plan: Plan
+    stack: Stack
+    assumed: tuple[str, ...]  # what the row does not say
+    memory_comparable: bool = True
+
+    @property
+    def recompute_known(self) -> bool:
+        return self.run.text("recompute") != ""
+
+    def mfu(self, step_s: float) -> float:
+        """Of the 16-bit peak; causal attention counted once, repeated work not at all."""
+        peak = max(self.cluster.device.flops.get(name, 0.0) for name in ("bf16", "fp16"))
+        done = self.model.flops_per_token(self.job.seq_len) * self.job.tokens_per_step
+        return done / (step_s * self.plan.world * peak)
+
+
+@cache
+def table() -> dict[str, list[dict[str, Any]]]:
+    return tomllib.loads((HERE / "machines.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def load_stack(name: str) -> Stack:
+    path = STACKS / f"{name}.toml"
+    values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    _check_fields(values, Stack, str(path.name))
+    return Stack(**values)
+
+
+def _check_fields(values: Mapping[str, Any], kind: type, where: str) -> None:
+    names = [field.name for field in fields(kind)]
+    for name in values:
+        if name not in names:
+            raise UserError(
+                f"unknown key `{name}`",
+                why=f"{kind.__name__} has: {', '.join(names)}",
+                fix="correct the key",
+                where=where,
+            )
+
+
+def _entry(kind: str, text: str, gpu: str = "") -> dict[str, Any] | None:
+    lower = text.lower()
+    for entry in table()[kind]:
+        test: Callable[[Any], bool] = any if kind == "stack" else all
+        if test(word in lower for word in entry["words"]) and entry.get("gpu", "") in gpu.lower():
+            return entry
+    return None
+
+
+def question_of(run: Run) -> Question:
+    if "BATCH-MISMATCH" in run.note:
+        raise Skip("its source says that batch and layout do not match")
+    assumed: list[str] = []
+    model = shape_of(run)
+    about, stack = _stack_of(run, assumed)
+    cluster = _cluster_of(run, assumed)
+    job, plan, comparable = _plan_of(run, model, cluster, about, assumed)
+    return Question(run, model, cluster, job, plan, stack, tuple(assumed), comparable)
+
+
+def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], Stack]:
+    about = _entry("stack", run.text("stack")) or _entry("stack", f"{run.text('source')} {run.note}")
+    if about is None:
+        name = "torchtitan" if run.text("zero")[-1:] in ("2", "3") else "megatron-core"
+        about = next(entry for entry in table()["stack"] if entry["name"] == name)
+        assumed.append(f"stack {run.text('stack') or 'unknown'}: as {name}")
+    stack = load_stack(about["name"])
+    for fact in _facts():
+        if re.search(fact["words"], run.text(fact["column"]), re.IGNORECASE):
+            stack = replace(stack, **fact["set"])
+    return about, stack
+
+
+@cache
+def _facts() -> list[dict[str, Any]]:
+    facts = tomllib.loads((HERE / "facts.toml").read_text(encoding="utf-8")).get("fact", [])
+    for fact in facts:
+        _check_fields(fact["set"], Stack, "facts.toml")
+    return facts
+
+
+def _by_name(kind: str) -> dict[str, Any] | None:
+    """A GPU that our own table knows, longest name first: `MI355X-288G` is `mi355x`."""
+    plain = re.sub(r"[^a-z0-9]", "", kind.lower())
+    names = sorted(known_devices(), key=len, reverse=True)
+    return next(({"kind": name} for name in names if re.sub(r"[^a-z0-9]", "", name) in plain), None)
+
+
+def _cluster_of(run: Run, assumed: list[str]) -> ClusterSpec:
+    kind = run.text("gpu_kind")
+    about = _entry("gpu", kind) or _by_name(kind)
+    if about is None:
+        raise Skip(f"unknown GPU kind {kind!r}")
+    gpus = run.count("gpus")
+    nodes = run.nodes or -(-gpus // about.get("per_node", 8))
+    per_node = -(-gpus // nodes)
+    network = _entry("network", f"{run.text('source')} {run.text('stack')}", kind) or {}
+    nic = run.nic or network.get("nic")
+    if nodes > 1 and nic is None and "bus" not in network:
+        assumed.append("network: the vendor's reference system")
+    return _build_cluster(
+        about["kind"], nodes, per_node, nic, tuple(sorted((int(n), bus) for n, bus in network.get("bus", {}).items())),
+        tuple(about.get("set", {}).items()), about.get("link"),
+    )  # fmt: skip
+
+
+@cache
+def _build_cluster(
+    kind: str, nodes: int, per_node: int, nic: float | None, bus: tuple[tuple[int, float], ...],
+    changes: tuple[tuple[str, Any], ...], link: float | None,
+) -> ClusterSpec:  # fmt: skip
+    cluster = known_cluster(kind, nodes, per_node, nic)
+    _check_fields(dict(changes), Device, "machines.toml")
+    cluster = replace(cluster, device=replace(cluster.device, **dict(changes)))
+    tiers = list(cluster.tiers)
+    if link is not None:
+        tiers[0] = replace(tiers[0], bandwidth=link)
+    if bus and len(tiers) > 1:
+        net = tiers[-1]
+        reach = [(count, rate) for count, rate in bus if count < nodes] + [
+            next((b for b in bus if b[0] >= nodes), bus[-1])
+        ]
+        tiers[1:] = [
+            replace(net, span=min(count, nodes) * per_node, bandwidth=rate / per_node / net.share)
+            for count, rate in reach
+        ]
+    return replace(cluster, tiers=tuple(tiers))
+
+
+# The layout -----------------------------------------------------------------------------------------------------------
+
+
+def _precision_of(text: str) -> str:
+    text = text.lower()
+    for word, ours in {
+        "fp4": "",
+        "fp8": "fp8",
+        "float8": "fp8",
+        "bf16": "bf16",
+        "fp16": "fp16",
+        "fp32": "fp32",
+    }.items():
+        if word in text:
+            if not ours:
+                raise Skip("4-bit training is not ours")
+            return ours
+    if not text:
+        return "bf16"
+    raise Skip(f"unknown precision {text!r}")
+
+
+def _recompute_of(text: str) -> str:
+    word = text.lower().partition("(")[0].strip()
+    if word in ("", "none", "full", "selective"):
+        return word
+    raise Skip(f"unknown recomputation {text!r}")
+
+
+def _schedule_of(run: Run, model: ModelSpec, pp: int, assumed: list[str]) -> tuple[str, int, bool]:
+    """Name, stages per rank, and whether memory can be compared."""
+    if pp == 1:
+        return "1f1b", 1, True
+    note, chunks = run.note, run.text("vpp")
+    if re.search(r"\bZB-?V\b", note):
+        return "zbv", 2, True
+    if "ZB-2p" in note:
+        assumed.append("ZB-2p: timed as zero-bubble, memory not compared")
+        return "zero-bubble", 1, False
+    if "ZB-1p" in note:
+        return "zero-bubble", 1, True
+    if re.search(r"\bgpipe\b", note, re.IGNORECASE):
+        return "gpipe", 1, True
+    if chunks == "L/p":
+        assumed.append("vpp L/p: the whole part of layers / pp")
+        stages = max(1, model.num_layers // pp)
+    elif chunks == "" and re.search(r"interleaved", note, re.IGNORECASE):
+        stages = next((count for count in (2, 3, 4, 1) if model.num_layers % (pp * count) == 0), 1)
+        assumed.append("virtual stages not stated: 2 where layers divide")
+    else:
+        stages = run.count("vpp", 1)
+    return ("interleaved", stages, True) if stages > 1 else ("1f1b", 1, True)
+
+
+def _split_of(model: ModelSpec, stages: int, seq: int, by: str) -> tuple[int, ...]:
+    if stages > model.num_layers:
+        raise Skip("more pipeline stages than layers")
+    if by == "cost":
+        return _cost_split(model, stages, seq)
+    if model.num_layers % stages and (model.num_layers + 2) % stages == 0 and stages > 1:
+        share = (model.num_layers + 2) // stages  # embedding and head count as a layer each
+        if share > 1:
+            return (share - 1, *[share] * (stages - 2), share - 1)
+    return even_split(model.num_layers, stages)
+
+
+def _cost_split(model: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
+    """A stage takes layers until the running cost has passed its share of the whole. Every stage of ours has a layer."""
+    layers, _, head = estimated_costs(model, seq)
+    total, counts, stage = sum(layers) + head, [0] * stages, 0
+    for cost in accumulate(layers):
+        counts[stage] += 1
+        if cost > total * (stage + 1) / stages:
+            stage = min(stage + 1, stages - 1)
+    for short in [index for index, count in enumerate(counts) if count == 0]:
+        counts[counts.index(max(counts))] -= 1
+        counts[short] = 1
+    return tuple(counts)
+
+
+def _zero_of(run: Run, assumed: list[str]) -> tuple[int, dict[str, Any]]:
+    text = run.text("zero").lower()
+    extra: dict[str, Any] = {}
+    if "zero++" in text or "qwz" in text:
+        # Its three parts: 8-bit gathers, 4-bit reductions, a second copy of the weights inside each node.
+        extra = {
+            "quantize_weights": "int8",
+            "quantize_gradients": "int4",
+            "secondary_shard": run.count("gpus_per_node", 8),
+        }
+    if text in ("", "none"):
+        if text == "" and run.count("dp") > 1:
+            assumed.append("ZeRO stage not stated: 0")
+        return 0, extra
+    match = re.search(r"[0-3]", text)
+    if match is None:
+        raise Skip(f"unknown sharding {text!r}")
+    return int(match[0]), extra
+
+
+def _plan_of(
+    run: Run, model: ModelSpec, cluster: ClusterSpec, about: dict[str, Any], assumed: list[str]
+) -> tuple[Job, Plan, bool]:
+    tp, pp, cp, ep, dp = (run.count(name, 1) for name in ("tp", "pp", "cp", "ep", "dp"))
+    if tp * pp * cp * dp != run.count("gpus"):
+        raise Skip("tp x pp x cp x dp is not the number of GPUs")
+    seq = run.number("seq") or run.found(r"(\d+) tokens per GPU")
+    if not seq:
+        raise Skip("no sequence length")
+    zero, extra = _zero_of(run, assumed)
+    schedule, chunks, comparable = _schedule_of(run, model, pp, assumed)
+    batch = _global_batch(run, dp)
+    micro = _micro_batch(run, batch, dp, pp * chunks, about, assumed)
+    recompute = _recompute_of(run.text("recompute"))
+    if recompute == "":
+        assumed.append("recomputation not stated: the least that is predicted to fit")
+        recompute = "none"
+    group = run.found(r"zero1 group=(\d+)") if zero else None
+    sharded = zero > 0 and dp * cp > 1
+    precision = _precision_of(run.text("precision"))
+    try:
+        plan = Plan(
+            device="cuda", precision=precision, seq_len=int(seq), global_batch=batch, micro_batch=micro, num_steps=1,
+            threads_per_rank=1, reason="as published", dp=dp, zero=zero if sharded else 0,
+            replicate=(dp // group if group and group < dp and dp % group == 0 else 1) if sharded else dp,
+            tp=tp, sequence=tp > 1 and (run.text("sp") == "1" or ep > 1), cp=cp,
+            cp_kind="ulysses" if re.search(r"all-to-all|ulysses", run.note) and cp > 1 else "ring", pp=pp, schedule=schedule,
+            virtual_stages=chunks, split=_split_of(model, pp * chunks, int(seq), about.get("split", "even")) if pp > 1 else (),
+            ep=ep, recompute=recompute, **extra,
+        )  # fmt: skip
+    except AssertionError as error:
+        raise Skip(f"not a layout of ours: {error}") from None
+    adapter = AdapterConfig(kind="lora") if re.search(r"\bLoRA\b", run.note) else AdapterConfig()
+    return Job(int(seq), batch, None, precision, "adamw", adapter), plan, comparable
+
+
+def _global_batch(run: Run, dp: int) -> int:
+    if run.number("global_batch"):
+        return run.count("global_batch")
+    count, micro = run.found(r"micro_num=(\d+)"), run.number("micro_batch")
+    if count and micro:
+        return count * int(micro) * dp
+    if run.found(r"(\d+) tokens per GPU"):
+        return dp
+    raise Skip("no global batch")
+
+
+def _micro_batch(run: Run, batch: int, dp: int, stages: int, about: dict[str, Any], assumed: list[str]) -> int:
+    rows = -(-batch // dp)
+    if run.number("micro_batch"):
+        return min(run.count("micro_batch"), rows)
+    if stages > 1 and about.get("micro_batches") == "stages":
+        assumed.append("micro-batch not stated: as many as stages")
+        return max(1, rows // stages)
+    assumed.append("micro-batch not stated: 4 at most, 1 in a pipeline")
+    return 1 if stages > 1 else next(size for size in (4, 2, 1) if rows % size == 0)

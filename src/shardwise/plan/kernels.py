@@ -1,0 +1,165 @@
+"""Seconds of an operation on a device: products by tiles and waves, attention by kernel, passes by bytes. No torch.
+
+    Pricer(device, precision, stack).seconds(work)
+
+A product's result is cut into tiles; every multiprocessor works on one at a time, so tiles run in waves, and the last wave is as long as a
+full one. Filling and draining a tile costs as much as a few more columns of k. On top there is the roofline: nothing is faster than its bytes.
+Passes run at the memory's rate once they are large. Constants below belong to GPU generations; where each comes from is said beside it.
+Invariant: seconds grow with m, n, k but for steps of whole waves, and are never below FLOPs over the achievable rate. Read next: step_time.py.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.cluster.spec import Device
+from shardwise.plan.operations import Attention, Product, Work
+from shardwise.plan.stack import Stack
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What data sheets do not say."""
+
+    sustained: float  # of the achievable rate, by large products in a step that keeps the card busy
+    tiles: tuple[tuple[int, int, float], ...]  # rows, columns, rate of that tile
+    ramp: int  # columns of k that a tile's start and end cost
+    wave: float  # how much of an unfilled last wave is lost; what is idle leaves power and bandwidth to others
+    grouped: float  # grouped products over plain ones
+    attention: dict[str, tuple[float, float]]  # kernel -> share of the peak in forward and backward, heads of 128, long sequences
+    gap: float = 2e-6  # seconds between two kernels on the device
+
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.86), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.45))
+HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.73), (64, 128, 0.73), (64, 64, 0.4))
+
+# Ampere: 195 products and 24 attentions on an A100-PCIe (calib_op_efficiency_simumax.csv; mean error of a product 4 %).
+# Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
+GENERATIONS = {
+    7: Generation(0.90, TILES, 160, 0.75, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
+    8: Generation(0.95, TILES, 160, 0.75, 0.93, {"flash1": (0.42, 0.34), "flash2": (0.62, 0.52), "cudnn": (0.62, 0.52)}),
+    9: Generation(
+        0.87, HOPPER_TILES, 165, 0.35, 0.85, {"flash1": (0.25, 0.18), "flash2": (0.36, 0.31), "flash3": (0.68, 0.53), "cudnn": (0.68, 0.53)}
+    ),
+    10: Generation(0.66, TILES, 110, 0.5, 0.75, {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38)}),
+}
+CPU = Generation(0.85, ((1, 1, 1.0),), 16, 0.0, 0.7, {"flash2": (0.5, 0.4)}, 0.0)
+"""One core: no tiles to wait for."""
+
+FLASH_TILE = 128
+"""Queries that one multiprocessor of a flash kernel works on."""
+
+NARROW = {"flash3": 0.58, "cudnn": 0.58}
+"""How much faster kernels lose to heads narrower than 128: 391 of 596 TFLOP/s with 64 for cuDNN, 277 of 296 for flash 2 (H200)."""
+
+PASS_HALF = {"cuda": 6e6, "cpu": 3e4}
+"""Bytes at which a pass over memory reaches half of the memory's rate: below, a kernel ends before all multiprocessors have begun."""
+
+UNALIGNED = 6.0
+"""A matrix with an odd side cannot be read 16 bytes at a time (GPT-2's 50257 tokens on an H200)."""
+
+PYTHON = 5.0
+"""Host time of an operation inside a model, with modules, autograd and views around it, over that of a bare launch: small models on an H200 and on
+A100 come to 25 to 30 microseconds per operation."""
+
+LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
+"""Host seconds per operation in plain torch, autograd's share included, where the cluster says nothing."""
+
+
+class Pricer:
+    def __init__(self, device: Device, precision: str, stack: Stack, threads: int = 1):
+        self.device, self.stack = device, stack
+        self.generation = CPU if device.kind == "cpu" else GENERATIONS.get(device.capability[0], GENERATIONS[9])
+        kind = precision.removesuffix("-true")
+        exact = "bf16" if kind in ("fp8", "fp4") else kind
+        self.eight_bit = kind in ("fp8", "fp4") and kind in device.flops
+        self.size = {"fp64": 8, "fp32": 4}.get(kind, 2)
+        self.threads = threads if device.kind == "cpu" else 1
+        self.exact_peak = self.threads * peak_flops(device, exact)
+        self.peak = self.threads * device.flops[kind] if self.eight_bit else self.exact_peak
+        self.name = exact
+        self.bandwidth = self.threads * device.bandwidth * device.bandwidth_share
+        self.launch = getattr(device, "launch", 0.0) or LAUNCH[device.kind]
+        self.curves = getattr(device, "curves", {})
+        self.half = PASS_HALF[device.kind]
+
+    def seconds(self, work: Work, backward: bool = False) -> float:
+        """On the device, one operation after the other."""
+        total = sum([self.product(p) for p in work.products])
+        total += sum([self.attention(a, backward) for a in work.attention])
+        total += sum([self.pass_(size) for size in work.passes])
+        return total + self.generation.gap * (len(work.products) + len(work.attention) + len(work.passes))
+
+    def host_seconds(self, work: Work) -> float:
+        """What starting it takes, while the device may be busy."""
+        return work.launches * self.launch * PYTHON * self.stack.host_share
+
+    def product(self, p: Product) -> float:
+        generation, peak = self.generation, self.exact_peak if p.exact else self.peak
+        size = 1 if self.eight_bit and not p.exact else self.size
+        moved = p.groups * (size * (p.m * p.k + p.k * p.n) + (8 if p.adds else self.size) * p.m * p.n)
+        if curve := self.curves.get(f"matmul/{self.name}"):
+            rate = self.threads * interpolate(curve, p.flops)
+            return max(p.flops / rate, moved / self.bandwidth)
+        rate = peak * self.device.achievable * generation.sustained * (generation.grouped if p.groups > 1 else 1.0)
+        if self.device.kind == "cpu":
+            return max(p.flops * (1 + generation.ramp / p.k) / rate, moved / self.bandwidth)
+        units, deep = self.device.units, p.k + generation.ramp
+        least = math.inf
+        for rows, columns, share in generation.tiles:
+            waves = p.groups * -(-p.m // rows) * -(-p.n // columns) / units
+            waves = generation.wave * math.ceil(waves) + (1 - generation.wave) * max(waves, 1.0)
+            least = min(least, waves * rows * columns * deep / share)
+        uneven = UNALIGNED if (p.m | p.n | p.k) % 2 and min(p.n, p.k) > 64 else 1.0
+        return max(2.0 * least * units / rate * uneven, moved / self.bandwidth)
+
+    def attention(self, a: Attention, backward: bool = False) -> float:
+        flops = a.flops * (2.5 if backward else 1.0)
+        curve = self.curves.get(f"attention{'-backward' * backward}/{self.name}")
+        if curve:
+            return flops / (self.threads * interpolate(curve, flops))
+        if self.device.kind == "cpu":
+            share = self.generation.attention["flash2"][backward]
+            return flops / (self.exact_peak * self.device.achievable * share)
+        known = self.generation.attention
+        share = known.get(self.stack.attention, known["flash2"])[backward]
+        # Narrow heads leave the units of the softmax busier than those of the products.
+        width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(self.stack.attention, 0.1)
+        blocks = a.rows * a.heads * -(-a.queries // FLASH_TILE)
+        waves = blocks / self.device.units
+        full = waves / (0.5 * math.ceil(waves) + 0.5 * max(waves, 1.0))  # the mask leaves blocks of unequal length, which fill in
+        # Tiles on the diagonal are computed whole; the first keys have no pipeline yet.
+        diagonal = a.context / (a.context + FLASH_TILE)
+        moved = self.size * a.rows * a.queries * (a.heads * (a.width + a.value_width) + 2 * a.kv_heads * a.width)
+        return max(flops / (self.exact_peak * share * width * full * diagonal), moved * (2 + 2 * backward) / self.bandwidth)
+
+    def pass_(self, size: float) -> float:
+        """Bytes read and written by one kernel."""
+        if curve := self.curves.get("elementwise"):
+            return size / (self.threads * interpolate(curve, size)) if size else 0.0
+        return (size + self.half) / self.bandwidth if size else 0.0
+
+
+def peak_flops(device: Device, kind: str) -> float:
+    """A card without a format takes a wider one; fp64 without its own line runs at half of fp32."""
+    order = {"bf16": ("fp16", "tf32", "fp32"), "fp16": ("bf16", "tf32", "fp32"), "tf32": ("fp32",), "fp64": ()}
+    for name in (kind, *order.get(kind, ())):
+        if name in device.flops:
+            return device.flops[name]
+    if kind == "fp64" and "fp32" in device.flops:
+        return device.flops["fp32"] / 2
+    return max(device.flops.values())
+
+
+def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Between measured points, on logarithmic scales; outside of them the nearest one."""
+    places = [x for x, _ in points]
+    right = bisect_left(places, at)
+    if right == 0 or right == len(points):
+        return points[min(right, len(points) - 1)][1]
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    share = math.log(at / x0) / math.log(x1 / x0)
+    return math.exp(math.log(y0) + share * math.log(y1 / y0))

@@ -1,0 +1,66 @@
+"""How long a pipeline takes: the schedule that the runtime executes, with a price per stage. No torch.
+
+The same simulation as timeline.py, on numbers instead of actions, because a search asks thousands of times. Invariant: `pipeline_seconds` is
+`simulate(...).total` of the same prices (a test compares them); with very many micro-batches the steady state is drawn out in a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from shardwise.plan.schedules import in_order, needs, result, schedule_actions, stage_owners
+
+ENOUGH = 6
+"""Times pp: micro-batches that are simulated one by one. After so many, every further group takes as long as the one before."""
+
+Step = tuple[int, int, int, int, bool, int]
+"""rank, price, own result, needed result, whether it comes from another rank, second needed result on the same rank (-1: none)"""
+
+
+@lru_cache(maxsize=256)
+def _steps(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> tuple[tuple[Step, ...], int]:
+    """Actions in an order in which each comes after what it needs. Prices are numbered stage * 4 + kind (F, B, I, W)."""
+    owners = stage_owners(schedule, pp, virtual_stages)
+    stages = len(owners)
+    slots: dict[object, int] = {}
+    steps: list[Step] = []
+    for rank, action in in_order(schedule_actions(schedule, pp, virtual_stages, num_microbatches), stages):
+        far, near, crosses = -1, -1, False
+        for need in needs(action, stages):
+            if owners[need.stage] != rank:
+                far, crosses = slots[need], True
+            elif far < 0 and not crosses:
+                far = slots[need]
+            else:
+                near = slots[need]
+        own = slots.setdefault(result(action), len(slots))
+        steps.append((rank, action.stage * 4 + "FBIW".index(action.kind), own, far, crosses, near))
+    return tuple(steps), len(slots)
+
+
+def pipeline_seconds(
+    schedule: str, pp: int, virtual_stages: int, num_microbatches: int, prices: Sequence[float], transfer: float
+) -> float:
+    """`prices`: seconds of F, B, I and W of every stage, one after another. `transfer`: of a message between ranks."""
+    few = ENOUGH * pp
+    if num_microbatches > few + 2 * pp:
+        rest = (num_microbatches - few) // pp * pp
+        few = num_microbatches - rest
+        first = _run(*_steps(schedule, pp, virtual_stages, few), pp, prices, transfer)
+        more = _run(*_steps(schedule, pp, virtual_stages, few + pp), pp, prices, transfer)
+        return first + (more - first) * rest / pp
+    return _run(*_steps(schedule, pp, virtual_stages, num_microbatches), pp, prices, transfer)
+
+
+def _run(steps: tuple[Step, ...], slots: int, pp: int, prices: Sequence[float], transfer: float) -> float:
+    free, ends = [0.0] * pp, [0.0] * (slots + 1)  # the last one stands for no need
+    for rank, price, own, far, crosses, near in steps:
+        start = free[rank]
+        arrived = ends[far] + transfer if crosses else ends[far]
+        if arrived > start:
+            start = arrived
+        if ends[near] > start:
+            start = ends[near]
+        free[rank] = ends[own] = start + prices[price]
+    return max(free)
