@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.units import format_bytes, format_count
+from shardwise.config.units import format_bytes, format_count, format_seconds
 from shardwise.plan.answering import Answer, Row, row_of
-from shardwise.plan.figures import PARTS_OF_AXES, axes_of, step_text
+from shardwise.plan.figures import DAY, PARTS_OF_AXES, axes_of, step_text
 from shardwise.plan.question import Question
 from shardwise.plan.what_if import WhatIf
 from shardwise.plan.why import WhyNot, why_not_lines
@@ -47,13 +47,14 @@ def show(
         _counts(view, made)
     _training(view, made)
     for one in made.advice:
-        view.line("advice", f"{one.what} ({one.why})")
+        view.line("advice", f"{one.what}: {one.why}")
     if refused:
         for label, text in why_not_lines(refused, made.rows[0]):
             view.line(label, text)
     if changed:
         view.table(_what_if_table(made, changed, view.narrow))
-    view.gap()
+    if is_narrow_question or made.advice or made.rows[0].whole:
+        view.gap()
     _assumed(view, made.question)
     view.line("wrote", f"{files[0]}" + (f" ... {files[-1].name}" if len(files) > 1 else ""))
     first = shlex.quote(str(files[0]))
@@ -133,7 +134,7 @@ def _rows_table(made: Answer, narrow: bool) -> Table:
     columns += [("micro", "right"), ("GiB", "right"), ("step", "right")]
     columns += [("p10-p90", "right")] * any(row.low for row in made.rows)
     columns += [("tok/s", "right"), ("MFU", "right")] + [("waits for", "right")] * (not narrow)
-    columns += [("days", "right")] * (inverse and question.job.tokens is not None)
+    columns += [("training", "right")] * (inverse and question.job.tokens is not None)
     columns += [("cost", "right")] * (inverse and question.job.tokens is not None and question.price is not None)
     return _filled(
         columns, [_cells(question, row) | {"#": str(number)} for number, row in enumerate(made.rows, 1)], made
@@ -160,7 +161,7 @@ def _cells(question: Question, row: Row) -> dict[str, str]:
         "tok/s": _count(row.tokens_per_s),
         "MFU": f"{100 * row.mfu:.0f} %",
         "waits for": f"{row.link} {100 * row.link_share:.0f} %" if row.link_share >= 0.005 else "-",
-        "days": f"{row.whole.days:.3g}" if row.whole else "-",
+        "training": _duration(row.whole.seconds) if row.whole else "-",
         "cost": _count(row.whole.cost) if row.whole and row.whole.cost is not None else "-",
     }
 
@@ -171,6 +172,16 @@ def _size(size: float) -> str:
 
 def _short(seconds: float | None) -> str:
     return "?" if seconds is None else f"{seconds:.2g}" if seconds < 10 else f"{seconds:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds / DAY:.3g} d"
+        if seconds >= 2 * DAY
+        else f"{seconds / 3600:.3g} h"
+        if seconds >= 7200
+        else format_seconds(seconds)
+    )
 
 
 def _count(value: float) -> str:
@@ -271,7 +282,7 @@ def _counts(view: _View, made: Answer) -> None:
         ("tok/s", "right"),
         ("tok/s/GPU", "right"),
     ]
-    columns += [("days", "right")] * (question.job.tokens is not None)
+    columns += [("training", "right")] * (question.job.tokens is not None)
     columns += [("cost", "right")] * (question.job.tokens is not None and question.price is not None)
     rows = []
     for count in most:
@@ -287,7 +298,7 @@ def _training(view: _View, made: Answer) -> None:
     if whole is None or job.tokens is None:
         return
     steps = -(-job.tokens // job.tokens_per_step)
-    length = f"{whole.days:.3g} days" if whole.days >= 1 else f"{whole.seconds / 3600:.3g} hours"
+    length = _duration(whole.seconds)
     words = [f"#1: {format_count(job.tokens)} tokens in {steps:,} steps, {length}, {_count(whole.gpu_hours)} GPU-hours"]
     if whole.cost is not None:
         words.append(f"cost {_count(whole.cost)}")
@@ -307,9 +318,9 @@ def _what_if_table(made: Answer, changed: Sequence[WhatIf], narrow: bool) -> Tab
         ("change", "right"),
     ]
     has_price = made.question.price is not None or any(one.question.price is not None for one in changed)
-    columns += [("days", "right")] * (made.question.job.tokens is not None)
+    columns += [("training", "right")] * (made.question.job.tokens is not None)
     columns += [("cost", "right")] * (made.question.job.tokens is not None and has_price)
-    columns = [column for column in columns if not narrow or column[0] not in ("GPUs", "days")]
+    columns = [column for column in columns if not narrow or column[0] not in ("GPUs", "training")]
     base = row_of(made.question, made.result.candidates[0])
     everyone: list[tuple[str, Question, Row | None]] = [("(as it is)", made.question, base)]
     everyone += [(one.change, one.question, one.row) for one in changed]

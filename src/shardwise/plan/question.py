@@ -31,7 +31,7 @@ from shardwise.plan.job import Job
 
 TYPED, ASSUMED = "typed", "assumed"
 MAX_ASSUMED_SEQ = 8192
-ASSUMED_BATCH = ((1e9, 2**19), (1e10, 2**20), (1e11, 2**21), (float("inf"), 2**22))
+ASSUMED_BATCH = ((2e7, 2**14), (1e9, 2**19), (1e10, 2**20), (1e11, 2**21), (float("inf"), 2**22))
 """Parameters below -> tokens per step. Powers of two near the batches of GPT-3's family (Brown et al. 2020, arXiv 2005.14165, table 2.1)."""
 
 CONSTRAINED = ("parallel", "memory", "comm")
@@ -132,7 +132,7 @@ def ask(
             "usual for a model of this size",
         ),
     )
-    _check_batch(batch_tokens, seq_len)
+    check_batch(batch_tokens, seq_len)
     precision = _precision(typed.config.memory.precision, hardware)
     if typed.config.memory.precision == "auto":
         assumed.append(
@@ -282,7 +282,7 @@ def _price(text: str) -> float:
     return value
 
 
-def _check_batch(batch_tokens: int, seq_len: int) -> None:
+def check_batch(batch_tokens: int, seq_len: int) -> None:
     rest = batch_tokens % seq_len
     if not rest:
         return
@@ -311,26 +311,19 @@ def _precision(asked: str, cluster: ClusterSpec) -> str:
 
 
 def _hardware(cluster: ClusterSpec) -> list[Assumption]:
-    device = cluster.device
-    usual = "data sheet"
+    device, origins = cluster.device, cluster.origins
+    peak = max(device.flops, key=lambda kind: (kind == "bf16", device.flops[kind]))
 
     def of(*names: str) -> str:
-        return next((cluster.origins[name] for name in names if name in cluster.origins), usual)
+        return next((origins[name] for name in names if name in origins), "data sheet")
 
-    peak = max(device.flops, key=lambda kind: (kind == "bf16", device.flops[kind]))
     found = [
-        Assumption("memory of a card", format_bytes(device.memory), of("memory")),
-        Assumption(
-            f"peak {peak}",
-            f"{device.flops[peak] / 1e12:,.0f} TFLOP/s, at most {100 * device.achievable:.0f} % of it reached",
-            of("flops"),
-        ),
-        Assumption("memory bandwidth", f"{device.bandwidth / 1e9:,.0f} GB/s", of("bandwidth")),
+        Assumption("memory of a device", format_bytes(device.memory), of("memory")),
+        Assumption(f"peak {peak}", f"{device.flops[peak] / 1e12:,.3g} TFLOP/s", of("flops")),
+        Assumption("reached at most", f"{device.achievable:.0%} of it", of("achievable")),
+        Assumption("memory bandwidth", f"{device.bandwidth / 1e9:,.4g} GB/s", of("bandwidth")),
     ]
-    found += [
-        Assumption(
-            f"link {link.name}", f"{link.bandwidth / 1e9:,.3g} GB/s per card, joins {link.span}", of(link.name, "link")
-        )
-        for link in cluster.tiers
-    ]
+    for number, link in enumerate(cluster.tiers):
+        origin = of("link") if number == 0 else of(link.name, "nic")
+        found.append(Assumption(link.name, f"{link.bandwidth / 1e9:,.3g} GB/s per device among {link.span:,}", origin))
     return found
