@@ -29,7 +29,6 @@ from shardwise.parallel.engine import Engine
 from shardwise.plan.job import job_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import predict
-from shardwise.plan.step_time import FROZEN_FLOPS
 from shardwise.run import report
 from shardwise.run.adapter_state import adapter_state, check_base
 from shardwise.run.agreement import answer, largest, summed, wishes
@@ -53,6 +52,10 @@ from shardwise.run.try_out import measured_micro_batch
 from shardwise.run.view import View
 
 AUTO_CHECKPOINT_S = 300.0
+
+
+FROZEN_FLOPS = 2 / 3
+"""Of a step's matrix work, when weights are frozen: no gradients of the weights."""
 
 
 @dataclass(frozen=True)
