@@ -29,13 +29,13 @@ def config_of(question: Question, plan: Plan) -> Config:
     """Everything that a run needs, nothing left open that the plan decides."""
     config = question.loaded.config
     job = question.job
-    length = {"tokens": job.tokens, "steps": None, "epochs": None} if job.tokens else {}
-    pipeline = plan.pp > 1
+    train, pipeline = config.train, plan.pp > 1
+    if job.tokens:
+        train = replace(train, tokens=job.tokens, steps=None, epochs=None)
     return replace(
         config,
         train=replace(
-            config.train,
-            **length,
+            train,
             seq_len=plan.seq_len,
             global_batch=plan.global_batch,
             global_batch_tokens=None,
