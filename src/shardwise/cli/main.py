@@ -25,6 +25,7 @@ from shardwise.errors import Exit, UserError
 VERBS = {
     "train": "plan, start the processes and train",
     "resume": "go on from a run's newest checkpoint",
+    "plan": "the fastest layouts for a model on a cluster, predicted and explained",
     "verify": "prove that a layout computes what one process computes",
     "init": "write a commented config file",
     "runs": "list the runs of a directory",
@@ -36,7 +37,6 @@ VERBS = {
     "export": "write a run's weights in another format",
     "convert": "turn weights of one format into another",
     "data": "prepare text into tokens, look inside",
-    "plan": "the fastest layouts for a model on a cluster, predicted and explained",
     "doctor": "what this machine is and how fast",
     "explain": "half a page on a technique",
 }

@@ -76,27 +76,29 @@ def _why_no_gain(candidate: Candidate) -> str:
 
 
 def one_card_with_lora(question: Question, result: SearchResult) -> Advice | None:
-    """Where weights exist to start from and all of them do not fit on one card, but adapters do."""
-    job = question.job
-    has_weights = question.loaded.config.model.path is not None
+    """For a fine-tuning: all weights need several cards, or one that keeps states elsewhere, but adapters fit on one as it is."""
+    job, winner = question.job, result.candidates[0]
+    starts_from_weights = question.loaded.config.model.path is not None
     is_short = job.tokens is not None and job.tokens < question.spec.num_parameters
-    if job.adapter.kind != "none" or not (has_weights or is_short) or not question.spec.is_ours or 1 in result.by_gpus:
+    if job.adapter.kind != "none" or not (starts_from_weights or is_short) or not question.spec.is_ours:
         return None
-    single = {"parallel.dp": 1, "parallel.tp": 1, "parallel.pp": 1, "parallel.cp": 1}
+    if winner.plan.world == 1 and winner.plan.offload == "none":
+        return None
+    alone = {f"parallel.{axis}": 1 for axis in ("dp", "tp", "pp", "cp", "ep")} | {"memory.offload": "none"}
     kept = {key: value for key, value in job.constraints.items() if not key.startswith("parallel.")}
-    alone = replace(
-        job, adapter=AdapterConfig(kind="lora", targets=("all-linear",)), constraints=MappingProxyType(kept | single)
-    )
-    if question.spec.is_moe:  # no adapters on experts
-        alone = replace(alone, adapter=AdapterConfig(kind="lora"))
-    found = explore(question.spec, question.cluster, alone, 1).candidates
+    single = replace(job, constraints=MappingProxyType(kept | alone))
+    if explore(question.spec, question.cluster, single, 1).candidates:
+        return None
+    targets = ("q", "k", "v", "o") if question.spec.is_moe else ("all-linear",)  # no adapters on experts
+    adapted = replace(single, adapter=AdapterConfig(kind="lora", targets=targets))
+    found = explore(question.spec, question.cluster, adapted, 1).candidates
     if not found:
         return None
     best = found[0]
-    fewest = f"all weights need {min(result.by_gpus)} GPUs" if result.by_gpus else "all weights do not fit at all"
     return Advice(
-        "LoRA on one card: adapter.kind=lora",
-        f"{format_bytes(best.prediction.memory_bytes)}, {step_text(best.prediction.step_s)} per step on 1 GPU; {fewest}",
+        "if you fine-tune, LoRA on one card is enough (adapter.kind=lora)",
+        f"{format_bytes(best.prediction.memory_bytes)} on 1 GPU and {step_text(best.prediction.step_s)} per step; "
+        f"all weights take {winner.plan.world} GPUs and {step_text(winner.prediction.step_s)}",
     )
 
 
