@@ -118,14 +118,21 @@ class LayerTimes:
 
     def _compute(self, work: Training, repeated: Work) -> LayerTime:
         price = self.pricer
-        hooks = FSDP_LAUNCHES * price.launch * PYTHON * self.stack.host_share if self.plan.uses_fsdp and not self.stack.compiled else 0.0
+        hooks = (
+            FSDP_LAUNCHES * price.launch * PYTHON * self.stack.host_share
+            if self.plan.uses_fsdp and not self.stack.compiled
+            else 0.0
+        )
         return LayerTime(
             forward=price.seconds(work.forward),
             inputs=price.seconds(work.inputs, backward=True),
             weights=price.seconds(work.weights),
             again=price.seconds(repeated),
             host_forward=price.host_seconds(work.forward) + hooks,
-            host_backward=price.host_seconds(work.inputs) + price.host_seconds(work.weights) + price.host_seconds(repeated) + hooks,
+            host_backward=price.host_seconds(work.inputs)
+            + price.host_seconds(work.weights)
+            + price.host_seconds(repeated)
+            + hooks,
         )
 
     def _messages(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:
@@ -206,4 +213,6 @@ def adapted(job: Job) -> tuple[int, ...]:
     targets = job.adapter.targets
     if "all-linear" in targets:
         return tuple(range(len(names)))
-    return tuple(index for index, name in enumerate(names) if any(name in (t, t.removesuffix("_proj")) for t in targets))
+    return tuple(
+        index for index, name in enumerate(names) if any(name in (t, t.removesuffix("_proj")) for t in targets)
+    )

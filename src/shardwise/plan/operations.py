@@ -153,7 +153,9 @@ def embedding_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
     table = -(-spec.vocab // shape.tp) * spec.hidden
     drops = (_drop(x),) if stack.dropout else ()
     table_passes = () if shape.trains != "all" else (float(table * max(2, stack.gradient_passes // 2)),)
-    return Training(Work((), (), (2.0 * x, *drops), 4), Work(), Work((), (), (2.0 * x, *table_passes), 4), Work(), Work())
+    return Training(
+        Work((), (), (2.0 * x, *drops), 4), Work(), Work((), (), (2.0 * x, *table_passes), 4), Work(), Work()
+    )
 
 
 def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
@@ -286,16 +288,24 @@ def _score_passes(core: Attention, stack: Stack, size: int) -> tuple[tuple[float
     if stack.attention != "math":
         return (), ()
     numbers = float(core.rows * core.heads * core.queries * core.keys)
-    softmax = (2 * size * numbers,) if stack.fused_softmax else tuple(b * numbers for b in (2 * size, 2 * size, size + 4, 8, 4 + size))
+    softmax = (
+        (2 * size * numbers,)
+        if stack.fused_softmax
+        else tuple(b * numbers for b in (2 * size, 2 * size, size + 4, 8, 4 + size))
+    )
     drop = (_drop(numbers * size, size),) if stack.dropout else ()
-    back = (3 * size * numbers,) if stack.fused_softmax else tuple(b * numbers for b in (size + 4, 12, 4 + size, 2 * size))
+    back = (
+        (3 * size * numbers,) if stack.fused_softmax else tuple(b * numbers for b in (size + 4, 12, 4 + size, 2 * size))
+    )
     return softmax + drop, back + drop
 
 
 # Passes over memory -------------------------------------------------------------------------------------------------
 
 
-def _cheap(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _cheap(
+    spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Norms, positions, activation, sums: forward and backward."""
     size, x = shape.size, shape.outside * spec.hidden
     norm = _norm(spec, x, size, stack)
@@ -316,7 +326,11 @@ def _cheap(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) -> tup
     if spec.positions == "rope":
         turn = (2.0 * rotated,) if stack.fused_rope or stack.compiled else ROPE_PASSES(rotated)
         forward, backward = forward + turn, backward + turn
-    act = _expert_activation(spec, shape, stack) if layer.is_moe else _activation(spec, shape.here * -(-layer.ffn // shape.tp), size, stack)
+    act = (
+        _expert_activation(spec, shape, stack)
+        if layer.is_moe
+        else _activation(spec, shape.here * -(-layer.ffn // shape.tp), size, stack)
+    )
     return forward + act[0], backward + act[1]
 
 
@@ -334,7 +348,9 @@ def _norm(spec: ModelSpec, numbers: float, size: int, stack: Stack) -> tuple[tup
     return forward, backward
 
 
-def _activation(spec: ModelSpec, numbers: float, size: int, stack: Stack) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _activation(
+    spec: ModelSpec, numbers: float, size: int, stack: Stack
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     one = numbers * size
     bias = (2.0 * one,) if spec.mlp_bias and not (stack.fused_activation or stack.compiled) else ()
     if not spec.gated:

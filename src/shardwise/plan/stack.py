@@ -33,7 +33,9 @@ class Stack:
     selective: str = "cheap"
 
     # Gradients and the optimizer. Bytes per number.
-    gradient_passes: int = 0  # bytes read and written to add a micro-batch's weight gradient to the sum; 0: as autograd does it
+    gradient_passes: int = (
+        0  # bytes read and written to add a micro-batch's weight gradient to the sum; 0: as autograd does it
+    )
     reduce_bytes: int = 0  # of gradients on their way between data-parallel ranks; 0: from the plan
     gather_bytes: int = 0  # of parameters on their way; 0: from the plan
     fused_optimizer: bool = True  # one pass over all states; else one per operation
@@ -45,7 +47,9 @@ class Stack:
     overlaps_gather: bool = True  # parameters travel while the layer before computes
     overlaps_tensor: bool = False  # tensor-parallel messages are cut up and travel during the products
     overlaps_tensor_backward: bool = False  # in backward, while the weight gradients are computed
-    gathers_again: bool = False  # sequence parallelism keeps a region's input in parts and gathers it once more for backward
+    gathers_again: bool = (
+        False  # sequence parallelism keeps a region's input in parts and gathers it once more for backward
+    )
     overlaps_experts: bool = False
     scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
     overlaps_pipeline: bool = True  # messages between stages travel while others compute; else both ranks wait
