@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from accuracy.question import Question, question_of
 from accuracy.run import GIB, Run, Skip, read_runs
-from accuracy.score import Answer, by, score
+from accuracy.score import Answer, by, intervals, score
 
 import shardwise
 from shardwise.errors import UserError
@@ -133,6 +133,9 @@ def main() -> None:
     parser.add_argument("--only", metavar="FILE.csv")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--rows", type=Path, metavar="FILE.csv", help="write every row's prediction there")
+    parser.add_argument(
+        "--intervals", type=Path, metavar="FILE.toml", help="write src/shardwise/plan/intervals.toml anew"
+    )
     asked = parser.parse_args()
     began = time.perf_counter()
     files, others = read_directory(asked.directory, asked.only)
@@ -186,6 +189,8 @@ def main() -> None:
     print(f"\n{len(answers)} of {total} rows in {seconds:.1f} s")
     if asked.rows:
         write_rows(asked.rows, answers)
+    if asked.intervals:
+        asked.intervals.write_text(intervals(answers), encoding="utf-8")
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections import defaultdict
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accuracy.question import Question
+from shardwise.plan.confidence import kind_of_job, traits
 from shardwise.plan.prediction import Prediction
 
 SMALLEST_GROUP = 5
@@ -160,3 +162,35 @@ def by(answers: Iterable[Answer], key: Callable[[Answer], str]) -> dict[str, lis
     for one in answers:
         found[key(one)].append(one)
     return dict(found)
+
+
+def intervals(answers: Sequence[Answer]) -> str:
+    """src/shardwise/plan/intervals.toml: measured over predicted time by kind of job, and the range of what was measured."""
+    timed = [one for one in answers if one.step_error is not None]
+    kinds = by(
+        timed, lambda one: kind_of_job(one.question.model, one.question.cluster.nodes, one.question.plan.precision)
+    )
+    lines = [
+        "# Made by `python benchmarks/planner_accuracy.py DIR --intervals FILE`: of every published run with a step time, measured over predicted seconds, and",
+        "# the largest of everything that ran. Other frameworks than ours, each with its profile in benchmarks/stacks.",
+        "",
+    ]
+    for kind, rows in sorted(kinds.items()):
+        factors = [1 / (1 + (one.step_error or 0.0)) for one in rows]
+        low, high = quantile(factors, 0.1), quantile(factors, 0.9)
+        lines.append(f'[step."{kind}"]\nrows = {len(rows)}\np10 = {low:.3f}\np90 = {high:.3f}\n')
+    questions = [one.question for one in timed]
+    most = {
+        "nodes": max(one.cluster.nodes for one in questions),
+        "devices": max(one.plan.world for one in questions),
+        "sequence": max(one.job.seq_len for one in questions),
+        "parameters": max(one.model.num_parameters for one in questions),
+    }
+    lines += ["[seen]"]
+    lines += [f"devices = {json.dumps(sorted({one.cluster.device.name for one in questions}))}"]
+    lines += [
+        f"traits = {json.dumps(sorted({word for one in questions for word in traits(one.model, one.plan)}))}",
+        "",
+        "[seen.most]",
+    ]
+    return "\n".join(lines + [f"{name} = {size}" for name, size in most.items()]) + "\n"

@@ -22,7 +22,7 @@ FOR_ALL = {"errors", "files", "__version__"}
 
 NO_TORCH = (
     "cli/", "config/", "plan/", "explain/", "demo/__init__.py", "demo/perform.py", "cluster/machine.py",
-    "cluster/measure.py", "cluster/link.py", "cluster/versions.py", "model/spec.py", "model/presets.py", "model/hf_config.py", "model/hf_directory.py",
+    "cluster/measure.py", "cluster/link.py", "cluster/spec.py", "cluster/changes.py", "cluster/toml.py", "cluster/read.py", "cluster/here.py", "cluster/versions.py", "model/spec.py", "model/presets.py", "model/hf_config.py", "model/hf_directory.py",
     "data/", "run/build.py", "run/rundir.py", "run/start.py", "run/weights.py", "run/guards.py", "run/clock.py", "run/events.py", "run/measured.py", "run/memory_view.py", "run/view.py", "launch/ranks.py",
     "launch/rank.py", "launch/local.py", "checkpoint/listing.py", "errors.py", "files.py", "__init__.py", "__main__.py",
 )  # fmt: skip
@@ -166,6 +166,8 @@ def test_quick_answers_load_nothing_heavy(words, tmp_path):
         "train parallel.tp=3",
         "train parallel.pp=7",
         "verify parallel.tp=3",
+        "plan tiny --cluster 4xh100 --seq 128 --batch 1k --why-not tp=2 --what-if nodes=2",
+        "plan tiny --cluster 4xh100 parallel.tp=3",
         "train --dry-run data.source=text.txt train.seq_len=32",
         "train --dry-run data.source=text.txt train.seq_len=32 parallel.dp=2 parallel.zero=3 parallel.pp=2",
     ],

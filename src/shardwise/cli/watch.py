@@ -49,6 +49,7 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
         "where": where_of(list(steps.values())),
         "pipeline": ran and {"step": ran.step, "seconds": ran.timeline.total, "idle": ran.timeline.bubble_fraction, "predicted": ran.predicted},
         "memory": curve and curve.summary(),
+        "compared": found.read_plan().get("measured"),
         "event": found.last_event(),
     }  # fmt: skip
 
@@ -87,8 +88,9 @@ def _follow(found: RunDir) -> int:
 
 def _print_state(found: RunDir) -> None:
     from shardwise.run.clock import verdict
+    from shardwise.run.compared import comparison_lines
     from shardwise.run.measured import RECENT, bar, measured_pipeline, where_of
-    from shardwise.run.memory_view import measured_memory, report_lines
+    from shardwise.run.memory_view import measured_memory
     from shardwise.run.view import format_rate, sparkline
 
     state, steps, plan = found.state(), list(found.steps().values()), found.read_plan()
@@ -106,7 +108,7 @@ def _print_state(found: RunDir) -> None:
     if curve := measured_memory(found):
         print(curve.text(WIDTH))
     event = found.last_event() or {}
-    for line in report_lines(event["memory"]) if event.get("memory") else ():
+    for line in comparison_lines(plan["measured"]) if plan.get("measured") else ():
         print(line)
     if state in ("failed", "stopped", "unfinished"):
         why = event.get("why") or "it ended without a last word (killed, or the machine went down)"

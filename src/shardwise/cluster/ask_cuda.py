@@ -1,4 +1,4 @@
-"""Asks the CUDA driver which GPUs there are; one line per GPU: memory, capability, name. Run by machine.py as a process.
+"""Asks the CUDA driver which GPUs there are; one line per GPU: memory, capability, peers, name. Run by machine.py as a process.
 
 Uses only ctypes and the driver's own library, so it needs neither torch nor nvidia-smi and sees exactly the devices that
 torch would see.
@@ -29,8 +29,16 @@ def main() -> int:
         driver.cuDeviceGetName(name, len(name), device)
         driver.cuDeviceGetAttribute(ctypes.byref(major), CAPABILITY_MAJOR, device)
         driver.cuDeviceGetAttribute(ctypes.byref(minor), CAPABILITY_MINOR, device)
-        print(memory.value, major.value, minor.value, name.value.decode(), sep="\t")
+        peers = sum(_reaches(driver, device, other) for other in range(count.value) if other != index)
+        print(memory.value, major.value, minor.value, peers, name.value.decode(), sep="\t")
     return 0
+
+
+def _reaches(driver: ctypes.CDLL, device: ctypes.c_int, other: int) -> bool:
+    """Whether `device` can read the memory of GPU number `other` without a detour through the CPU's."""
+    peer, answer = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(peer), other)
+    return driver.cuDeviceCanAccessPeer(ctypes.byref(answer), device, peer) == 0 and answer.value == 1
 
 
 if __name__ == "__main__":

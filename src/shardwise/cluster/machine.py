@@ -25,6 +25,7 @@ class Gpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int]
+    peers: int | None = None  # other GPUs whose memory it reaches without the CPU's; None: not asked
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def find_gpus() -> tuple[Gpu, ...]:
     answer = _output([sys.executable, "-I", "-S", str(Path(__file__).with_name("ask_cuda.py"))])
     gpus = []
     for line in (answer or "").splitlines():
-        memory, major, minor, name = line.split("\t")
-        gpus.append(Gpu(name, int(memory), (int(major), int(minor))))
+        memory, major, minor, peers, name = line.split("\t")
+        gpus.append(Gpu(name, int(memory), (int(major), int(minor)), int(peers)))
     return tuple(gpus)
 
 

@@ -19,6 +19,7 @@ BYTES = {"": 1, "b": 1} | {
     for suffix, base in (("b", 1000), ("ib", 1024))
 }
 SECONDS = {
+    "us": Decimal("0.000001"),
     "ms": Decimal("0.001"),
     "s": Decimal(1),
     "sec": Decimal(1),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+from shardwise.cluster.here import this_cluster
 from shardwise.cluster.machine import Machine
 from shardwise.config.check import check_config
 from shardwise.config.keys import all_keys
@@ -17,16 +18,14 @@ from shardwise.config.schema import Config
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.job import job_of
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import rank_shares
 from shardwise.plan.refusal import Asked, Fix, Refusal, typed
-from shardwise.plan.step_time import Rates, predict_step
+from shardwise.plan.step_time import step_seconds
 
 MAX_WAYS = 3
-USUAL_RATES = {"cpu": Rates(5e10, 1e10, 1e9, 1e-4), "cuda": Rates(4e14, 3e12, 1e11, 2e-5)}
-"""Of one rank, where nothing was measured yet. Only ratios of step times are told."""
-
 CHANGES_NUMBERS = ("optimizer.name", "memory.precision", "adapter.kind")
 """Keys after which a run does not compute the same losses any more: offered after all others."""
 
@@ -93,14 +92,17 @@ def ways_to_fit(
     plan: Plan,
     plan_of: PlanOf,
     *,
-    rates: Rates | None = None,
     scale: float = 1.0,
     without: tuple[str, ...] = (),
 ) -> list[Way]:
     """At most three, cheapest first: one change, or two together where one is not enough. `scale`: how much more than predicted
     the job really took. `without`: keys that must stay."""
-    rates = rates or USUAL_RATES[plan.device]
-    before = sum(predict_step(asked.spec, plan, asked.config.optimizer.name, rates, asked.config.adapter).values())
+    cluster = this_cluster(asked.machine)
+
+    def seconds(config: Config, of: Plan) -> float:
+        return sum(step_seconds(asked.spec, cluster, job_of(config, of), of).values())
+
+    before = seconds(asked.config, plan)
 
     def tried(fix: Fix) -> Way | None:
         other = asked.changed(fix)
@@ -114,8 +116,7 @@ def ways_to_fit(
         memory = int(scale * needed_memory(asked.spec, new, other.config))
         if memory > rank_memory_limit(other.config, asked.machine, new):
             return None
-        seconds = sum(predict_step(asked.spec, new, other.config.optimizer.name, rates, other.config.adapter).values())
-        return Way(fix, memory, seconds / before)
+        return Way(fix, memory, seconds(other.config, new) / before)
 
     singles = [fix for fix in _candidates(asked, plan) if _is_offered(fix) and not set(fix) & set(without)]
     found = _first_of_each_kind(way for fix in singles if (way := tried(fix)))

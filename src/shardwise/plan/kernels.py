@@ -29,7 +29,9 @@ class Generation:
     ramp: int  # columns of k that a tile's start and end cost
     wave: float  # how much of an unfilled last wave is lost; what is idle leaves power and bandwidth to others
     grouped: float  # grouped products over plain ones
-    attention: dict[str, tuple[float, float]]  # kernel -> share of the peak in forward and backward, heads of 128, long sequences
+    attention: dict[
+        str, tuple[float, float]
+    ]  # kernel -> share of the peak in forward and backward, heads of 128, long sequences
     eight_bit: float = 0.98  # share of the peak that fp8 reaches over what bf16 does (calib_mamf_stas.csv)
     gap: float = 2e-6  # seconds between two kernels on the device
 
@@ -41,11 +43,21 @@ HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.7
 # Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
 GENERATIONS = {
     7: Generation(0.90, TILES, 160, 0.75, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
-    8: Generation(0.92, TILES, 160, 0.75, 0.93, {"flash1": (0.38, 0.31), "flash2": (0.62, 0.52), "cudnn": (0.62, 0.52)}),
-    9: Generation(
-        0.82, HOPPER_TILES, 165, 0.35, 0.85, {"flash1": (0.25, 0.18), "flash2": (0.36, 0.31), "flash3": (0.68, 0.53), "cudnn": (0.68, 0.53)}, 0.9
+    8: Generation(
+        0.92, TILES, 160, 0.75, 0.93, {"flash1": (0.38, 0.31), "flash2": (0.62, 0.52), "cudnn": (0.62, 0.52)}
     ),
-    10: Generation(0.58, TILES, 110, 0.5, 0.75, {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38)}),
+    9: Generation(
+        0.82,
+        HOPPER_TILES,
+        165,
+        0.35,
+        0.85,
+        {"flash1": (0.25, 0.18), "flash2": (0.36, 0.31), "flash3": (0.68, 0.53), "cudnn": (0.68, 0.53)},
+        0.9,
+    ),
+    10: Generation(
+        0.58, TILES, 110, 0.5, 0.75, {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38)}
+    ),
 }
 CPU = Generation(0.85, ((1, 1, 1.0),), 16, 0.0, 0.7, {"flash2": (0.5, 0.4)}, gap=0.0)
 """One core: no tiles to wait for."""
@@ -81,7 +93,11 @@ class Pricer:
         self.threads = threads if device.kind == "cpu" else 1
         capped = power_share(device)
         self.exact_peak = self.threads * peak_flops(device, exact) * capped
-        self.peak = self.threads * device.flops[kind] * capped * self.generation.eight_bit if self.eight_bit else self.exact_peak
+        self.peak = (
+            self.threads * device.flops[kind] * capped * self.generation.eight_bit
+            if self.eight_bit
+            else self.exact_peak
+        )
         self.name = exact
         self.bandwidth = self.threads * device.bandwidth * device.bandwidth_share
         self.launch = getattr(device, "launch", 0.0) or LAUNCH[device.kind]
@@ -132,11 +148,15 @@ class Pricer:
         width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(self.stack.attention, 0.1)
         blocks = a.rows * a.heads * -(-a.queries // FLASH_TILE)
         waves = blocks / self.device.units
-        full = waves / (0.5 * math.ceil(waves) + 0.5 * max(waves, 1.0))  # the mask leaves blocks of unequal length, which fill in
+        full = waves / (
+            0.5 * math.ceil(waves) + 0.5 * max(waves, 1.0)
+        )  # the mask leaves blocks of unequal length, which fill in
         # Tiles on the diagonal are computed whole; the first keys have no pipeline yet.
         diagonal = a.context / (a.context + FLASH_TILE)
         moved = self.size * a.rows * a.queries * (a.heads * (a.width + a.value_width) + 2 * a.kv_heads * a.width)
-        return max(flops / (self.exact_peak * share * width * full * diagonal), moved * (2 + 2 * backward) / self.bandwidth)
+        return max(
+            flops / (self.exact_peak * share * width * full * diagonal), moved * (2 + 2 * backward) / self.bandwidth
+        )
 
     def pass_(self, size: float) -> float:
         """Bytes read and written by one kernel."""

@@ -116,11 +116,13 @@ class LayerTimes:
         if again:
             repeated = work.forward
         elif self.plan.recompute == "selective":
-            half = Work(work.forward.products[::2]) if self.stack.selective == "half" else Work()
+            half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
         time = self._compute(work, repeated)
         host = self._calls(layer) * self.pricer.launch * PYTHON * self.stack.host_share
-        time = time._replace(host_forward=time.host_forward + host, host_backward=time.host_backward + host * (2 if again else 1))
+        time = time._replace(
+            host_forward=time.host_forward + host, host_backward=time.host_backward + host * (2 if again else 1)
+        )
         return self._messages(layer, work, time, again)
 
     def _calls(self, layer: LayerSpec) -> int:
@@ -132,14 +134,21 @@ class LayerTimes:
 
     def _compute(self, work: Training, repeated: Work) -> LayerTime:
         price = self.pricer
-        hooks = FSDP_LAUNCHES * price.launch * PYTHON * self.stack.host_share if self.plan.uses_fsdp and self.stack.copies_parameters else 0.0
+        hooks = (
+            FSDP_LAUNCHES * price.launch * PYTHON * self.stack.host_share
+            if self.plan.uses_fsdp and self.stack.copies_parameters
+            else 0.0
+        )
         return LayerTime(
             forward=price.seconds(work.forward),
             inputs=price.seconds(work.inputs, backward=True),
             weights=price.seconds(work.weights),
             again=price.seconds(repeated),
             host_forward=price.host_seconds(work.forward) + hooks,
-            host_backward=price.host_seconds(work.inputs) + price.host_seconds(work.weights) + price.host_seconds(repeated) + hooks,
+            host_backward=price.host_seconds(work.inputs)
+            + price.host_seconds(work.weights)
+            + price.host_seconds(repeated)
+            + hooks,
         )
 
     def _messages(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:
@@ -221,4 +230,6 @@ def adapted(job: Job) -> tuple[int, ...]:
     targets = job.adapter.targets
     if "all-linear" in targets:
         return tuple(range(len(names)))
-    return tuple(index for index, name in enumerate(names) if any(name in (t, t.removesuffix("_proj")) for t in targets))
+    return tuple(
+        index for index, name in enumerate(names) if any(name in (t, t.removesuffix("_proj")) for t in targets)
+    )

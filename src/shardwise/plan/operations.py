@@ -153,7 +153,9 @@ def embedding_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
     table = -(-spec.vocab // shape.tp) * spec.hidden
     drops = (_drop(x),) if stack.dropout else ()
     table_passes = () if shape.trains != "all" else (float(table * max(2, stack.gradient_passes // 2)),)
-    return Training(Work((), (), (2.0 * x, *drops), 4), Work(), Work((), (), (2.0 * x, *table_passes), 4), Work(), Work())
+    return Training(
+        Work((), (), (2.0 * x, *drops), 4), Work(), Work((), (), (2.0 * x, *table_passes), 4), Work(), Work()
+    )
 
 
 def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
@@ -168,7 +170,9 @@ def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
         forward, backward = (logits * 2.0 * shape.size,), (logits * 2.0 * shape.size,)
     elif stack.compiled:
         forward, backward = (logits * (shape.size + 4.0),), (logits * (4.0 + shape.size),)
-    elif shape.tp > 1 or stack.sharded_loss:  # the largest, the difference, exp, its sum and the division are passes of their own, in fp32
+    elif (
+        shape.tp > 1 or stack.sharded_loss
+    ):  # the largest, the difference, exp, its sum and the division are passes of their own, in fp32
         forward = tuple(logits * b for b in (CAST * (shape.size + 4.0), 4.0, 8.0, 8.0, 4.0, 8.0))
         backward = tuple(logits * b for b in (8.0, CAST * (4.0 + shape.size)))
     else:
@@ -286,16 +290,24 @@ def _score_passes(core: Attention, stack: Stack, size: int) -> tuple[tuple[float
     if stack.attention != "math":
         return (), ()
     numbers = float(core.rows * core.heads * core.queries * core.keys)
-    softmax = (2 * size * numbers,) if stack.fused_softmax else tuple(b * numbers for b in (2 * size, 2 * size, size + 4, 8, 4 + size))
+    softmax = (
+        (2 * size * numbers,)
+        if stack.fused_softmax
+        else tuple(b * numbers for b in (2 * size, 2 * size, size + 4, 8, 4 + size))
+    )
     drop = (_drop(numbers * size, size),) if stack.dropout else ()
-    back = (3 * size * numbers,) if stack.fused_softmax else tuple(b * numbers for b in (size + 4, 12, 4 + size, 2 * size))
+    back = (
+        (3 * size * numbers,) if stack.fused_softmax else tuple(b * numbers for b in (size + 4, 12, 4 + size, 2 * size))
+    )
     return softmax + drop, back + drop
 
 
 # Passes over memory -------------------------------------------------------------------------------------------------
 
 
-def _cheap(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _cheap(
+    spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Norms, positions, activation, sums: forward and backward."""
     size, x = shape.size, shape.outside * spec.hidden
     norm = _norm(spec, x, size, stack)
@@ -319,7 +331,11 @@ def _cheap(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) -> tup
     if spec.positions == "rope":
         turn = _rope(rotated, size, stack)
         forward, backward = forward + turn, backward + turn
-    act = _expert_activation(spec, shape, stack) if layer.is_moe else _activation(spec, shape.here * -(-layer.ffn // shape.tp), size, stack)
+    act = (
+        _expert_activation(spec, shape, stack)
+        if layer.is_moe
+        else _activation(spec, shape.here * -(-layer.ffn // shape.tp), size, stack)
+    )
     return forward + act[0], backward + act[1]
 
 
@@ -329,7 +345,9 @@ def _rope(rotated: float, size: int, stack: Stack) -> tuple[float, ...]:
     if stack.fused_rope or stack.compiled:
         return (2.0 * rotated,)
     if stack.complex_rope:
-        return tuple(part * rotated / size / 2 for part in (CAST * (size + 4.0), 8.0, CAST * (4.0 + size)) for _ in range(2))
+        return tuple(
+            part * rotated / size / 2 for part in (CAST * (size + 4.0), 8.0, CAST * (4.0 + size)) for _ in range(2)
+        )
     return tuple(part * rotated / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
 
 
@@ -348,7 +366,9 @@ CAST = 2.0
 sum of two tensors runs at 4.2 (kernels_h200.json)."""
 
 
-def _activation(spec: ModelSpec, numbers: float, size: int, stack: Stack) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _activation(
+    spec: ModelSpec, numbers: float, size: int, stack: Stack
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     one = numbers * size
     bias = (2.0 * one,) if spec.mlp_bias and not (stack.fused_activation or stack.compiled) else ()
     if not spec.gated:

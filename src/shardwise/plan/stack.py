@@ -32,11 +32,13 @@ class Stack:
     host_share: float = 1.0  # of the usual host time per operation; 0: replayed graphs
 
     # What selective recomputation runs again: cheap (everything but products and attention) | attention (scores to values) |
-    # half (every second product too).
+    # per-op (every second product too).
     selective: str = "cheap"
 
     # Gradients and the optimizer. Bytes per number.
-    gradient_passes: int = 0  # bytes read and written to add a micro-batch's weight gradient to the sum; 0: as autograd does it
+    gradient_passes: int = (
+        0  # read and written to add a micro-batch's weight gradient to the sum; 0: as autograd does it
+    )
     reduce_bytes: int = 0  # of gradients on their way between data-parallel ranks; 0: from the plan
     gather_bytes: int = 0  # of parameters on their way; 0: from the plan
     fused_optimizer: bool = True  # one pass over all states; else one per operation
@@ -48,11 +50,28 @@ class Stack:
     overlaps_gather: bool = True  # parameters travel while the layer before computes
     overlaps_tensor: bool = False  # tensor-parallel messages are cut up and travel during the products
     overlaps_tensor_backward: bool = False  # in backward, while the weight gradients are computed
-    batch_first: bool = True  # tensors are [batch, tokens, width]: what sequence parallelism gathers must be put in order
-    gathers_again: bool = False  # sequence parallelism keeps a region's input in parts and gathers it once more for backward
+    batch_first: bool = (
+        True  # tensors are [batch, tokens, width]: what sequence parallelism gathers must be put in order
+    )
+    gathers_again: bool = False  # a region's input is kept in parts and gathered once more for backward
     overlaps_experts: bool = False
     scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
     overlaps_pipeline: bool = True  # messages between stages travel while others compute; else both ranks wait
+
+    # Memory: states. Ours are those of FSDP2: weights in fp32, cast as they are gathered.
+    half_weights: bool = False  # weights lie there in the format of the computation, fp32 masters beside the moments
+    gradient_bytes: int = 0  # per parameter, where gradients add up; 0: as wide as the weights that are kept
+    bucket_bytes: int = 0  # per parameter of buckets beside the gradients, where replicas add them up
+    ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
+
+    # Memory: what is kept for backward. Attention: q, k, v once; "qkv+kv": a second copy of keys and values; "qkv+qk": rotated queries and keys too.
+    attention_keeps: str = "qkv"
+    logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
+    cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other
+
+    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (all that the device has given away)
+    published: str = "allocated"
+    published_rank: str = "fullest"  # of the pipeline; or first
 
 
 OURS = Stack()

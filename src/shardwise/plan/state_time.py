@@ -81,14 +81,18 @@ def state_time(
 
     def gathers(inside: int = 0) -> float:
         ranks = min(inside, shards) if inside else shards
-        return groups * network.all_gather(gather_all / groups, ranks, plan.tp) + _experts(network, experts * gathered_size, plan, groups)
+        return groups * network.all_gather(gather_all / groups, ranks, plan.tp) + _experts(
+            network, experts * gathered_size, plan, groups
+        )
 
     def reductions() -> float:
         if plan.zero == 0:
             parts = max(1, min(BUCKETS, groups))
             one = parts * network.all_reduce(reduce_all / parts, dp, plan.tp)
             return one + network.all_reduce(experts * reduced, plan.expert_copies, plan.ep)
-        return groups * network.reduce_scatter(reduce_all / groups, shards, plan.tp) + _experts(network, experts * reduced, plan, groups)
+        return groups * network.reduce_scatter(reduce_all / groups, shards, plan.tp) + _experts(
+            network, experts * reduced, plan, groups
+        )
 
     between = 0.0
     if plan.zero and plan.replicate > 1:  # the owners of one shard meet once, at the last micro-batch
@@ -104,7 +108,9 @@ def state_time(
         first, last = gather / groups, reduce / groups
         ahead = _hidden(gather - first, forward, stack.overlaps_gather) + first
         both = again + (reduce if stack.reduces_each else 0.0)  # replicas meet beside the last backward
-        behind = _hidden(both, backward, stack.overlaps_gather and stack.overlaps_reduce) + (last if stack.reduces_each else 0.0)
+        behind = _hidden(both, backward, stack.overlaps_gather and stack.overlaps_reduce) + (
+            last if stack.reduces_each else 0.0
+        )
         left = max(0.0, backward - both) if stack.reduces_each else backward
         once = _hidden(between + (0.0 if stack.reduces_each else reduce), left, stack.overlaps_reduce)
         return StateTime(ahead + quantising, behind + quantising, once, casts[0], casts[1], casts[2])
@@ -146,7 +152,9 @@ def _casts(held: Held, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float,
     numbers = gathered_bytes(held, compute) / compute
     own = numbers / plan.state_shards
     rounding = pricer.pass_(own * (weight + compute)) + pricer.pass_(numbers * 2 * compute)
-    widening = pricer.pass_(held.trained * (compute + weight) * CAST) + pricer.pass_(held.trained / plan.state_shards * 3 * weight)
+    widening = pricer.pass_(held.trained * (compute + weight) * CAST) + pricer.pass_(
+        held.trained / plan.state_shards * 3 * weight
+    )
     adding = pricer.pass_(held.trained * 3 * compute) if plan.num_microbatches > 1 and plan.zero < 2 else 0.0
     if plan.zero == 3:
         return rounding, rounding + widening, 0.0
@@ -166,7 +174,7 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     update = numbers * (3 * weight + 2 * state_bytes(job.optimizer, plan.precision)) / OPTIMIZER_RATE
     update *= 1.0 if stack.fused_optimizer else FOREACH
     update *= LOW_BIT if job.optimizer.endswith("8bit") else 1.0
-    if plan.is_mixed and not plan.uses_fsdp or not stack.copies_parameters:
+    if not stack.copies_parameters:
         update += numbers * 6  # the 16-bit copy
     norm = numbers * weight / NORM_RATE + numbers * 2 * weight
     return pricer.pass_(update) + pricer.pass_(norm) if trained else 0.0

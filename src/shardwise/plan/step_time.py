@@ -53,12 +53,13 @@ class StageTime:
 def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> dict[str, float]:
     """Seconds by part; their sum is the step."""
     times = layer_times(model, cluster, job, plan, stack)
-    stages = _stages(model, plan, times, stack)
+    stages = stage_times(model, plan, times, stack)
     shares = rank_shares(model, plan)
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages) if plan.pp > 1 else (0,)
     mine = [[stage for stage, owner in zip(stages, owners, strict=True) if owner == rank] for rank in range(plan.pp)]
     states = [
-        _state(share, model, rank_stages, cluster, job, plan, stack, times) for share, rank_stages in zip(shares, mine, strict=True)
+        rank_state(share, model, rank_stages, cluster, job, plan, stack, times)
+        for share, rank_stages in zip(shares, mine, strict=True)
     ]
     busy = [
         sum(stage.forward + stage.backward for stage in rank_stages) + state.each_forward + state.each_backward
@@ -82,7 +83,11 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
 def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
     """Every rank computes at least the mean of all; messages between ranks of a layer are on the way."""
     times = layer_times(model, cluster, job, plan, stack)
-    again = {index for part in segments(plan.recompute, range(model.num_layers)) for index in part} if plan.pp == 1 else set()
+    again = (
+        {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
+        if plan.pp == 1
+        else set()
+    )
     total = times.stage([(layer, layer.index in again) for layer in model.layers])
     first, last = times.ends()
     work = _length(add((total, first, last)))
@@ -106,12 +111,17 @@ def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, st
     if found is None:
         if len(_RECENT) > 512:
             _RECENT.clear()
-        network = next((t.network for k, (owner, t) in _RECENT.items() if owner[1] is cluster), None) or Network(cluster)  # type: ignore[index]
-        found = _RECENT[key] = ((model, cluster, stack, job.adapter), LayerTimes(model, cluster, network, job, plan, stack))
+        network = next((t.network for k, (owner, t) in _RECENT.items() if owner[1] is cluster), None) or Network(
+            cluster
+        )  # type: ignore[index]
+        found = _RECENT[key] = (
+            (model, cluster, stack, job.adapter),
+            LayerTimes(model, cluster, network, job, plan, stack),
+        )
     return found[1]
 
 
-def _stages(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> list[StageTime]:
+def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> list[StageTime]:
     """In model order."""
     ranges = [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(model.num_layers)]
     first, last = times.ends()
@@ -130,10 +140,12 @@ def _stage(layers: LayerTime, plan: Plan, stack: Stack) -> StageTime:
     forward, backward = layers.forward + sent_forward, layers.backward + layers.again + sent_backward
     wait_forward, wait_backward = max(0.0, layers.host_forward - forward), max(0.0, layers.host_backward - backward)
     weights = layers.weights
-    return StageTime(layers, forward + wait_forward, backward + wait_backward - weights, weights, wait_forward + wait_backward)
+    return StageTime(
+        layers, forward + wait_forward, backward + wait_backward - weights, weights, wait_forward + wait_backward
+    )
 
 
-def _state(
+def rank_state(
     share: RankShare,
     model: ModelSpec,
     stages: Sequence[StageTime],
@@ -163,7 +175,13 @@ def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> di
 
 
 def _pipeline(
-    stages: Sequence[StageTime], owners: Sequence[int], states: Sequence[StateTime], busy: float, times: LayerTimes, plan: Plan, stack: Stack
+    stages: Sequence[StageTime],
+    owners: Sequence[int],
+    states: Sequence[StateTime],
+    busy: float,
+    times: LayerTimes,
+    plan: Plan,
+    stack: Stack,
 ) -> dict[str, float]:
     """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
     shape = times.shape
@@ -179,7 +197,11 @@ def _pipeline(
         behind = state.each_backward + state.casts_backward
         forward = stage.forward + ahead / plan.virtual_stages + extra * (number < len(stages) - 1)
         inputs = stage.inputs + behind / plan.virtual_stages + extra * (number > 0)
-        prices += [forward, inputs + stage.weights, inputs, stage.weights] if split else [forward, inputs + stage.weights, 0.0, 0.0]
+        prices += (
+            [forward, inputs + stage.weights, inputs, stage.weights]
+            if split
+            else [forward, inputs + stage.weights, 0.0, 0.0]
+        )
     schedule = (plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)
     total = pipeline_seconds(*schedule, prices, transfer)
     quick = pipeline_seconds(*schedule, prices, 0.0)

@@ -29,19 +29,18 @@ from shardwise.parallel.engine import Engine
 from shardwise.plan.job import job_of
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import predict
-from shardwise.plan.step_time import FROZEN_FLOPS
 from shardwise.run import report
 from shardwise.run.adapter_state import adapter_state, check_base
-from shardwise.run.agreement import answer, from_all, largest, summed, wishes
+from shardwise.run.agreement import answer, largest, summed, wishes
 from shardwise.run.balance import measured_split
 from shardwise.run.build import corpus_of, weights_of
 from shardwise.run.calibrate import measured_cluster
 from shardwise.run.clock import KINDS, Clock
+from shardwise.run.compared import CHECK_AFTER
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
 from shardwise.run.fill import held_out_filler, side_seconds
 from shardwise.run.guards import StopRequests
-from shardwise.run.memory_view import memory_report
 from shardwise.run.memory_watch import MemoryWatch
 from shardwise.run.metrics import Metrics, expert_load
 from shardwise.run.optimizer import engine_optimizer
@@ -53,6 +52,10 @@ from shardwise.run.try_out import measured_micro_batch
 from shardwise.run.view import View
 
 AUTO_CHECKPOINT_S = 300.0
+
+
+FROZEN_FLOPS = 2 / 3
+"""Of a step's matrix work, when weights are frozen: no gradients of the weights."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     watched = range(done + 1, done + (1 if fills else 2) + 1) if config.run.events_every else range(0)
     memory = MemoryWatch(engine, optimizer, clock, watched, session.memory_limit)
     checkpoint = _CheckpointClock(config.checkpoint.every, done)
-    step, stop, overflow = done, Exit.DONE, ""
+    step, stop, overflow, measured = done, Exit.DONE, "", None
     batch: StepBatch | None = None
 
     def ask() -> list[int]:
@@ -187,6 +190,10 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         side_line = filler.after_step(step, clock.spans, parts["step_s"]) if filler else None
         if metrics and side_line:
             metrics.write(side_line)
+        if step == done + CHECK_AFTER:
+            measured = history.compared(prediction, memory, plan, device)
+            if metrics:
+                report.compared(view, run, plan, prediction, measured)
         if engine.scaler.is_stuck and config.run.on_nan == "stop":
             stop, overflow = Exit.DIVERGED, find_overflow(engine, trained, num_targets, clock)
             break
@@ -212,18 +219,24 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         _save(session, step, engine, optimizer)
     if fills:
         report.filled(view, metrics, step, filler.result() if filler else None)
-    peak, held = int(largest(peak_bytes(device), device, plan)), None
-    if watched and step > done:
-        held = memory_report(prediction.memory, from_all(memory.measured(), device, plan))
+    peak = int(largest(peak_bytes(device), device, plan))
+    was_short = measured is None and step > done
+    if was_short:
+        measured = history.compared(prediction, memory, plan, device)
     if not stop:
         stop, *_ = answer(summed([*wishes(stops.check()), 0, 0], device, plan))
     if not stop:
         report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
         report.sample(view, engine, corpus, config, ranks)
     if metrics and stop:
+        held = measured and measured["memory"]
         report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request", held, overflow)
-    elif metrics and not report.finished(view, metrics, session, plan, corpus, prediction, history, held, peak, stops):
-        return Exit.FOUND_WRONG
+    elif metrics:
+        is_right = report.finished(view, metrics, session, plan, corpus, prediction, history, measured, peak, stops)
+        if measured and was_short:
+            report.compared(view, run, plan, prediction, measured)
+        report.farewell(view, session, plan)
+        return Exit.DONE if is_right else Exit.FOUND_WRONG
     return stop or Exit.DONE
 
 

@@ -23,12 +23,15 @@ from shardwise.parallel.engine import Engine
 from shardwise.plan.memory import WEIGHT_BYTES, state_bytes
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction
+from shardwise.run.agreement import from_all
 from shardwise.run.clock import KINDS, verdict
+from shardwise.run.compared import CHECK_AFTER, compare, comparison_lines, typical
 from shardwise.run.evaluate import perplexity
 from shardwise.run.fill import Filled
 from shardwise.run.generate import Sampling, generate, generate_together
 from shardwise.run.guards import StopRequests
-from shardwise.run.memory_view import off, report_lines
+from shardwise.run.memory_view import memory_report, off
+from shardwise.run.memory_watch import MemoryWatch
 from shardwise.run.metrics import Metrics
 from shardwise.run.proof import NUM_STEPS, single_process_losses
 from shardwise.run.rundir import RunDir
@@ -54,6 +57,7 @@ class History:
         self.parts = dict.fromkeys([*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s"], 0.0)
         self.losses: dict[int, float] = {}
         self.step_seconds: list[float] = []
+        self.first: list[dict[str, float]] = []  # the parts of the steps that are compared with the prediction
         self.tokens = 0
 
     def add(self, line: dict[str, Any], timed: bool = True) -> None:
@@ -62,12 +66,26 @@ class History:
             return
         self.step_seconds.append(line["step_s"])
         self.tokens += line["tokens"]
+        if len(self.first) < CHECK_AFTER:
+            self.first.append({key: line[key] for key in self.parts})
         for key in self.parts:
             self.parts[key] += line[key]
 
     def median_step_s(self) -> float | None:
         """None for a run of a single step, or one that was complete when it was resumed."""
         return sorted(self.step_seconds)[len(self.step_seconds) // 2] if self.step_seconds else None
+
+    def compared(self, prediction: Prediction, memory: MemoryWatch, plan: Plan, device: torch.device) -> dict[str, Any]:
+        """Collective. What the first steps took, beside what was predicted."""
+        held = None
+        if memory.steps:
+            held = memory_report(prediction.memory, from_all(memory.measured(), device, plan))
+        ranks = []
+        if self.first:  # the same on all ranks
+            mine = typical(self.first)
+            found = from_all([round(1e9 * seconds) for seconds in mine.values()], device, plan)
+            ranks = [dict(zip(mine, (value / 1e9 for value in values), strict=True)) for values in found]
+        return compare(prediction, ranks, held, len(self.first))
 
 
 def peak_flops(plan: Plan, device: torch.device, cluster: ClusterSpec) -> float:
@@ -80,8 +98,16 @@ def peak_flops(plan: Plan, device: torch.device, cluster: ClusterSpec) -> float:
     return max(cluster.device.flops.values()) * plan.world
 
 
-def write_plan(run: RunDir, plan: Plan, prediction: Prediction) -> None:
-    write_atomically(run.plan, json.dumps({**plan.to_dict(), "prediction": prediction.to_dict()}, indent=1) + "\n")
+def write_plan(run: RunDir, plan: Plan, prediction: Prediction, measured: dict[str, Any] | None = None) -> None:
+    """`measured`: the comparison after the first steps, when there is one."""
+    values = {**plan.to_dict(), "prediction": prediction.to_dict(), **({"measured": measured} if measured else {})}
+    write_atomically(run.plan, json.dumps(values, indent=1) + "\n")
+
+
+def compared(view: View, run: RunDir, plan: Plan, prediction: Prediction, measured: dict[str, Any]) -> None:
+    write_plan(run, plan, prediction, measured)
+    for line in comparison_lines(measured):
+        view.say(line)
 
 
 def header(view: View, session: Session, plan: Plan, engine: Engine, corpus: Corpus, prediction: Prediction) -> None:
@@ -190,7 +216,7 @@ def finished(
     corpus: Corpus,
     prediction: Prediction,
     history: History,
-    memory: dict[str, Any] | None,
+    measured: dict[str, Any] | None,
     peak: int,
     stops: StopRequests,
 ) -> bool:
@@ -208,8 +234,6 @@ def finished(
         rate = format_rate(history.tokens / history.parts["step_s"])
         view.say(f"speed    {rate} tok/s; {verdict(history.parts)}")
         view.say(f"measured {format_seconds(step_s)} per step ({off(step_s, prediction.step_s)} of predicted), {held}")
-    for line in report_lines(memory) if memory else ():
-        view.say(line)
     metrics.write(
         {
             "event": "finished",
@@ -219,18 +243,23 @@ def finished(
             "unigram_loss": unigram,
             "predicted": {"step_s": prediction.step_s, "memory_bytes": prediction.memory_bytes},
             "measured": {"step_s": step_s, "memory_bytes": peak},
-            "memory": memory,
+            "memory": measured and measured["memory"],
+            "parts": measured and measured["step"],
             "where": history.parts,
             "proof": proof,
             "wall_time": time.time(),
         }
     )
+    return proof is None or proof["same"]
+
+
+def farewell(view: View, session: Session, plan: Plan) -> None:
+    """What to do with the run now."""
     name = session.run.path
     view.say(f"run      {name}")
     view.say(f'next     shardwise generate {name} --prompt "class "')
     view.say(f"         shardwise eval {name}")
     view.say(f"         {longer(name, session.config.train, plan.num_steps)}")
-    return proof is None or proof["same"]
 
 
 def stopped(

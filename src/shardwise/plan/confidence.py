@@ -1,0 +1,74 @@
+"""How far a predicted step may be off, and what was never measured. No torch.
+
+intervals.toml holds what `benchmarks/planner_accuracy.py --intervals` found: measured over predicted time of published runs, by kind of job, and
+the range of everything that ran. Nothing here is chosen by hand. Read next: prediction.py.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from shardwise.cluster.spec import ClusterSpec
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.plan import Plan
+
+FEW_NODES = 16
+"""Up to here published runs behave; beyond, clusters have troubles of their own."""
+
+
+def kind_of_job(model: ModelSpec, nodes: int, precision: str) -> str:
+    """Jobs whose predictions are off for the same reasons."""
+    if model.is_moe:
+        return "experts"
+    if precision == "fp8":
+        return "fp8"
+    return "one node" if nodes == 1 else "few nodes" if nodes <= FEW_NODES else "many nodes"
+
+
+@cache
+def table() -> dict[str, Any]:
+    return tomllib.loads(files("shardwise.plan").joinpath("intervals.toml").read_text(encoding="utf-8"))
+
+
+def interval(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> tuple[float, float]:
+    """Factors on the predicted step between which 8 of 10 measured ones lie."""
+    found = table()["step"][kind_of_job(model, cluster.nodes, plan.precision)]
+    return found["p10"], found["p90"]
+
+
+def traits(model: ModelSpec, plan: Plan) -> list[str]:
+    """What a job does that not every job does, in words."""
+    does = {
+        f"{plan.precision} precision": True,
+        f"zero {plan.zero}": plan.zero > 0,
+        "replicas of shards": plan.zero > 0 and plan.replicate > 1,
+        "tensor parallelism": plan.tp > 1,
+        f"context parallelism ({plan.cp_kind})": plan.cp > 1,
+        f"pipeline ({plan.schedule})": plan.pp > 1,
+        "expert parallelism": plan.ep > 1,
+        f"recompute {plan.recompute.partition('-')[0]}": plan.recompute != "none",
+        f"offload {plan.offload} to {plan.offload_to}": plan.offload != "none",
+        "activation offload": plan.activation_offload,
+        "compressed ZeRO messages": plan.quantize_weights != "none" or plan.quantize_gradients != "none",
+        "experts": model.is_moe,
+        "latent attention": model.is_latent,
+        "sliding windows": model.sliding_window > 0,
+    }
+    return [name for name, has in does.items() if has]
+
+
+def outside(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> tuple[str, ...]:
+    """What of this job lies outside all runs that predictions were held against."""
+    seen = table()["seen"]
+    found = [] if cluster.device.name in seen["devices"] else [f"{cluster.device.name}: no run on it"]
+    sizes = {
+        "nodes": cluster.nodes,
+        "devices": plan.world,
+        "sequence": plan.seq_len,
+        "parameters": model.num_parameters,
+    }
+    found += [f"{name} {size:,}: measured up to {seen['most'][name]:,}" for name, size in sizes.items() if size > seen["most"][name]]  # fmt: skip
+    return (*found, *(f"{name}: no run with it" for name in traits(model, plan) if name not in seen["traits"]))

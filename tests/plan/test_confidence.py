@@ -1,0 +1,48 @@
+"""Intervals and what was never measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.cluster.spec import known_cluster
+from shardwise.model.presets import preset
+from shardwise.plan.confidence import interval, kind_of_job, outside, table
+from shardwise.plan.job import Job
+from shardwise.plan.plan import Plan
+from shardwise.plan.prediction import predict
+
+MODEL = preset("llama3-8b")
+PLAN = Plan("cuda", "bf16", 8192, 16, 1, 1, 1, "a test", dp=8, zero=3, recompute="full")
+
+
+def test_every_kind_of_job_has_an_interval():
+    jobs = [
+        (MODEL, 1, "bf16"),
+        (MODEL, 16, "bf16"),
+        (MODEL, 17, "bf16"),
+        (MODEL, 1, "fp8"),
+        (preset("deepseek-v3"), 1, "bf16"),
+    ]
+    kinds = [kind_of_job(*job) for job in jobs]
+    assert kinds == ["one node", "few nodes", "many nodes", "fp8", "experts"]
+    for kind in kinds:
+        about = table()["step"][kind]
+        assert 0 < about["p10"] < about["p90"] and about["rows"] >= 10
+
+
+def test_a_prediction_has_its_interval():
+    cluster = known_cluster("h100", 1, 8)
+    found = predict(MODEL, cluster, Job(8192, 16), PLAN)
+    low, high = interval(MODEL, cluster, PLAN)
+    assert (found.low, found.high) == pytest.approx((found.step_s * low, found.step_s * high))
+    assert found.outside == ()
+
+
+def test_what_was_never_measured_is_named():
+    far = replace(PLAN, seq_len=2**21, offload="all", dp=8 * 4096, global_batch=8 * 4096)
+    said = outside(MODEL, known_cluster("l40s", 4096, 8), far)
+    assert said[0] == "l40s: no run on it"
+    assert "offload all to cpu: no run with it" in said
+    assert [word.split()[0] for word in said[1:4]] == ["nodes", "devices", "sequence"]
