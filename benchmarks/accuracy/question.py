@@ -242,7 +242,8 @@ def _cost_split(model: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
         if cost > total * (stage + 1) / stages:
             stage = min(stage + 1, stages - 1)
     for short in [index for index, count in enumerate(counts) if count == 0]:
-        counts[counts.index(max(counts))] -= 1
+        donor = max(range(stages), key=lambda index: (counts[index], index))  # a late one: the first stages hold most
+        counts[donor] -= 1
         counts[short] = 1
     return tuple(counts)
 

@@ -91,7 +91,7 @@ def _layer(
     attention = _latent_attention(spec) if spec.is_latent else _attention(spec, stack)
     if spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
         attention += 4 * spec.num_heads * seq_len
-    elif not stack.fused_attention:
+    elif stack.attention == "math":
         attention += _scores(spec, seq_len)
     masks = spec.hidden // token_parts if stack.dropout else 0  # two, of half a number each
     rest = _experts(spec, routed_parts, stack) if is_moe else _feedforward(spec, ffn, stack)
@@ -126,7 +126,8 @@ def _latent_attention(spec: ModelSpec) -> int:
 
 
 def _feedforward(spec: ModelSpec, width: int, stack: Stack) -> int:
-    return (stack.gated_keeps if spec.gated else 2) * width  # gate, up, activated gate, product
+    """Gate, up, activated gate, product; one kernel needs no activated gate."""
+    return (4 - (stack.fused_activation or stack.compiled) if spec.gated else 2) * width
 
 
 def _experts(spec: ModelSpec, routed_parts: int, stack: Stack) -> int:
@@ -144,11 +145,11 @@ def _selected(
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if stack.selective == "attention":  # of the scores nothing, of the rest everything
         whole = _layer(spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
-        return whole - (0 if stack.fused_attention else _scores(spec, seq_len))
+        return whole - (_scores(spec, seq_len) if stack.attention == "math" else 0)
     if stack.selective.startswith(
         "per-op"
     ):  # every second product: of queries, values, the gate and the end; attention; the input
-        end = 0 if stack.selective == "per-op compiled" else spec.hidden  # which nobody reads, so a compiler drops it
+        end = 0 if stack.compiled else spec.hidden  # which nobody reads, so a compiler drops it
         return spec.hidden // token_parts + 2 * queries + keys + spec.num_heads + ffn + end
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
     gathered = 2 * spec.hidden if token_parts > 1 else 0

@@ -25,9 +25,9 @@ class Prediction:
     memory: dict[str, int]  # bytes per rank by category
     step: dict[str, float]  # seconds by part
     elsewhere: dict[str, int] = field(default_factory=dict)  # offloaded bytes per rank: host, disk
-    stages: tuple[StageMemory, ...] = ()  # memory of each rank along the pipeline; `memory` is that of the fullest
     likely: tuple[float, float] = (1.0, 1.0)  # factors on the step between which 8 of 10 measured ones lay
     outside: tuple[str, ...] = ()  # what of it was never measured
+    stages: tuple[StageMemory, ...] = ()  # memory of each rank along the pipeline; `memory` is that of the fullest
 
     @property
     def memory_bytes(self) -> int:
@@ -63,6 +63,5 @@ def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack:
     stages = predict_stages(model, plan, job.optimizer, job.adapter, stack)
     elsewhere = predict_elsewhere(model, plan, job.optimizer, job.adapter)
     step = step_seconds(model, cluster, job, plan, stack)
-    return Prediction(
-        fullest(stages).parts, step, elsewhere, stages, interval(model, cluster, plan), outside(model, cluster, plan)
-    )
+    likely, unseen = interval(model, cluster, plan), outside(model, cluster, plan)
+    return Prediction(fullest(stages).parts, step, elsewhere, likely, unseen, stages)

@@ -24,12 +24,12 @@ class Stack:
     fused_softmax: bool = True  # of attention = math: scale, mask and softmax in one kernel
     fused_loss: bool = False  # softmax, loss and its gradient in one or two passes over the logits
     logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
-    dropout: bool = False  # with masks of one byte where attention and feed-forward are added
+    dropout: bool = False
     fused_cast: bool = False  # fp8: finding the largest number, scaling and turning around are one kernel
     host_share: float = 1.0  # of the usual host time per operation; 0: replayed graphs
 
     # What selective recomputation runs again: cheap (everything but products and attention) | attention (scores to values) |
-    # per-op (torchtitan's list: every second product too; "per-op compiled": and what a compiler drops).
+    # half (every second product too).
     selective: str = "cheap"
 
     # Gradients and the optimizer. Bytes per number.
@@ -58,30 +58,16 @@ class Stack:
     half_weights: bool = False  # weights lie there in the format of the computation, fp32 masters beside the moments
     gradient_bytes: int = 0  # per parameter, where gradients add up; 0: as wide as the weights that are kept
     bucket_bytes: int = 0  # per parameter of buckets beside the gradients, where replicas add them up
-    ends_stay_gathered: bool = (
-        False  # under ZeRO-3 embedding and head are one group that is dropped only after backward
-    )
+    ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
 
-    # Memory: what the operations of a layer keep for backward.
-    attention_keeps: str = (
-        "qkv"  # each once; "qkv+kv": a second copy of keys and values; "qkv+qk": rotated copies of queries and keys
-    )
-    gated_keeps: int = (
-        4  # tensors of a gated feed-forward's width: gate, up, activated gate, product; a fused kernel keeps 3
-    )
+    # Memory: what is kept for backward. Attention: q, k, v once; "qkv+kv": a second copy of keys and values; "qkv+qk": rotated queries and keys too.
+    attention_keeps: str = "qkv"
     logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
     cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other
 
-    # Memory: which figure is published.
-    published: str = (
-        "allocated"  # by tensors; "reserved": by the allocator; "process": all that the device has given away
-    )
-    published_rank: str = "fullest"  # of the pipeline; or "first"
-
-    @property
-    def fused_attention(self) -> bool:
-        """False: softmax, its dropout mask and what is left of it are kept for every pair of tokens."""
-        return self.attention != "math"
+    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (all that the device has given away)
+    published: str = "allocated"
+    published_rank: str = "fullest"  # of the pipeline; or first
 
 
 OURS = Stack()
