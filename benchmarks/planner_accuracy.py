@@ -119,7 +119,7 @@ def write_rows(path: Path, answers: list[Answer]) -> None:
                 "failed" if run.has_failed else "ok",
             ]
             step = [int(one.fails), one.mfu, one.step_s, told.step_s, one.step_error]
-            memory = [(one.memory_bytes or 0) / GIB or None, told.memory_bytes / GIB, one.memory_error]
+            memory = [(one.memory_bytes or 0) / GIB or None, one.predicted_bytes / GIB, one.memory_error]
             detail = [told.step.get(name, 0.0) for name in parts] + [told.memory.get(name, 0) / GIB for name in kinds]
             last = [one.question.plan.schedule, "; ".join(one.question.assumed)]
             writer.writerow(
