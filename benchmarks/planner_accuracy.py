@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
+from accuracy.page import page
 from accuracy.question import Question, question_of
 from accuracy.run import GIB, Run, Skip, read_runs
 from accuracy.score import Answer, by, intervals, score
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--intervals", type=Path, metavar="FILE.toml", help="write src/shardwise/plan/intervals.toml anew"
     )
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="write docs/accuracy.md anew")
     asked = parser.parse_args()
     began = time.perf_counter()
     files, others = read_directory(asked.directory, asked.only)
@@ -191,6 +193,8 @@ def main() -> None:
         write_rows(asked.rows, answers)
     if asked.intervals:
         asked.intervals.write_text(intervals(answers), encoding="utf-8")
+    if asked.page:
+        asked.page.write_text(page(result), encoding="utf-8")
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
