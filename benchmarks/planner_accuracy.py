@@ -78,7 +78,7 @@ def read_directory(directory: Path, only: str | None) -> tuple[dict[str, list[Ru
     if not files:
         raise UserError(
             f"no published runs in {directory}",
-            why=f"no CSV{f' named {only}' if only else ''} there has columns like source, model, gpus, gpu_kind, tp, pp, dp",
+            why=f"no CSV{f' named {only}' if only else ''} there has the columns model, gpus, gpu_kind, tp and pp",
             fix="name a directory with such files, for example shared/validation",
         )
     return files, others
@@ -152,6 +152,8 @@ def main() -> None:
                 answers.append(answer(run))
             except Skip as why:
                 skipped[name][str(why)] += 1
+            except Exception as error:  # one odd row must not end the rest; it is counted and shown
+                skipped[name][f"a mistake of ours: {type(error).__name__}: {error}"] += 1
             done += 1
             if sys.stderr.isatty() and done % 20 == 0:
                 print(f"\r{done} of {total} rows", end="", file=sys.stderr, flush=True)
