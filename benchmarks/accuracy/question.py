@@ -94,16 +94,23 @@ def question_of(run: Run) -> Question:
 
 
 def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], Stack]:
-    about = _entry("stack", run.text("stack")) or _entry("stack", f"{run.text('source')} {run.note}")
+    about = _entry("stack", f"{run.text('stack')} {run.text('source')}") or _entry("stack", run.note)
     if about is None:
         name = "torchtitan" if run.text("zero")[-1:] in ("2", "3") else "megatron-core"
-        about = next(entry for entry in table()["stack"] if entry["name"] == name)
+        about = _stack_named(name)
         assumed.append(f"stack {run.text('stack') or 'unknown'}: as {name}")
+    elif "beyond" in about and _zero_of(run, [])[0] >= about["beyond"]["stage"]:
+        assumed.append(f"{about['name']} has no such ZeRO stage: as {about['beyond']['name']}")
+        about = _stack_named(about["beyond"]["name"])
     stack = load_stack(about["name"])
     for fact in _facts():
         if re.search(fact["words"], run.text(fact["column"]), re.IGNORECASE):
             stack = replace(stack, **fact["set"])
     return about, stack
+
+
+def _stack_named(name: str) -> dict[str, Any]:
+    return next(entry for entry in table()["stack"] if entry["name"] == name)
 
 
 @cache
