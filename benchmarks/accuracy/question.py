@@ -147,14 +147,14 @@ def _cluster_of(run: Run, assumed: list[str]) -> ClusterSpec:
         assumed.append("network: the vendor's reference system")
     return _build_cluster(
         about["kind"], nodes, per_node, nic, tuple(sorted((int(n), bus) for n, bus in network.get("bus", {}).items())),
-        tuple(about.get("set", {}).items()), about.get("link"),
+        tuple(about.get("set", {}).items()), about.get("link"), network.get("alpha"),
     )  # fmt: skip
 
 
 @cache
 def _build_cluster(
     kind: str, nodes: int, per_node: int, nic: float | None, bus: tuple[tuple[int, float], ...],
-    changes: tuple[tuple[str, Any], ...], link: float | None,
+    changes: tuple[tuple[str, Any], ...], link: float | None, alpha: float | None,
 ) -> ClusterSpec:  # fmt: skip
     cluster = known_cluster(kind, nodes, per_node, nic)
     _check_fields(dict(changes), Device, "machines.toml")
@@ -162,6 +162,8 @@ def _build_cluster(
     tiers = list(cluster.tiers)
     if link is not None:
         tiers[0] = replace(tiers[0], bandwidth=link)
+    if alpha is not None and len(tiers) > 1:
+        tiers[-1] = replace(tiers[-1], alpha=alpha)
     if bus and len(tiers) > 1:
         net = tiers[-1]
         reach = [(count, rate) for count, rate in bus if count < nodes] + [
