@@ -59,6 +59,10 @@ def show(
     view.line("wrote", f"{files[0]}" + (f" ... {files[-1].name}" if len(files) > 1 else ""))
     first = shlex.quote(str(files[0]))
     view.line("next", f"shardwise train {first}     prove  shardwise verify {first}")
+    if made.rows[0].candidate.plan.world > made.question.cluster.per_node:
+        view.line(
+            "note", "this version trains on one machine: a layout over several is planned and proven, not yet run"
+        )
 
 
 class _View:
@@ -212,6 +216,10 @@ def _winner(view: _View, made: Answer) -> None:
     view.line(
         "memory", f"{_size(prediction.memory_bytes)} of {_size(card)} GiB (planned up to {_size(limit)}): {held}{never}"
     )
+    places = {"host": "in CPU memory", "disk": "on a disk"}
+    away = [f"{_size(size)} GiB {places[place]}" for place, size in prediction.elsewhere.items() if size]
+    if away:
+        view.line("", f"and per rank {', '.join(away)}")
     _stages(view, row)
     said = ", ".join(
         f"{axis.name}={axis.ranks} on {axis.link.name} ({axis.link.bandwidth / 1e9:.3g} GB/s)" for axis in axes

@@ -204,7 +204,7 @@ def file_of(question: Question, row: Row, title: str, notes: Sequence[str]) -> s
         f"memory     {format_bytes(prediction.memory_bytes)} of {format_bytes(question.cluster.device.memory)}: {held}",
         *(f"outside    {row.outside}" for _ in range(bool(row.outside))),
         *(f"why        {note}" for note in notes),
-        *(f"assumed    {one.what}: {one.value} ({one.origin})" for one in question.assumptions),
+        *(f"given      {one.what}: {one.value} ({one.origin})" for one in question.assumptions),
         "yours      data.source and optimizer.lr: the planner decides neither",
     ]
     return row_text(question, plan, lines)
