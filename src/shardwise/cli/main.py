@@ -38,6 +38,7 @@ VERBS = {
     "convert": "turn weights of one format into another",
     "data": "prepare text into tokens, look inside",
     "doctor": "what this machine is and how fast",
+    "bench": "measure layers, collectives or whole steps here",
     "explain": "half a page on a technique",
 }
 OVERRIDE = re.compile(r"^[a-z]\w*\.[a-z]\w*=", re.IGNORECASE)
