@@ -9,7 +9,6 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -136,8 +135,7 @@ def _rows_table(made: Answer, narrow: bool) -> Table:
     several = len({row.candidate.plan.world for row in made.rows} | {question.cluster.world}) > 1
     columns = [("#", "right"), ("layout", "left")] + [("GPUs", "right")] * several
     columns += [("micro", "right"), ("GiB", "right"), ("step", "right")]
-    columns += [("p10-p90", "right")] * any(row.low for row in made.rows)
-    columns += [("tok/s", "right"), ("MFU", "right")] + [("waits for", "right")] * (not narrow)
+    columns += [("p10-p90", "right"), ("tok/s", "right"), ("MFU", "right")] + [("waits for", "right")] * (not narrow)
     columns += [("training", "right")] * (inverse and question.job.tokens is not None)
     columns += [("cost", "right")] * (inverse and question.job.tokens is not None and question.price is not None)
     return _filled(
@@ -174,8 +172,8 @@ def _size(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
-def _short(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds:.2g}" if seconds < 10 else f"{seconds:.3g}"
+def _short(seconds: float) -> str:
+    return f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
 
 
 def _duration(seconds: float) -> str:
@@ -246,17 +244,11 @@ def _bars(view: _View, step: dict[str, float], whole: float, links: dict[str, st
 
 def _stages(view: _View, row: Row) -> None:
     """Each pipeline rank's peak, and when it happens."""
-    stages: Any = getattr(row.candidate.prediction, "stages", None) or ()
-    peaks = [(_get(stage, "peak", 0), _get(stage, "moment", "")) for stage in stages]
-    numbers = range(len(peaks)) if len(peaks) <= 4 else (0, 1, len(peaks) - 1)
+    stages = row.candidate.prediction.stages
+    numbers = range(len(stages)) if len(stages) <= 4 else (0, 1, len(stages) - 1)
     for index, number in enumerate(numbers):
-        peak, moment = peaks[number]
-        of = f"pipeline rank {number + 1} of {len(peaks)}: " if len(peaks) > 1 else ""
-        view.line("peak" if index == 0 else "", f"{of}{_size(peak)} GiB" + (f" in {moment}" if moment else ""))
-
-
-def _get(stage: Any, name: str, default: Any) -> Any:
-    return stage.get(name, default) if isinstance(stage, dict) else getattr(stage, name, default)
+        of = f"pipeline rank {number + 1} of {len(stages)}: " if len(stages) > 1 else ""
+        view.line("peak" if index == 0 else "", f"{of}{_size(stages[number].peak)} GiB, {stages[number].moment}")
 
 
 # The rest ----------------------------------------------------------------------------------------------------------------

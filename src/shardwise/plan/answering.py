@@ -14,9 +14,7 @@ from shardwise.plan.figures import (
     DAY,
     Whole,
     binding_link,
-    interval,
     mfu,
-    outside,
     step_text,
     tokens_per_second,
     whole_training,
@@ -35,8 +33,8 @@ class Row:
     mfu: float
     link: str  # the link that most exposed communication waits for; empty: none does
     link_share: float  # of the step
-    low: float | None
-    high: float | None
+    low: float  # seconds of a step: p10 and p90
+    high: float
     outside: str
     whole: Whole | None
 
@@ -86,16 +84,15 @@ class Answer:
 def row_of(question: Question, candidate: Candidate) -> Row:
     plan, prediction, cluster, job = candidate.plan, candidate.prediction, question.cluster, question.job
     link, waits = binding_link(plan, prediction, cluster) or ("", 0.0)
-    low, high = interval(prediction) or (None, None)
     return Row(
         candidate,
         tokens_per_second(job, prediction),
         mfu(question.spec, job, plan, prediction, cluster),
         link,
         waits / prediction.step_s,
-        low,
-        high,
-        outside(prediction),
+        prediction.low,
+        prediction.high,
+        "; ".join(prediction.outside),
         whole_training(job, plan, prediction, cluster),
     )
 
@@ -194,7 +191,7 @@ def _cost(candidate: Candidate) -> str:
 def file_of(question: Question, row: Row, title: str, notes: Sequence[str]) -> str:
     """The config file of a row: what is predicted, on what assumptions, why."""
     plan, prediction = row.candidate.plan, row.candidate.prediction
-    spread = f" ({step_text(row.low)} to {step_text(row.high)})" if row.low and row.high else ""
+    spread = f" ({step_text(row.low)} to {step_text(row.high)})"
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in prediction.step.items() if seconds > 0)
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in prediction.memory.items() if size > 0)
     lines = [
