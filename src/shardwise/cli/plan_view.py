@@ -123,7 +123,7 @@ def _header(view: _View, made: Answer) -> None:
     batch = f"{job.tokens_per_step:,} tokens per step = {job.global_batch:,} sequences x {job.seq_len:,}"
     view.line("job", f"{batch}; {job.precision}, {job.optimizer}{adapter}")
     if job.constraints:
-        view.line("fixed", " ".join(f"{key}={value}" for key, value in job.constraints.items()))
+        view.line("fixed", question.fixed)
     dropped = f"{counts.too_large:,} too large, {counts.too_slow:,} too slow, {counts.evaluated:,} predicted"
     view.line("search", f"{counts.considered:,} layouts in {counts.seconds:.1f} s: {dropped}")
     view.gap()

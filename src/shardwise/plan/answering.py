@@ -158,13 +158,12 @@ def _not_met(question: Question, every: Sequence[Row], within: float | None, bud
 
 def nothing_fits(question: Question, result: SearchResult) -> UserError:
     """The closest miss, by what it is too large, and what would fit."""
-    miss, job = result.closest_miss, question.job
-    asked = " ".join(f"{key}={value}" for key, value in job.constraints.items())
+    miss, asked = result.closest_miss, question.fixed
     under = f" with {asked}" if asked else ""
     where = f"{question.spec.name} does not fit on {question.cluster.name}{under}"
     ways = [f"{remedy.what} ({_cost(remedy.candidate)})" for remedy in result.remedies[:3]]
     if miss is None:
-        words = " and ".join(f"{key}={value}" for key, value in job.constraints.items()) or "the model and the cluster"
+        words = asked.replace(" ", " and ") or "the model and the cluster"
         return UserError(
             f"no layout has {asked}" if asked else where,
             why=f"{words} leave nothing that the model, the batch and {question.cluster.world} GPUs allow",

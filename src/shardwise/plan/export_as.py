@@ -334,6 +334,8 @@ def _everywhere(job: Job) -> list[str]:
     found = ["predicted times and memory are of our runtime, not of this framework"]
     if job.adapter.kind != "none":
         found.insert(0, f"adapter.kind={job.adapter.kind}: peft adds adapters in the script")
+    if job.optimizer not in ("adam", "adamw"):
+        found.insert(0, f"optimizer.name={job.optimizer}: choose it there; adamw is its default")
     return found
 
 

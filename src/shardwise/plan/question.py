@@ -18,10 +18,11 @@ from typing import Any
 
 from shardwise.cluster.read import read_cluster
 from shardwise.cluster.spec import ClusterSpec
-from shardwise.config.keys import COMMAND_LINE
+from shardwise.config.keys import COMMAND_LINE, all_keys
 from shardwise.config.load import Loaded, load_config
 from shardwise.config.units import format_bytes, parse_binary, parse_decimal
 from shardwise.config.values import shown
+from shardwise.config.write import with_unit
 from shardwise.errors import UserError
 from shardwise.model.huggingface import find_model_dir, read_spec, spec_from_config
 from shardwise.model.presets import preset, preset_names
@@ -63,6 +64,14 @@ class Question:
     def price(self) -> float | None:
         """Per device and hour."""
         return self.job.price if self.job.price is not None else self.cluster.price
+
+    @property
+    def fixed(self) -> str:
+        """The constraints as they are typed."""
+        known = all_keys()
+        return " ".join(
+            f"{key}={with_unit(known[key], value)}".replace('"', "") for key, value in self.job.constraints.items()
+        )
 
     def with_job(self, **changes: Any) -> Question:
         return replace(self, job=replace(self.job, **changes))
