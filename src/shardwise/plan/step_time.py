@@ -11,7 +11,8 @@ Parts are those of the rank that is busiest. Read next: layer_time.py, state_tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
@@ -52,6 +53,7 @@ class StageTime:
 
 def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> dict[str, float]:
     """Seconds by part; their sum is the step."""
+    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     stages = _stages(model, plan, times, stack)
     shares = rank_shares(model, plan)
@@ -82,6 +84,7 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
 
 def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
     """Every rank computes at least the mean of all; messages between ranks of a layer are on the way."""
+    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     again = (
         {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
@@ -92,6 +95,12 @@ def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, sta
     first, last = times.ends()
     work = _length(add((total, first, last)))
     return float(plan.num_microbatches * work / plan.pp)
+
+
+@cache
+def _executed(stack: Stack, kind: str) -> Stack:
+    """Between cores that all compute, messages are copied by the cores themselves: they hide behind nothing."""
+    return replace(stack, overlaps_reduce=False, overlaps_gather=False) if kind == "cpu" else stack
 
 
 def _length(time: LayerTime) -> float:
