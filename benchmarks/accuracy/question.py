@@ -115,10 +115,15 @@ def _facts() -> list[dict[str, Any]]:
 
 
 def _by_name(kind: str) -> dict[str, Any] | None:
-    """A GPU that our own table knows, longest name first: `MI355X-288G` is `mi355x`."""
+    """A GPU that our own table knows, by its longest name that is in the row's."""
     plain = re.sub(r"[^a-z0-9]", "", kind.lower())
-    names = sorted(known_devices(), key=len, reverse=True)
-    return next(({"kind": name} for name in names if re.sub(r"[^a-z0-9]", "", name) in plain), None)
+    names = {
+        re.sub(r"[^a-z0-9]", "", also): name
+        for name, about in known_devices().items()
+        for also in (name, *about.get("also", ()))
+    }
+    found = [name for name in names if name in plain and name != "cpu"]
+    return {"kind": names[max(found, key=len)]} if found else None
 
 
 def _cluster_of(run: Run, assumed: list[str]) -> ClusterSpec:
@@ -237,7 +242,8 @@ def _cost_split(model: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
         if cost > total * (stage + 1) / stages:
             stage = min(stage + 1, stages - 1)
     for short in [index for index, count in enumerate(counts) if count == 0]:
-        counts[counts.index(max(counts))] -= 1
+        donor = max(range(stages), key=lambda index: (counts[index], index))  # a late one: the first stages hold most
+        counts[donor] -= 1
         counts[short] = 1
     return tuple(counts)
 

@@ -181,7 +181,7 @@ def states(spec, here: Plan, optimizer: str = "adamw") -> int:
 
 def test_states_take_sixteen_bytes_per_parameter_with_adam_in_fp32():
     spec = preset("llama2-7b")
-    memory = predict_memory(spec, plan(), "adamw")
+    memory = predict_memory(spec, plan(global_batch=4), "adamw")
     assert memory["weights"] + memory["gradients"] + memory["optimizer"] == 16 * spec.num_parameters
     assert memory["gathered"] == 0
 
@@ -190,10 +190,11 @@ LLAMA = preset("llama2-7b")
 P = LLAMA.num_parameters
 BLOCK = P / 32 * 0.961  # one of 32 layers; the rest is embedding and head
 ZERO = [  # precision, stage, micro-batches -> bytes per parameter: sharded, whole
-    ("fp32", 0, 4, 0, 16),
+    ("fp32", 0, 1, 0, 16),
+    ("fp32", 0, 4, 0, 16 + 4),  # DDP: what micro-batches add up, and the buckets
     ("bf16", 0, 4, 0, 18),
-    ("fp64", 0, 4, 0, 32),
-    ("bf16-true", 0, 4, 0, 8),
+    ("fp64", 0, 1, 0, 32),
+    ("bf16-true", 0, 1, 0, 8),
     ("bf16", 1, 4, 16, 2 + 4),
     ("bf16", 1, 1, 16, 2),
     ("bf16", 2, 4, 16, 2),
@@ -231,7 +232,7 @@ def test_hybrid_sharding_divides_by_its_shards_only():
 
 
 def test_optimizers_are_charged_for_their_own_states():
-    assert [states(LLAMA, plan(), name) / P for name in ("sgd", "momentum", "adamw")] == [8, 12, 16]
+    assert [states(LLAMA, plan(global_batch=4), name) / P for name in ("sgd", "momentum", "adamw")] == [8, 12, 16]
 
 
 def test_tensor_parallelism_divides_the_states_and_most_activations():

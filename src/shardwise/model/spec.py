@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shardwise.errors import UserError
@@ -287,6 +287,7 @@ def check_types(spec: ModelSpec) -> None:
             )
 
 
+@cache
 def _field_types() -> dict[str, Any]:
     return get_type_hints(ModelSpec)
 

@@ -12,12 +12,14 @@ input of a region is gathered, so each rank keeps all of it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.errors import UserError
 from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.plan.stack import OURS, Stack
 
 MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks and again in backward
 
@@ -37,12 +39,13 @@ def layer_activations(
     token_parts: int = 1,
     routed_parts: int = 1,
     selective: bool = False,
+    stack: Stack = OURS,
 ) -> int:
     """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
     ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed."""
-    if selective:
-        return sum(_selected(spec, layer, token_parts, routed_parts) for layer in layers)
-    return sum(_layer(spec, layer, seq_len, token_parts, routed_parts) for layer in layers)
+    kinds = Counter((layer.is_moe, layer.ffn) for layer in layers)
+    count = _selected if selective else _layer
+    return sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
 
 
 def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
@@ -54,12 +57,23 @@ def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
     return 0 if spec.is_latent else len(layers) * spec.num_heads * spec.head_dim
 
 
-def head_activation_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1) -> int:
+def head_activation_bytes(
+    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1, stack: Stack = OURS
+) -> int:
     """The last norm and the logits."""
     logits = logit_bytes(spec, num_tokens, bytes_per_number) * (
         2 if spec.logit_softcap else 1
     )  # before and after the cap
-    return num_tokens * _norm(spec, spec.hidden, token_parts) * bytes_per_number + logits
+    return num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_number + logits
+
+
+def loss_bytes(
+    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int, is_cut: bool, stack: Stack
+) -> int:
+    """The last norm and the logits of others, who compute them all at once. `is_cut`: a rank has a part of the vocabulary."""
+    per_logit = stack.cut_logit_bytes if is_cut and stack.cut_logit_bytes else stack.logit_bytes
+    norm = num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_number
+    return norm + int(per_logit * num_tokens * spec.vocab)
 
 
 def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int) -> int:
@@ -68,23 +82,41 @@ def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int) -> int:
     return min(num_tokens * spec.vocab * size, MAX_LOGITS_BYTES * size // 4)
 
 
-def _layer(spec: ModelSpec, layer: LayerSpec, seq_len: int, token_parts: int, routed_parts: int) -> int:
-    norms = 2 * _norm(spec, spec.hidden, token_parts) + (4 * spec.hidden // token_parts if spec.post_norms else 0)
-    attention = _latent_attention(spec) if spec.is_latent else _attention(spec)
+def _layer(
+    spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
+) -> int:
+    norms = 2 * _norm(spec, spec.hidden, token_parts, stack) + (
+        4 * spec.hidden // token_parts if spec.post_norms else 0
+    )
+    attention = _latent_attention(spec) if spec.is_latent else _attention(spec, stack)
     if spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
         attention += 4 * spec.num_heads * seq_len
-    return norms + attention + (_experts(spec, routed_parts) if layer.is_moe else _feedforward(spec, layer.ffn))
+    elif stack.attention == "math":
+        attention += _scores(spec, seq_len)
+    masks = spec.hidden // token_parts if stack.dropout else 0  # two, of half a number each
+    rest = _experts(spec, routed_parts, stack) if is_moe else _feedforward(spec, ffn, stack)
+    return norms + attention + masks + rest
 
 
-def _norm(spec: ModelSpec, width: int, token_parts: int) -> int:
+def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
     """Its input and normalised values (LayerNorm: its input), and its output, which is what the next region gathers."""
-    return (2 if spec.norm == "rms" else 1) * width // token_parts + width
+    kept = width // token_parts if stack.gathers_again else width
+    return (2 if spec.norm == "rms" else 1) * width // token_parts + kept
 
 
-def _attention(spec: ModelSpec) -> int:
+def _attention(spec: ModelSpec, stack: Stack) -> int:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     normed = 2 * (queries + keys) if spec.qk_norm else 0
+    if stack.attention_keeps == "qkv+kv":
+        normed += 2 * keys if queries == keys else 0
+    elif stack.attention_keeps == "qkv+qk":
+        normed += queries + keys
     return queries + 2 * keys + normed + queries + spec.num_heads
+
+
+def _scores(spec: ModelSpec, seq_len: int) -> int:
+    """The softmax, a byte of its dropout's mask, and what is left of it: 5 bytes per head and pair of tokens in 16 bits."""
+    return 5 * spec.num_heads * seq_len // 2
 
 
 def _latent_attention(spec: ModelSpec) -> int:
@@ -93,31 +125,42 @@ def _latent_attention(spec: ModelSpec) -> int:
     return latents + 4 * queries + values + spec.num_heads  # q, k, values padded to q's width, padded output
 
 
-def _feedforward(spec: ModelSpec, width: int) -> int:
-    return (4 if spec.gated else 2) * width  # gate, up, activated gate, product
+def _feedforward(spec: ModelSpec, width: int, stack: Stack) -> int:
+    """Gate, up, activated gate, product; one kernel needs no activated gate."""
+    return (4 - (stack.fused_activation or stack.compiled) if spec.gated else 2) * width
 
 
-def _experts(spec: ModelSpec, routed_parts: int) -> int:
+def _experts(spec: ModelSpec, routed_parts: int, stack: Stack) -> int:
     """At even load. A rank with some experts has their whole width, but only its share of the copies: as many numbers as a slice."""
     copies = 2 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results; the router
-    routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn)
-    return copies // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts)
+    routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn, stack)
+    return copies // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts, stack)
 
 
-def _selected(spec: ModelSpec, layer: LayerSpec, token_parts: int, routed_parts: int) -> int:
+def _selected(
+    spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
+) -> int:
     """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that norms and
     sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region reads: that stays as well."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if stack.selective == "attention":  # of the scores nothing, of the rest everything
+        whole = _layer(spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
+        return whole - (_scores(spec, seq_len) if stack.attention == "math" else 0)
+    if stack.selective.startswith(
+        "per-op"
+    ):  # every second product: of queries, values, the gate and the end; attention; the input
+        end = 0 if stack.compiled else spec.hidden  # which nobody reads, so a compiler drops it
+        return spec.hidden // token_parts + 2 * queries + keys + spec.num_heads + ffn + end
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
     gathered = 2 * spec.hidden if token_parts > 1 else 0
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.is_latent:
         attention = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim + 4 * queries + spec.num_heads
     else:
         attention = queries + 2 * keys
         attention += 0 if spec.attention_softcap else queries + spec.num_heads  # plain attention is cheap
     per_width = 2 if spec.gated else 1
-    if not layer.is_moe:
-        return states + gathered + attention + per_width * layer.ffn
+    if not is_moe:
+        return states + gathered + attention + per_width * ffn
     copies = 2 * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # sorted, results; the router
     width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts)
     return states + gathered + attention + copies // routed_parts + per_width * width
@@ -128,7 +171,8 @@ class Kept:
     """Numbers per token."""
 
     between: int  # what a stage's forward leaves for its backward
-    repeated: int  # on top of it, what backward has of the blocks that it computes again together
+    repeated: int  # on top of it at most, what backward has of the blocks that it computes again together
+    at: int  # the layer where that is
 
 
 def kept_activations(
@@ -139,22 +183,30 @@ def kept_activations(
     token_parts: int = 1,
     routed_parts: int = 1,
     exchanged: bool = False,
+    stack: Stack = OURS,
 ) -> Kept:
-    """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it."""
+    """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the last layer to the
+    first: when it computes a block again, the ones after it are gone."""
 
     def full(part: Sequence[LayerSpec]) -> int:
         more = exchanged_activations(spec, part) if exchanged else 0
-        return layer_activations(spec, part, seq_len, token_parts, routed_parts) + more
+        return layer_activations(spec, part, seq_len, token_parts, routed_parts, stack=stack) + more
 
+    numbers = range(layers[0].index, layers[0].index + len(layers))
     if mode == "selective":
         more = exchanged_activations(spec, layers) if exchanged else 0
-        between = layer_activations(spec, layers, seq_len, token_parts, routed_parts, selective=True) + more
-        return Kept(between, (full(layers) - between) // len(layers))
-    numbers = range(layers[0].index, layers[0].index + len(layers))
-    parts = [[layers[number - numbers.start] for number in part] for part in segments(mode, numbers)]
+        between = layer_activations(spec, layers, seq_len, token_parts, routed_parts, True, stack) + more
+        return Kept(between, (full(layers) - between) // len(layers), numbers[-1])
     state = spec.hidden // token_parts
-    repeated = [full(part) - state for part in parts]
-    return Kept(full(layers) - sum(repeated), max(repeated, default=0))
+    gone = most = 0
+    at = stop = numbers.stop
+    for part in reversed(segments(mode, numbers)):
+        gone += full(layers[part.stop - numbers.start : stop - numbers.start])
+        again = full(layers[part.start - numbers.start : part.stop - numbers.start]) - state
+        if again - gone > most:
+            most, at = again - gone, part.stop
+        gone, stop = gone + state, part.start
+    return Kept(gone + full(layers[: stop - numbers.start]), most, at - 1)
 
 
 def segments(mode: str, layers: range) -> list[range]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.adapter_names import find_targets, find_trained, linears_of, modules_of, their_modules
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.rank_share import RankShare
+from shardwise.plan.rank_share import Cut, RankShare
 
 PAIR, PAIR_BYTES, ROW_BYTES = 128, 66, 8
 """model/nf4.py: 128 weights take 64 bytes and two magnitudes of one; a row has two fp32 numbers."""
@@ -34,7 +34,7 @@ class Held:
         )
 
 
-def held_by(share: RankShare, whole: ModelSpec, adapter: AdapterConfig) -> list[Held]:
+def held_by(share: RankShare | Cut, whole: ModelSpec, adapter: AdapterConfig) -> list[Held]:
     """The embedding, every layer, the head. `whole`: the model that the share is a slice of."""
     sizes = [share.embedding, *share.layer_parameters, share.head]
     if adapter.kind == "none":

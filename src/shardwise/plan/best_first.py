@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from shardwise.plan.bounds import Floors
+from shardwise.plan.bounds import TimeFloors
+from shardwise.plan.least_memory import MemoryFloors
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction, predict
@@ -80,115 +81,137 @@ def family(plan: Plan) -> tuple[int, ...]:
     return plan.dp, plan.tp, plan.cp, plan.pp, plan.ep, plan.zero
 
 
-@dataclass
-class _Cell:
-    """Layouts that differ in their savings alone, and which of these fit."""
+Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
+"""Whether a region may hold what is asked for, by what is known of it so far."""
 
-    grid: Grid
-    pace: Pace
-    states: States
-    fitting: list[Saving] = field(default_factory=list)
+
+def anything(grid: Grid, pace: Pace | None, states: States | None, saving: Saving | None) -> bool:
+    return True
+
+
+@dataclass
+class _Question:
+    push: Callable[..., None]
+    accept: Accept
+    families: set[tuple[int, ...]]  # whose best layout was found
+    fitting: dict[tuple[Grid, Pace, States], list[Saving]] = field(default_factory=dict)
+
+    def is_told(self, grid: Grid, states: States) -> bool:
+        return (grid.dp, grid.tp, grid.cp, grid.pp, grid.ep, states.zero) in self.families
 
 
 class BestFirst:
     """Keeps what it has learnt from one question to the next."""
 
-    def __init__(self, space: Space, limit: int, stack: Stack, floors: Floors | None = None):
+    def __init__(self, space: Space, limit: int, stack: Stack):
         self.space, self.limit, self.stack = space, limit, stack
-        self.floors = floors or Floors(space, stack)
+        self.time, self.memory = TimeFloors(space, stack), MemoryFloors(space)
         self.counts = Counts()
         self.least: tuple[int, Plan] | None = None  # of what did not fit, the smallest that was counted
         self._memory: dict[Plan, int] = {}
         self._predicted: dict[Plan, Candidate] = {}
+        self._places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
+        self._modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
 
-    def best(
-        self,
-        top: int,
-        counts: Iterable[int] | None = None,
-        accept: Callable[[Grid, Pace | None, States | None, Saving | None], bool] = lambda *region: True,
-    ) -> list[Candidate]:
-        """At most `top`, best first. `counts`: numbers of GPUs, else all. `accept`: whether a region is asked for, told by its parts so far."""
+    def best(self, top: int, counts: Iterable[int] | None = None, accept: Accept = anything) -> list[Candidate]:
+        """At most `top`, best first. `counts`: numbers of GPUs, else all. `accept`: whether a region may hold what is asked for."""
         heap: list[tuple[Any, ...]] = []
+        families: set[tuple[int, ...]] = set()
+        found: list[Candidate] = []
         number = 0
 
-        def push(bound: float, order: tuple[Any, ...], what: object, more: object = None) -> None:
+        def push(bound: float, order: tuple[Any, ...], opens: Callable[..., Any] | None, *what: Any) -> None:
             nonlocal number
             number += 1
-            heappush(heap, (bound, order, number, what, more))
+            heappush(heap, (bound, order, number, opens, what))
 
         for gpus in self.space.gpu_counts if counts is None else counts:
-            push(self.floors.of_gpus(gpus), (), gpus)
-        found: list[Candidate] = []
-        families: set[tuple[int, ...]] = set()
+            push(self.time.of_gpus(gpus), (), self._open_gpus, gpus)
+        ask = _Question(push, accept, families)
         while heap and len(found) < top:
-            bound, _, _, what, more = heappop(heap)
-            if isinstance(what, Candidate):
-                if family(what.plan) not in families:
-                    families.add(family(what.plan))
-                    found.append(what)
-            elif isinstance(what, int):
-                for grid in self.space.grids(what):
-                    self.counts.considered += self.space.size(grid)
-                    if accept(grid, None, None, None):
-                        push(bound, (), grid)
-            elif isinstance(what, Grid):
-                self._open_grid(what, bound, push, accept)
-            elif isinstance(what, tuple):
-                self._open_pace(*what, bound, push, accept, families)
-            elif isinstance(what, _Cell):
-                grid, pace, states = what.grid, what.pace, what.states
-                if (grid.dp, grid.tp, grid.cp, grid.pp, grid.ep, states.zero) in families:
-                    continue
-                if more is None:
-                    self._open_cell(what, bound, push, accept)
-                else:
-                    self._open_layout(what, more, bound, push)
+            bound, _, _, opens, what = heappop(heap)
+            if opens is not None:
+                opens(ask, bound, *what)
+            elif family(what[0].plan) not in families:
+                families.add(family(what[0].plan))
+                found.append(what[0])
         return found
 
-    def _open_grid(self, grid: Grid, bound: float, push: Any, accept: Any) -> None:
-        each = len(self.space.states(grid)) * len(self.space.savings)
-        for pace in self.space.paces(grid):
-            if not accept(grid, pace, None, None):
-                continue
-            if self.floors.least_memory(grid, pace) > self.limit:
-                self.counts.too_large += each
-            else:
-                push(max(bound, self.floors.of_pace(grid, pace)), (), (grid, pace))
+    # Regions, from large to small ----------------------------------------------------------------------------------
 
-    def _open_pace(self, grid: Grid, pace: Pace, bound: float, push: Any, accept: Any, families: Any) -> None:
+    def _open_gpus(self, ask: _Question, bound: float, gpus: int) -> None:
+        for grid in self.space.grids(gpus):
+            self.counts.considered += self.space.size(grid)
+            if ask.accept(grid, None, None, None):
+                ask.push(bound, (), self._open_grid, grid)
+
+    def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
+        """Into sizes of micro-batches."""
+        each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
+        least = self._least_states(grid)
+        for size in self.space.sizes(grid.dp):
+            places = []
+            for place in self._places:
+                if min(self.memory.of_grid(grid, size, m, s, *place) for m in self._modes for s in least) <= self.limit:
+                    places.append(place)
+                else:
+                    self.counts.too_large += each
+            if places:
+                floor = self.time.of_size(grid, size)
+                for place in places:
+                    ask.push(max(bound, floor), (), self._open_size, grid, size, place)
+
+    def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: tuple[str, bool]) -> None:
+        """Into schedules and what is computed again."""
+        least = self._least_states(grid)
+        for pipeline in self.space.pipelines(grid.pp):
+            pace = Pace(size, *pipeline)
+            if not ask.accept(grid, pace, None, None):
+                continue
+            for mode in self._modes:
+                saving = Saving(mode, *place)
+                if not ask.accept(grid, pace, None, saving):
+                    continue
+                if min(self.memory.of_layout(grid, pace, states, saving) for states in least) > self.limit:
+                    self.counts.too_large += len(self.space.states(grid))
+                    continue
+                floor = self.time.of_pace(grid, pace, mode)
+                ask.push(max(bound, floor), (self.space.savings.index(saving),), self._open_pace, grid, pace, saving)
+
+    def _open_pace(self, ask: _Question, bound: float, grid: Grid, pace: Pace, saving: Saving) -> None:
+        """Into ZeRO stages and replicas."""
         for states in self.space.states(grid):
-            if not accept(grid, pace, states, None):
+            if ask.is_told(grid, states) or not ask.accept(grid, pace, states, saving):
                 continue
-            if (grid.dp, grid.tp, grid.cp, grid.pp, grid.ep, states.zero) in families:
-                continue
-            if self.floors.least_memory(grid, pace, states) > self.limit:
-                self.counts.too_large += len(self.space.savings)
-            else:
-                push(bound, (), _Cell(grid, pace, states))
-
-    def _open_cell(self, cell: _Cell, bound: float, push: Any, accept: Any) -> None:
-        for order, saving in enumerate(self.space.savings):
-            if not accept(cell.grid, cell.pace, cell.states, saving):
-                continue
-            if self.floors.memory(cell.grid, cell.pace, cell.states, saving) > self.limit:
+            if self.memory.of_layout(grid, pace, states, saving) > self.limit:
                 self.counts.too_large += 1
-            else:
-                push(bound, (order,), cell, (order, saving, None))
+                continue
+            plan = self.space.plan(grid, pace, states, saving)
+            floor = max(bound, self.time.of_plan(plan))
+            fitting = ask.fitting.setdefault((grid, pace, states), [])
+            ask.push(floor, (self.space.savings.index(saving),), self._open_layout, grid, states, saving, plan, fitting)
 
-    def _open_layout(self, cell: _Cell, more: Any, bound: float, push: Any) -> None:
-        order, saving, plan = more
-        if any(never_faster(saving, than=other) for other in cell.fitting):
-            return
-        if plan is None:
-            plan = self.space.plan(cell.grid, cell.pace, cell.states, saving)
-            push(max(bound, self.floors.of_plan(plan)), (order,), cell, (order, saving, plan))
+    def _open_layout(
+        self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, plan: Plan, fitting: list[Saving]
+    ) -> None:
+        if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
         if self.memory_of(plan) > self.limit:
             self.counts.too_large += 1
             return
-        cell.fitting.append(saving)
+        fitting.append(saving)
         candidate = self.predicted(plan)
-        push(candidate.prediction.step_s, (len(self.space.savings), *plainness(plan)), candidate)
+        ask.push(candidate.prediction.step_s, (len(self.space.savings), *plainness(plan)), None, candidate)
+
+    def _least_states(self, grid: Grid) -> list[States]:
+        """The most shards of each stage."""
+        least: dict[int, States] = {}
+        for states in self.space.states(grid):
+            if states.zero not in least or states.replicate < least[states.zero].replicate:
+                least[states.zero] = states
+        return list(least.values())
+
+    # Single layouts ------------------------------------------------------------------------------------------------
 
     def memory_of(self, plan: Plan) -> int:
         if plan not in self._memory:

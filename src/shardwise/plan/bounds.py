@@ -1,73 +1,158 @@
-"""What a layout needs at least, in microseconds of thinking: floors of memory and of step time. No torch.
+"""Floors of step time: what a layout takes at least, told in microseconds. No torch.
 
-The search looks at millions of layouts and predicts hundreds. Floors say which of them can still win. Invariant, held by tests on random
-layouts: no floor is above the prediction. Memory is counted on the pipeline's first rank, time is that of the work alone. Read next:
-searching.py, which asks; memory.py and step_time.py, which predict.
+The search looks at millions of layouts and predicts hundreds; floors say which of them can still win. Invariant, held by a test on random
+layouts: no floor is above the prediction. What is counted is computing and the messages inside of layers, which every micro-batch pays,
+and how long a pipeline takes to fill and to empty. Read next: least_memory.py, best_first.py.
 """
 
 from __future__ import annotations
 
-from shardwise.model.spec import LayerSpec, ModelSpec
-from shardwise.plan.activations import exchanged_activations, layer_activations
-from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, state_bytes
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwise.plan.activations import segments
+from shardwise.plan.layer_time import LayerTime, LayerTimes
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import expert_parameters, tensor_slice
-from shardwise.plan.schedules import stage_owners
-from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.rank_share import rank_shares
+from shardwise.plan.schedules import splits_backward, stage_owners
+from shardwise.plan.space import Grid, Pace, Space
 from shardwise.plan.stack import Stack
-from shardwise.plan.step_time import step_seconds
-
-WORK = ("compute", "launch", "tensor-parallel", "context-parallel", "expert-parallel")
-"""Parts of a step that every micro-batch pays, whatever the data-parallel ranks and the pipeline do."""
+from shardwise.plan.step_time import STRAGGLER, layer_times, rank_state, stage_times, step_seconds
 
 
-class Floors:
+class Work(NamedTuple):
+    """Seconds of one micro-batch."""
+
+    total: float  # through the whole model, forward and backward
+    path: float  # of that, all but the gradients of the weights: what one micro-batch cannot do side by side
+    forward: float  # of the quickest layer
+    backward: float
+    first: float  # embedding
+    last: float  # head
+
+
+class Turn(NamedTuple):
+    """A rank of a pipeline: layers that a micro-batch passes before it comes here, and layers that it has itself."""
+
+    before: int
+    own: int
+    has_first: bool
+    has_last: bool
+
+
+class TimeFloors:
     def __init__(self, space: Space, stack: Stack):
         self.space, self.stack = space, stack
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
-        self.weight, self.compute = WEIGHT_BYTES[space.precision], COMPUTE_BYTES[space.precision]
-        self.state = state_bytes(space.job.optimizer, space.precision)
-        self._slices: dict[int, ModelSpec] = {}
-        self._held: dict[tuple[object, ...], tuple[int, int, int]] = {}
-        self._kept: dict[tuple[object, ...], int] = {}
-        self._layer: dict[tuple[object, ...], int] = {}
-        self._work: dict[tuple[object, ...], float] = {}
-
-    # Time ----------------------------------------------------------------------------------------------------------
+        self.slower = 1 + STRAGGLER * (space.cluster.nodes.bit_length() - 1)
+        self._works: dict[tuple[object, ...], Work] = {}
+        self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
 
     def of_gpus(self, gpus: int) -> float:
         """All products at the full rate of the device, on all ranks all the time."""
+        return self._products / (1 if self.space.device == "cpu" else gpus)
+
+    @cached_property
+    def _products(self) -> float:
         space = self.space
-        rate = max(space.cluster.device.flops.values()) * (space.cluster.world if space.device == "cpu" else gpus)
+        rate = max(space.cluster.device.flops.values()) * (space.cluster.world if space.device == "cpu" else 1)
         share = 1.0 if space.job.adapter.kind == "none" else 1 / 3  # frozen weights have no gradients
         return self.batch * self.seq_len * space.model.flops_per_token(self.seq_len) * share / rate
 
-    def of_plan(self, plan: Plan) -> float:
-        return 0.0
-
-    def of_pace(self, grid: Grid, pace: Pace) -> float:
-        """Seconds. No rank of a pipeline has less than the mean of the work, and what comes before a rank's first forward and after its
-        last backward is done by the ranks before it. Where each action is whole, stage r of p and M micro-batches take at least
-        M x_r + x_0 + ... + x_(r-1), which is least when x_r shrinks by 1 - 1/M from stage to stage."""
-        rows = -(-self.batch // grid.dp)
-        work = self.of_microbatch(grid, pace.micro_batch)
+    def of_size(self, grid: Grid, size: int) -> float:
+        """Of a micro-batch's size, whatever the schedule: no rank of a pipeline has less than the mean of the work."""
+        rows, work = -(-self.batch // grid.dp), self.work(grid, size, "none")
         if grid.pp == 1:
-            return work * rows / pace.micro_batch
+            return self.slower * work.total * rows / size
+        return self.slower * max(work.total * -(-rows // size) / grid.pp, work.path)
+
+    def of_pace(self, grid: Grid, pace: Pace, mode: str) -> float:
+        rows = -(-self.batch // grid.dp)
+        work = self.work(grid, pace.micro_batch, mode)
+        if grid.pp == 1:
+            return self.slower * work.total * rows / pace.micro_batch
         count = -(-rows // pace.micro_batch)
-        if pace.schedule in ("1f1b", "gpipe"):
-            return work / (1 - (1 - 1 / count) ** grid.pp)
-        return work * count / grid.pp
+        is_split = splits_backward(pace.schedule)
+        least = max(work.total * count / grid.pp, work.path if is_split else work.total)
+        # A rank's first forward comes after those of the ranks before it, which have their whole backward still to do after its last,
+        # unless they split it.
+        around = work.forward if is_split else work.forward + work.backward
+        each = work.forward + work.backward
+        for turn in self.turns(pace.schedule, grid.pp, pace.virtual_stages).values():
+            own = turn.own * each + turn.has_first * work.first + turn.has_last * work.last
+            least = max(least, turn.before * around + count * own)
+        return self.slower * least
 
-    def of_microbatch(self, grid: Grid, size: int) -> float:
-        """Seconds of one micro-batch through the whole model, forward and backward, on ranks that have all layers."""
-        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size)
-        if key not in self._work:
-            self._work[key] = self._measure(grid, size)
-        return self._work[key]
-
-    def _measure(self, grid: Grid, size: int) -> float:
-        dp = -(-grid.ep // (grid.cp * grid.tp))  # as few as hold all experts
+    def of_plan(self, plan: Plan) -> float:
+        """With what the ranks of a pipeline send for their weights; instead of the simulation, how long ranks that may be the slowest are
+        busy, what they wait for before, and what others do after."""
         space = self.space
+        if plan.pp == 1:
+            return sum(step_seconds(space.model, space.cluster, space.job, plan, self.stack).values())
+        times = layer_times(space.model, space.cluster, space.job, plan, self.stack)
+        stages, shares = stage_times(space.model, plan, times, self.stack), rank_shares(space.model, plan)
+        owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
+        is_split, least, once = splits_backward(plan.schedule), 0.0, 0.0
+        for rank in self.turns(plan.schedule, plan.pp, plan.virtual_stages):
+            mine = [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
+            state = rank_state(shares[rank], space.model, mine, space.cluster, space.job, plan, self.stack, times)
+            each = state.each_forward + state.each_backward + state.casts_forward + state.casts_backward
+            busy = plan.num_microbatches * (each + sum(stage.forward + stage.backward for stage in mine))
+            around = sum(stage.forward + (0.0 if is_split else stage.backward) for stage in stages[:rank])
+            least, once = max(least, busy + around), max(once, state.once)
+        return self.slower * (least + once)
+
+    def turns(self, schedule: str, pp: int, virtual_stages: int) -> dict[int, Turn]:
+        """Of the ranks that may be the slowest: those with most layers, the first and the last."""
+        key = (schedule, pp, virtual_stages)
+        if key not in self._turns:
+            split = self.space.split(pp * virtual_stages)
+            assert split is not None, key
+            owners = stage_owners(schedule, pp, virtual_stages)
+            own = [0] * pp
+            for owner, layers in zip(owners, split, strict=True):
+                own[owner] += layers
+            last = owners[-1]
+            largest = max(rank for rank in range(pp) if own[rank] == max(own))
+            found = {0, pp - 1, largest, last}
+            self._turns[key] = {rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last) for rank in sorted(found)}
+        return self._turns[key]
+
+    def work(self, grid: Grid, size: int, mode: str) -> Work:
+        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode)
+        if key not in self._works:
+            self._works[key] = self._add_up(grid, size, mode)
+        return self._works[key]
+
+    def _add_up(self, grid: Grid, size: int, mode: str) -> Work:
+        times = self._times(grid, size, mode)
+        found: list[tuple[LayerTime, int]] = []
+        for layer, again, count in self._kinds(mode):
+            found.append((times.layer(layer, again), count))
+        ends = times.ends()
+        device = sum(count * _length(one) for one, count in found) + sum(map(_length, ends))
+        host = sum(count * (one.host_forward + one.host_backward) for one, count in found)
+        return Work(
+            total=max(device, host),
+            path=device - sum(count * one.weights for one, count in found) - sum(end.weights for end in ends),
+            forward=min(_forward(one) for one, _ in found),
+            backward=min(_length(one) - _forward(one) for one, _ in found),
+            first=_length(ends[0]),
+            last=_length(ends[1]),
+        )
+
+    def _kinds(self, mode: str) -> list[tuple]:  # type: ignore[type-arg]
+        """(a layer, whether it is computed again, how many are like it)"""
+        layers = self.space.model.layers
+        again = {index for part in segments(mode, range(len(layers))) for index in part}
+        counted: dict[object, list] = {}  # type: ignore[type-arg]
+        for layer in layers:
+            key = (layer.window, layer.is_moe, layer.ffn, layer.index in again)
+            counted.setdefault(key, [layer, layer.index in again, 0])[2] += 1
+        return [tuple(entry) for entry in counted.values()]
+
+    def _times(self, grid: Grid, size: int, mode: str) -> LayerTimes:
+        space, dp = self.space, -(-grid.ep // (grid.cp * grid.tp))  # as few as hold all experts
         plan = Plan(
             device=space.device,
             precision=space.precision,
@@ -75,7 +160,7 @@ class Floors:
             global_batch=size * dp,
             micro_batch=size,
             num_steps=1,
-            threads_per_rank=max(1, space.cluster.world // grid.gpus) if space.device == "cpu" else 4,
+            threads_per_rank=space.threads(grid.gpus),
             reason="one micro-batch",
             dp=dp,
             tp=grid.tp,
@@ -83,142 +168,18 @@ class Floors:
             cp=grid.cp,
             cp_kind=grid.cp_kind,
             ep=grid.ep,
+            recompute=mode,
         )
-        parts = step_seconds(space.model, space.cluster, space.job, plan, self.stack)
-        return sum(parts.get(name, 0.0) for name in WORK)
+        return layer_times(space.model, space.cluster, space.job, plan, self.stack)
 
-    # Memory --------------------------------------------------------------------------------------------------------
 
-    def memory(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> int:
-        """Bytes of the first rank: what it holds of the model, and what its stages keep of the micro-batches in flight."""
-        dense, spread, block = self._parameters(grid, pace)
-        if self.space.job.adapter.kind != "none":
-            return self._frozen(dense + spread, grid, states, saving) // 2
-        shards = grid.dp // states.replicate * grid.cp if states.zero else 1
-        ranks = grid.dp * grid.cp * grid.tp
-        own = dense / shards + spread / (ranks // grid.ep if states.zero else 1)
-        kept = self._activations(grid, pace, saving)
-        if saving.offload == "all":
-            return int(kept)
-        gathered = (dense + spread) * self.compute if self.compute != self.weight or states.zero else 0
-        if states.zero == 3:
-            gathered = block * self.compute
-        rows = -(-self.batch // grid.dp)
-        gradients = own * self.weight
-        if saving.offload == "optimizer":
-            return int(own * self.weight + gathered + kept)
-        lasting = own * (self.weight + self.state)
-        if rows <= pace.micro_batch:  # gradients come when activations go
-            return int(lasting + max(gathered + kept, gradients))
-        return int(lasting + gathered + kept + gradients)
+def _forward(time: LayerTime) -> float:
+    return time.forward + time.tensor_forward + time.context_forward + time.expert_forward
 
-    def least_memory(self, grid: Grid, pace: Pace, states: States | None = None) -> int:
-        """Of all savings, and of all states if none is given."""
-        savings = self.space.savings
-        found = self._least_saving(savings)
-        every = [states] if states else self._least_states(grid)
-        return min(self.memory(grid, pace, one, saving) for one in every for saving in found)
 
-    def _least_saving(self, savings: list[Saving]) -> list[Saving]:
-        """Of each recomputation the one that moves the most out."""
-        order = {"none": 0, "optimizer": 1, "all": 2}
-        most = max((order[s.offload], s.activation_offload) for s in savings)
-        return [s for s in savings if (order[s.offload], s.activation_offload) == most]
-
-    def _least_states(self, grid: Grid) -> list[States]:
-        """The most shards of each stage."""
-        least: dict[int, States] = {}
-        for states in self.space.states(grid):
-            if states.zero not in least or states.replicate < least[states.zero].replicate:
-                least[states.zero] = states
-        return list(least.values())
-
-    def _slice(self, tp: int) -> ModelSpec:
-        if tp not in self._slices:
-            self._slices[tp] = tensor_slice(self.space.model, tp)
-        return self._slices[tp]
-
-    def _chunks(self, grid: Grid, pace: Pace) -> list[tuple[LayerSpec, ...]]:
-        """Layers of each stage of the first rank."""
-        layers = self._slice(grid.tp).layers
-        if grid.pp == 1:
-            return [layers]
-        split = self.space.split(grid.pp * pace.virtual_stages)
-        assert split is not None, (grid, pace)
-        owners = stage_owners(pace.schedule, grid.pp, pace.virtual_stages)
-        ends = [sum(split[: stage + 1]) for stage, owner in enumerate(owners) if owner == 0]
-        mine = [size for size, owner in zip(split, owners, strict=True) if owner == 0]
-        return [layers[end - size : end] for end, size in zip(ends, mine, strict=True)]
-
-    def _parameters(self, grid: Grid, pace: Pace) -> tuple[int, int, int]:
-        """Of the first rank: all but spread experts, spread experts, one layer."""
-        key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
-        if key not in self._held:
-            spec, model = self._slice(grid.tp), self.space.model
-            layers = [layer for chunk in self._chunks(grid, pace) for layer in chunk]
-            outside = spec.num_attention_parameters + 2 * spec.num_norm_parameters
-            routed = spec.num_experts * expert_parameters(spec)
-            experts = model.num_experts // grid.ep * expert_parameters(model) if grid.ep > 1 else 0
-            dense = spec.num_embedding_parameters
-            sizes = []
-            for layer in layers:
-                away = routed if layer.is_moe and grid.ep > 1 else 0
-                sizes.append(outside + spec.num_feedforward_parameters(layer) - away)
-            dense += sum(sizes)
-            spread = experts * sum(layer.is_moe for layer in layers)
-            self._held[key] = dense, spread, min(sizes)
-        return self._held[key]
-
-    def _activations(self, grid: Grid, pace: Pace, saving: Saving) -> float:
-        if saving.activation_offload:
-            return 0.0
-        rows = -(-self.batch // grid.dp)
-        count, pp, v = -(-rows // pace.micro_batch), grid.pp, pace.virtual_stages
-        flying = 1
-        if pp > 1:
-            group = -(-count // max(1, count // pp))
-            most = {
-                "gpipe": count,
-                "1f1b": pp,
-                "interleaved": (v - 1) * group + 2 * (pp - 1) + 1,
-                "zero-bubble": (v - 1) * group + 1,
-                "zbv": 2,
-            }
-            flying = min(count * v, most[pace.schedule])
-        tokens = pace.micro_batch * self.seq_len // grid.cp
-        return tokens * self._numbers(grid, pace, saving.recompute) * self.compute * flying
-
-    def _numbers(self, grid: Grid, pace: Pace, mode: str) -> int:
-        """Kept per token by the smallest stage of the first rank."""
-        how = (grid.tp, grid.sequence, grid.cp > 1, grid.cp_kind, grid.ep > 1)
-        key = (*how, grid.pp, pace.schedule == "zbv", pace.virtual_stages, mode)
-        if key not in self._kept:
-            self._kept[key] = min(sum(self._of_layer(grid, one, mode) for one in c) for c in self._chunks(grid, pace))
-        return self._kept[key]
-
-    def _of_layer(self, grid: Grid, layer: LayerSpec, mode: str) -> int:
-        if mode == "sqrt":
-            return 0
-        if mode == "full" or (mode.startswith("every-") and layer.index % int(mode[6:]) == 0):
-            return self._slice(grid.tp).hidden // (grid.tp if grid.sequence else 1)
-        is_selective = mode == "selective"
-        how = (grid.tp, grid.sequence, grid.cp > 1, grid.cp_kind, grid.ep > 1)
-        key = (*how, layer.is_moe, layer.ffn, is_selective)
-        if key not in self._layer:
-            spec = self._slice(grid.tp)
-            if self.space.device == "cuda":
-                spec = spec.with_overrides({"norm": "layer"})
-            keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
-            parts, routed = grid.tp if grid.sequence else 1, grid.tp if grid.ep > 1 else 1
-            numbers = layer_activations(spec, [layer], keys, parts, routed, is_selective)
-            if grid.cp > 1 and grid.cp_kind == "ulysses":
-                numbers += exchanged_activations(spec, [layer])
-            self._layer[key] = numbers
-        return self._layer[key]
-
-    def _frozen(self, parameters: int, grid: Grid, states: States, saving: Saving) -> int:
-        """Beside adapters: weights alone, in four bits or in the format of the computation."""
-        if saving.offload == "all":
-            return 0
-        shards = grid.dp // states.replicate * grid.cp if states.zero else 1
-        return int(parameters * (0.5 if self.space.job.adapter.kind == "qlora" else self.compute) / shards)
+def _length(time: LayerTime) -> float:
+    return (
+        _forward(time)
+        + (time.inputs + time.weights + time.again)
+        + (time.tensor_backward + time.context_backward + time.expert_backward)
+    )

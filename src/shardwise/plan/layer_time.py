@@ -111,7 +111,7 @@ class LayerTimes:
         if again:
             repeated = work.forward
         elif self.plan.recompute == "selective":
-            half = Work(work.forward.products[::2]) if self.stack.selective == "half" else Work()
+            half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
         time = self._compute(work, repeated)
         return self._messages(layer, work, time, again)

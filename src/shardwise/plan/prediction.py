@@ -13,7 +13,8 @@ from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.confidence import interval, outside
 from shardwise.plan.job import Job
-from shardwise.plan.memory import predict_elsewhere, predict_memory
+from shardwise.plan.lifetimes import StageMemory
+from shardwise.plan.memory import fullest, predict_elsewhere, predict_stages
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.step_time import step_seconds
@@ -26,6 +27,7 @@ class Prediction:
     elsewhere: dict[str, int] = field(default_factory=dict)  # offloaded bytes per rank: host, disk
     likely: tuple[float, float] = (1.0, 1.0)  # factors on the step between which 8 of 10 measured ones lay
     outside: tuple[str, ...] = ()  # what of it was never measured
+    stages: tuple[StageMemory, ...] = ()  # memory of each rank along the pipeline; `memory` is that of the fullest
 
     @property
     def memory_bytes(self) -> int:
@@ -49,6 +51,7 @@ class Prediction:
             "memory_bytes": self.memory_bytes,
             "memory": self.memory,
             "elsewhere": self.elsewhere,
+            "stages": [stage.to_dict() for stage in self.stages],
             "step_s": self.step_s,
             "step": self.step,
             "likely": list(self.likely),
@@ -57,7 +60,8 @@ class Prediction:
 
 
 def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> Prediction:
-    memory = predict_memory(model, plan, job.optimizer, job.adapter)
+    stages = predict_stages(model, plan, job.optimizer, job.adapter, stack)
     elsewhere = predict_elsewhere(model, plan, job.optimizer, job.adapter)
     step = step_seconds(model, cluster, job, plan, stack)
-    return Prediction(memory, step, elsewhere, interval(model, cluster, plan), outside(model, cluster, plan))
+    likely, unseen = interval(model, cluster, plan), outside(model, cluster, plan)
+    return Prediction(fullest(stages).parts, step, elsewhere, likely, unseen, stages)

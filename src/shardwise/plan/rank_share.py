@@ -5,7 +5,10 @@ Invariant: with tp = pp = 1 the share is the whole model, to the last parameter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.plan import Plan
@@ -13,8 +16,10 @@ from shardwise.plan.schedules import schedule_actions, splits_backward, stage_ow
 from shardwise.plan.split import estimated_costs
 
 
-@dataclass(frozen=True)
-class RankShare:
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The part that does not depend on the batch. Compared by identity: there is one of each, and results are kept by it."""
+
     spec: ModelSpec  # the slice
     layers: tuple[LayerSpec, ...]
     embedding: int  # parameters before the first layer, if this rank has the first stage
@@ -22,17 +27,18 @@ class RankShare:
     head: int  # parameters after the last layer, if it has the last stage
     has_last_stage: bool
     work: float  # share of the model's FLOPs, before tensor parallelism
-    stages_in_flight: int  # most activations of a stage held at one time
-    weights_waiting: int  # of these, most whose backward has run but for the weights' gradients
 
-    @property
+    @cached_property
     def layer_parameters(self) -> list[int]:
         norms = (4 if self.spec.post_norms else 2) * self.spec.num_norm_parameters
         attention = self.spec.num_attention_parameters + norms
-        return [
-            attention + self.spec.num_feedforward_parameters(layer) + self._correction * layer.is_moe
+        sizes = {
+            (layer.is_moe, layer.ffn): attention
+            + self.spec.num_feedforward_parameters(layer)
+            + self._correction * layer.is_moe
             for layer in self.layers
-        ]
+        }
+        return [sizes[layer.is_moe, layer.ffn] for layer in self.layers]
 
     @property
     def _correction(self) -> int:
@@ -41,14 +47,57 @@ class RankShare:
             return 0
         return self.experts - self.spec.num_experts * expert_parameters(self.spec)
 
-    @property
+    @cached_property
     def spread_parameters(self) -> int:
         """Of all layers' routed experts: other ranks have the same ones than of the rest."""
         return self.experts * sum(layer.is_moe for layer in self.layers)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         return self.embedding + sum(self.layer_parameters) + self.head
+
+
+@dataclass(frozen=True, eq=False)
+class RankShare:
+    cut: Cut
+    stages_in_flight: int  # most activations of a stage held at one time
+    weights_waiting: int  # of these, most whose backward has run but for the weights' gradients
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.cut.spec
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self.cut.layers
+
+    @property
+    def embedding(self) -> int:
+        return self.cut.embedding
+
+    @property
+    def head(self) -> int:
+        return self.cut.head
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.cut.has_last_stage
+
+    @property
+    def work(self) -> float:
+        return self.cut.work
+
+    @property
+    def layer_parameters(self) -> list[int]:
+        return self.cut.layer_parameters
+
+    @property
+    def spread_parameters(self) -> int:
+        return self.cut.spread_parameters
+
+    @property
+    def num_parameters(self) -> int:
+        return self.cut.num_parameters
 
 
 def expert_parameters(spec: ModelSpec) -> int:
@@ -58,9 +107,33 @@ def expert_parameters(spec: ModelSpec) -> int:
 
 def rank_shares(spec: ModelSpec, plan: Plan) -> list[RankShare]:
     """One per rank along the pipeline."""
-    return [_rank_share(spec, plan, rank) for rank in range(plan.pp)]
+    cuts = _cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
+    repeats = plan.recompute != "none"
+    return [
+        RankShare(cut, _stages_in_flight(plan, rank), _weights_waiting(plan, rank) if repeats else 0)
+        for rank, cut in enumerate(cuts)
+    ]
 
 
+@lru_cache(1024)
+def stages_of_cut(cut: Cut, split: tuple[int, ...]) -> tuple[tuple[LayerSpec, ...], ...]:
+    if not split:
+        return (cut.layers,)
+    mine, starts = {layer.index: layer for layer in cut.layers}, [0, *accumulate(split)]
+    ranges = [range(start, stop) for start, stop in pairwise(starts)]
+    return tuple(tuple(mine[index] for index in layers) for layers in ranges if layers.start in mine)
+
+
+def stages_of(share: RankShare, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
+    """The rank's layers, stage by stage."""
+    return stages_of_cut(share.cut, plan.split)
+
+
+def numbers_of(layers: Sequence[LayerSpec]) -> range:
+    return range(layers[0].index, layers[0].index + len(layers))
+
+
+@lru_cache(1024)
 def tensor_slice(spec: ModelSpec, tp: int) -> ModelSpec:
     """The largest slice that one of `tp` ranks holds, as a model of its own: whole heads, some channels, some of the
     vocabulary. Norms, routers, learned positions and the down-projections of latent attention are not cut."""
@@ -78,40 +151,57 @@ def tensor_slice(spec: ModelSpec, tp: int) -> ModelSpec:
     )
 
 
-def _rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
-    part = tensor_slice(spec, plan.tp)
-    costs, first, last = estimated_costs(spec, plan.seq_len)
-    if plan.pp == 1:
-        indices, is_first, is_last = list(range(spec.num_layers)), True, True
-    else:
-        owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
-        mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-        indices = [index for stage in mine for index in plan.layers_of(stage)]
-        is_first, is_last = 0 in mine, plan.num_stages - 1 in mine
+@lru_cache(1024)
+def _costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], float, float]:
+    return estimated_costs(spec, seq_len)
+
+
+@lru_cache(1024)
+def _cuts(
+    spec: ModelSpec, tp: int, ep: int, pp: int, schedule: str, virtual_stages: int, split: tuple[int, ...], seq_len: int
+) -> tuple[Cut, ...]:
+    part = tensor_slice(spec, tp)
+    costs, first, last = _costs(spec, seq_len)
+    starts = [0, *accumulate(split)] if pp > 1 else [0, spec.num_layers]
+    owners = stage_owners(schedule, pp, virtual_stages) if pp > 1 else (0,)
     # A tied head uses the embedding: whole models have one table, a pipeline has one at each end.
-    has_table = not spec.tied or plan.pp > 1
-    work = sum(costs[index] for index in indices) + first * is_first + last * is_last
-    return RankShare(
-        spec=part,
-        layers=tuple(part.layers[index] for index in indices),
-        embedding=part.num_embedding_parameters * is_first,
-        experts=spec.num_experts // plan.ep * expert_parameters(spec) if plan.ep > 1 else 0,
-        head=(part.num_norm_parameters + part.vocab * part.hidden * has_table) * is_last,
-        has_last_stage=is_last,
-        work=work / (sum(costs) + first + last),
-        stages_in_flight=_stages_in_flight(plan, rank),
-        weights_waiting=_weights_waiting(plan, rank) if plan.recompute != "none" else 0,
-    )
+    has_table = not spec.tied or pp > 1
+    total = sum(costs) + first + last
+    cuts = []
+    for rank in range(pp):
+        mine = [stage for stage, owner in enumerate(owners) if owner == rank]
+        indices = [index for stage in mine for index in range(starts[stage], starts[stage + 1])]
+        is_first, is_last = 0 in mine, len(owners) - 1 in mine
+        work = sum(costs[index] for index in indices) + first * is_first + last * is_last
+        cut = Cut(
+            spec=part,
+            layers=tuple(part.layers[index] for index in indices),
+            embedding=part.num_embedding_parameters * is_first,
+            experts=spec.num_experts // ep * expert_parameters(spec) if ep > 1 else 0,
+            head=(part.num_norm_parameters + part.vocab * part.hidden * has_table) * is_last,
+            has_last_stage=is_last,
+            work=work / total,
+        )
+        cuts.append(cut)
+    return tuple(cuts)
 
 
 def _weights_waiting(plan: Plan, rank: int) -> int:
     if plan.pp == 1 or not splits_backward(plan.schedule):
         return 0
-    waiting = most = 0
-    for action in schedule_actions(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)[rank]:
-        waiting += {"I": 1, "W": -1}.get(action.kind, 0)
-        most = max(most, waiting)
-    return most
+    return _waiting(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)[rank]
+
+
+@lru_cache(256)
+def _waiting(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> list[int]:
+    found = []
+    for actions in schedule_actions(schedule, pp, virtual_stages, num_microbatches):
+        waiting = most = 0
+        for action in actions:
+            waiting += {"I": 1, "W": -1}.get(action.kind, 0)
+            most = max(most, waiting)
+        found.append(most)
+    return found
 
 
 def _stages_in_flight(plan: Plan, rank: int) -> int:

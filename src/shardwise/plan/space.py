@@ -87,6 +87,9 @@ class Space:
         self.precision = fixed.get("memory.precision", job.precision)
         self.device = cluster.device.kind
         self._splits: dict[int, tuple[int, ...] | None] = {}
+        self._sizes: dict[int, list[int]] = {}
+        self._schedules: dict[int, list[tuple[str, int]]] = {}
+        self._states: dict[tuple[int, int], list[States]] = {}
 
     def among(self, key: str, values: Any) -> list[Any]:
         """Those of the values that the constraints leave; what is asked for need not be among them."""
@@ -129,7 +132,7 @@ class Space:
                             if not sequence and ep > 1 and tp > 1:
                                 continue
                             grid = Grid(dp, tp, sequence, cp, kind, pp, ep)
-                            if self.paces(grid) and self.states(grid):
+                            if self.sizes(dp) and self.pipelines(pp) and self.states(grid):
                                 yield grid
 
     @cached_property
@@ -159,10 +162,21 @@ class Space:
 
     # The pace ------------------------------------------------------------------------------------------------------
 
-    def paces(self, grid: Grid) -> list[Pace]:
-        rows = -(-self.job.global_batch // grid.dp)
-        sizes = [n for n in self.among("train.micro_batch", reversed(divisors(rows))) if n <= rows]
-        return [Pace(size, *how) for how in self._pipelines(grid.pp) for size in sizes]
+    def paces(self, grid: Grid) -> Iterator[Pace]:
+        return (Pace(size, *how) for how in self.pipelines(grid.pp) for size in self.sizes(grid.dp))
+
+    def sizes(self, dp: int) -> list[int]:
+        """Of micro-batches, largest first."""
+        if dp not in self._sizes:
+            rows = -(-self.job.global_batch // dp)
+            self._sizes[dp] = [n for n in self.among("train.micro_batch", reversed(divisors(rows))) if n <= rows]
+        return self._sizes[dp]
+
+    def pipelines(self, pp: int) -> list[tuple[str, int]]:
+        """(schedule, stages per rank)"""
+        if pp not in self._schedules:
+            self._schedules[pp] = self._pipelines(pp)
+        return self._schedules[pp]
 
     def _pipelines(self, pp: int) -> list[tuple[str, int]]:
         schedules = self.among("parallel.schedule", SCHEDULES)
@@ -194,6 +208,12 @@ class Space:
 
     def states(self, grid: Grid) -> list[States]:
         """Nothing is shared by one rank. Hybrid: replicas of a model that is sharded inside."""
+        key = (grid.dp, grid.cp)
+        if key not in self._states:
+            self._states[key] = self._states_of(grid)
+        return self._states[key]
+
+    def _states_of(self, grid: Grid) -> list[States]:
         found = []
         for zero in self.among("parallel.zero", (0, 1, 2, 3)):
             if zero == 0:
@@ -215,7 +235,7 @@ class Space:
         offloads = [{"nvme": "optimizer"}.get(asked, asked)] if asked is not None else list(places)
         if self.goes_to_disk and asked is None:
             offloads = [place for place in places if place != "none"][:1]
-        elsewhere = self.among("memory.activation_offload", (False, True) if on_gpus else (False,))
+        elsewhere = self.among("memory.activation_offload", (False,))
         modes = self.among("memory.recompute", RECOMPUTE)
         every = [mode for mode in modes if not mode.startswith("every-") or int(mode[6:]) < self.model.num_layers]
         return [Saving(mode, place, away) for place in offloads for away in elsewhere for mode in every or modes]
@@ -245,7 +265,6 @@ class Space:
     def plan(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> Plan:
         split = self.split(grid.pp * pace.virtual_stages) if grid.pp > 1 else ()
         assert split is not None, (grid, pace)
-        threads = max(1, self.cluster.world // grid.gpus) if self.device == "cpu" else 4
         return Plan(
             dp=grid.dp,
             tp=grid.tp,
@@ -263,13 +282,17 @@ class Space:
             recompute=saving.recompute,
             offload=saving.offload,
             activation_offload=saving.activation_offload,
-            threads_per_rank=threads,
+            threads_per_rank=self.threads(grid.gpus),
             **self._common,
         )
 
+    def threads(self, ranks: int) -> int:
+        return max(1, self.cluster.world // ranks) if self.device == "cpu" else 4
+
     def size(self, grid: Grid) -> int:
         """Layouts of a grid."""
-        return len(self.paces(grid)) * len(self.states(grid)) * len(self.savings)
+        paces = len(self.sizes(grid.dp)) * len(self.pipelines(grid.pp))
+        return paces * len(self.states(grid)) * len(self.savings)
 
     def __iter__(self) -> Iterator[tuple[Grid, Pace, States, Saving]]:
         """All of them. Only small spaces bear it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from shardwise.model.spec import ModelSpec
@@ -109,6 +110,7 @@ def balanced_split(layer_seconds: Sequence[float], first: float, last: float, nu
     return tuple(end - begin for begin, end in pairwise(path))
 
 
+@lru_cache(64)
 def estimated_costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], float, float]:
     """Training FLOPs per token of each layer, of the embedding (a lookup: none) and of the head with its norm.
 

@@ -54,5 +54,20 @@ class Stack:
     scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
     overlaps_pipeline: bool = True  # messages between stages travel while others compute; else both ranks wait
 
+    # Memory: states. Ours are those of FSDP2: weights in fp32, cast as they are gathered.
+    half_weights: bool = False  # weights lie there in the format of the computation, fp32 masters beside the moments
+    gradient_bytes: int = 0  # per parameter, where gradients add up; 0: as wide as the weights that are kept
+    bucket_bytes: int = 0  # per parameter of buckets beside the gradients, where replicas add them up
+    ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
+
+    # Memory: what is kept for backward. Attention: q, k, v once; "qkv+kv": a second copy of keys and values; "qkv+qk": rotated queries and keys too.
+    attention_keeps: str = "qkv"
+    logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
+    cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other
+
+    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (all that the device has given away)
+    published: str = "allocated"
+    published_rank: str = "fullest"  # of the pipeline; or first
+
 
 OURS = Stack()

@@ -55,12 +55,12 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
     """Seconds by part; their sum is the step."""
     stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
-    stages = _stages(model, plan, times, stack)
+    stages = stage_times(model, plan, times, stack)
     shares = rank_shares(model, plan)
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages) if plan.pp > 1 else (0,)
     mine = [[stage for stage, owner in zip(stages, owners, strict=True) if owner == rank] for rank in range(plan.pp)]
     states = [
-        _state(share, model, rank_stages, cluster, job, plan, stack, times)
+        rank_state(share, model, rank_stages, cluster, job, plan, stack, times)
         for share, rank_stages in zip(shares, mine, strict=True)
     ]
     busy = [
@@ -130,7 +130,7 @@ def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, st
     return found[1]
 
 
-def _stages(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> list[StageTime]:
+def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> list[StageTime]:
     """In model order."""
     ranges = [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(model.num_layers)]
     first, last = times.ends()
@@ -154,7 +154,7 @@ def _stage(layers: LayerTime, plan: Plan, stack: Stack) -> StageTime:
     )
 
 
-def _state(
+def rank_state(
     share: RankShare,
     model: ModelSpec,
     stages: Sequence[StageTime],

@@ -1,0 +1,175 @@
+"""Floors of memory: what a layout holds at least, told in microseconds. No torch.
+
+Two counts. Of a whole grid: the mean over the pipeline's ranks, with one micro-batch in flight, because the fullest rank has no less. Of one
+layout: the first rank, which holds the most micro-batches of most schedules. Invariant, held by a test on random layouts: no floor is above
+the prediction. Read next: memory.py, which predicts; best_first.py, which asks.
+"""
+
+from __future__ import annotations
+
+from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.plan.activations import exchanged_activations, layer_activations
+from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, state_bytes
+from shardwise.plan.rank_share import expert_parameters, tensor_slice
+from shardwise.plan.schedules import stage_owners
+from shardwise.plan.space import Grid, Pace, Saving, Space, States
+
+
+class MemoryFloors:
+    def __init__(self, space: Space):
+        self.space = space
+        self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
+        self.weight, self.compute = WEIGHT_BYTES[space.precision], COMPUTE_BYTES[space.precision]
+        self.state = state_bytes(space.job.optimizer, space.precision)
+        self.adapter = space.job.adapter.kind
+        self._slices: dict[int, ModelSpec] = {}
+        self._parameters: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._first: dict[tuple[object, ...], list[tuple[LayerSpec, ...]]] = {}
+
+    # Of a grid -----------------------------------------------------------------------------------------------------
+
+    def of_grid(self, grid: Grid, size: int, mode: str, states: States, offload: str, away: bool) -> float:
+        dense, spread = self._count(grid, self._slice(grid.tp).layers, ends=True)
+        layers = self._slice(grid.tp).layers
+        kept = 0.0 if away else self._kept(grid, mode, layers) / grid.pp + self._repeated(grid, mode)
+        several = -(-self.batch // grid.dp) > size
+        return self._total(grid, states, offload, dense / grid.pp, spread / grid.pp, kept * self._tokens(grid, size), several)
+
+    # Of a layout ---------------------------------------------------------------------------------------------------
+
+    def of_layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> float:
+        chunks = self._chunks(grid, pace)
+        key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
+        found = self._parameters.get(key)
+        if found is None:
+            mine = tuple(layer for chunk in chunks for layer in chunk)
+            found = self._parameters[key] = self._count(grid, mine, ends=False)
+        kept = 0.0
+        if not saving.activation_offload:
+            each = min(self._kept(grid, saving.recompute, chunk) for chunk in chunks)
+            kept = each * self._in_flight(grid, pace) + self._repeated(grid, saving.recompute)
+            kept *= self._tokens(grid, pace.micro_batch)
+        several = -(-self.batch // grid.dp) > pace.micro_batch
+        return self._total(grid, states, saving.offload, *found, kept, several)
+
+    def _in_flight(self, grid: Grid, pace: Pace) -> int:
+        """Activations of a stage that the first rank holds at most, as rank_share.py has them; of split backwards, only what is certain."""
+        if grid.pp == 1:
+            return 1
+        rows, pp, v = -(-self.batch // grid.dp), grid.pp, pace.virtual_stages
+        count = -(-rows // pace.micro_batch)
+        group = -(-count // max(1, count // pp))
+        if pace.schedule == "1f1b":
+            most = pp
+        elif pace.schedule == "interleaved":
+            most = (v - 1) * group + 2 * (pp - 1) + 1
+        elif pace.schedule == "zero-bubble":
+            most = (v - 1) * group + pp
+        elif pace.schedule == "zbv":
+            most = 2 * pp
+        else:
+            most = count
+        return min(count * v, most)
+
+    def _chunks(self, grid: Grid, pace: Pace) -> list[tuple[LayerSpec, ...]]:
+        """Layers of each stage of the first rank."""
+        key = (grid.tp, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
+        if key not in self._first:
+            layers = self._slice(grid.tp).layers
+            if grid.pp == 1:
+                self._first[key] = [layers]
+            else:
+                split = self.space.split(grid.pp * pace.virtual_stages)
+                assert split is not None, (grid, pace)
+                owners = stage_owners(pace.schedule, grid.pp, pace.virtual_stages)
+                mine = [stage for stage, owner in enumerate(owners) if owner == 0]
+                ends = [sum(split[: stage + 1]) for stage in mine]
+                self._first[key] = [
+                    layers[end - split[stage] : end] for end, stage in zip(ends, mine, strict=True)
+                ]
+        return self._first[key]
+
+    # What both are made of -----------------------------------------------------------------------------------------
+
+    def _total(
+        self, grid: Grid, states: States, offload: str, dense: float, spread: float, kept: float, several: bool
+    ) -> float:
+        """`several`: gradients wait for further micro-batches. With one, they come while activations go."""
+        shards = grid.dp // states.replicate * grid.cp if states.zero else 1
+        if self.adapter != "none":  # frozen weights alone
+            size = 0.0 if offload == "all" else 0.5 if self.adapter == "qlora" else self.compute
+            return (dense + spread) * size / max(shards, grid.dp * grid.cp * grid.tp // grid.ep)
+        copies = grid.dp * grid.cp * grid.tp // grid.ep
+        own = dense / shards + (spread / copies if states.zero else spread)
+        if offload == "all":
+            return kept
+        held = 0.0
+        if states.zero in (1, 2) or (states.zero == 0 and self.compute != self.weight):
+            held = (dense + spread) * self.compute
+        if offload == "optimizer":
+            return own * self.weight + held + kept
+        gradients = own * self.weight
+        rest = held + kept + gradients if several else max(held + kept, gradients)
+        return own * (self.weight + self.state) + rest
+
+    def _tokens(self, grid: Grid, size: int) -> int:
+        return size * self.seq_len // grid.cp * self.compute
+
+    def _slice(self, tp: int) -> ModelSpec:
+        if tp not in self._slices:
+            self._slices[tp] = tensor_slice(self.space.model, tp)
+        return self._slices[tp]
+
+    def _count(self, grid: Grid, layers: tuple[LayerSpec, ...], ends: bool) -> tuple[int, int]:
+        """Parameters: all but spread experts, spread experts. With the embedding, and with both ends of the model if asked for."""
+        key = (grid.tp, grid.ep, len(layers), ends, layers[0].index)
+        if ends and key in self._parameters:
+            return self._parameters[key]
+        spec, model = self._slice(grid.tp), self.space.model
+        routed = sum(layer.is_moe for layer in layers) if grid.ep > 1 else 0
+        outside = spec.num_attention_parameters + 2 * spec.num_norm_parameters
+        dense = spec.num_embedding_parameters + sum(outside + spec.num_feedforward_parameters(one) for one in layers)
+        dense += spec.vocab * spec.hidden if ends and not spec.tied else 0
+        dense -= routed * spec.num_experts * expert_parameters(spec)
+        spread = routed * (model.num_experts // grid.ep) * expert_parameters(model)
+        if ends:
+            self._parameters[key] = dense, spread
+        return dense, spread
+
+    def _kept(self, grid: Grid, mode: str, layers: tuple[LayerSpec, ...]) -> int:
+        """Numbers per token that these layers keep of one micro-batch."""
+        how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
+        key = (*how, mode, layers[0].index, len(layers))
+        if key not in self._numbers:
+            self._numbers[key] = sum(self._of_layer(grid, one, mode, how) for one in layers)
+        return self._numbers[key]
+
+    def _repeated(self, grid: Grid, mode: str) -> int:
+        """Numbers per token that backward has of a layer which it computes again."""
+        if mode not in ("full", "sqrt"):
+            return 0
+        how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
+        key = (*how, "repeated")
+        if key not in self._numbers:
+            least = min(self._of_layer(grid, one, "none", how) for one in self.space.model.layers)
+            self._numbers[key] = max(0, least - self.space.model.hidden)
+        return self._numbers[key]
+
+    def _of_layer(self, grid: Grid, layer: LayerSpec, mode: str, how: tuple[object, ...]) -> int:
+        if mode == "sqrt":  # a few of them
+            return 0
+        if mode == "full" or (mode.startswith("every-") and layer.index % int(mode[6:]) == 0):
+            return self.space.model.hidden // (grid.tp if grid.sequence else 1)
+        key = (*how, layer.is_moe, layer.ffn, mode == "selective")
+        if key not in self._numbers:
+            spec = self._slice(grid.tp)
+            if self.space.device == "cuda":
+                spec = spec.with_overrides({"norm": "layer"})
+            keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
+            parts, routed = grid.tp if grid.sequence else 1, grid.tp if grid.ep > 1 else 1
+            numbers = layer_activations(spec, [layer], keys, parts, routed, mode == "selective")
+            if grid.cp > 1 and grid.cp_kind == "ulysses":
+                numbers += exchanged_activations(spec, [layer])
+            self._numbers[key] = numbers
+        return self._numbers[key]
