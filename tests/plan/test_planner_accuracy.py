@@ -136,6 +136,14 @@ def test_what_cannot_be_asked_says_why(changes, reason):
         question_of(run_of(**changes))
 
 
+def test_other_spellings():
+    asked = question_of(
+        run_of(dp="", precision="bfloat16", recompute="Full", zero="FSDP", sp="true", micro_batch="1.0")
+    )
+    plan = asked.plan
+    assert (plan.dp, plan.precision, plan.recompute, plan.zero, plan.sequence) == (2, "bf16", "full", 3, True)
+
+
 def test_what_a_row_leaves_open_is_said():
     asked = question_of(run_of(stack="unheard-of", zero=3, recompute="", micro_batch=""))
     assert asked.stack.name == "torchtitan" and "stack unheard-of: as torchtitan" in asked.assumed
