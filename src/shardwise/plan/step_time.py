@@ -73,6 +73,8 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
         parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack)
     state = states[slowest]
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
+    if plan.pp > 1 and model.tied:
+        parts["data-parallel"] += _tied_seconds(model, plan, times, stack)
     parts["compute"] += state.casts_once
     trained = max(_trained(share, model, job, plan) for share in shares)
     parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
@@ -197,6 +199,17 @@ def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> di
         "data-parallel": number * (state.each_forward + state.each_backward),
         "launch": number * sum(stage.launch for stage in stages),
     }
+
+
+def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> float:
+    """Both ends of a pipeline have the table, and add up its gradients: of what a rank owns, where ZeRO has shared it out."""
+    size = (
+        -(-model.vocab // plan.tp)
+        * model.hidden
+        * (stack.reduce_bytes or 4)
+        / (plan.state_shards if plan.zero > 1 else 1)
+    )
+    return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
 
 
 def _pipeline(
