@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SECONDS = {"cpu": 0.1, "cuda": 0.03}  # of each measurement
+SECONDS = {"cpu": 0.1, "cuda": 0.3}  # of each measurement
+LONG = 2e-4  # seconds: longer than starting the three operations of a measurement
 # Tokens, inputs, outputs.
 PRODUCTS = {
     "cpu": ((64, 64, 64), (256, 128, 128), (256, 256, 512), (512, 384, 1024), (1024, 512, 1536), (1024, 1024, 2048)),
@@ -112,20 +113,19 @@ def _passes(device: torch.device, count: int) -> tuple[float, float]:
 
 
 def _launch(device: torch.device) -> tuple[float, float]:
-    """Host seconds of one operation so small that nothing else counts, recorded for backward."""
-    x = torch.randn(8, 8, device=device, requires_grad=True)
+    """Host seconds of one bare operation, so small that nothing else counts."""
+    x = torch.randn(8, 8, device=device)
 
     def many() -> None:
         for _ in range(200):
             x * x
-            F.linear(x, x)
 
     many()
     now, times = _clock(), []
-    for _ in range(9):
+    for _ in range(15):
         start = now()
         many()
-        times.append((now() - start) / 400)
+        times.append((now() - start) / 200)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return 1.0, sorted(times)[len(times) // 4]
@@ -151,20 +151,27 @@ def _clock() -> Callable[[], float]:
 
 
 def _device_seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Between events, with the device held up first, so that the host is ahead of it and starting is not measured."""
+    """What is long is timed at the end of a stretch of the same, when power limits have set the clock; what is short between events, with the
+    device held up first, so that the host is ahead of it and starting is not measured."""
+
+    def between(warm: int, count: int, held: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if held:
+            torch.cuda._sleep(held)
+        for number in range(warm + count):
+            if number == warm:
+                start.record()
+            action()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / count
+
     with torch.cuda.device(device):
-        for _ in range(3):
-            action()
-        times: list[float] = []
-        while not times or (sum(times) < SECONDS["cuda"] and len(times) < 100):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)
-            start.record()
-            action()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return sorted(times)[len(times) // 4]
+        first = min(between(1, 1, 2_000_000) for _ in range(3))
+        if first > LONG:
+            count = max(1, int(SECONDS["cuda"] / 2 / first))
+            return between(count, count, 0)
+        return sorted(between(1, 3, 2_000_000) for _ in range(20))[5]
 
 
 def _say(**event: object) -> None:
