@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SECONDS = {"cpu": 0.1, "cuda": 0.3}  # of each measurement
@@ -113,22 +114,43 @@ def _passes(device: torch.device, count: int) -> tuple[float, float]:
 
 
 def _launch(device: torch.device) -> tuple[float, float]:
-    """Host seconds of one bare operation, so small that nothing else counts."""
-    x = torch.randn(8, 8, device=device)
-
-    def many() -> None:
-        for _ in range(200):
-            x * x
-
-    many()
-    now, times = _clock(), []
-    for _ in range(15):
+    """Host seconds of one operation inside a model: a block so small that nothing else counts, forward and backward, over its operations."""
+    model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
+    x_BTD = torch.randn(1, 8, WIDTH, device=device, requires_grad=True)
+    # On a GPU backward runs in a thread of its own.
+    now, times = time.perf_counter if device.type == "cuda" else _clock(), []
+    for _ in range(25):
         start = now()
-        many()
-        times.append((now() - start) / 200)
+        model(x_BTD).sum().backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        times.append((now() - start) / BLOCKS / OPERATIONS)
+        model.zero_grad()
     return 1.0, sorted(times)[len(times) // 4]
+
+
+BLOCKS, WIDTH = 6, 32
+OPERATIONS = 90  # of one block forward and backward, views included, as plan/operations.py counts them
+
+
+class _Block(nn.Module):
+    """The operations of a decoder's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7)
+        )
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        h_BTD = self.norms[0](x_BTD)
+        q, k, v = (layer(h_BTD).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = (t * 0.5 + torch.cat((-t[..., 8:], t[..., :8]), -1) * 0.5 for t in (q, k))
+        out_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        x_BTD = x_BTD + self.o(out_BTD)
+        h_BTD = self.norms[1](x_BTD)
+        return x_BTD + self.down(F.silu(self.gate(h_BTD)) * self.up(h_BTD))
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
