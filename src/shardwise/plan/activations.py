@@ -107,10 +107,8 @@ def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
 def _attention(spec: ModelSpec, stack: Stack) -> int:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     normed = 2 * (queries + keys) if spec.qk_norm else 0
-    if stack.attention_keeps == "qkv+kv":
-        normed += 2 * keys if queries == keys else 0
-    elif stack.attention_keeps == "qkv+qk":
-        normed += queries + keys
+    if stack.keys_twice and queries == keys:
+        normed += 2 * keys
     return queries + 2 * keys + normed + queries + spec.num_heads
 
 

@@ -115,7 +115,9 @@ class TimeFloors:
             last = owners[-1]
             largest = max(rank for rank in range(pp) if own[rank] == max(own))
             found = {0, pp - 1, largest, last}
-            self._turns[key] = {rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last) for rank in sorted(found)}
+            self._turns[key] = {
+                rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last) for rank in sorted(found)
+            }
         return self._turns[key]
 
     def work(self, grid: Grid, size: int, mode: str) -> Work:

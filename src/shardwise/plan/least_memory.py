@@ -34,7 +34,9 @@ class MemoryFloors:
         layers = self._slice(grid.tp).layers
         kept = 0.0 if away else self._kept(grid, mode, layers) / grid.pp + self._repeated(grid, mode)
         several = -(-self.batch // grid.dp) > size
-        return self._total(grid, states, offload, dense / grid.pp, spread / grid.pp, kept * self._tokens(grid, size), several)
+        return self._total(
+            grid, states, offload, dense / grid.pp, spread / grid.pp, kept * self._tokens(grid, size), several
+        )
 
     # Of a layout ---------------------------------------------------------------------------------------------------
 
@@ -85,9 +87,7 @@ class MemoryFloors:
                 owners = stage_owners(pace.schedule, grid.pp, pace.virtual_stages)
                 mine = [stage for stage, owner in enumerate(owners) if owner == 0]
                 ends = [sum(split[: stage + 1]) for stage in mine]
-                self._first[key] = [
-                    layers[end - split[stage] : end] for end, stage in zip(ends, mine, strict=True)
-                ]
+                self._first[key] = [layers[end - split[stage] : end] for end, stage in zip(ends, mine, strict=True)]
         return self._first[key]
 
     # What both are made of -----------------------------------------------------------------------------------------
