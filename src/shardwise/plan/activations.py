@@ -144,9 +144,8 @@ def _selected(
     if stack.selective == "attention":  # of the scores nothing, of the rest everything
         whole = _layer(spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
         return whole - (_scores(spec, seq_len) if stack.attention == "math" else 0)
-    if (
-        stack.selective == "half"
-    ):  # every second product (queries, values, gate, the end, which a compiler drops), attention, the input
+    # torchtitan's list: every second product (queries, values, gate, and the end, which a compiler drops), attention and the input.
+    if stack.selective == "per-op":
         end = 0 if stack.compiled else spec.hidden
         return spec.hidden // token_parts + 2 * queries + keys + spec.num_heads + ffn + end
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
