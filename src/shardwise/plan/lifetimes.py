@@ -114,22 +114,24 @@ def _moments(
     head, block = groups.blocks[-1].trained, groups.blocks[-2].trained
     before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
     moments = {_forward(share): so_far + gathered + held + activations.head}
-    kept = (
-        weight / plan.state_shards if states.reduced and not so_far else 0.0
-    )  # of a gradient, once its group is reduced
+    # Bytes per number of a gradient, once its group is reduced.
+    kept = weight / plan.state_shards if states.reduced and not so_far else 0.0
     reduced_head = head * kept - (compute * head if states.reduced and plan.zero < 3 else 0)
     if activations.repeated:
         again = held + activations.repeated + activations.working
         moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + again + int(reduced_head)
     if states.reduced:
-        # FSDP2 has a group's gradient as it was computed, in the format of sums, and what comes out of the sum.
-        last = held - before
+        # FSDP2 has a group's gradient as it was computed, in the format of sums, and what comes out of the sum. Stages 0 and 1 of a pipeline
+        # reduce in the last backward, when no other micro-batch is in flight.
+        one = held - before
+        others = before if plan.zero > 1 else 0
+        full = so_far + gathered + others + one
         moments |= {
-            "reduction of the head": int(so_far + gathered + held + head * (compute + weight + kept)),
+            "reduction of the head": int(full + head * (compute + weight + kept)),
             f"reduction of layer {share.layers[-1].index}": int(
-                so_far + gathered + reduced_head + held - last / len(share.layers) + block * (compute + weight + kept)
+                full + reduced_head - one / len(share.layers) + block * (compute + weight + kept)
             ),
-            END: complete + before + states.reduced + (gathered if plan.zero == 3 else 0),
+            END: complete + others + states.reduced + (gathered if plan.zero == 3 else 0),
         }
     else:
         # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
