@@ -11,7 +11,8 @@ Parts are those of the rank that is busiest. Read next: layer_time.py, state_tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
@@ -52,6 +53,7 @@ class StageTime:
 
 def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> dict[str, float]:
     """Seconds by part; their sum is the step."""
+    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times, stack)
     shares = rank_shares(model, plan)
@@ -83,12 +85,19 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
 def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
     """The busiest rank computes at least the mean of all. What waits, what travels between ranks and what is computed again in parts of a
     pipeline come on top."""
+    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     again: set[int] = set()
     if plan.pp == 1 or plan.recompute == "full":
         again = {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
     total = times.stage([(layer, layer.index in again) for layer in model.layers])
     return plan.num_microbatches * _length(add((total, *times.ends()))) / plan.pp
+
+
+@cache
+def _executed(stack: Stack, kind: str) -> Stack:
+    """Between cores that all compute, messages are copied by the cores themselves: they hide behind nothing."""
+    return replace(stack, overlaps_reduce=False, overlaps_gather=False) if kind == "cpu" else stack
 
 
 def _length(time: LayerTime) -> float:
