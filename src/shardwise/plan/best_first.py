@@ -152,7 +152,7 @@ class BestFirst:
         for size in self.space.sizes(grid.dp):
             places = []
             for place in self._places:
-                if min(self.memory.of_grid(grid, size, m, s, *place) for m in self._modes for s in least) <= self.limit:
+                if min(self.memory.of_grid(grid, size, mode, least, *place) for mode in self._modes) <= self.limit:
                     places.append(place)
                 else:
                     self.counts.too_large += each
@@ -172,7 +172,7 @@ class BestFirst:
                 saving = Saving(mode, *place)
                 if not ask.accept(grid, pace, None, saving):
                     continue
-                if min(self.memory.of_layout(grid, pace, states, saving) for states in least) > self.limit:
+                if self.memory.of_layout(grid, pace, least, saving) > self.limit:
                     self.counts.too_large += len(self.space.states(grid))
                     continue
                 floor = self.time.of_pace(grid, pace, mode)
@@ -203,13 +203,9 @@ class BestFirst:
         candidate = self.predicted(plan)
         ask.push(candidate.prediction.step_s, (len(self.space.savings), *plainness(plan)), None, candidate)
 
-    def _least_states(self, grid: Grid) -> list[States]:
-        """The most shards of each stage."""
-        least: dict[int, States] = {}
-        for states in self.space.states(grid):
-            if states.zero not in least or states.replicate < least[states.zero].replicate:
-                least[states.zero] = states
-        return list(least.values())
+    def _least_states(self, grid: Grid) -> States:
+        """The highest stage with the most shards holds the least."""
+        return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
 
     # Single layouts ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from shardwise.plan.rank_share import rank_shares
 from shardwise.plan.schedules import splits_backward, stage_owners
 from shardwise.plan.space import Grid, Pace, Space
 from shardwise.plan.stack import Stack
-from shardwise.plan.step_time import STRAGGLER, layer_times, rank_state, stage_times, step_seconds
+from shardwise.plan.step_time import STRAGGLER, StageTime, layer_times, rank_state, stage_times, step_seconds
 
 
 class Work(NamedTuple):
@@ -46,6 +46,7 @@ class TimeFloors:
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self.slower = 1 + STRAGGLER * (space.cluster.nodes.bit_length() - 1)
         self._works: dict[tuple[object, ...], Work] = {}
+        self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float]], LayerTimes]] = {}
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
 
     def of_gpus(self, gpus: int) -> float:
@@ -90,20 +91,29 @@ class TimeFloors:
         if plan.pp == 1:
             return sum(step_seconds(space.model, space.cluster, space.job, plan, self.stack).values())
         times = layer_times(space.model, space.cluster, space.job, plan, self.stack)
-        stages, shares = stage_times(space.model, plan, times, self.stack), rank_shares(space.model, plan)
-        owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
-        is_split, least, once = splits_backward(plan.schedule), 0.0, 0.0
-        for rank in self.turns(plan.schedule, plan.pp, plan.virtual_stages):
-            mine = [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
+        shares, least, once = rank_shares(space.model, plan), 0.0, 0.0
+        for rank, (mine, busy, around) in self._stage_times(plan, times).items():
             state = rank_state(shares[rank], space.model, mine, space.cluster, space.job, plan, self.stack, times)
-            each = state.each_forward + state.each_backward + state.casts_forward + state.casts_backward
-            busy = plan.num_microbatches * (each + sum(stage.forward + stage.backward for stage in mine))
-            around = sum(stage.forward + (0.0 if is_split else stage.backward) for stage in stages[:rank])
-            least, once = max(least, busy + around), max(once, state.once)
+            busy += state.each_forward + state.each_backward + state.casts_forward + state.casts_backward
+            least, once = max(least, plan.num_microbatches * busy + around), max(once, state.once)
         return self.slower * (least + once)
 
+    def _stage_times(self, plan: Plan, times: LayerTimes) -> dict[int, tuple[list[StageTime], float, float]]:
+        """Of ranks that may be the slowest: their stages, seconds of one micro-batch in them, and of the ranks before."""
+        key = (id(times), plan.pp, plan.schedule, plan.virtual_stages, plan.recompute)
+        if key not in self._stages:
+            stages = stage_times(self.space.model, plan, times, self.stack)
+            owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
+            is_split, found = splits_backward(plan.schedule), {}
+            for rank in self.turns(plan.schedule, plan.pp, plan.virtual_stages):
+                mine = [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
+                around = sum(stage.forward + (0.0 if is_split else stage.backward) for stage in stages[:rank])
+                found[rank] = (mine, sum(stage.forward + stage.backward for stage in mine), around)
+            self._stages[key] = (found, times)  # which keeps its id
+        return self._stages[key][0]
+
     def turns(self, schedule: str, pp: int, virtual_stages: int) -> dict[int, Turn]:
-        """Of the ranks that may be the slowest: those with most layers, the first and the last."""
+        """Of ranks that may be the slowest: the one with most layers, and the last."""
         key = (schedule, pp, virtual_stages)
         if key not in self._turns:
             split = self.space.split(pp * virtual_stages)
@@ -114,7 +124,7 @@ class TimeFloors:
                 own[owner] += layers
             last = owners[-1]
             largest = max(rank for rank in range(pp) if own[rank] == max(own))
-            found = {0, pp - 1, largest, last}
+            found = {largest, last}
             self._turns[key] = {rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last) for rank in sorted(found)}
         return self._turns[key]
 

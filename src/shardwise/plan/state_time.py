@@ -173,7 +173,7 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     update = numbers * (3 * weight + 2 * state_bytes(job.optimizer, plan.precision)) / OPTIMIZER_RATE
     update *= 1.0 if stack.fused_optimizer else FOREACH
     update *= LOW_BIT if job.optimizer.endswith("8bit") else 1.0
-    if plan.is_mixed and not plan.uses_fsdp or not stack.copies_parameters:
+    if (plan.is_mixed and not plan.uses_fsdp) or not stack.copies_parameters:
         update += numbers * 6  # the 16-bit copy
     norm = numbers * weight / NORM_RATE + numbers * 2 * weight
     return pricer.pass_(update) + pricer.pass_(norm) if trained else 0.0

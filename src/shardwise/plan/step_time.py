@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.activations import segments
-from shardwise.plan.adapter_share import held_by
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.layer_time import LayerTime, LayerTimes, add
@@ -27,6 +26,7 @@ from shardwise.plan.rank_share import RankShare, rank_shares
 from shardwise.plan.schedules import splits_backward, stage_owners
 from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.state_time import StateTime, optimizer_seconds, state_time
+from shardwise.plan.states import groups_of
 
 STRAGGLER = 0.006
 """Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
@@ -72,7 +72,7 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
     state = states[slowest]
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
     parts["compute"] += state.casts_once
-    held = sum((blocks := held_by(shares[slowest], model, job.adapter))[1:], blocks[0])
+    held = groups_of(shares[slowest].cut, model, job.adapter).whole
     parts["optimizer"] = optimizer_seconds(held.trained, plan.state_shards, times.pricer, plan, job, stack)
     parts["offload"] = offload_seconds(held.trained / plan.state_shards, plan)
     parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
@@ -156,7 +156,7 @@ def rank_state(
     times: LayerTimes,
 ) -> StateTime:
     forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
-    blocks = held_by(share, model, job.adapter)
+    blocks = [groups_of(share.cut, model, job.adapter).whole]
     return state_time(share, blocks, forward, backward, cluster, times.network, times.pricer, plan, stack)
 
 
