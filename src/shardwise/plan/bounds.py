@@ -11,12 +11,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.plan.activations import segments
+from shardwise.plan.adapter_share import Held
 from shardwise.plan.layer_time import LayerTime, LayerTimes
+from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import rank_shares
+from shardwise.plan.rank_share import RankShare, rank_shares, tensor_slice
 from shardwise.plan.schedules import splits_backward, stage_owners
-from shardwise.plan.space import Grid, Pace, Space
+from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.stack import Stack
+from shardwise.plan.state_time import optimizer_seconds, state_time
+from shardwise.plan.states import groups_of
 from shardwise.plan.step_time import STRAGGLER, StageTime, layer_times, rank_state, stage_times, step_seconds
 
 
@@ -29,6 +33,7 @@ class Work(NamedTuple):
     backward: float
     first: float  # embedding
     last: float  # head
+    all_forward: float  # of all layers
 
 
 class Turn(NamedTuple):
@@ -38,6 +43,7 @@ class Turn(NamedTuple):
     own: int
     has_first: bool
     has_last: bool
+    least: int  # layers of the rank that has the fewest
 
 
 class TimeFloors:
@@ -47,6 +53,8 @@ class TimeFloors:
         self.slower = 1 + STRAGGLER * (space.cluster.nodes.bit_length() - 1)
         self._works: dict[tuple[object, ...], Work] = {}
         self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float]], LayerTimes]] = {}
+        self._shares: dict[tuple[int, int], tuple[RankShare, Held]] = {}
+        self._least_held: dict[tuple[int, int], float] = {}
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
 
     def of_gpus(self, gpus: int) -> float:
@@ -67,22 +75,61 @@ class TimeFloors:
             return self.slower * work.total * rows / size
         return self.slower * max(work.total * -(-rows // size) / grid.pp, work.path)
 
-    def of_pace(self, grid: Grid, pace: Pace, mode: str) -> float:
+    def of_states(self, grid: Grid, size: int, states: States, offload: str) -> tuple[float, float]:
+        """What sharing or summing the weights adds: per micro-batch and rank, and per step.
+
+        Counted on ranks that have all layers, and divided by the ranks of the pipeline. What is hidden behind computing is a convex
+        function of sizes, so the mean over ranks is no less. Nothing computes longer than where all is computed again."""
+        space, rows = self.space, -(-self.batch // grid.dp)
+        plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("full", offload, False))
+        times = self._times(grid, size, "full")
+        share, whole = self._share(grid.tp, grid.ep, plan)
+        longest = self.work(grid, size, "full")
+        forward, backward = longest.all_forward, longest.total - longest.all_forward
+        found = state_time(
+            share, [whole], forward, backward, space.cluster, times.network, times.pricer, plan, self.stack
+        )
+        each = found.each_forward + found.each_backward + found.casts_forward + found.casts_backward
+        fewest = whole.trained if grid.pp == 1 else self._fewest(grid.tp, grid.pp)
+        once = found.once / grid.pp
+        once += optimizer_seconds(fewest, plan.state_shards, times.pricer, plan, space.job, self.stack)
+        once += offload_seconds(fewest / plan.state_shards, plan)
+        return each * -(-rows // size) / grid.pp, once
+
+    def _share(self, tp: int, ep: int, plan: Plan) -> tuple[RankShare, Held]:
+        if (tp, ep) not in self._shares:
+            share = rank_shares(self.space.model, plan)[0]
+            whole = groups_of(share.cut, self.space.model, self.space.job.adapter).whole
+            self._shares[tp, ep] = share, whole
+        return self._shares[tp, ep]
+
+    def _fewest(self, tp: int, pp: int) -> float:
+        """Trained parameters that every rank of a pipeline has at least, experts and adapters aside."""
+        if self.space.job.adapter.kind != "none":
+            return 0.0
+        if (tp, pp) not in self._least_held:
+            part = tensor_slice(self.space.model, tp)
+            least = min(turn.least for how in self.space.pipelines(pp) for turn in self.turns(how[0], pp, how[1]).values())
+            self._least_held[tp, pp] = least * part.num_attention_parameters
+        return self._least_held[tp, pp]
+
+    def of_pace(self, grid: Grid, pace: Pace, mode: str) -> tuple[float, float]:
+        """Two floors: of the mean rank, to which comes what its weights cost; of the schedule."""
         rows = -(-self.batch // grid.dp)
         work = self.work(grid, pace.micro_batch, mode)
         if grid.pp == 1:
-            return self.slower * work.total * rows / pace.micro_batch
+            return work.total * rows / pace.micro_batch, 0.0
         count = -(-rows // pace.micro_batch)
         is_split = splits_backward(pace.schedule)
-        least = max(work.total * count / grid.pp, work.path if is_split else work.total)
+        least = work.path if is_split else work.total
         # A rank's first forward comes after those of the ranks before it, which have their whole backward still to do after its last,
         # unless they split it.
         around = work.forward if is_split else work.forward + work.backward
-        each = work.forward + work.backward
+        one = work.forward + work.backward
         for turn in self.turns(pace.schedule, grid.pp, pace.virtual_stages).values():
-            own = turn.own * each + turn.has_first * work.first + turn.has_last * work.last
+            own = turn.own * one + turn.has_first * work.first + turn.has_last * work.last
             least = max(least, turn.before * around + count * own)
-        return self.slower * least
+        return work.total * count / grid.pp, least
 
     def of_plan(self, plan: Plan) -> float:
         """With what the ranks of a pipeline send for their weights; instead of the simulation, how long ranks that may be the slowest are
@@ -96,7 +143,9 @@ class TimeFloors:
             state = rank_state(shares[rank], space.model, mine, space.cluster, space.job, plan, self.stack, times)
             busy += state.each_forward + state.each_backward + state.casts_forward + state.casts_backward
             least, once = max(least, plan.num_microbatches * busy + around), max(once, state.once)
-        return self.slower * (least + once)
+        fewest = self._fewest(plan.tp, plan.pp)
+        once += optimizer_seconds(fewest, plan.state_shards, times.pricer, plan, space.job, self.stack)
+        return self.slower * (least + once + offload_seconds(fewest / plan.state_shards, plan))
 
     def _stage_times(self, plan: Plan, times: LayerTimes) -> dict[int, tuple[list[StageTime], float, float]]:
         """Of ranks that may be the slowest: their stages, seconds of one micro-batch in them, and of the ranks before."""
@@ -125,7 +174,7 @@ class TimeFloors:
             last = owners[-1]
             largest = max(rank for rank in range(pp) if own[rank] == max(own))
             found = {largest, last}
-            self._turns[key] = {rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last) for rank in sorted(found)}
+            self._turns[key] = {rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last, min(own)) for rank in sorted(found)}
         return self._turns[key]
 
     def work(self, grid: Grid, size: int, mode: str) -> Work:
@@ -149,6 +198,10 @@ class TimeFloors:
             backward=min(_length(one) - _forward(one) for one, _ in found),
             first=_length(ends[0]),
             last=_length(ends[1]),
+            all_forward=max(
+                sum(count * _forward(one) for one, count in found) + sum(map(_forward, ends)),
+                sum(count * one.host_forward for one, count in found),
+            ),
         )
 
     def _kinds(self, mode: str) -> list[tuple]:  # type: ignore[type-arg]
