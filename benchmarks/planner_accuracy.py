@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
+from accuracy.page import page
 from accuracy.question import Question, question_of
 from accuracy.run import GIB, Run, Skip, read_runs
 from accuracy.score import Answer, by, intervals, score
@@ -77,7 +78,7 @@ def read_directory(directory: Path, only: str | None) -> tuple[dict[str, list[Ru
     if not files:
         raise UserError(
             f"no published runs in {directory}",
-            why=f"no CSV{f' named {only}' if only else ''} there has columns like source, model, gpus, gpu_kind, tp, pp, dp",
+            why=f"no CSV{f' named {only}' if only else ''} there has the columns model, gpus, gpu_kind, tp and pp",
             fix="name a directory with such files, for example shared/validation",
         )
     return files, others
@@ -119,7 +120,7 @@ def write_rows(path: Path, answers: list[Answer]) -> None:
                 "failed" if run.has_failed else "ok",
             ]
             step = [int(one.fails), one.mfu, one.step_s, told.step_s, one.step_error]
-            memory = [(one.memory_bytes or 0) / GIB or None, told.memory_bytes / GIB, one.memory_error]
+            memory = [(one.memory_bytes or 0) / GIB or None, one.predicted_bytes / GIB, one.memory_error]
             detail = [told.step.get(name, 0.0) for name in parts] + [told.memory.get(name, 0) / GIB for name in kinds]
             last = [one.question.plan.schedule, "; ".join(one.question.assumed)]
             writer.writerow(
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--intervals", type=Path, metavar="FILE.toml", help="write src/shardwise/plan/intervals.toml anew"
     )
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="write docs/accuracy.md anew")
     asked = parser.parse_args()
     began = time.perf_counter()
     files, others = read_directory(asked.directory, asked.only)
@@ -150,6 +152,8 @@ def main() -> None:
                 answers.append(answer(run))
             except Skip as why:
                 skipped[name][str(why)] += 1
+            except Exception as error:  # one odd row must not end the rest; it is counted and shown
+                skipped[name][f"a mistake of ours: {type(error).__name__}: {error}"] += 1
             done += 1
             if sys.stderr.isatty() and done % 20 == 0:
                 print(f"\r{done} of {total} rows", end="", file=sys.stderr, flush=True)
@@ -191,6 +195,8 @@ def main() -> None:
         write_rows(asked.rows, answers)
     if asked.intervals:
         asked.intervals.write_text(intervals(answers), encoding="utf-8")
+    if asked.page:
+        asked.page.write_text(page(result), encoding="utf-8")
     if asked.json:
         asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

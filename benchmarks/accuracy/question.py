@@ -13,7 +13,7 @@ from typing import Any
 
 from accuracy.run import Run, Skip
 from accuracy.shape import shape_of
-from shardwise.cluster.spec import ClusterSpec, Device, known_cluster, known_devices
+from shardwise.cluster.spec import ClusterSpec, known_cluster, known_devices
 from shardwise.config.schema import AdapterConfig
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
@@ -39,7 +39,7 @@ class Question:
 
     @property
     def recompute_known(self) -> bool:
-        return self.run.text("recompute") != ""
+        return _recompute_of(self.run.text("recompute")) != ""
 
     def mfu(self, step_s: float) -> float:
         """Of the 16-bit peak; causal attention counted once, repeated work not at all."""
@@ -57,17 +57,17 @@ def table() -> dict[str, list[dict[str, Any]]]:
 def load_stack(name: str) -> Stack:
     path = STACKS / f"{name}.toml"
     values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    _check_fields(values, Stack, str(path.name))
+    _check_fields(values, path.name)
     return Stack(**values)
 
 
-def _check_fields(values: Mapping[str, Any], kind: type, where: str) -> None:
-    names = [field.name for field in fields(kind)]
+def _check_fields(values: Mapping[str, Any], where: str) -> None:
+    names = [field.name for field in fields(Stack)]
     for name in values:
         if name not in names:
             raise UserError(
                 f"unknown key `{name}`",
-                why=f"{kind.__name__} has: {', '.join(names)}",
+                why=f"a Stack has: {', '.join(names)}",
                 fix="correct the key",
                 where=where,
             )
@@ -94,11 +94,14 @@ def question_of(run: Run) -> Question:
 
 
 def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], Stack]:
-    about = _entry("stack", run.text("stack")) or _entry("stack", f"{run.text('source')} {run.note}")
+    about = _entry("stack", f"{run.text('stack')} {run.text('source')}") or _entry("stack", run.note)
     if about is None:
         name = "torchtitan" if run.text("zero")[-1:] in ("2", "3") else "megatron-core"
-        about = next(entry for entry in table()["stack"] if entry["name"] == name)
+        about = _stack_named(name)
         assumed.append(f"stack {run.text('stack') or 'unknown'}: as {name}")
+    elif "beyond" in about and _zero_of(run, [])[0] >= about["beyond"]["stage"]:
+        assumed.append(f"{about['name']} has no such ZeRO stage: as {about['beyond']['name']}")
+        about = _stack_named(about["beyond"]["name"])
     stack = load_stack(about["name"])
     for fact in _facts():
         if re.search(fact["words"], run.text(fact["column"]), re.IGNORECASE):
@@ -106,19 +109,28 @@ def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], Stack]:
     return about, stack
 
 
+def _stack_named(name: str) -> dict[str, Any]:
+    return next(entry for entry in table()["stack"] if entry["name"] == name)
+
+
 @cache
 def _facts() -> list[dict[str, Any]]:
     facts = tomllib.loads((HERE / "facts.toml").read_text(encoding="utf-8")).get("fact", [])
     for fact in facts:
-        _check_fields(fact["set"], Stack, "facts.toml")
+        _check_fields(fact["set"], "facts.toml")
     return facts
 
 
 def _by_name(kind: str) -> dict[str, Any] | None:
-    """A GPU that our own table knows, longest name first: `MI355X-288G` is `mi355x`."""
+    """A GPU that our own table knows, by its longest name that is in the row's."""
     plain = re.sub(r"[^a-z0-9]", "", kind.lower())
-    names = sorted(known_devices(), key=len, reverse=True)
-    return next(({"kind": name} for name in names if re.sub(r"[^a-z0-9]", "", name) in plain), None)
+    names = {
+        re.sub(r"[^a-z0-9]", "", also): name
+        for name, about in known_devices().items()
+        for also in (name, *about.get("also", ()))
+    }
+    found = [name for name in names if name in plain and name != "cpu"]
+    return {"kind": names[max(found, key=len)]} if found else None
 
 
 def _cluster_of(run: Run, assumed: list[str]) -> ClusterSpec:
@@ -131,51 +143,50 @@ def _cluster_of(run: Run, assumed: list[str]) -> ClusterSpec:
     per_node = -(-gpus // nodes)
     network = _entry("network", f"{run.text('source')} {run.text('stack')}", kind) or {}
     nic = run.nic or network.get("nic")
-    if nodes > 1 and nic is None and "bus" not in network:
+    if nodes > 1 and nic is None:
         assumed.append("network: the vendor's reference system")
-    return _build_cluster(
-        about["kind"], nodes, per_node, nic, tuple(sorted((int(n), bus) for n, bus in network.get("bus", {}).items())),
-        tuple(about.get("set", {}).items()), about.get("link"),
-    )  # fmt: skip
+    return _build_cluster(about["kind"], nodes, per_node, nic, network.get("alpha"), about.get("link"))
 
 
 @cache
 def _build_cluster(
-    kind: str, nodes: int, per_node: int, nic: float | None, bus: tuple[tuple[int, float], ...],
-    changes: tuple[tuple[str, Any], ...], link: float | None,
-) -> ClusterSpec:  # fmt: skip
+    kind: str, nodes: int, per_node: int, nic: float | None, alpha: float | None, link: float | None
+) -> ClusterSpec:
     cluster = known_cluster(kind, nodes, per_node, nic)
-    _check_fields(dict(changes), Device, "machines.toml")
-    cluster = replace(cluster, device=replace(cluster.device, **dict(changes)))
     tiers = list(cluster.tiers)
     if link is not None:
         tiers[0] = replace(tiers[0], bandwidth=link)
-    if bus and len(tiers) > 1:
-        net = tiers[-1]
-        reach = [(count, rate) for count, rate in bus if count < nodes] + [
-            next((b for b in bus if b[0] >= nodes), bus[-1])
-        ]
-        tiers[1:] = [
-            replace(net, span=min(count, nodes) * per_node, bandwidth=rate / per_node / net.share)
-            for count, rate in reach
-        ]
+    if alpha is not None and len(tiers) > 1:
+        tiers[-1] = replace(tiers[-1], alpha=alpha)
     return replace(cluster, tiers=tuple(tiers))
 
 
 # The layout -----------------------------------------------------------------------------------------------------------
 
 
+FORMATS = {"fp4": "", "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16",
+           "fp32": "fp32", "float32": "fp32"}  # fmt: skip
+REPEATS = {"none": "none", "no": "none", "off": "none", "false": "none", "0": "none", "full": "full", "uniform": "full", "all": "full",
+           "true": "full", "yes": "full", "1": "full", "selective": "selective", "": ""}  # fmt: skip
+SHARDED = {
+    "": 0,
+    "none": 0,
+    "no": 0,
+    "ddp": 0,
+    "fsdp": 3,
+    "fsdp2": 3,
+    "hsdp": 3,
+    "full_shard": 3,
+    "shard_grad_op": 2,
+    "distopt": 1,
+    "os": 1,
+}
+"""What people write for number formats, recomputation and ZeRO stages."""
+
+
 def _precision_of(text: str) -> str:
-    text = text.lower()
-    for word, ours in {
-        "fp4": "",
-        "fp8": "fp8",
-        "float8": "fp8",
-        "bf16": "bf16",
-        "fp16": "fp16",
-        "fp32": "fp32",
-    }.items():
-        if word in text:
+    for word, ours in FORMATS.items():
+        if word in text.lower():
             if not ours:
                 raise Skip("4-bit training is not ours")
             return ours
@@ -186,9 +197,9 @@ def _precision_of(text: str) -> str:
 
 def _recompute_of(text: str) -> str:
     word = text.lower().partition("(")[0].strip()
-    if word in ("", "none", "full", "selective"):
-        return word
-    raise Skip(f"unknown recomputation {text!r}")
+    if word not in REPEATS:
+        raise Skip(f"unknown recomputation {text!r}")
+    return REPEATS[word]
 
 
 def _schedule_of(run: Run, model: ModelSpec, pp: int, assumed: list[str]) -> tuple[str, int, bool]:
@@ -253,10 +264,10 @@ def _zero_of(run: Run, assumed: list[str]) -> tuple[int, dict[str, Any]]:
             "quantize_gradients": "int4",
             "secondary_shard": run.count("gpus_per_node", 8),
         }
-    if text in ("", "none"):
-        if text == "" and run.count("dp") > 1:
+    if text in SHARDED:
+        if text == "" and run.count("dp", 1) > 1:
             assumed.append("ZeRO stage not stated: 0")
-        return 0, extra
+        return SHARDED[text], extra
     match = re.search(r"[0-3]", text)
     if match is None:
         raise Skip(f"unknown sharding {text!r}")
@@ -266,7 +277,8 @@ def _zero_of(run: Run, assumed: list[str]) -> tuple[int, dict[str, Any]]:
 def _plan_of(
     run: Run, model: ModelSpec, cluster: ClusterSpec, about: dict[str, Any], assumed: list[str]
 ) -> tuple[Job, Plan, bool]:
-    tp, pp, cp, ep, dp = (run.count(name, 1) for name in ("tp", "pp", "cp", "ep", "dp"))
+    tp, pp, cp, ep = (run.count(name, 1) for name in ("tp", "pp", "cp", "ep"))
+    dp = run.count("dp", run.count("gpus") // (tp * pp * cp))
     if tp * pp * cp * dp != run.count("gpus"):
         raise Skip("tp x pp x cp x dp is not the number of GPUs")
     seq = run.number("seq") or run.found(r"(\d+) tokens per GPU")
@@ -288,7 +300,7 @@ def _plan_of(
             device="cuda", precision=precision, seq_len=int(seq), global_batch=batch, micro_batch=micro, num_steps=1,
             threads_per_rank=1, reason="as published", dp=dp, zero=zero if sharded else 0,
             replicate=(dp // group if group and group < dp and dp % group == 0 else 1) if sharded else dp,
-            tp=tp, sequence=tp > 1 and (run.text("sp") == "1" or ep > 1), cp=cp,
+            tp=tp, sequence=tp > 1 and (run.text("sp").lower() in ("1", "1.0", "true", "yes") or ep > 1), cp=cp,
             cp_kind="ulysses" if re.search(r"all-to-all|ulysses", run.note) and cp > 1 else "ring", pp=pp, schedule=schedule,
             virtual_stages=chunks, split=_split_of(model, pp * chunks, int(seq), about.get("split", "even")) if pp > 1 else (),
             ep=ep, recompute=recompute, **extra,

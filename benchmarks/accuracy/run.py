@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ NAMES = {
 }  # fmt: skip
 """The second header's names for the first one's columns."""
 
-NEEDED = {"source", "model", "gpus", "gpu_kind", "tp", "pp", "dp"}
+NEEDED = {"model", "gpus", "gpu_kind", "tp", "pp"}
 GIB = 2**30
 
 
@@ -32,9 +33,10 @@ class Run:
 
     def number(self, name: str) -> float | None:
         try:
-            return float(self.text(name))
+            value = float(self.text(name))
         except ValueError:
             return None
+        return value if math.isfinite(value) else None
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.number(name)
@@ -104,9 +106,9 @@ class Run:
 
 def read_runs(path: Path) -> list[Run] | None:
     """None: the file has other columns."""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.DictReader(file)
-        names = [NAMES.get(name, name) for name in reader.fieldnames or ()]
+        names = [NAMES.get(name.strip(), name.strip()) for name in reader.fieldnames or ()]
         if not set(names) >= NEEDED:
             return None
         reader.fieldnames = names

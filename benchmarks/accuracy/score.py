@@ -7,11 +7,13 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from accuracy.question import Question
 from shardwise.plan.confidence import kind_of_job, traits
+from shardwise.plan.memory import predict_memory
 from shardwise.plan.prediction import Prediction
 
 SMALLEST_GROUP = 5
@@ -42,13 +44,23 @@ class Answer:
         return self.prediction.step_s / self.step_s - 1 if self.step_s else None
 
     @property
-    def memory_error(self) -> float | None:
-        return self.prediction.memory_bytes / self.memory_bytes - 1 if self.memory_bytes else None
+    def predicted_bytes(self) -> int:
+        """Of the rank whose figure a framework's users publish."""
+        stages = self.prediction.stages
+        return stages[0].peak if self.question.stack.published_rank == "first" else self.prediction.memory_bytes
 
     @property
+    def memory_error(self) -> float | None:
+        return self.predicted_bytes / self.memory_bytes - 1 if self.memory_bytes else None
+
+    @cached_property
     def fails(self) -> bool:
-        """Predicted to need more memory than the card has."""
-        return self.prediction.memory_bytes > self.question.cluster.device.memory
+        """Predicted to need more memory than the card has, whatever part of it is published: context and allocator count."""
+        asked = self.question
+        whole = predict_memory(
+            asked.model, asked.plan, asked.job.optimizer, asked.job.adapter, replace(asked.stack, published="process")
+        )
+        return sum(whole.values()) > asked.cluster.device.memory
 
     @property
     def mfu(self) -> float | None:

@@ -38,7 +38,17 @@ def known_preset(name: str) -> ModelSpec | None:
     return _presets().get(_letters(plain))
 
 
+COLUMNS = ("model", "params", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "note")
+
+
 def shape_of(run: Run) -> ModelSpec:
+    note = re.sub(r"MFU as shown.*|case \S+", "", run.note)  # differs from row to row, and says nothing of the model
+    return _known_shape(tuple((name, run.text(name)) for name in COLUMNS[:-1]), note)
+
+
+@cache
+def _known_shape(cells: tuple[tuple[str, str], ...], note: str) -> ModelSpec:
+    run = Run("", 0, dict(cells) | {"note": note})
     try:
         return _shape_of(run)
     except UserError as error:

@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.cli.doctor import render
 from shardwise.cli.main import main
+from shardwise.cluster.read import read_cluster
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,14 @@ def test_report(outcome):
 
 def test_cluster_file(outcome):
     report, _, folder = outcome
-    cluster = tomllib.loads((folder / "cluster.toml").read_text())
-    assert cluster["schema"] == 1
-    assert cluster["device"][0]["flops_fp32"] == report["devices"][0]["flops_per_s"]["fp32"]
-    assert cluster["link"][0]["alpha_s"] == report["link"]["alpha_s"]
+    cluster = read_cluster(str(folder / "cluster.toml"))
+    if len(report["devices"]) == 1:  # no GPU: a device is one core
+        assert (cluster.per_node, cluster.device.kind) == (report["cores"], "cpu")
+        assert cluster.device.flops["fp32"] == pytest.approx(
+            report["devices"][0]["flops_per_s"]["fp32"] / report["cores"]
+        )
+        assert cluster.tiers[0].alpha == report["link"]["alpha_s"] and cluster.origins["flops"] == "measured"
+    assert tomllib.loads((folder / "cluster.toml").read_text())["machine"]["cores"] == report["cores"]
     assert [path.name for path in folder.iterdir()] == ["cluster.toml"]
 
 

@@ -26,6 +26,7 @@ PROMISED = [
     "pipeline",
     "pipeline-schedules",
     "layout",
+    "planner",
     "mesh",
     "verify",
     "experts",

@@ -166,6 +166,8 @@ def test_quick_answers_load_nothing_heavy(words, tmp_path):
         "train parallel.tp=3",
         "train parallel.pp=7",
         "verify parallel.tp=3",
+        "plan tiny --cluster 4xh100 --seq 128 --batch 1k --why-not tp=2 --what-if nodes=2",
+        "plan tiny --cluster 4xh100 parallel.tp=3",
         "train --dry-run data.source=text.txt train.seq_len=32",
         "train --dry-run data.source=text.txt train.seq_len=32 parallel.dp=2 parallel.zero=3 parallel.pp=2",
     ],

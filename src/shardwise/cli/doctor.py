@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import __version__
+from shardwise.cluster.here import this_cluster
 from shardwise.cluster.link import LinkFit, LinkNotMeasured, measure_local_link
-from shardwise.cluster.machine import cpu_model, memory_limit, usable_cores, usable_memory
+from shardwise.cluster.machine import cpu_model, memory_limit, this_machine, usable_cores, usable_memory
 from shardwise.cluster.measure import DeviceRates, DiskRates, measure_devices, measure_disk
+from shardwise.cluster.toml import write_toml
 from shardwise.cluster.versions import Library, core_libraries, optional_libraries
 from shardwise.config.load import load_config
 from shardwise.config.units import format_bytes
-from shardwise.config.values import shown
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
 
@@ -158,31 +159,19 @@ def _versions(label: str, entries: list[dict[str, Any]]) -> str:
 
 
 def cluster_toml(report: dict[str, Any]) -> str:
-    """One node, as measured: what the planner needs to know about it."""
-    lines = [
-        "# Measured by `shardwise doctor`. Seconds, bytes and FLOP/s.",
-        "schema = 1",
-        "nodes = 1",
-        "",
-        "[host]",
-        f"cpu = {shown(report['cpu'])}",
-        f"cores = {report['cores']}",
-        f"memory = {report['memory_bytes']}",
-        f"disk_write = {shown(float(report['disk']['write_bytes_per_s'] or 0))}",
-    ]
-    for device in report["devices"]:
-        lines += [
-            "",
-            "[[device]]",
-            f"name = {shown(device['name'])}",
-            f"kind = {shown(device['device'].split(':')[0])}",
-        ]
-        lines += [f"memory = {device['memory_bytes']}", f"copy = {shown(float(device['copy_bytes_per_s'] or 0))}"]
-        lines += [f"flops_{label} = {shown(float(rate))}" for label, rate in device["flops_per_s"].items()]
-    if "alpha_s" in report["link"]:
-        lines += ["", "[[link]]", f"between = {shown(report['link']['between'])}"]
-        lines += [f"{name} = {shown(float(report['link'][name]))}" for name in ("alpha_s", "beta_s_per_byte")]
-    return "\n".join(lines) + "\n"
+    """This machine as one node of a cluster, measured where it was measured: what `plan` and `bench` read."""
+    rates = [DeviceRates(**entry) for entry in report["devices"]]
+    link = report["link"]
+    fit = None
+    if "alpha_s" in link:
+        points = tuple((point["bytes"], point["seconds"]) for point in link["points"])
+        fit = LinkFit(link["alpha_s"], link["beta_s_per_byte"], points)
+    machine = {"cpu": report["cpu"], "cores": report["cores"], "memory": report["memory_bytes"]}
+    machine["disk_write"] = float(report["disk"]["write_bytes_per_s"] or 0)
+    comments = (
+        "Measured by `shardwise doctor`; `shardwise bench layers --out` adds what layers reach. Bytes, seconds, FLOP/s.",
+    )
+    return write_toml(this_cluster(this_machine(), rates, fit), comments, machine)
 
 
 def _progress(what: str) -> None:

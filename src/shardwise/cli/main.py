@@ -25,6 +25,7 @@ from shardwise.errors import Exit, UserError
 VERBS = {
     "train": "plan, start the processes and train",
     "resume": "go on from a run's newest checkpoint",
+    "plan": "the fastest layouts for a model on a cluster, predicted and explained",
     "verify": "prove that a layout computes what one process computes",
     "init": "write a commented config file",
     "runs": "list the runs of a directory",
@@ -37,6 +38,7 @@ VERBS = {
     "convert": "turn weights of one format into another",
     "data": "prepare text into tokens, look inside",
     "doctor": "what this machine is and how fast",
+    "bench": "measure layers, collectives or whole steps here",
     "explain": "half a page on a technique",
 }
 OVERRIDE = re.compile(r"^[a-z]\w*\.[a-z]\w*=", re.IGNORECASE)

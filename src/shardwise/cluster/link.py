@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 SIZES = (4, 4096, 65536, 2**20, 2**22, 2**24)
 
@@ -79,25 +80,27 @@ def measure_local_link(sizes: Sequence[int] = SIZES, timeout_s: float = 60.0) ->
     with tempfile.TemporaryDirectory(prefix="shardwise-link-") as folder:
         # A file as meeting place: no port is opened for it, and it works on every platform.
         store = str(Path(folder) / "store")
-        command = [sys.executable, "-m", "shardwise.cluster.link_rank", store, ",".join(map(str, sizes))]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for rank in (0, 1)
-        ]
-        try:
-            outputs = [rank.communicate(timeout=timeout_s) for rank in ranks]
-        except subprocess.TimeoutExpired:
-            raise LinkNotMeasured(f"no answer within {timeout_s:.0f} s") from None
-        finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.kill()
-                    rank.wait()
-    for rank, (_, errors) in zip(ranks, outputs):
-        if rank.returncode != 0:
-            raise LinkNotMeasured((errors.strip().splitlines() or [f"exit code {rank.returncode}"])[-1])
-    points = tuple((size, seconds) for size, seconds in json.loads(outputs[0][0]))
+        arguments = [[store, ",".join(map(str, sizes)), str(rank)] for rank in (0, 1)]
+        answer = run_ranks("shardwise.cluster.link_rank", arguments, environment, timeout_s)
+    points = tuple((size, seconds) for size, seconds in json.loads(answer))
     intercept, slope = fit_line(points)
     return LinkFit(intercept / 2, slope, points)
+
+
+def run_ranks(module: str, arguments: Sequence[Sequence[str]], environment: dict[str, str], timeout_s: float) -> str:
+    """One process per entry of `arguments`; what the first of them printed. None is left when this returns."""
+    pipe: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([sys.executable, "-m", module, *words], **pipe) for words in arguments]
+    try:
+        outputs = [rank.communicate(timeout=timeout_s) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        raise LinkNotMeasured(f"no answer within {timeout_s:.0f} s") from None
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    for rank, (_, errors) in zip(ranks, outputs, strict=True):
+        if rank.returncode != 0:
+            raise LinkNotMeasured((errors.strip().splitlines() or [f"exit code {rank.returncode}"])[-1])
+    return str(outputs[0][0])

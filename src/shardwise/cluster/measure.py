@@ -82,7 +82,7 @@ def _one_child(found: dict[str, DeviceRates], tried: set[str]) -> tuple[str | No
             _store(found[name], event["measurement"], event["value"])
     if done.returncode == 0:
         return None, None
-    return running, _why_it_ended(done.returncode, done.stderr)
+    return running, why_it_ended(done.returncode, done.stderr)
 
 
 def _store(device: DeviceRates, measurement: str, value: float) -> None:
@@ -92,7 +92,7 @@ def _store(device: DeviceRates, measurement: str, value: float) -> None:
         device.flops_per_s[measurement] = value
 
 
-def _why_it_ended(code: int, errors: str) -> str:
+def why_it_ended(code: int, errors: str) -> str:
     if code < 0:
         return (signal.strsignal(-code) or f"signal {-code}").lower()
     return (errors.strip().splitlines() or [f"exit code {code}"])[-1]

@@ -76,6 +76,9 @@ def cluster_from_toml(path: str) -> ClusterSpec:
 
 
 def _cluster(document: Mapping[str, Any], path: str) -> ClusterSpec:
+    if isinstance(document.get("link"), list):
+        fix = f"`shardwise doctor --out {path} --force` writes it anew"
+        raise UserError(f"{path} is of an earlier version", why="links are [[tier]] now", fix=fix)
     _known(document, TOP, "key", path)
     if document.get("schema", 1) != 1:
         raise UserError(f"{path} has schema {document['schema']}", why="this version reads schema 1", fix="schema = 1")
@@ -214,7 +217,7 @@ def write_toml(cluster: ClusterSpec, comments: tuple[str, ...] = (), machine: Ma
     for tier in cluster.tiers:
         lines += ["", "[[tier]]", *(f"{field.name} = {shown(getattr(tier, field.name))}" for field in fields(Link))]
     if cluster.origins:
-        lines += ["", "[origins]", *(f"{name} = {shown(origin)}" for name, origin in cluster.origins.items())]
+        lines += ["", "[origins]", *(f"{shown(name)} = {shown(origin)}" for name, origin in cluster.origins.items())]
     return "\n".join(lines) + "\n"
 
 

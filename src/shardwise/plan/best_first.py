@@ -244,7 +244,14 @@ class BestFirst:
         ask.push(floor, (self._order[saving],), self._open_layout, grid, states, saving, plan, fitting)
 
     def _open_layout(
-        self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, plan: Plan, fitting: list[Saving]
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        states: States,
+        saving: Saving,
+        plan: Plan,
+        fitting: list[Saving],
     ) -> None:
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return

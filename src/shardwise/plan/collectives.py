@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec, Link
 
-START = 2e-5
+START = 3e-5
 """Seconds before the first byte moves: NCCL's kernel starts on all ranks. From the smallest messages of the A100 table."""
 
 SWITCH_SUM = 1.27

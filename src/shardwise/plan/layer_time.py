@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec
@@ -15,15 +16,20 @@ from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.kernels import PYTHON, Pricer
-from shardwise.plan.operations import Shape, Training, Work, embedding_work, head_work, layer_work
+from shardwise.plan.operations import Product, Shape, Training, Work, embedding_work, head_work, layer_work
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 
 SLOWED = 0.15
 """Computing time lost per second of messages that run beside it: NCCL's kernels take a tenth of the multiprocessors and some of the memory's rate."""
 
-FSDP_LAUNCHES = 30
+FSDP_LAUNCHES = 50
 """Operations by which FSDP2's hooks and copies keep the host busy, per block and pass."""
+
+
+MESSAGE_LAUNCHES = {"sum": 3, "gather": 9}
+"""Operations that one collective inside a layer costs the host: a sum in place; buffers, views, the call and waiting for it. The second from the nanotron
+sweep, whose small micro-batches take 4.4 ms per layer with tensor parallelism and 2.9 without."""
 
 
 class LayerTime(NamedTuple):
@@ -109,18 +115,29 @@ class LayerTimes:
         work = layer_work(self.model, layer, self.shape, self.stack)
         repeated = Work()
         if again:
-            repeated = work.forward
+            repeated = replace(work.forward, products=_but_last(work.forward.products, self.stack))
         elif self.plan.recompute == "selective":
-            half = Work(work.forward.products[::2]) if self.stack.selective == "half" else Work()
+            half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
         time = self._compute(work, repeated)
+        host = self._calls(layer) * self.pricer.launch * PYTHON * self.stack.host_share
+        time = time._replace(
+            host_forward=time.host_forward + host, host_backward=time.host_backward + host * (2 if again else 1)
+        )
         return self._messages(layer, work, time, again)
+
+    def _calls(self, layer: LayerSpec) -> int:
+        """Operations around the messages of a forward pass."""
+        plan, gather = self.plan, MESSAGE_LAUNCHES["gather"]
+        ring = 2 if plan.cp_kind == "ulysses" else plan.cp - 1
+        tensor = 0 if plan.tp == 1 else 4 * gather if plan.sequence else 2 * MESSAGE_LAUNCHES["sum"]
+        return tensor + gather * ((plan.cp > 1) * ring + 2 * (plan.ep > 1 and layer.is_moe))
 
     def _compute(self, work: Training, repeated: Work) -> LayerTime:
         price = self.pricer
         hooks = (
             FSDP_LAUNCHES * price.launch * PYTHON * self.stack.host_share
-            if self.plan.uses_fsdp and not self.stack.compiled
+            if self.plan.uses_fsdp and self.stack.copies_parameters
             else 0.0
         )
         return LayerTime(
@@ -136,7 +153,8 @@ class LayerTimes:
         )
 
     def _messages(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:
-        plan, stack, found = self.plan, self.stack, {}
+        plan, stack = self.plan, self.stack
+        found: dict[str, float] = {}
         if plan.tp > 1:
             regions = 1 if layer.is_moe and plan.ep > 1 else 2
             forward = regions * self._region()
@@ -144,7 +162,7 @@ class LayerTimes:
             if plan.sequence and stack.gathers_again:
                 backward += forward / 2
             if again:
-                backward += forward * (2 * regions - 1) / (2 * regions)
+                backward += forward * (2 * regions - 1) / (2 * regions) if stack.stops_early else forward
             products = sum(self.pricer.product(p) for p in work.forward.products)
             if stack.overlaps_tensor:
                 forward = _exposed(forward, products, TENSOR_PIECES)
@@ -170,7 +188,8 @@ class LayerTimes:
             return 0.0
         size = self.shape.here * self.model.hidden * self.shape.size
         if self.plan.sequence:
-            return self.network.all_gather(size, self.plan.tp) + self.network.reduce_scatter(size, self.plan.tp)
+            both = self.network.all_gather(size, self.plan.tp) + self.network.reduce_scatter(size, self.plan.tp)
+            return both + (2 * self.pricer.pass_(2.0 * size) if self.stack.batch_first and self.shape.rows > 1 else 0.0)
         return self.network.all_reduce(size, self.plan.tp)
 
     def _small(self) -> float:
@@ -198,6 +217,14 @@ class LayerTimes:
 
 TENSOR_PIECES = 4
 """Pieces into which overlapped tensor-parallel messages are cut: the first one is never hidden."""
+
+
+def _but_last(products: tuple[Product, ...], stack: Stack) -> tuple[Product, ...]:
+    """Attention by definition has its products behind the layer's own, which end with the one that nobody needs."""
+    if not stack.stops_early:
+        return products
+    last = max(index for index, p in enumerate(products) if not p.exact)
+    return products[:last] + products[last + 1 :]
 
 
 def _exposed(messages: float, beside: float, pieces: int) -> float:

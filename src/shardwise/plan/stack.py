@@ -20,21 +20,25 @@ class Stack:
     compiled: bool = False  # elementwise chains are one kernel each
     fused_norm: bool = True  # a norm is one kernel; else a chain of passes in fp32
     fused_rope: bool = False
+    complex_rope: bool = False  # positions are turned as complex numbers in fp32
     fused_activation: bool = False  # gate, activation and product in one kernel
     fused_softmax: bool = True  # of attention = math: scale, mask and softmax in one kernel
+    sharded_loss: bool = False  # the loss goes the way of a cut vocabulary on one rank too
     fused_loss: bool = False  # softmax, loss and its gradient in one or two passes over the logits
     logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
+    pads_vocab: int = 1  # a rank's slice of the vocabulary is filled up to a multiple of this
     dropout: bool = False
     fused_cast: bool = False  # fp8: finding the largest number, scaling and turning around are one kernel
     host_share: float = 1.0  # of the usual host time per operation; 0: replayed graphs
 
     # What selective recomputation runs again: cheap (everything but products and attention) | attention (scores to values) |
-    # half (every second product too).
+    # per-op (every second product too).
     selective: str = "cheap"
+    stops_early: bool = True  # a layer that is computed again stops before its last product, whose result nobody needs
 
     # Gradients and the optimizer. Bytes per number.
     gradient_passes: int = (
-        0  # bytes read and written to add a micro-batch's weight gradient to the sum; 0: as autograd does it
+        0  # read and written to add a micro-batch's weight gradient to the sum; 0: as autograd does it
     )
     reduce_bytes: int = 0  # of gradients on their way between data-parallel ranks; 0: from the plan
     gather_bytes: int = 0  # of parameters on their way; 0: from the plan
@@ -47,9 +51,10 @@ class Stack:
     overlaps_gather: bool = True  # parameters travel while the layer before computes
     overlaps_tensor: bool = False  # tensor-parallel messages are cut up and travel during the products
     overlaps_tensor_backward: bool = False  # in backward, while the weight gradients are computed
-    gathers_again: bool = (
-        False  # sequence parallelism keeps a region's input in parts and gathers it once more for backward
+    batch_first: bool = (
+        True  # tensors are [batch, tokens, width]: what sequence parallelism gathers must be put in order
     )
+    gathers_again: bool = False  # a region's input is kept in parts and gathered once more for backward
     overlaps_experts: bool = False
     scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
     overlaps_pipeline: bool = True  # messages between stages travel while others compute; else both ranks wait
@@ -58,6 +63,7 @@ class Stack:
     half_weights: bool = False  # weights lie there in the format of the computation, fp32 masters beside the moments
     gradient_bytes: int = 0  # per parameter, where gradients add up; 0: as wide as the weights that are kept
     bucket_bytes: int = 0  # per parameter of buckets beside the gradients, where replicas add them up
+    step_bytes: int = 0  # per parameter that a rank updates: copies of the gradients that the update makes
     ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
 
     # Memory: what is kept for backward. Attention: q, k, v once; "qkv+kv": a second copy of keys and values; "qkv+qk": rotated queries and keys too.

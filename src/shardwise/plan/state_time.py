@@ -107,14 +107,15 @@ def state_time(
         again = gathers(plan.secondary_shard) if plan.secondary_shard else gather
         first, last = gather / groups, reduce / groups
         ahead = _hidden(gather - first, forward, stack.overlaps_gather) + first
-        both = again + (reduce if stack.reduces_each else 0.0)
+        both = again + (reduce if stack.reduces_each else 0.0)  # replicas meet beside the last backward
         behind = _hidden(both, backward, stack.overlaps_gather and stack.overlaps_reduce) + (
             last if stack.reduces_each else 0.0
         )
-        once = between if stack.reduces_each else between + _hidden(reduce, backward, stack.overlaps_reduce) + last
+        left = max(0.0, backward - both) if stack.reduces_each else backward
+        once = _hidden(between + (0.0 if stack.reduces_each else reduce), left, stack.overlaps_reduce)
         return StateTime(ahead + quantising, behind + quantising, once, casts[0], casts[1], casts[2])
     tail = reduce / max(groups, BUCKETS)
-    opened = _hidden(reduce - tail, backward, stack.overlaps_reduce) + tail + between
+    opened = _hidden(reduce + between - tail, backward, stack.overlaps_reduce) + tail
     each = opened + quantising if plan.zero == 2 and stack.reduces_each else 0.0
     once = 0.0 if each else opened
     if plan.zero:
@@ -173,7 +174,7 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     update = numbers * (3 * weight + 2 * state_bytes(job.optimizer, plan.precision)) / OPTIMIZER_RATE
     update *= 1.0 if stack.fused_optimizer else FOREACH
     update *= LOW_BIT if job.optimizer.endswith("8bit") else 1.0
-    if (plan.is_mixed and not plan.uses_fsdp) or not stack.copies_parameters:
+    if not stack.copies_parameters:
         update += numbers * 6  # the 16-bit copy
     norm = numbers * weight / NORM_RATE + numbers * 2 * weight
     return pricer.pass_(update) + pricer.pass_(norm) if trained else 0.0

@@ -1,0 +1,223 @@
+"""`shardwise bench layers|collectives|step`: what operations, links and whole steps reach on this machine. The first two can go into a cluster file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster.changes import unknown
+from shardwise.cluster.collectives import Timed, fit_collectives, measure_collectives, with_collectives, worlds_of
+from shardwise.cluster.here import this_cluster
+from shardwise.cluster.layers import LayerRates, devices_of, measure_layers, with_layers
+from shardwise.cluster.link import LinkNotMeasured
+from shardwise.cluster.machine import this_machine
+from shardwise.cluster.spec import ClusterSpec
+from shardwise.cluster.toml import cluster_from_toml, write_toml
+from shardwise.config.units import format_bytes, format_count
+from shardwise.errors import Exit, UserError
+from shardwise.files import write_atomically
+
+HELP = """Measure parts of a training step on this machine.
+
+layers        matrix products, attention and passes over memory by size, on every device at once
+collectives   all-reduce, all-gather, reduce-scatter, all-to-all between the processes of this machine
+step          a few steps of training, measured beside predicted; takes section.key=value words"""
+CONFIG = True
+REPORTS = True
+SUBJECTS = ("layers", "collectives", "step")
+STEPS = 8
+
+
+class Ended(Exception):
+    """A training process did not finish."""
+
+    def __init__(self, code: int):
+        self.code = code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("subject", help="layers, collectives or step")
+    parser.add_argument("--out", metavar="FILE", help="put the result into this cluster file (made if it is not there)")
+    parser.add_argument("--config", metavar="FILE", help="step: the config of a run")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"step: how many (default {STEPS})")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.subject not in SUBJECTS:
+        raise unknown("measurement", args.subject, SUBJECTS, None)
+    if args.subject != "step" and (args.overrides or args.config):
+        word = args.overrides[0] if args.overrides else "--config"
+        raise UserError(
+            f"`{word}` has no place here", why=f"`bench {args.subject}` reads no config", fix="leave it out"
+        )
+    if args.subject == "step" and args.out:
+        raise UserError(
+            "`bench step` writes no cluster file", why="it compares; it calibrates nothing", fix="leave out --out"
+        )
+    try:
+        report = {"layers": _layers, "collectives": _collectives, "step": _step}[args.subject](args)
+    except Ended as training:  # it has said why
+        return training.code
+    print(json.dumps({"schema": 1, **report}, indent=2) if args.json else "\n".join(report["text"]))
+    return Exit.DONE
+
+
+def _layers(args: argparse.Namespace) -> dict[str, Any]:
+    machine = this_machine()
+    current = _existing(args.out)
+    devices = devices_of(machine)
+    _progress(f"layers on {_count(devices)} (loads torch)")
+    rates = measure_layers(devices)
+    if not rates.curves:
+        why = "; ".join(f"{name}: {reason}" for name, reason in rates.problems.items())
+        raise UserError(
+            "nothing could be measured", why=why or "no answer", fix="`shardwise doctor` looks at this machine"
+        )
+    text = [f"devices   {_count(devices)}", *_curve_lines(rates)]
+    _store(args.out, current, lambda cluster: with_layers(cluster, rates), text)
+    return {
+        "devices": list(devices),
+        "launch_s": rates.launch,
+        "curves": rates.curves,
+        "problems": rates.problems,
+        "text": text,
+    }
+
+
+def _curve_lines(rates: LayerRates) -> list[str]:
+    lines = []
+    for name, curve in rates.curves.items():
+        unit = "B" if name == "elementwise" else "FLOP"
+        lines.append(f"{name:<24} " + "   ".join(f"{_amount(x)}{unit}: {_amount(rate)}{unit}/s" for x, rate in curve))
+    if rates.launch is not None:
+        lines.append(f"{'launch':<24} {rates.launch * 1e6:.1f} us of the host per operation")
+    return [*lines, *(f"{name} does not work here ({reason})" for name, reason in rates.problems.items())]
+
+
+def _amount(value: float) -> str:
+    """`120 G`, to put a unit behind."""
+    return format_count(value).replace("B", "G") + ("" if value >= 999.5 else " ")
+
+
+def _collectives(args: argparse.Namespace) -> dict[str, Any]:
+    machine = this_machine()
+    current = _existing(args.out)
+    backend, worlds = "nccl" if len(machine.gpus) > 1 else "gloo", worlds_of(machine)
+    if not worlds or len(machine.gpus) == 1:
+        why = "collectives need two devices, or without a GPU two cores"
+        raise UserError("there is one device here", why=why, fix="`shardwise bench layers` measures a single one")
+    _progress(f"collectives of {', '.join(map(str, worlds))} ranks over {backend} (loads torch)")
+    try:
+        points = measure_collectives(worlds, backend)
+    except LinkNotMeasured as problem:
+        fix = "`shardwise doctor` looks at this machine"
+        raise UserError("the ranks did not come back", why=str(problem), fix=fix, code=Exit.HARDWARE) from None
+    fits = fit_collectives(points)
+    text = [f"{'collective':<16}{'ranks':>6}{'size':>10}{'measured':>12}{'fitted':>12}"]
+    text += [_timed_line(point, fits[point.collective].seconds(point)) for point in points]
+    text += [
+        f"{name:<16} alpha {fit.alpha * 1e6:.1f} us per step, {fit.rate / 1e9:.2f} GB/s" for name, fit in fits.items()
+    ]
+    _store(args.out, current, lambda cluster: with_collectives(cluster, points), text)
+    return {
+        "backend": backend,
+        "points": [{**vars(point), "fitted": fits[point.collective].seconds(point)} for point in points],
+        "fits": {name: {"alpha_s": fit.alpha, "bytes_per_s": fit.rate} for name, fit in fits.items()},
+        "text": text,
+    }
+
+
+def _timed_line(point: Timed, fitted: float) -> str:
+    size = format_bytes(point.size)
+    return f"{point.collective:<16}{point.ranks:>6}{size:>10}{point.seconds * 1e3:>9.3f} ms{fitted * 1e3:>9.3f} ms"
+
+
+PARTS = {
+    "compute": ("compute", "recompute", "launch"),
+    "waiting for ranks": ("data-parallel", "tensor-parallel", "context-parallel", "expert-parallel", "pipeline", "straggler"),
+    "bubble": ("bubble",),
+    "optimizer": ("optimizer", "offload"),
+}  # fmt: skip
+MEASURED = {
+    "compute": "compute_s",
+    "waiting for ranks": "comm_exposed_s",
+    "bubble": "bubble_s",
+    "optimizer": "optimizer_s",
+}
+
+
+def _step(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains in a scratch directory and reads what the run wrote about itself."""
+    if args.steps < 3:
+        raise UserError(
+            f"--steps {args.steps} is too few", why="the first step warms up and does not count", fix="--steps 8"
+        )
+    _progress(f"{args.steps} steps of training")
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+        command = [sys.executable, "-m", "shardwise", "train", *([args.config] if args.config else []), "--no-verify"]
+        words = [*args.overrides, f"run.dir={folder}", "run.name=bench", f"train.steps={args.steps}"]
+        done = subprocess.run([*command, *words], capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.stderr.write(done.stderr)
+            raise Ended(done.returncode)
+        plan = json.loads((Path(folder) / "bench" / "plan.json").read_text(encoding="utf-8"))
+        text = (Path(folder) / "bench" / "metrics.jsonl").read_text(encoding="utf-8")
+    steps = [line for line in map(json.loads, text.splitlines()) if "step_s" in line][1:]
+    predicted = plan["prediction"]["step"]
+    parts = {name: sum(predicted.get(part, 0.0) for part in names) for name, names in PARTS.items()}
+    rows = {name: (_median(steps, MEASURED[name]), seconds) for name, seconds in parts.items()}
+    rows["other"] = (_median(steps, "other_s") + _median(steps, "data_wait_s"), 0.0)
+    rows["step"] = (_median(steps, "step_s"), plan["prediction"]["step_s"])
+    lines = [f"{'part':<20}{'measured':>12}{'predicted':>12}"]
+    lines += [f"{name:<20}{a * 1e3:>9.1f} ms{b * 1e3:>9.1f} ms" for name, (a, b) in rows.items() if a or b]
+    measured, expected = rows["step"]
+    lines.append(f"prediction is {100 * (expected / measured - 1):+.0f} % off; median of {len(steps)} steps")
+    return {
+        "steps": len(steps),
+        "measured_s": {name: a for name, (a, _) in rows.items()},
+        "predicted_s": {name: b for name, (_, b) in rows.items()},
+        "text": lines,
+    }
+
+
+def _median(steps: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(line[key] for line in steps)
+
+
+def _existing(path: str | None) -> ClusterSpec | None:
+    """What the file says so far; before anything is measured, so that a file that cannot be read costs no time."""
+    if not path or not Path(path).exists():
+        return None
+    cluster, here = cluster_from_toml(path), this_cluster(this_machine())
+    if cluster.device.name != here.device.name:
+        why = f"it describes {cluster.device.name}, and this machine has {here.device.name}"
+        raise UserError(f"{path} is another machine's", why=why, fix="give another name")
+    return cluster
+
+
+def _store(
+    path: str | None, current: ClusterSpec | None, change: Callable[[ClusterSpec], ClusterSpec], text: list[str]
+) -> None:
+    if not path:
+        return
+    machine = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("machine") if current else None
+    cluster = change(current or this_cluster(this_machine()))
+    write_atomically(path, write_toml(cluster, ("Measured by `shardwise doctor` and `shardwise bench`.",), machine))
+    text.append(f"wrote     {path}")
+
+
+def _count(devices: tuple[str, ...]) -> str:
+    return f"{len(devices)} cores" if devices[0] == "cpu" else f"{len(devices)} GPU{'s' * (len(devices) > 1)}"
+
+
+def _progress(what: str) -> None:
+    """On stderr, so that `--json` stays one document."""
+    print(f"measuring {what} ...", file=sys.stderr, flush=True)

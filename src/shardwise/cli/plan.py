@@ -1,0 +1,151 @@
+"""`shardwise plan`: ranked layouts for a model on a cluster, each explained and written as a config file that `train` takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import Exit, UserError
+
+if TYPE_CHECKING:
+    from shardwise.plan.answering import Answer
+    from shardwise.plan.question import Question
+
+HELP = """Find the fastest layouts that fit, predict them, say why, and write each as a config file for `train`.
+
+MODEL is a preset (`shardwise explain presets`), a Hugging Face directory or a config.json. Words such as parallel.tp=4 are constraints."""
+CONFIG = True
+REPORTS = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a preset, a Hugging Face directory, or a config.json")
+    parser.add_argument(
+        "--cluster", required=True, metavar="CLUSTER", help="4x8xh100, 4x8xh100:nic=50GB/s, `this`, or a TOML file"
+    )
+    parser.add_argument(
+        "--seq", metavar="N", help="tokens per sequence, such as 8k; default: the model's own, at most 8k"
+    )
+    parser.add_argument(
+        "--batch", metavar="TOKENS", help="tokens per optimizer step, such as 4M; default: usual for the model's size"
+    )
+    parser.add_argument("--tokens", metavar="N", help="of the whole training, such as 1T: adds days, cost and energy")
+    parser.add_argument("--price", metavar="MONEY", help="per GPU and hour, such as 2.50")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="rows to show and write (default: 5)")
+    parser.add_argument("--why-not", metavar="LAYOUT", help='compare a layout or a part of one, such as "tp=8 pp=1"')
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="CHANGE",
+        help="nic=50GB/s, memory=141GB, gpus=64, seq=16k ...; repeatable",
+    )
+    parser.add_argument(
+        "--within", metavar="TIME", help="the fewest GPUs that train --tokens in this time, such as 30d"
+    )
+    parser.add_argument(
+        "--budget", metavar="MONEY", help="the fastest that trains --tokens for this much, such as 500k"
+    )
+    parser.add_argument("--fewest-gpus", action="store_true", help="the fewest GPUs that it fits on")
+    parser.add_argument(
+        "--as",
+        dest="framework",
+        metavar="FRAMEWORK",
+        help="print row 1 for megatron, torchtitan, deepspeed or accelerate",
+    )
+    parser.add_argument("--out", metavar="DIR", help="where the rows go (default: plans/MODEL-CLUSTER)")
+    parser.add_argument("--force", action="store_true", help="overwrite files there that were changed by hand")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.cli.plan_view import show
+    from shardwise.plan.answering import answer, to_json
+    from shardwise.plan.export_as import check_framework, export_as
+    from shardwise.plan.question import ask
+    from shardwise.plan.what_if import what_if
+    from shardwise.plan.why import why_not
+
+    if args.framework:
+        check_framework(args.framework)
+    if args.top < 1:
+        raise UserError(f"--top {args.top} shows nothing", why="an answer needs a row", fix="--top 5")
+    question = ask(
+        args.model,
+        args.cluster,
+        seq=args.seq,
+        batch=args.batch,
+        tokens=args.tokens,
+        price=args.price,
+        words=args.overrides,
+    )
+    within, budget = _inverse(args, question)
+    made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus)
+    refused = why_not(made, args.why_not) if args.why_not else None
+    changed = [what_if(question, text) for text in args.what_if]
+    files = _write(made, Path(args.out) if args.out else Path("plans") / question.name, args.force)
+    best = made.rows[0].candidate.plan
+    exported = (
+        export_as(args.framework, question.spec, question.job, best, question.cluster.per_node)
+        if args.framework
+        else None
+    )
+    if args.json:
+        report: dict[str, Any] = to_json(made, files)
+        report["why_not"] = refused.to_dict() if refused else None
+        report["what_if"] = [one.to_dict() for one in changed]
+        report["as"] = {"framework": args.framework, **vars(exported)} if exported else None
+        print(json.dumps(report, indent=1))
+    elif exported:
+        print(exported.to_print(f"{args.framework}: {best.layout}, row 1 of `shardwise plan`, also in {files[0]}"))
+    else:
+        show(made, files, refused, changed)
+    return Exit.DONE
+
+
+def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None, float | None]:
+    """Seconds and money that the answer may take. Both need to know how much is trained, one what it costs."""
+    from shardwise.config.units import parse_decimal, parse_seconds
+
+    within = _read("--within", args.within, parse_seconds, "30d")
+    budget = _read("--budget", args.budget, lambda text: float(parse_decimal(text.lstrip("$€"))), "500k")
+    for option, value in (("--within", args.within), ("--budget", args.budget)):
+        if value is not None and question.job.tokens is None:
+            raise UserError(
+                f"{option} {value} needs --tokens",
+                why="days and costs follow from the tokens to train",
+                fix="--tokens 1T",
+            )
+    if budget is not None and question.price is None:
+        raise UserError(
+            f"--budget {args.budget} needs --price", why="the cluster has no price per GPU-hour", fix="--price 2.50"
+        )
+    return within, budget
+
+
+def _read(option: str, text: str | None, parse: Callable[[str], float], example: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = parse(text)
+    except ValueError as problem:
+        raise UserError(f"`{option} {text}` cannot be read", why=str(problem), fix=f"{option} {example}") from None
+    if value <= 0:
+        raise UserError(f"`{option} {text}` leaves nothing", why="it must be above 0", fix=f"{option} {example}")
+    return value
+
+
+def _write(made: Answer, directory: Path, force: bool) -> list[Path]:
+    from shardwise.plan.answering import file_of
+    from shardwise.plan.plan_files import write_rows
+
+    reasons = [f"not {region.what}: {region.reason}" for region in made.result.regions]
+    texts = {
+        f"{number}.toml": file_of(
+            made.question, row, f"row {number} of {len(made.rows)}", reasons if number == 1 else []
+        )
+        for number, row in enumerate(made.rows, 1)
+    }
+    return write_rows(directory, texts, force)

@@ -1,0 +1,175 @@
+"""The child process behind layers.py: what the operations of a layer reach on one device, by size.
+
+    python -m shardwise.cluster.layer_rates DEVICE [MEASUREMENT or number format to skip ...]
+
+Waits for a line before it measures, so that all devices, or all cores, are busy at once. One JSON line per event (ready, start, done), so that
+the parent knows which measurement ended the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SECONDS = {"cpu": 0.1, "cuda": 0.03}  # of each measurement
+# Tokens, inputs, outputs.
+PRODUCTS = {
+    "cpu": ((64, 64, 64), (256, 128, 128), (256, 256, 512), (512, 384, 1024), (1024, 512, 1536), (1024, 1024, 2048)),
+    "cuda": (
+        (256, 256, 256), (1024, 512, 512), (1024, 768, 3072), (2048, 2048, 2048), (4096, 2048, 8192), (8192, 4096, 4096),
+        (8192, 4096, 14336), (16384, 8192, 8192),
+    ),
+}  # fmt: skip
+# Rows, query heads, key-value heads, tokens, width of a head.
+ATTENTIONS = {
+    "cpu": ((2, 4, 4, 64, 32), (1, 4, 4, 256, 64), (1, 8, 8, 1024, 64)),
+    "cuda": ((4, 8, 8, 256, 64), (2, 16, 16, 1024, 64), (2, 32, 8, 2048, 128), (1, 32, 8, 8192, 128)),
+}
+NUMBERS = {"cpu": (2**12, 2**15, 2**18, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}  # of a pass over memory
+
+Measurement = Callable[[], tuple[float, float]]  # size, rate
+
+
+def main(name: str, skipped: set[str]) -> None:
+    device = torch.device(name)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    _say(event="ready")
+    sys.stdin.readline()
+    for label, measurement in _measurements(device):
+        if label in skipped or label.partition("#")[0].partition("/")[2] in skipped:
+            continue
+        _say(event="start", measurement=label)
+        size, value = measurement()
+        _say(event="done", measurement=label, size=size, value=value)
+
+
+def _measurements(device: torch.device) -> Iterator[tuple[str, Measurement]]:
+    yield "launch#0", partial(_launch, device)
+    for number, count in enumerate(NUMBERS[device.type]):
+        yield f"elementwise#{number}", partial(_passes, device, count)
+    for name, dtype in FORMATS.items():
+        for number, shape in enumerate(PRODUCTS[device.type]):
+            yield f"matmul/{name}#{number}", partial(_products, device, dtype, *shape)
+        for number, heads in enumerate(ATTENTIONS[device.type]):
+            yield f"attention/{name}#{number}", partial(_attention, device, dtype, False, *heads)
+            yield f"attention-backward/{name}#{number}", partial(_attention, device, dtype, True, *heads)
+
+
+def _products(device: torch.device, dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> tuple[float, float]:
+    """Of one product; the mean of the three that a layer does: forward, and for the gradients of input and weight."""
+    x_TI = torch.randn(tokens, inputs, device=device, dtype=dtype)
+    w_OI = torch.randn(outputs, inputs, device=device, dtype=dtype)
+    g_TO = torch.randn(tokens, outputs, device=device, dtype=dtype)
+    seconds = _seconds(lambda: (x_TI @ w_OI.T, g_TO @ w_OI, g_TO.T @ x_TI), device)
+    flops = 2 * tokens * inputs * outputs
+    return flops, 3 * flops / seconds
+
+
+def _attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    backward: bool,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    width: int,
+) -> tuple[float, float]:
+    """Causal: half of both products is computed, and in backward two and a half times as much."""
+    q, k, v = (
+        torch.randn(rows, count, tokens, width, device=device, dtype=dtype, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    if dtype == torch.float32 and kv_heads != heads:  # as attention in models does it: no fp32 kernel has grouped heads
+        k, v = (tensor.repeat_interleave(heads // kv_heads, 1) for tensor in (k, v))
+    flops = 2.0 * rows * heads * tokens * tokens * width
+    attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=k.shape[1] != heads)
+    if not backward:
+        return flops, flops / _seconds(attend, device)
+    out = attend()
+    grad = torch.randn_like(out)
+    seconds = _seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
+    return 2.5 * flops, 2.5 * flops / seconds
+
+
+def _passes(device: torch.device, count: int) -> tuple[float, float]:
+    """Of one pass; the mean of those around a block's products: an addition, a norm, a gate."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    width = min(count, 1024)
+    x, y = (torch.randn(count // width, width, device=device, dtype=dtype) for _ in range(2))
+    w = torch.ones(width, device=device, dtype=dtype)
+    moved = (3 + 2 + 2 + 3) * x.nbytes
+    seconds = _seconds(lambda: (x + y, F.rms_norm(x, (width,), w), F.silu(x), x * y), device)
+    return moved / 4, moved / seconds
+
+
+def _launch(device: torch.device) -> tuple[float, float]:
+    """Host seconds of one operation so small that nothing else counts, recorded for backward."""
+    x = torch.randn(8, 8, device=device, requires_grad=True)
+
+    def many() -> None:
+        for _ in range(200):
+            x * x
+            F.linear(x, x)
+
+    many()
+    now, times = _clock(), []
+    for _ in range(9):
+        start = now()
+        many()
+        times.append((now() - start) / 400)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return 1.0, sorted(times)[len(times) // 4]
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """The lower quartile of as many runs as fit in the time of a measurement; at least one, after one that warms up."""
+    if device.type == "cuda":
+        return _device_seconds(action, device)
+    now = _clock()
+    action()
+    times: list[float] = []
+    while not times or (sum(times) < SECONDS["cpu"] and len(times) < 1000):
+        start = now()
+        action()
+        times.append(now() - start)
+    return sorted(times)[len(times) // 4]
+
+
+def _clock() -> Callable[[], float]:
+    """Of this thread, not of the wall: what others on this machine take away is not this core's speed."""
+    return time.thread_time if time.get_clock_info("thread_time").resolution <= 1e-6 else time.perf_counter
+
+
+def _device_seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Between events, with the device held up first, so that the host is ahead of it and starting is not measured."""
+    with torch.cuda.device(device):
+        for _ in range(3):
+            action()
+        times: list[float] = []
+        while not times or (sum(times) < SECONDS["cuda"] and len(times) < 100):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(1_000_000)
+            start.record()
+            action()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return sorted(times)[len(times) // 4]
+
+
+def _say(**event: object) -> None:
+    print(json.dumps(event), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], set(sys.argv[2:]))
