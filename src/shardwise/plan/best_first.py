@@ -12,7 +12,8 @@ Invariant: the same answer as predicting everything and sorting by `rank_of`, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
@@ -80,6 +81,9 @@ def family(plan: Plan) -> tuple[int, ...]:
     """Layouts that differ in less than this are told once, by the best of them."""
     return plan.dp, plan.tp, plan.cp, plan.pp, plan.ep, plan.zero
 
+
+FEW = 8
+"""Grids that are looked at when the smallest layout is asked for."""
 
 Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
 """Whether a region may hold what is asked for, by what is known of it so far."""
@@ -265,6 +269,41 @@ class BestFirst:
     def _least_states(self, grid: Grid) -> States:
         """The highest stage with the most shards holds the least."""
         return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
+
+    def within(self, limit: int) -> BestFirst:
+        """The same with less memory, and with what was learnt so far."""
+        other = copy(self)
+        other.limit = limit
+        return other
+
+    def smallest(self, counts: Iterable[int], accept: Accept = anything) -> Candidate | None:
+        """What needs the least memory, found among the layouts whose floors are lowest."""
+        floors = []
+        for gpus in counts:
+            for grid in self.space.grids(gpus):
+                size, states = self.space.sizes(grid.dp)[-1], self._least_states(grid)
+                for place in self._places:
+                    if accept(grid, None, None, None) and self.space.go_together(grid, states, place[0]):
+                        floors.append((self.memory.of_grid(grid, size, states, *place), grid))
+        floors.sort(key=lambda entry: (entry[0], entry[1]))
+        best: tuple[int, Plan] | None = None
+        for grid in list(dict.fromkeys(grid for _, grid in floors))[:FEW]:
+            for plan in self._small_plans(grid, accept):
+                if best is None or self.memory_of(plan) < best[0]:
+                    best = self.memory_of(plan), plan
+        return self.predicted(best[1]) if best else None
+
+    def _small_plans(self, grid: Grid, accept: Accept) -> Iterator[Plan]:
+        """The least of every axis that is left open: the smallest micro-batch, the most shards, the most moved out."""
+        sizes = [n for n in reversed(self.space.sizes(grid.dp)) if accept(grid, Pace(n, *self.space.pipelines(grid.pp)[0]), None, None)]
+        paces = [Pace(size, *how) for how in self.space.pipelines(grid.pp) for size in self.space.sizes(grid.dp)[-1:] + sizes[:1]]
+        every = sorted(self.space.states(grid), key=lambda states: (-states.zero, states.replicate))
+        states = [one for one in every if accept(grid, None, one, None)][:1]
+        for pace in dict.fromkeys(paces):
+            for one in states:
+                for saving in self.space.savings:
+                    if accept(grid, pace, one, saving) and self.space.go_together(grid, one, saving.offload):
+                        yield self.space.plan(grid, pace, one, saving)
 
     # Single layouts ------------------------------------------------------------------------------------------------
 

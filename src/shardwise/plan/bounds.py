@@ -204,11 +204,11 @@ class TimeFloors:
             ),
         )
 
-    def _kinds(self, mode: str) -> list[tuple]:  # type: ignore[type-arg]
+    def _kinds(self, mode: str) -> list[tuple]:
         """(a layer, whether it is computed again, how many are like it)"""
         layers = self.space.model.layers
         again = {index for part in segments(mode, range(len(layers))) for index in part}
-        counted: dict[object, list] = {}  # type: ignore[type-arg]
+        counted: dict[object, list] = {}
         for layer in layers:
             key = (layer.window, layer.is_moe, layer.ffn, layer.index in again)
             counted.setdefault(key, [layer, layer.index in again, 0])[2] += 1

@@ -138,6 +138,9 @@ class Space:
                             if self.sizes(dp) and self.pipelines(pp) and self.states(grid):
                                 yield grid
 
+    def some_grids(self) -> Iterator[Grid]:
+        return (grid for gpus in self.gpu_counts for grid in self.grids(gpus))
+
     @cached_property
     def _tensor_degrees(self) -> list[int]:
         return tensor_degrees(self.model)
