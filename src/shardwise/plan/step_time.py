@@ -17,7 +17,6 @@ from functools import cache
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.activations import segments
-from shardwise.plan.adapter_share import held_by
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.layer_time import LayerTime, LayerTimes, add
@@ -28,6 +27,7 @@ from shardwise.plan.rank_share import RankShare, rank_shares
 from shardwise.plan.schedules import splits_backward, stage_owners
 from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.state_time import StateTime, optimizer_seconds, state_time
+from shardwise.plan.states import groups_of
 
 STRAGGLER = 0.006
 """Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
@@ -100,7 +100,7 @@ def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, sta
 
 def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
     """Parameters that a rank updates."""
-    trained = sum(block.trained for block in held_by(share, model, job.adapter))
+    trained = groups_of(share.cut, model, job.adapter).whole.trained
     experts = share.spread_parameters if job.adapter.kind == "none" else 0
     return (trained - experts) / plan.state_shards + experts / plan.expert_shards
 
@@ -181,7 +181,7 @@ def rank_state(
     times: LayerTimes,
 ) -> StateTime:
     forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
-    blocks = held_by(share, model, job.adapter)
+    blocks = [groups_of(share.cut, model, job.adapter).whole]
     return state_time(share, blocks, forward, backward, cluster, times.network, times.pricer, plan, stack)
 
 
