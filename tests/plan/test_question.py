@@ -85,7 +85,8 @@ def test_mistakes_are_answered(model, cluster, more, said):
         (["parallel.ep=2"], ("parallel.ep=2", "llama3-8b")),
         (["parallel.zero=0", "parallel.dp=4", "parallel.replicate=2"], ("parallel.replicate = 2", "parallel.zero = 0")),
         (["parallel.layout=tp=2", "parallel.tp=4"], ("parallel.layout", "parallel.tp")),
-        (["train.micro_batch=64"], ("train.micro_batch=64", "batch of 8")),
+        (["train.micro_batch=4", "parallel.dp=4"], ("train.micro_batch=4", "batch of 8")),
+        (["train.micro_batch=64"], ("train.micro_batch = 64", "global batch")),
         (["parallel.schedule=zbv", "parallel.virtual_stages=4"], ("zbv", "virtual_stages = 4")),
     ],
 )
@@ -96,7 +97,13 @@ def test_contradictions_name_both_sides(words, both):
 
 
 @pytest.mark.parametrize(
-    "words", [["parallel.dp=4", "parallel.tp=4"], ["parallel.tp=7"], ["parallel.pp=64"], ["train.micro_batch=64"]]
+    "words",
+    [
+        ["parallel.dp=4", "parallel.tp=4"],
+        ["parallel.tp=7"],
+        ["parallel.pp=64"],
+        ["train.micro_batch=4", "parallel.dp=4"],
+    ],
 )
 def test_a_fix_works_when_it_is_followed(words):
     with pytest.raises(UserError) as problem:

@@ -76,7 +76,9 @@ def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
     # fp8 takes the way of bf16, which `auto` means on a GPU; the numbers are those of fp64.
     computes_bf16 = config.memory.precision == "fp8" or (config.memory.precision == "auto" and here.gpus)
     precision = "bf16" if computes_bf16 else config.memory.precision
-    config = replace(config, memory=replace(config.memory, limit=NO_LIMIT, precision=precision))
+    # Tensors that wait in CPU memory are the same tensors, and here there is no other memory.
+    memory = replace(config.memory, limit=NO_LIMIT, precision=precision, activation_offload=False)
+    config = replace(config, memory=memory)
     machine = replace(here, gpus=())
     return resolve(config, spec, machine, nproc, 1, loaded.origins)
 

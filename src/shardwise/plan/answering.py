@@ -14,9 +14,7 @@ from shardwise.plan.figures import (
     DAY,
     Whole,
     binding_link,
-    interval,
     mfu,
-    outside,
     step_text,
     tokens_per_second,
     whole_training,
@@ -35,8 +33,8 @@ class Row:
     mfu: float
     link: str  # the link that most exposed communication waits for; empty: none does
     link_share: float  # of the step
-    low: float | None
-    high: float | None
+    low: float  # seconds of a step: p10 and p90
+    high: float
     outside: str
     whole: Whole | None
 
@@ -86,16 +84,15 @@ class Answer:
 def row_of(question: Question, candidate: Candidate) -> Row:
     plan, prediction, cluster, job = candidate.plan, candidate.prediction, question.cluster, question.job
     link, waits = binding_link(plan, prediction, cluster) or ("", 0.0)
-    low, high = interval(prediction) or (None, None)
     return Row(
         candidate,
         tokens_per_second(job, prediction),
         mfu(question.spec, job, plan, prediction, cluster),
         link,
         waits / prediction.step_s,
-        low,
-        high,
-        outside(prediction),
+        prediction.low,
+        prediction.high,
+        "; ".join(prediction.outside),
         whole_training(job, plan, prediction, cluster),
     )
 
@@ -161,13 +158,12 @@ def _not_met(question: Question, every: Sequence[Row], within: float | None, bud
 
 def nothing_fits(question: Question, result: SearchResult) -> UserError:
     """The closest miss, by what it is too large, and what would fit."""
-    miss, job = result.closest_miss, question.job
-    asked = " ".join(f"{key}={value}" for key, value in job.constraints.items())
+    miss, asked = result.closest_miss, question.fixed
     under = f" with {asked}" if asked else ""
     where = f"{question.spec.name} does not fit on {question.cluster.name}{under}"
     ways = [f"{remedy.what} ({_cost(remedy.candidate)})" for remedy in result.remedies[:3]]
     if miss is None:
-        words = " and ".join(f"{key}={value}" for key, value in job.constraints.items()) or "the model and the cluster"
+        words = asked.replace(" ", " and ") or "the model and the cluster"
         return UserError(
             f"no layout has {asked}" if asked else where,
             why=f"{words} leave nothing that the model, the batch and {question.cluster.world} GPUs allow",
@@ -194,7 +190,7 @@ def _cost(candidate: Candidate) -> str:
 def file_of(question: Question, row: Row, title: str, notes: Sequence[str]) -> str:
     """The config file of a row: what is predicted, on what assumptions, why."""
     plan, prediction = row.candidate.plan, row.candidate.prediction
-    spread = f" ({step_text(row.low)} to {step_text(row.high)})" if row.low and row.high else ""
+    spread = f" ({step_text(row.low)} to {step_text(row.high)})"
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in prediction.step.items() if seconds > 0)
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in prediction.memory.items() if size > 0)
     lines = [
@@ -204,7 +200,7 @@ def file_of(question: Question, row: Row, title: str, notes: Sequence[str]) -> s
         f"memory     {format_bytes(prediction.memory_bytes)} of {format_bytes(question.cluster.device.memory)}: {held}",
         *(f"outside    {row.outside}" for _ in range(bool(row.outside))),
         *(f"why        {note}" for note in notes),
-        *(f"assumed    {one.what}: {one.value} ({one.origin})" for one in question.assumptions),
+        *(f"given      {one.what}: {one.value} ({one.origin})" for one in question.assumptions),
         "yours      data.source and optimizer.lr: the planner decides neither",
     ]
     return row_text(question, plan, lines)
@@ -236,6 +232,7 @@ def to_json(made: Answer, files: Sequence[Path]) -> dict[str, Any]:
         "assumptions": [{"what": one.what, "value": one.value, "origin": one.origin} for one in question.assumptions],
         "rows": rows,
         "by_gpus": {str(n): row_of(question, found).to_dict() for n, found in sorted(result.by_gpus.items())},
+        "pareto": [row_of(question, found).to_dict() for found in result.pareto],
         "rejected": [
             {
                 "what": region.what,

@@ -41,7 +41,7 @@ def axes_of(plan: Plan, cluster: ClusterSpec) -> list[Axis]:
         "cp": (plan.cp, inner),
         "ep": (plan.ep, plan.ep),
         "dp": (plan.dp, inner * plan.dp),
-        "pp": (plan.pp, min(plan.world, plan.stage_world * 2)),
+        "pp": (plan.pp, plan.world),  # its slowest hop
     }
     return [Axis(name, ranks, reach, cluster.tier(reach)) for name, (ranks, reach) in reaches.items() if ranks > 1]
 
@@ -101,17 +101,3 @@ def whole_training(job: Job, plan: Plan, prediction: Prediction, cluster: Cluste
 def step_text(seconds: float) -> str:
     """Of one step, for comparing: `8.31 s`, `10.4 s`, `12:31`."""
     return f"{seconds:.1f} s" if 9.995 <= seconds < 600 else format_seconds(seconds)
-
-
-def interval(prediction: Prediction) -> tuple[float, float] | None:
-    """Seconds of a step that nine of ten are above, and below; None where nothing is known about errors."""
-    low, high = getattr(prediction, "low", None), getattr(prediction, "high", None)
-    return (float(low), float(high)) if low and high else None
-
-
-def outside(prediction: Prediction) -> str:
-    """Why no measured run is like this one; empty where there is one."""
-    found = getattr(prediction, "outside", "")
-    if isinstance(found, list | tuple):
-        return "; ".join(map(str, found))
-    return "nothing like it was ever measured" if found is True else str(found or "")

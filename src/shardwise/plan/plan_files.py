@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.config.keys import COMMAND_LINE
+from shardwise.config.keys import DEFAULT
 from shardwise.config.schema import Config
 from shardwise.config.write import resolved_text
 from shardwise.errors import UserError
@@ -27,18 +27,13 @@ PLANNER = "planner"
 
 def config_of(question: Question, plan: Plan) -> Config:
     """Everything that a run needs, nothing left open that the plan decides."""
-    config = question.loaded.config
-    job = question.job
-    train, pipeline = config.train, plan.pp > 1
-    if job.tokens:
-        train = replace(train, tokens=job.tokens, steps=None, epochs=None)
+    config, pipeline = question.loaded.config, plan.pp > 1
     return replace(
         config,
         train=replace(
-            train,
+            config.train,
             seq_len=plan.seq_len,
-            global_batch=plan.global_batch,
-            global_batch_tokens=None,
+            global_batch_tokens=None if config.train.global_batch else plan.tokens_per_step,
             micro_batch=plan.micro_batch,
         ),
         parallel=replace(
@@ -83,7 +78,7 @@ def row_text(question: Question, plan: Plan, notes: Sequence[str]) -> str:
     for name in typed:
         section, _, key = name.partition(".")
         changed = getattr(getattr(config, section), key, None) != getattr(getattr(default, section), key, None)
-        origins[name] = COMMAND_LINE if typed[name] == COMMAND_LINE else PLANNER if changed else "default"
+        origins[name] = typed[name] if typed[name] != DEFAULT else PLANNER if changed else DEFAULT
     body = "\n".join([*(f"# {_line(note)}" if note else "#" for note in notes), "#", resolved_text(config, origins)])
     return f"# A row of `shardwise plan`, digest {_digest(body)}\n{body}"
 

@@ -18,10 +18,11 @@ from typing import Any
 
 from shardwise.cluster.read import read_cluster
 from shardwise.cluster.spec import ClusterSpec
-from shardwise.config.keys import COMMAND_LINE
+from shardwise.config.keys import COMMAND_LINE, all_keys
 from shardwise.config.load import Loaded, load_config
 from shardwise.config.units import format_bytes, parse_binary, parse_decimal
 from shardwise.config.values import shown
+from shardwise.config.write import with_unit
 from shardwise.errors import UserError
 from shardwise.model.huggingface import find_model_dir, read_spec, spec_from_config
 from shardwise.model.presets import preset, preset_names
@@ -64,6 +65,14 @@ class Question:
         """Per device and hour."""
         return self.job.price if self.job.price is not None else self.cluster.price
 
+    @property
+    def fixed(self) -> str:
+        """The constraints as they are typed."""
+        known = all_keys()
+        return " ".join(
+            f"{key}={with_unit(known[key], value)}".replace('"', "") for key, value in self.job.constraints.items()
+        )
+
     def with_job(self, **changes: Any) -> Question:
         return replace(self, job=replace(self.job, **changes))
 
@@ -75,7 +84,7 @@ class Question:
         typed = {key for key, origin in more.origins.items() if origin == COMMAND_LINE}
         changes: dict[str, Any] = {"constraints": MappingProxyType(asked)}
         if "memory.precision" in typed:
-            changes["precision"] = _precision(more.config.memory.precision, self.cluster)
+            changes["precision"] = _precision(more.config.memory.precision, self.cluster)[0]
         if "optimizer.name" in typed:
             changes["optimizer"] = more.config.optimizer.name
         if any(key.startswith("adapter.") for key in typed):
@@ -95,75 +104,52 @@ def ask(
 ) -> Question:
     model_words, spec = read_model(model)
     hardware = read_cluster(cluster)
-    seq_len = _seq_len(seq, words) or min(spec.max_seq_len, MAX_ASSUMED_SEQ)
-    typed = load_typed([*model_words, f"train.seq_len={seq_len}", *words])
-    if typed.config.model.overrides and not any(word.startswith("model.") for word in model_words[1:]):
+    told: dict[str, Assumption] = {}
+
+    seq_len, told["train.seq_len"] = _seq_len(seq, words, spec)
+    length = [f"train.seq_len={seq_len}"]
+    if tokens:
+        length.append(f"train.tokens={_number('--tokens', tokens, parse_decimal)}")
+    if batch:
+        batch_tokens = _number("--batch", batch, parse_binary)
+        check_batch(batch_tokens, seq_len)
+        length.append(f"train.global_batch_tokens={batch_tokens}")
+    typed = load_typed([*model_words, *length, *words])
+    if typed.config.model.overrides:
         spec = spec.with_overrides(dict(typed.config.model.overrides))
-    given = {key for key, origin in typed.origins.items() if origin == COMMAND_LINE}
-    train = typed.config.train
-
-    assumed: list[Assumption] = []
-
-    def settle(what: str, typed_value: int | None, assume: Callable[[], tuple[int, str]]) -> int:
-        if typed_value is not None:
-            assumed.append(Assumption(what, f"{typed_value:,}", TYPED))
-            return typed_value
-        value, why = assume()
-        assumed.append(Assumption(what, f"{value:,}", f"{ASSUMED}: {why}"))
-        return value
-
-    settle(
-        "tokens per sequence",
-        _seq_len(seq, words),
-        lambda: (seq_len, f"the model's own, at most {MAX_ASSUMED_SEQ:,}"),
-    )
-    if spec.positions == "learned" and seq_len > spec.max_seq_len:
-        raise UserError(
-            f"--seq {seq_len} is longer than {spec.name} can read",
-            why=f"its learned positions end at {spec.max_seq_len}",
-            fix=f"--seq {spec.max_seq_len}",
-        )
-    by_words = train.global_batch_tokens or (train.global_batch * seq_len if train.global_batch else None)
-    batch_tokens = settle(
-        "tokens per step",
-        _number("--batch", batch, parse_binary) if batch else by_words,
-        lambda: (
-            max(1, next(size for limit, size in ASSUMED_BATCH if spec.num_parameters < limit) // seq_len) * seq_len,
-            "usual for a model of this size",
-        ),
-    )
-    check_batch(batch_tokens, seq_len)
-    precision = _precision(typed.config.memory.precision, hardware)
-    if typed.config.memory.precision == "auto":
-        assumed.append(
-            Assumption("number format", precision, f"{ASSUMED}: the fastest that {hardware.device.name} trains in")
-        )
-    else:
-        assumed.append(Assumption("number format", precision, TYPED))
-    optimizer = typed.config.optimizer.name
-    assumed.append(Assumption("optimizer", optimizer, TYPED if "optimizer.name" in given else ASSUMED))
-    if typed.config.adapter.kind != "none":
-        assumed.append(Assumption("adapter", f"{typed.config.adapter.kind} of rank {typed.config.adapter.rank}", TYPED))
-    total = _number("--tokens", tokens, parse_decimal) if tokens else train.tokens
-    if total is None and train.steps:
-        total = train.steps * batch_tokens
+    _check_length(spec, seq_len)
+    batch_tokens, told["train.global_batch_tokens"] = _batch(typed, spec, seq_len)
+    precision, told["memory.precision"] = _precision(typed.config.memory.precision, hardware)
+    optimizer, adapter, train = typed.config.optimizer.name, typed.config.adapter, typed.config.train
+    by_person = typed.origins["optimizer.name"] == COMMAND_LINE
+    told["optimizer.name"] = Assumption("optimizer", optimizer, TYPED if by_person else ASSUMED)
+    if adapter.kind != "none":
+        told["adapter.kind"] = Assumption("adapter", f"{adapter.kind} of rank {adapter.rank}", TYPED)
     per_hour = _price(price) if price else None
-    if per_hour is not None or hardware.price is not None:
+    if (costs := hardware.price if per_hour is None else per_hour) is not None:
         origin = TYPED if per_hour is not None else hardware.origins.get("price", "cluster")
-        assumed.append(Assumption("price per GPU-hour", f"{per_hour or hardware.price:.2f}", origin))
+        told["price"] = Assumption("price per GPU-hour", f"{costs:.2f}", origin)
     constraints = constraints_of(typed)
     check_pairs(spec, hardware, constraints, batch_tokens // seq_len)
+    total = train.tokens or (train.steps * batch_tokens if train.steps else None)
     job = Job(
         seq_len,
         batch_tokens // seq_len,
         total,
         precision,
         optimizer,
-        typed.config.adapter,
+        adapter,
         MappingProxyType(constraints),
         per_hour,
     )
-    return Question(spec, hardware, job, typed, (*_hardware(hardware), *assumed))
+    origins = {key: one.origin for key, one in told.items() if key in typed.origins and one.origin != TYPED}
+    return Question(
+        spec,
+        hardware,
+        job,
+        replace(typed, origins=typed.origins | origins),
+        (*_hardware(hardware, precision), *told.values()),
+    )
 
 
 # The model -------------------------------------------------------------------------------------------------------------
@@ -209,11 +195,10 @@ def _spec_of_file(path: Path) -> ModelSpec:
 
 def _words_of(spec: ModelSpec) -> list[str]:
     """A shape that no preset and no directory has, as words over a preset."""
-    base = preset("tiny")
+    base, derived = preset("tiny"), ("head_dim", "num_kv_heads")  # which `with_overrides` would derive again
+    names = [field.name for field in fields(ModelSpec) if field.name != "name"]
     changed = {
-        field.name: getattr(spec, field.name)
-        for field in fields(ModelSpec)
-        if field.name != "name" and getattr(spec, field.name) != getattr(base, field.name)
+        name: getattr(spec, name) for name in names if name in derived or getattr(spec, name) != getattr(base, name)
     }
     return ["model.preset=tiny", *(f"model.{name}={shown(value)}" for name, value in changed.items())]
 
@@ -248,12 +233,36 @@ def constraints_of(loaded: Loaded) -> dict[str, Any]:
     return found
 
 
-def _seq_len(option: str | None, words: Sequence[str]) -> int | None:
-    """As typed: the option, or the config's own key."""
+def _seq_len(option: str | None, words: Sequence[str], spec: ModelSpec) -> tuple[int, Assumption]:
+    """The option, the config's own key, or what the model can read."""
+    what = "tokens per sequence"
     if option:
-        return _number("--seq", option, parse_binary)
-    typed = [word for word in words if word.partition("=")[0] == "train.seq_len"]
-    return load_config(None, typed).config.train.seq_len if typed else None
+        value = _number("--seq", option, parse_binary)
+        return value, Assumption(what, f"{value:,}", TYPED)
+    if typed := [word for word in words if word.partition("=")[0] == "train.seq_len"]:
+        value = load_config(None, typed).config.train.seq_len
+        return value, Assumption(what, f"{value:,}", TYPED)
+    value = min(spec.max_seq_len, MAX_ASSUMED_SEQ)
+    return value, Assumption(what, f"{value:,}", f"{ASSUMED}: the model's own, at most {MAX_ASSUMED_SEQ:,}")
+
+
+def _check_length(spec: ModelSpec, seq_len: int) -> None:
+    if spec.positions == "learned" and seq_len > spec.max_seq_len:
+        raise UserError(
+            f"--seq {seq_len} is longer than {spec.name} can read",
+            why=f"its learned positions end at {spec.max_seq_len}",
+            fix=f"--seq {spec.max_seq_len}",
+        )
+
+
+def _batch(typed: Loaded, spec: ModelSpec, seq_len: int) -> tuple[int, Assumption]:
+    train = typed.config.train
+    value = train.global_batch_tokens or (train.global_batch * seq_len if train.global_batch else None)
+    if value:
+        return value, Assumption("tokens per step", f"{value:,}", TYPED)
+    usual = next(size for limit, size in ASSUMED_BATCH if spec.num_parameters < limit)
+    value = max(1, usual // seq_len) * seq_len
+    return value, Assumption("tokens per step", f"{value:,}", f"{ASSUMED}: usual for a model of this size")
 
 
 def _number(option: str, text: str, parse: Callable[[str], int]) -> int:
@@ -294,25 +303,29 @@ def check_batch(batch_tokens: int, seq_len: int) -> None:
     )
 
 
-def _precision(asked: str, cluster: ClusterSpec) -> str:
-    rates = cluster.device.flops
-    if asked != "auto":
-        kind = {"bf16-true": "bf16", "fp16-true": "fp16"}.get(asked, asked)
-        if kind not in rates and cluster.device.kind == "cuda":
-            raise UserError(
-                f"{cluster.device.name} does not compute in {asked}",
-                why=f"memory.precision = {asked} and --cluster {cluster.name} exclude each other; it has {', '.join(rates)}",
-                fix=" or ".join(f"memory.precision={name}" for name in ("bf16", "fp16", "fp32") if name in rates),
-            )
-        return asked
-    if cluster.device.kind == "cpu":
-        return "fp32"
-    return next((name for name in ("bf16", "fp16") if name in rates), "fp32")
+def _precision(asked: str, cluster: ClusterSpec) -> tuple[str, Assumption]:
+    rates, what = cluster.device.flops, "number format"
+    if asked == "auto":
+        best = (
+            next((name for name in ("bf16", "fp16") if name in rates), "fp32")
+            if cluster.device.kind == "cuda"
+            else "fp32"
+        )
+        return best, Assumption(what, best, f"{ASSUMED}: the fastest that {cluster.device.name} trains in without fp8")
+    kind = {"bf16-true": "bf16", "fp16-true": "fp16"}.get(asked, asked)
+    if kind not in rates and cluster.device.kind == "cuda":
+        raise UserError(
+            f"{cluster.device.name} does not compute in {asked}",
+            why=f"memory.precision = {asked} and --cluster {cluster.name} exclude each other; it has {', '.join(rates)}",
+            fix=" or ".join(f"memory.precision={name}" for name in ("bf16", "fp16", "fp32") if name in rates),
+        )
+    return asked, Assumption(what, asked, TYPED)
 
 
-def _hardware(cluster: ClusterSpec) -> list[Assumption]:
+def _hardware(cluster: ClusterSpec, precision: str) -> list[Assumption]:
     device, origins = cluster.device, cluster.origins
-    peak = max(device.flops, key=lambda kind: (kind == "bf16", device.flops[kind]))
+    kind = precision.removesuffix("-true")
+    peak = kind if kind in device.flops else max(device.flops, key=lambda name: device.flops[name])
 
     def of(*names: str) -> str:
         return next((origins[name] for name in names if name in origins), "data sheet")

@@ -34,6 +34,7 @@ class Stack:
     # What selective recomputation runs again: cheap (everything but products and attention) | attention (scores to values) |
     # per-op (every second product too).
     selective: str = "cheap"
+    stops_early: bool = True  # a layer that is computed again stops before its last product, whose result nobody needs
 
     # Gradients and the optimizer. Bytes per number.
     gradient_passes: int = (

@@ -1,23 +1,60 @@
-"""A quick look at what this machine reaches right now, with all ranks busy: the numbers behind the predicted step time."""
+"""This machine as the ranks of a run find it when they start: the numbers behind the predicted step time.
+
+The planner's own prediction is asked for what was measured (block_times.py), and the device's rates are scaled until it says the same; then it is asked
+for the whole step. So there is one formula, and what is measured is only how far this machine is from it. About two seconds. All ranks
+measure at once and take the mean. Read next: plan/step_time.py.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from shardwise.cluster.spec import ClusterSpec, Device, Link
+from shardwise.cluster.here import this_cluster
+from shardwise.cluster.machine import this_machine
+from shardwise.cluster.spec import ClusterSpec, Curve, Device, Link
+from shardwise.config.schema import Config
 from shardwise.model.precision import COMPUTED
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.job import Job, job_of
+from shardwise.plan.kernels import Pricer
 from shardwise.plan.plan import Plan
+from shardwise.plan.rank_share import rank_shares
+from shardwise.plan.stack import OURS
+from shardwise.plan.state_time import optimizer_seconds
+from shardwise.plan.step_time import STEP_HOST, step_seconds
+from shardwise.run.block_times import BlockTimes, block_times
+
+REPEATS = 7
+CURVE_SIZES = tuple(4.0**power for power in range(6, 18))  # bytes of passes over memory: 4 KiB to 16 GiB
 
 
-def measured_cluster(spec: ModelSpec, plan: Plan, device: torch.device, bucket_bytes: int) -> ClusterSpec:
-    """This machine as one rank of it finds it: the model's own matmul shape, a memory copy, and one gradient bucket around the ranks. About
-    half a second."""
-    dtype = COMPUTED[plan.precision]
+def measured_cluster(
+    spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int
+) -> ClusterSpec:
+    """Collective."""
+    found = this_cluster(this_machine())
+    here = _rated(found.device, spec, plan, device)
+    cluster = ClusterSpec("measured", 1, plan.world, here, (_link(plan, device, bucket_bytes, found.tiers[0]),))
+    if not spec.is_ours:
+        return cluster
+    if plan.world > 1:
+        dist.barrier()
+    times = block_times(spec, plan, config.model.attention, config.optimizer, device)
+    model_s, optimizer_s = _mean([times.model_s, times.optimizer_s or 0.0], plan, device)
+    times = replace(times, model_s=model_s, optimizer_s=optimizer_s or None)
+    return _scaled(cluster, spec, plan, job_of(config, plan), times)
+
+
+def _rated(known: Device, spec: ModelSpec, plan: Plan, device: torch.device) -> Device:
+    """One core, or one GPU: the model's own matmul shape, and a copy."""
+    dtype, threads = COMPUTED[plan.precision], plan.threads_per_rank if device.type == "cpu" else 1
     rows = min(plan.micro_batch * plan.seq_len, 8192)
     x = torch.randn(rows, spec.hidden, device=device, dtype=dtype)
     w = torch.randn(spec.hidden, max(layer.ffn for layer in spec.layers), device=device, dtype=dtype)
@@ -25,34 +62,91 @@ def measured_cluster(spec: ModelSpec, plan: Plan, device: torch.device, bucket_b
     block = torch.zeros(8 * 2**20, device=device)
     other = torch.empty_like(block)
     copied = 2 * block.nbytes / _seconds(lambda: other.copy_(block), device)
-    here = Device(
-        name=str(device),
-        memory=0,
-        flops={plan.precision.removesuffix("-true"): flops},
-        achievable=1.0,
-        bandwidth=copied,
-        bandwidth_share=1.0,
-        kind=device.type,
+    rates = MappingProxyType({plan.precision.removesuffix("-true"): flops / threads})
+    return replace(known, flops=rates, achievable=1.0, bandwidth=copied / threads, bandwidth_share=1.0)
+
+
+def _link(plan: Plan, device: torch.device, bucket_bytes: int, known: Link) -> Link:
+    """One gradient bucket around the ranks, and the smallest message."""
+    if plan.world == 1:
+        return replace(known, span=1)
+    small = torch.zeros(1, device=device)
+    large = torch.zeros(max(1, min(bucket_bytes, 16 * 2**20) // 4), device=device)
+    quick, slow = (_seconds(lambda t=t: dist.all_reduce(t), device) for t in (small, large))  # type: ignore[misc]
+    quick, slow = _mean([quick, slow], plan, device)
+    hops, moved = 2 * (plan.world - 1), 2 * (plan.world - 1) / plan.world * large.nbytes
+    return Link(known.name, plan.world, moved / max(slow - quick, 1e-9), quick / hops, 1.0, 0.0)
+
+
+def _scaled(cluster: ClusterSpec, spec: ModelSpec, plan: Plan, job: Job, times: BlockTimes) -> ClusterSpec:
+    """With rates by which the blocks and the optimizer take as long as they did."""
+    one = replace(cluster, per_node=1, tiers=(replace(cluster.tiers[0], span=1),))
+    alone, device, slower = replace(job, adapter=Job(1, 1).adapter), cluster.device, 1.0
+    points = _optimizer_points(spec, plan, job, times)
+    around = STEP_HOST if device.kind == "cuda" else 0.0  # a step has it, blocks do not
+    for _ in range(4):  # launches and passes do not scale alike
+        scaled = _slower(device, slower, points)
+        parts = step_seconds(times.spec, replace(one, device=scaled), alone, times.plan)
+        predicted = sum(parts.get(name, 0.0) for name in ("compute", "launch")) - around
+        slower *= times.model_s / predicted
+    return replace(cluster, device=_slower(device, slower, points))
+
+
+def _slower(device: Device, slower: float, points: Curve) -> Device:
+    """Everything takes `slower` times as long, but for passes of the sizes in `points`."""
+    scaled = replace(
+        device,
+        achievable=device.achievable / slower,
+        bandwidth=device.bandwidth / slower,
+        launch=device.launch * slower,
     )
-    link = Link("local", plan.world, float("inf"), 0.0, 1.0, 0.0)
-    if plan.world > 1:
-        large = torch.zeros(max(1, min(bucket_bytes, 16 * 2**20) // 4), device=device)
-        small = torch.zeros(1, device=device)
-        latency = _seconds(lambda: dist.all_reduce(small), device)
-        seconds = _seconds(lambda: dist.all_reduce(large), device)
-        link = Link("local", plan.world, large.nbytes / max(seconds - latency, 1e-9), latency, 1.0, 0.0)
-    return ClusterSpec("measured", 1, plan.world, here, (link,))
+    if not points:
+        return scaled
+    price = Pricer(scaled, "fp32", OURS)
+    low, high = points[0][0] / 2, 2 * points[-1][0]
+    usual = ((size, size / price.pass_(size)) for size in CURVE_SIZES if not low < size < high)
+    return replace(scaled, curves=MappingProxyType({"elementwise": tuple(sorted((*usual, *points)))}))
 
 
-def _seconds(action: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """The best of a few tries: what the machine can do, not what else it was doing."""
+class _Sizes(Pricer):
+    """Notes the passes instead of pricing them."""
 
-    def once() -> float:
+    def __init__(self) -> None:
+        self.sizes: list[float] = []
+
+    def pass_(self, size: float) -> float:
+        self.sizes.append(size)
+        return size
+
+
+def _optimizer_points(spec: ModelSpec, plan: Plan, job: Job, times: BlockTimes) -> Curve:
+    """The rate of the optimizer's passes, at the sizes that they have in a step."""
+    if times.optimizer_s is None:
+        return ()
+    threads = plan.threads_per_rank if plan.device == "cpu" else 1
+    moved = optimizer_seconds(times.numbers, 1, _Sizes(), plan, job, OURS)
+    owned = max(share.num_parameters for share in rank_shares(spec, plan)) / plan.state_shards
+    step = _Sizes()
+    optimizer_seconds(owned, 1, step, plan, job, OURS)
+    return tuple((size, moved / times.optimizer_s / threads) for size in sorted(step.sizes))
+
+
+def _mean(values: list[float], plan: Plan, device: torch.device) -> list[float]:
+    """Collective. Over all ranks."""
+    if plan.world == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return (tensor / plan.world).tolist()
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """The median of a few tries; the first one warms up."""
+    found = []
+    for _ in range(1 + REPEATS):
         start = time.perf_counter()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    once()
-    return min(once() for _ in range(repeats))
+        found.append(time.perf_counter() - start)
+    return median(found[1:])

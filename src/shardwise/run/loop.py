@@ -106,7 +106,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     if config.train.micro_batch == "auto":
         plan = replace(plan, micro_batch=measured_micro_batch(engine, config, session.memory_limit))
         engine.follow(plan)
-    cluster = measured_cluster(spec, plan, device, bucket_bytes(plan, config.comm))
+    cluster = measured_cluster(spec, plan, config, device, bucket_bytes(plan, config.comm))
     prediction = predict(spec, cluster, job_of(config, plan), plan)
     peak_flops = report.peak_flops(plan, device, cluster)
     if config.adapter.kind != "none":

@@ -1,0 +1,155 @@
+"""The model's own blocks, timed on made-up numbers while all ranks are busy: what the predicted step is scaled by.
+
+Blocks run as in a step: one behind the other, each keeping what its backward needs, with the model's ends before and after. The same block
+run again and again would find its numbers in the caches and come out a fifth too fast. Invariant: no rank waits for another in here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.schema import OptimizerConfig
+from shardwise.model.decoder import Decoder, Head
+from shardwise.model.precision import COMPUTED, KEPT
+from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.plan.plan import Plan
+from shardwise.plan.rank_share import tensor_slice
+from shardwise.plan.split import estimated_costs
+from shardwise.run.optimizer import build_optimizer
+
+MOST_BLOCKS = {"cpu": 8, "cuda": 1}  # on a GPU caches make no difference, and memory may be short
+BUDGET_S, LEAST = 0.7, 3  # of each measurement: seconds, and repetitions besides the first
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    spec: ModelSpec  # whose blocks they are: a rank's slice of the model
+    plan: Plan  # one micro-batch of it in one process
+    model_s: float  # forward and backward of the whole of it
+    optimizer_s: float | None  # norm and update of so many numbers; None: not an optimizer on the device
+    numbers: int
+
+
+def block_times(
+    spec: ModelSpec, plan: Plan, attention: str, optimizer: OptimizerConfig, device: torch.device
+) -> BlockTimes:
+    part, alone = _slice(spec, plan), _alone(plan)
+    count = min(part.num_layers, MOST_BLOCKS[device.type])
+    chosen = [round(n * (part.num_layers - 1) / max(1, count - 1)) for n in range(count)]
+    chain = _Chain(part, alone, attention, chosen, device)
+    long, short = _seconds([lambda: chain.run(chosen), lambda: chain.run([])], device)
+    costs = estimated_costs(part, alone.seq_len)[0]
+    blocks = max(0.0, long - short) * sum(costs) / sum(costs[index] for index in chosen)
+    shapes = [parameter.shape for index in chosen for parameter in chain.block(index).parameters()]
+    is_here = plan.offload == "none" and not optimizer.name.endswith("8bit")
+    update = _optimizer_seconds(shapes, KEPT[plan.precision], optimizer, device) if is_here else None
+    return BlockTimes(part, alone, short + blocks, update, sum(shape.numel() for shape in shapes))
+
+
+def _slice(spec: ModelSpec, plan: Plan) -> ModelSpec:
+    """What one rank computes of each layer. Spread experts: fewer, each with more tokens."""
+    part = tensor_slice(spec, plan.tp if plan.ep == 1 else 1) if spec.is_moe else tensor_slice(spec, plan.tp)
+    if plan.ep > 1 and spec.num_expert_groups == 1:
+        part = replace(part, num_experts=max(spec.experts_per_token, spec.num_experts // plan.ep))
+    return part
+
+
+def _alone(plan: Plan) -> Plan:
+    """One micro-batch in one process, and no parameters that are rounded on the way."""
+    precision = {"bf16": "bf16-true", "fp16": "fp16-true", "fp8": "bf16-true"}.get(plan.precision, plan.precision)
+    return Plan(
+        device=plan.device,
+        precision=precision,
+        seq_len=plan.seq_len // plan.cp,
+        global_batch=plan.micro_batch,
+        micro_batch=plan.micro_batch,
+        num_steps=1,
+        threads_per_rank=plan.threads_per_rank,
+        reason="",
+    )
+
+
+class _Chain:
+    """Some layers of a model and its ends."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, attention: str, layers: list[int], device: torch.device):
+        dtype, shape = COMPUTED[plan.precision], (plan.micro_batch, plan.seq_len)
+        self.kinds = {index: replace(spec.layers[index], index=0) for index in layers}
+        self.parts: dict[LayerSpec, tuple[nn.Module, Any]] = {}  # one of each kind stands for all of them
+        positions = torch.arange(plan.seq_len, device=device)[None]
+        for kind, index in {kind: index for index, kind in self.kinds.items()}.items():
+            decoder = _filled(Decoder, spec, attention, range(index, index + 1), dtype=dtype, device=device)
+            inputs = decoder.prepare_attention(dtype, positions, None, None)[index]
+            self.parts[kind] = decoder.layers[str(index)], inputs
+        self.embedding = _filled(nn.Embedding, spec.vocab, spec.hidden, dtype=dtype, device=device)
+        self.head = _filled(Head, spec.with_overrides({"tied": False}), dtype=dtype, device=device)
+        self.tokens_BT = torch.randint(0, spec.vocab, shape, device=device)
+        self.targets_B = torch.full(shape[:1], plan.seq_len, device=device)
+
+    def block(self, index: int) -> nn.Module:
+        return self.parts[self.kinds[index]][0]
+
+    def run(self, layers: list[int]) -> None:
+        x_BTD: Tensor = self.embedding(self.tokens_BT)
+        for index in layers:
+            block, inputs = self.parts[self.kinds[index]]
+            x_BTD, _ = block(x_BTD, inputs, self.targets_B)
+        self.head(x_BTD, self.tokens_BT).backward()
+        for module in (self.embedding, *(block for block, _ in self.parts.values()), self.head):
+            module.zero_grad()
+
+
+def _filled(kind: Callable, *arguments: object, dtype: torch.dtype, device: torch.device) -> Any:
+    """Random numbers: a router of zeros would send all tokens to one expert."""
+    with torch.device("meta"):
+        module = kind(*arguments).to(dtype)
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.02)
+        for buffer in module.buffers():
+            buffer.zero_()
+    return module
+
+
+def _optimizer_seconds(
+    shapes: list[torch.Size], dtype: torch.dtype, config: OptimizerConfig, device: torch.device
+) -> float:
+    """The norm of the gradients and the update."""
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
+    optimizer = build_optimizer(config, parameters)
+
+    def once() -> None:
+        gradients = [torch.full_like(parameter, 1e-3) for parameter in parameters]
+        torch.stack(torch._foreach_norm(gradients)).norm()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+    def gradients_only() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+
+    whole, without = _seconds([once, gradients_only], device)
+    return max(whole - without, 1e-9)
+
+
+def _seconds(actions: list[Callable[[], object]], device: torch.device) -> list[float]:
+    """The median of each, taken in turns: what else the machine does meets all of them alike."""
+    found: list[list[float]] = [[] for _ in actions]
+    ends = time.perf_counter() + BUDGET_S
+    while len(found[0]) <= LEAST or (time.perf_counter() < ends and len(found[0]) < 50):
+        for action, times in zip(actions, found, strict=True):
+            began = time.perf_counter()
+            action()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - began)
+    return [median(times[1:]) for times in found]
