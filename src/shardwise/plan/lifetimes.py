@@ -28,7 +28,7 @@ ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.0}
 """On a CPU, backward's own temporaries and what malloc keeps in holes, as a share of the activations; fitted to `tiny` with micro-batches of 1
 and 8 on one machine. On CUDA temporaries are counted one by one."""
 
-RESERVED_SHARE = 0.05
+RESERVED_SHARE = 0.06
 """What torch's caching allocator holds beyond what is allocated at the peak: blocks that are free but of the wrong size. The middle of what 245
 published runs of two frameworks reserve beyond the bytes of their tensors."""
 
@@ -134,7 +134,7 @@ def _moments(
     else:
         # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
         moments["end of a backward"] = complete + before + states.arriving
-        moments["optimizer step"] = complete + states.stepping
+    moments["optimizer step"] = complete + states.stepping
     return moments
 
 
