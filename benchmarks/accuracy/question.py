@@ -290,7 +290,7 @@ def _plan_of(
     micro = _micro_batch(run, batch, dp, pp * chunks, about, assumed)
     recompute = _recompute_of(run.text("recompute"))
     if recompute == "":
-        assumed.append("recomputation not stated: the least that is predicted to fit")
+        assumed.append("recomputation not stated: none if that fits, else selective")
         recompute = "none"
     group = run.found(r"zero1 group=(\d+)") if zero else None
     sharded = zero > 0 and dp * cp > 1
