@@ -180,15 +180,14 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
 
 
 def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> int:
-    """Beside the logits that are kept: gradients on both sides of the softmax; or, later, those of the head's weights by one chunk and by all so
-    far. Of a tied table they wait for the embedding's."""
+    """Beside the logits that are kept: gradients on both sides of the softmax. Where they are computed in chunks, the gradient of the head's
+    weights by one chunk and by those before it; of a tied table it waits for the embedding's."""
     if plan.device == "cpu":
         return 0
     chunk, whole = logit_bytes(spec, tokens, size), max(4, size) * tokens * spec.vocab
     weights = size * spec.vocab * spec.hidden if trains_head else 0
-    if chunk == whole:
-        return LOSS_TEMPORARIES["cuda"] * chunk + (weights if spec.tied and plan.uses_fsdp else 0)
-    return weights + max(LOSS_TEMPORARIES["cuda"] * chunk, weights - chunk // 2)
+    copies = 2 if chunk < whole else int(spec.tied and plan.uses_fsdp)
+    return LOSS_TEMPORARIES["cuda"] * chunk + copies * weights
 
 
 @lru_cache(4096)
