@@ -195,6 +195,11 @@ def _precision_of(text: str) -> str:
     raise Skip(f"unknown precision {text!r}")
 
 
+def _recipe_of(run: Run) -> str:
+    """One scale per tensor, unless the row says that there are more."""
+    return "rowwise" if re.search(r"row|mx|block", run.text("precision").lower()) else "tensorwise"
+
+
 def _recompute_of(text: str) -> str:
     word = text.lower().partition("(")[0].strip()
     if word not in REPEATS:
@@ -220,8 +225,8 @@ def _schedule_of(run: Run, model: ModelSpec, pp: int, assumed: list[str]) -> tup
         assumed.append("vpp L/p: the whole part of layers / pp")
         stages = max(1, model.num_layers // pp)
     elif chunks == "" and re.search(r"interleaved", note, re.IGNORECASE):
-        stages = next((count for count in (2, 3, 4, 1) if model.num_layers % (pp * count) == 0), 1)
-        assumed.append("virtual stages not stated: 2 where layers divide")
+        stages = next((count for count in (2, 3, 4) if model.num_layers % (pp * count) == 0), 2)
+        assumed.append("virtual stages not stated: 2, or as layers divide")
     else:
         stages = run.count("vpp", 1)
     return ("interleaved", stages, True) if stages > 1 else ("1f1b", 1, True)
@@ -285,6 +290,7 @@ def _plan_of(
     if not seq:
         raise Skip("no sequence length")
     zero, extra = _zero_of(run, assumed)
+    zero = min(zero, about.get("pipeline_zero", zero)) if pp > 1 else zero
     schedule, chunks, comparable = _schedule_of(run, model, pp, assumed)
     batch = _global_batch(run, dp)
     micro = _micro_batch(run, batch, dp, pp * chunks, about, assumed)
@@ -303,7 +309,7 @@ def _plan_of(
             tp=tp, sequence=tp > 1 and (run.text("sp").lower() in ("1", "1.0", "true", "yes") or ep > 1), cp=cp,
             cp_kind="ulysses" if re.search(r"all-to-all|ulysses", run.note) and cp > 1 else "ring", pp=pp, schedule=schedule,
             virtual_stages=chunks, split=_split_of(model, pp * chunks, int(seq), about.get("split", "even")) if pp > 1 else (),
-            ep=ep, recompute=recompute, **extra,
+            ep=ep, recompute=recompute, fp8_recipe=_recipe_of(run), **extra,
         )  # fmt: skip
     except AssertionError as error:
         raise Skip(f"not a layout of ours: {error}") from None
