@@ -19,7 +19,7 @@ from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan
-from shardwise.plan.split import estimated_costs, even_split
+from shardwise.plan.split import even_split
 from shardwise.plan.stack import Stack
 
 HERE = Path(__file__).resolve().parent
@@ -232,11 +232,11 @@ def _schedule_of(run: Run, model: ModelSpec, pp: int, assumed: list[str]) -> tup
     return ("interleaved", stages, True) if stages > 1 else ("1f1b", 1, True)
 
 
-def _split_of(model: ModelSpec, stages: int, seq: int, by: str) -> tuple[int, ...]:
+def _split_of(model: ModelSpec, stages: int, by: str) -> tuple[int, ...]:
     if stages > model.num_layers:
         raise Skip("more pipeline stages than layers")
     if by == "cost":
-        return _cost_split(model, stages, seq)
+        return _cost_split(model, stages)
     if model.num_layers % stages and (model.num_layers + 2) % stages == 0 and stages > 1:
         share = (model.num_layers + 2) // stages  # embedding and head count as a layer each
         if share > 1:
@@ -244,17 +244,21 @@ def _split_of(model: ModelSpec, stages: int, seq: int, by: str) -> tuple[int, ..
     return even_split(model.num_layers, stages)
 
 
-def _cost_split(model: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
-    """A stage takes layers until the running cost has passed its share of the whole. Every stage of ours has a layer."""
-    layers, _, head = estimated_costs(model, seq)
-    total, counts, stage = sum(layers) + head, [0] * stages, 0
-    for cost in accumulate(layers):
-        counts[stage] += 1
-        if cost > total * (stage + 1) / stages:
-            stage = min(stage + 1, stages - 1)
-    for short in [index for index, count in enumerate(counts) if count == 0]:
-        donor = max(range(stages), key=lambda index: (counts[index], index))  # a late one: the first stages hold most
-        counts[donor] -= 1
+def _cost_split(model: ModelSpec, stages: int) -> tuple[int, ...]:
+    """A stage takes blocks (embedding, layers, norm, head, cast, loss) until the running number of multiplied weights has reached its share of the
+    whole. Every stage of ours has a layer, so one that would have later blocks alone gets one."""
+    layers = [model.num_attention_parameters + model.num_feedforward_parameters(layer, True) for layer in model.layers]
+    running = list(accumulate([0, *layers, 0, model.vocab * model.hidden, 0, 0]))
+    owners, stage = [], 0
+    for cost in running:
+        owners.append(stage)
+        stage += cost * stages >= running[-1] * (stage + 1) and stage < stages - 1
+    if set(owners) != set(range(stages)):
+        raise Skip("its framework would leave a stage without work, and fails")
+    counts = [owners[1 : len(layers) + 1].count(stage) for stage in range(stages)]
+    for short in [stage for stage, count in enumerate(counts) if count == 0]:
+        giver = max(stage for stage in range(short) if counts[stage] > 1)  # those before it keep what they have
+        counts[giver] -= 1
         counts[short] = 1
     return tuple(counts)
 
@@ -308,7 +312,7 @@ def _plan_of(
             replicate=(dp // group if group and group < dp and dp % group == 0 else 1) if sharded else dp,
             tp=tp, sequence=tp > 1 and (run.text("sp").lower() in ("1", "1.0", "true", "yes") or ep > 1), cp=cp,
             cp_kind="ulysses" if re.search(r"all-to-all|ulysses", run.note) and cp > 1 else "ring", pp=pp, schedule=schedule,
-            virtual_stages=chunks, split=_split_of(model, pp * chunks, int(seq), about.get("split", "even")) if pp > 1 else (),
+            virtual_stages=chunks, split=_split_of(model, pp * chunks, about.get("split", "even")) if pp > 1 else (),
             ep=ep, recompute=recompute, fp8_recipe=_recipe_of(run), **extra,
         )  # fmt: skip
     except AssertionError as error:
