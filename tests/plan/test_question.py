@@ -97,7 +97,13 @@ def test_contradictions_name_both_sides(words, both):
 
 
 @pytest.mark.parametrize(
-    "words", [["parallel.dp=4", "parallel.tp=4"], ["parallel.tp=7"], ["parallel.pp=64"], ["train.micro_batch=4", "parallel.dp=4"]]
+    "words",
+    [
+        ["parallel.dp=4", "parallel.tp=4"],
+        ["parallel.tp=7"],
+        ["parallel.pp=64"],
+        ["train.micro_batch=4", "parallel.dp=4"],
+    ],
 )
 def test_a_fix_works_when_it_is_followed(words):
     with pytest.raises(UserError) as problem:
