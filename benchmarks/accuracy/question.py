@@ -13,7 +13,7 @@ from typing import Any
 
 from accuracy.run import Run, Skip
 from accuracy.shape import shape_of
-from shardwise.cluster.spec import ClusterSpec, Device, known_cluster, known_devices
+from shardwise.cluster.spec import ClusterSpec, known_cluster, known_devices
 from shardwise.config.schema import AdapterConfig
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
@@ -57,17 +57,17 @@ def table() -> dict[str, list[dict[str, Any]]]:
 def load_stack(name: str) -> Stack:
     path = STACKS / f"{name}.toml"
     values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    _check_fields(values, Stack, str(path.name))
+    _check_fields(values, path.name)
     return Stack(**values)
 
 
-def _check_fields(values: Mapping[str, Any], kind: type, where: str) -> None:
-    names = [field.name for field in fields(kind)]
+def _check_fields(values: Mapping[str, Any], where: str) -> None:
+    names = [field.name for field in fields(Stack)]
     for name in values:
         if name not in names:
             raise UserError(
                 f"unknown key `{name}`",
-                why=f"{kind.__name__} has: {', '.join(names)}",
+                why=f"a Stack has: {', '.join(names)}",
                 fix="correct the key",
                 where=where,
             )
@@ -94,11 +94,14 @@ def question_of(run: Run) -> Question:
 
 
 def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], Stack]:
-    about = _entry("stack", run.text("stack")) or _entry("stack", f"{run.text('source')} {run.note}")
+    about = _entry("stack", f"{run.text('stack')} {run.text('source')}") or _entry("stack", run.note)
     if about is None:
         name = "torchtitan" if run.text("zero")[-1:] in ("2", "3") else "megatron-core"
-        about = next(entry for entry in table()["stack"] if entry["name"] == name)
+        about = _stack_named(name)
         assumed.append(f"stack {run.text('stack') or 'unknown'}: as {name}")
+    elif "beyond" in about and _zero_of(run, [])[0] >= about["beyond"]["stage"]:
+        assumed.append(f"{about['name']} has no such ZeRO stage: as {about['beyond']['name']}")
+        about = _stack_named(about["beyond"]["name"])
     stack = load_stack(about["name"])
     for fact in _facts():
         if re.search(fact["words"], run.text(fact["column"]), re.IGNORECASE):
@@ -106,11 +109,15 @@ def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], Stack]:
     return about, stack
 
 
+def _stack_named(name: str) -> dict[str, Any]:
+    return next(entry for entry in table()["stack"] if entry["name"] == name)
+
+
 @cache
 def _facts() -> list[dict[str, Any]]:
     facts = tomllib.loads((HERE / "facts.toml").read_text(encoding="utf-8")).get("fact", [])
     for fact in facts:
-        _check_fields(fact["set"], Stack, "facts.toml")
+        _check_fields(fact["set"], "facts.toml")
     return facts
 
 
@@ -136,36 +143,21 @@ def _cluster_of(run: Run, assumed: list[str]) -> ClusterSpec:
     per_node = -(-gpus // nodes)
     network = _entry("network", f"{run.text('source')} {run.text('stack')}", kind) or {}
     nic = run.nic or network.get("nic")
-    if nodes > 1 and nic is None and "bus" not in network:
+    if nodes > 1 and nic is None:
         assumed.append("network: the vendor's reference system")
-    return _build_cluster(
-        about["kind"], nodes, per_node, nic, tuple(sorted((int(n), bus) for n, bus in network.get("bus", {}).items())),
-        tuple(about.get("set", {}).items()), about.get("link"), network.get("alpha"),
-    )  # fmt: skip
+    return _build_cluster(about["kind"], nodes, per_node, nic, network.get("alpha"), about.get("link"))
 
 
 @cache
 def _build_cluster(
-    kind: str, nodes: int, per_node: int, nic: float | None, bus: tuple[tuple[int, float], ...],
-    changes: tuple[tuple[str, Any], ...], link: float | None, alpha: float | None,
-) -> ClusterSpec:  # fmt: skip
+    kind: str, nodes: int, per_node: int, nic: float | None, alpha: float | None, link: float | None
+) -> ClusterSpec:
     cluster = known_cluster(kind, nodes, per_node, nic)
-    _check_fields(dict(changes), Device, "machines.toml")
-    cluster = replace(cluster, device=replace(cluster.device, **dict(changes)))
     tiers = list(cluster.tiers)
     if link is not None:
         tiers[0] = replace(tiers[0], bandwidth=link)
     if alpha is not None and len(tiers) > 1:
         tiers[-1] = replace(tiers[-1], alpha=alpha)
-    if bus and len(tiers) > 1:
-        net = tiers[-1]
-        reach = [(count, rate) for count, rate in bus if count < nodes] + [
-            next((b for b in bus if b[0] >= nodes), bus[-1])
-        ]
-        tiers[1:] = [
-            replace(net, span=min(count, nodes) * per_node, bandwidth=rate / per_node / net.share)
-            for count, rate in reach
-        ]
     return replace(cluster, tiers=tuple(tiers))
 
 

@@ -1,4 +1,4 @@
-"""Every command that README.md and docs/tutorial.md show is typed here, in order, in one empty directory.
+"""Every command that README.md, docs/tutorial.md and docs/planning.md show is typed here, in order, in one empty directory.
 
 Training is made short by words appended to the command: few steps of a very small model, in one process unless the command says how
 it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train` then stands for the command its
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "planning.md")
 TIMEOUT_S = 180
 
 FEW = 12  # steps: a command that takes no more is typed with the steps it has, because later ones build on its checkpoints

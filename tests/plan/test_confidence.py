@@ -46,3 +46,9 @@ def test_what_was_never_measured_is_named():
     assert said[0] == "l40s: no run on it"
     assert "offload all to cpu: no run with it" in said
     assert [word.split()[0] for word in said[1:4]] == ["nodes", "devices", "sequence"]
+
+
+def test_rates_measured_here_speak_for_themselves():
+    strange = known_cluster("l40s", 1, 8)
+    assert outside(MODEL, strange, PLAN) == ("l40s: no run on it",)
+    assert outside(MODEL, replace(strange, origins={"achievable": "measured"}), PLAN) == ()

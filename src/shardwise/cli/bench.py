@@ -36,8 +36,15 @@ SUBJECTS = ("layers", "collectives", "step")
 STEPS = 8
 
 
+class Ended(Exception):
+    """A training process did not finish."""
+
+    def __init__(self, code: int):
+        self.code = code
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("subject", metavar="layers|collectives|step", help="what to measure")
+    parser.add_argument("subject", help="layers, collectives or step")
     parser.add_argument("--out", metavar="FILE", help="put the result into this cluster file (made if it is not there)")
     parser.add_argument("--config", metavar="FILE", help="step: the config of a run")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"step: how many (default {STEPS})")
@@ -55,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             "`bench step` writes no cluster file", why="it compares; it calibrates nothing", fix="leave out --out"
         )
-    report = {"layers": _layers, "collectives": _collectives, "step": _step}[args.subject](args)
+    try:
+        report = {"layers": _layers, "collectives": _collectives, "step": _step}[args.subject](args)
+    except Ended as training:  # it has said why
+        return training.code
     print(json.dumps({"schema": 1, **report}, indent=2) if args.json else "\n".join(report["text"]))
     return Exit.DONE
 
@@ -85,11 +95,16 @@ def _layers(args: argparse.Namespace) -> dict[str, Any]:
 def _curve_lines(rates: LayerRates) -> list[str]:
     lines = []
     for name, curve in rates.curves.items():
-        unit, size = ("B/s", format_bytes) if name == "elementwise" else ("FLOP/s", format_count)
-        lines.append(f"{name:<24} " + "   ".join(f"{size(x)}: {format_count(rate)}{unit}" for x, rate in curve))
+        unit = "B" if name == "elementwise" else "FLOP"
+        lines.append(f"{name:<24} " + "   ".join(f"{_amount(x)}{unit}: {_amount(rate)}{unit}/s" for x, rate in curve))
     if rates.launch is not None:
         lines.append(f"{'launch':<24} {rates.launch * 1e6:.1f} us of the host per operation")
     return [*lines, *(f"{name} does not work here ({reason})" for name, reason in rates.problems.items())]
+
+
+def _amount(value: float) -> str:
+    """`120 G`, to put a unit behind."""
+    return format_count(value).replace("B", "G") + ("" if value >= 999.5 else " ")
 
 
 def _collectives(args: argparse.Namespace) -> dict[str, Any]:
@@ -152,7 +167,7 @@ def _step(args: argparse.Namespace) -> dict[str, Any]:
         done = subprocess.run([*command, *words], capture_output=True, text=True)
         if done.returncode != 0:
             sys.stderr.write(done.stderr)
-            raise SystemExit(done.returncode)
+            raise Ended(done.returncode)
         plan = json.loads((Path(folder) / "bench" / "plan.json").read_text(encoding="utf-8"))
         text = (Path(folder) / "bench" / "metrics.jsonl").read_text(encoding="utf-8")
     steps = [line for line in map(json.loads, text.splitlines()) if "step_s" in line][1:]

@@ -23,9 +23,12 @@ from shardwise.plan.what_if import WhatIf
 from shardwise.plan.why import WhyNot, why_not_lines
 
 LABEL = 9
-WIDTH, NARROW = 120, 100
+WIDTH = 120
 BAR = 30
 MAX_REGIONS, MAX_COUNTS = 8, 6
+LAYOUT = 30  # columns that a layout should have before it is folded
+LESS_NEEDED = ("tok/s/GPU", "waits for", "cost", "training", "micro", "MFU", "p10-p90", "GPUs", "change", "GiB")
+"""Columns that a narrow window goes without, the first one first."""
 GIB = 2**30
 
 
@@ -38,7 +41,7 @@ def show(
     """The whole answer; a narrower question (`--why-not`, `--what-if`) gets the table and its own part."""
     view, is_narrow_question = _View(), bool(refused or changed)
     _header(view, made)
-    view.table(_rows_table(made, view.narrow))
+    view.table(_rows_table(made, view.width))
     view.gap()
     if not is_narrow_question:
         _winner(view, made)
@@ -48,16 +51,21 @@ def show(
     for one in made.advice:
         view.line("advice", f"{one.what}: {one.why}")
     if refused:
+        before = ""
         for label, text in why_not_lines(refused, made.rows[0]):
-            view.line(label, text)
+            view.line("" if label == before else label, text)
+            before = label or before
     if changed:
-        view.table(_what_if_table(made, changed, view.narrow))
+        if refused:
+            view.gap()
+        view.table(_what_if_table(made, changed, view.width))
     if is_narrow_question or made.advice or made.rows[0].whole:
         view.gap()
     _assumed(view, made.question)
     view.line("wrote", f"{files[0]}" + (f" ... {files[-1].name}" if len(files) > 1 else ""))
     first = shlex.quote(str(files[0]))
-    view.line("next", f"shardwise train {first}     prove  shardwise verify {first}")
+    view.line("next", f"shardwise train {first}")
+    view.line("prove", f"shardwise verify {first}")
     if made.rows[0].candidate.plan.world > made.question.cluster.per_node:
         view.line(
             "note", "this version trains on one machine: a layout over several is planned and proven, not yet run"
@@ -70,7 +78,6 @@ class _View:
         if not self.console.is_terminal:
             self.console.width = WIDTH
         self.width = min(WIDTH, self.console.width)
-        self.narrow = self.width < NARROW
 
     def line(self, label: str, text: str) -> None:
         """Long lines hang under their first word."""
@@ -100,12 +107,31 @@ class _View:
         self.console.print()
 
 
-def _table(columns: Sequence[tuple[str, str]]) -> Table:
+def _table(columns: list[str], rows: list[dict[str, str]], width: int, memory: str = "GiB") -> Table:
+    """Words to the left, figures to the right. Only layouts are folded; what a narrow window has no room for is left out."""
+    words = ("layout", "best layout", "what if")
+    kept = columns
+    for name in LESS_NEEDED:
+        if _width(kept, rows, memory) <= width:
+            break
+        kept = [other for other in kept if other != name or other == columns[0]]
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, side in columns:
-        left = side == "left"
-        made.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=not left)
+    for name in kept:
+        left = name in words
+        made.add_column(
+            memory if name == "GiB" else name, justify="left" if left else "right", overflow="fold", no_wrap=not left
+        )
+    for row in rows:
+        made.add_row(*(row[name] for name in kept))
     return made
+
+
+def _width(columns: list[str], rows: list[dict[str, str]], memory: str) -> int:
+    def of(name: str) -> int:
+        widest = max(len(memory if name == "GiB" else name), *(len(row[name]) for row in rows))
+        return min(widest, LAYOUT) if "layout" in name else widest
+
+    return sum(of(name) + 3 for name in columns)
 
 
 # The layouts -------------------------------------------------------------------------------------------------------------
@@ -129,26 +155,24 @@ def _header(view: _View, made: Answer) -> None:
     view.gap()
 
 
-def _rows_table(made: Answer, narrow: bool) -> Table:
-    question = made.question
+def _rows_table(made: Answer, width: int) -> Table:
     inverse = made.rows[0].candidate is not made.result.candidates[0]
-    several = len({row.candidate.plan.world for row in made.rows} | {question.cluster.world}) > 1
-    columns = [("#", "right"), ("layout", "left")] + [("GPUs", "right")] * several
-    columns += [("micro", "right"), ("GiB", "right"), ("step", "right")]
-    columns += [("p10-p90", "right"), ("tok/s", "right"), ("MFU", "right")] + [("waits for", "right")] * (not narrow)
-    columns += [("training", "right")] * (inverse and question.job.tokens is not None)
-    columns += [("cost", "right")] * (inverse and question.job.tokens is not None and question.price is not None)
-    return _filled(
-        columns, [_cells(question, row) | {"#": str(number)} for number, row in enumerate(made.rows, 1)], made
-    )
+    columns = ["#", "layout", "GPUs", "micro", "GiB", "step", "p10-p90", "tok/s", "MFU", "waits for"]
+    columns += _whole_columns(made.question) if inverse else []
+    rows = [_cells(made.question, row) | {"#": str(number)} for number, row in enumerate(made.rows, 1)]
+    if any(row["GPUs"] != f"{made.question.cluster.world:,}" for row in rows):
+        return _table(columns, rows, width, _memory_title(made))
+    return _table([name for name in columns if name != "GPUs"], rows, width, _memory_title(made))
 
 
-def _filled(columns: list[tuple[str, str]], rows: list[dict[str, str]], made: Answer) -> Table:
-    memory = f"GiB of {made.question.cluster.device.memory / GIB:.3g}"
-    table = _table([(memory if name == "GiB" else name, side) for name, side in columns])
-    for cells in rows:
-        table.add_row(*(cells[name] for name, _ in columns))
-    return table
+def _whole_columns(question: Question) -> list[str]:
+    if question.job.tokens is None:
+        return []
+    return ["training", "cost"] if question.price is not None else ["training"]
+
+
+def _memory_title(made: Answer) -> str:
+    return f"GiB of {made.question.cluster.device.memory / GIB:.3g}"
 
 
 def _cells(question: Question, row: Row) -> dict[str, str]:
@@ -274,22 +298,13 @@ def _counts(view: _View, made: Answer) -> None:
         return
     most = counts if len(counts) <= MAX_COUNTS else [counts[0], *counts[-MAX_COUNTS + 1 :]]
     question = made.question
-    columns = [
-        ("GPUs", "right"),
-        ("best layout", "left"),
-        ("GiB", "right"),
-        ("step", "right"),
-        ("tok/s", "right"),
-        ("tok/s/GPU", "right"),
-    ]
-    columns += [("training", "right")] * (question.job.tokens is not None)
-    columns += [("cost", "right")] * (question.job.tokens is not None and question.price is not None)
+    columns = ["GPUs", "best layout", "GiB", "step", "tok/s", "tok/s/GPU", *_whole_columns(question)]
     rows = []
     for count in most:
         row = row_of(question, made.result.by_gpus[count])
         cells = _cells(question, row)
         rows.append(cells | {"best layout": cells["layout"], "tok/s/GPU": f"{row.tokens_per_s / count:,.0f}"})
-    view.table(_filled(columns, rows, made))
+    view.table(_table(columns, rows, view.width, _memory_title(made)))
     view.gap()
 
 
@@ -307,36 +322,18 @@ def _training(view: _View, made: Answer) -> None:
     view.line("training", ", ".join(words))
 
 
-def _what_if_table(made: Answer, changed: Sequence[WhatIf], narrow: bool) -> Table:
-    columns = [
-        ("what if", "left"),
-        ("layout", "left"),
-        ("GPUs", "right"),
-        ("GiB", "right"),
-        ("step", "right"),
-        ("tok/s", "right"),
-        ("change", "right"),
-    ]
-    has_price = made.question.price is not None or any(one.question.price is not None for one in changed)
-    columns += [("training", "right")] * (made.question.job.tokens is not None)
-    columns += [("cost", "right")] * (made.question.job.tokens is not None and has_price)
-    columns = [column for column in columns if not narrow or column[0] not in ("GPUs", "training")]
+def _what_if_table(made: Answer, changed: Sequence[WhatIf], width: int) -> Table:
+    priced = next((one.question for one in changed if one.question.price is not None), made.question)
+    columns = ["what if", "layout", "GPUs", "GiB", "step", "tok/s", "change", *_whole_columns(priced)]
     base = row_of(made.question, made.result.candidates[0])
     everyone: list[tuple[str, Question, Row | None]] = [("(as it is)", made.question, base)]
     everyone += [(one.change, one.question, one.row) for one in changed]
     rows = []
     for name, question, row in everyone:
-        cells = (
-            _cells(question, row)
-            if row
-            else dict.fromkeys((name for name, _ in columns), "-") | {"layout": "nothing fits"}
-        )
+        cells = _cells(question, row) if row else dict.fromkeys(columns, "-") | {"layout": "nothing fits"}
         gain = f"{row.tokens_per_s / base.tokens_per_s - 1:+.1%}" if row and row is not base else ""
         rows.append(cells | {"what if": name, "change": gain})
-    table = _table(columns)
-    for cells in rows:
-        table.add_row(*(cells[name] for name, _ in columns))
-    return table
+    return _table(columns, rows, width)
 
 
 def _assumed(view: _View, question: Question) -> None:

@@ -10,7 +10,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 def main(store_path: str, backend: str, rank: int, world: int, sizes: list[int]) -> None:
@@ -42,10 +41,9 @@ def _actions(size: int, rank: int, world: int, device: torch.device) -> dict[str
             dist.all_to_all_single(other, whole)
             torch.sum(other.view(world, -1), 0, out=part)
 
-    parts: list[Tensor] = list(other.chunk(world))
     return {
         "all-reduce": lambda: dist.all_reduce(whole),
-        "all-gather": lambda: dist.all_gather(parts, part),
+        "all-gather": lambda: dist.all_gather_into_tensor(other, part),
         "reduce-scatter": reduce_scatter,
         "all-to-all": lambda: dist.all_to_all_single(other, whole),
     }

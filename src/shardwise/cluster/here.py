@@ -12,21 +12,21 @@ from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 
+from shardwise.cluster.layers import devices_of, measure_layers, with_layers
 from shardwise.cluster.link import LinkFit, LinkNotMeasured, measure_local_link
-from shardwise.cluster.machine import Gpu, Machine, cpu_model, this_machine
-from shardwise.cluster.measure import DeviceRates, measure_devices
+from shardwise.cluster.machine import Gpu, Machine, this_machine
+from shardwise.cluster.measure import DeviceRates
 from shardwise.cluster.spec import ClusterSpec, Device, Link, known_cluster, known_devices, table_device, table_origins
 
 
 def measured_here() -> ClusterSpec:
-    """Takes some seconds: torch is loaded in child processes."""
+    """As `doctor` and `bench layers` measure it. Takes ten seconds and more: torch is loaded in child processes."""
     machine = this_machine()
-    rates = measure_devices(cpu_model(), machine.memory_bytes)
     link = None
     if not machine.gpus and machine.cores > 1:
         with suppress(LinkNotMeasured):
             link = measure_local_link()
-    return this_cluster(machine, rates, link)
+    return with_layers(this_cluster(machine, (), link), measure_layers(devices_of(machine)))
 
 
 def this_cluster(machine: Machine, rates: Sequence[DeviceRates] = (), link: LinkFit | None = None) -> ClusterSpec:

@@ -56,7 +56,7 @@ def measure_layers(devices: Sequence[str]) -> LayerRates:
         if died is None:
             break
         measurement, reason = died
-        if measurement is None or measurement in problems:
+        if measurement is None or not (found or more):  # nothing works
             problems["start"] = reason
             break
         problems[measurement.partition("#")[0].partition("/")[2] or measurement] = reason

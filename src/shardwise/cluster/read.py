@@ -6,7 +6,7 @@
     4x8xh100:nic=50GB/s,nics=4  with other numbers (changes.py lists them)
     cluster.toml                a file (toml.py), as `shardwise doctor --out` writes it
     cluster.toml:nodes=16       16 machines like the one that was measured
-    this                        this machine, measured now
+    this                        this machine, measured now, in ten seconds or so
 
 Invariant: what comes back is a ClusterSpec; anything else is a UserError with the nearest name or the range that makes sense.
 """

@@ -217,7 +217,7 @@ def write_toml(cluster: ClusterSpec, comments: tuple[str, ...] = (), machine: Ma
     for tier in cluster.tiers:
         lines += ["", "[[tier]]", *(f"{field.name} = {shown(getattr(tier, field.name))}" for field in fields(Link))]
     if cluster.origins:
-        lines += ["", "[origins]", *(f"{name} = {shown(origin)}" for name, origin in cluster.origins.items())]
+        lines += ["", "[origins]", *(f"{shown(name)} = {shown(origin)}" for name, origin in cluster.origins.items())]
     return "\n".join(lines) + "\n"
 
 

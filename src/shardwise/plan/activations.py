@@ -146,10 +146,10 @@ def _selected(
     if stack.selective == "attention":  # of the scores nothing, of the rest everything
         whole = _layer(spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
         return whole - (_scores(spec, seq_len) if stack.attention == "math" else 0)
-    if stack.selective.startswith(
-        "per-op"
-    ):  # every second product: of queries, values, the gate and the end; attention; the input
-        end = 0 if stack.compiled else spec.hidden  # which nobody reads, so a compiler drops it
+    if (
+        stack.selective == "half"
+    ):  # every second product (queries, values, gate, the end, which a compiler drops), attention, the input
+        end = 0 if stack.compiled else spec.hidden
         return spec.hidden // token_parts + 2 * queries + keys + spec.num_heads + ffn + end
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
     gathered = 2 * spec.hidden if token_parts > 1 else 0

@@ -232,6 +232,7 @@ def to_json(made: Answer, files: Sequence[Path]) -> dict[str, Any]:
         "assumptions": [{"what": one.what, "value": one.value, "origin": one.origin} for one in question.assumptions],
         "rows": rows,
         "by_gpus": {str(n): row_of(question, found).to_dict() for n, found in sorted(result.by_gpus.items())},
+        "pareto": [row_of(question, found).to_dict() for found in result.pareto],
         "rejected": [
             {
                 "what": region.what,

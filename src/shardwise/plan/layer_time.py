@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec
@@ -15,7 +16,7 @@ from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.kernels import PYTHON, Pricer
-from shardwise.plan.operations import Shape, Training, Work, embedding_work, head_work, layer_work
+from shardwise.plan.operations import Product, Shape, Training, Work, embedding_work, head_work, layer_work
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 
@@ -114,7 +115,7 @@ class LayerTimes:
         work = layer_work(self.model, layer, self.shape, self.stack)
         repeated = Work()
         if again:
-            repeated = work.forward
+            repeated = replace(work.forward, products=_but_last(work.forward.products, self.stack))
         elif self.plan.recompute == "selective":
             half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
@@ -152,7 +153,8 @@ class LayerTimes:
         )
 
     def _messages(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:
-        plan, stack, found = self.plan, self.stack, {}
+        plan, stack = self.plan, self.stack
+        found: dict[str, float] = {}
         if plan.tp > 1:
             regions = 1 if layer.is_moe and plan.ep > 1 else 2
             forward = regions * self._region()
@@ -160,7 +162,7 @@ class LayerTimes:
             if plan.sequence and stack.gathers_again:
                 backward += forward / 2
             if again:
-                backward += forward * (2 * regions - 1) / (2 * regions)
+                backward += forward * (2 * regions - 1) / (2 * regions) if stack.stops_early else forward
             products = sum(self.pricer.product(p) for p in work.forward.products)
             if stack.overlaps_tensor:
                 forward = _exposed(forward, products, TENSOR_PIECES)
@@ -215,6 +217,14 @@ class LayerTimes:
 
 TENSOR_PIECES = 4
 """Pieces into which overlapped tensor-parallel messages are cut: the first one is never hidden."""
+
+
+def _but_last(products: tuple[Product, ...], stack: Stack) -> tuple[Product, ...]:
+    """Attention by definition has its products behind the layer's own, which end with the one that nobody needs."""
+    if not stack.stops_early:
+        return products
+    last = max(index for index, p in enumerate(products) if not p.exact)
+    return products[:last] + products[last + 1 :]
 
 
 def _exposed(messages: float, beside: float, pieces: int) -> float:

@@ -19,14 +19,14 @@ from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import Cut, RankShare, stages_of_cut
 from shardwise.plan.stack import Stack
-from shardwise.plan.states import COMPUTE_BYTES, Groups, states_of
+from shardwise.plan.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
 
 PROCESS_BYTES = {"cpu": 305 * 2**20, "cuda": 0}
 """What a rank holds besides tensors: interpreter, torch and its math libraries. On CUDA only tensors are counted."""
 
-ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.03}
-"""Backward's own temporaries, and on a CPU what malloc keeps in holes; as a share of the activations.
-CPU: fitted to `tiny` with micro-batches of 1 and 8 on one machine. CUDA: what was left over in six jobs on an H200, docs/benchmarks.md."""
+ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.0}
+"""On a CPU, backward's own temporaries and what malloc keeps in holes, as a share of the activations; fitted to `tiny` with micro-batches of 1
+and 8 on one machine. On CUDA temporaries are counted one by one."""
 
 RESERVED_SHARE = 0.05
 """What torch's caching allocator holds beyond what is allocated at the peak: blocks that are free but of the wrong size. The middle of what 245
@@ -41,6 +41,8 @@ was fitted with them inside."""
 
 BLOCKS_HERE = 3
 """With activation offload: one that computes and two on their way to CPU memory (memory/activation_offload.py)."""
+
+END = "end of the last backward"
 
 APART = "never at once"
 """The part of a prediction that is negative: others are not full at the same moment."""
@@ -66,6 +68,7 @@ class Activations:
     held: int  # of all stages in flight
     head: int  # of the loss on top, if this rank has it
     repeated: int  # what backward computes again on top
+    working: int  # gradients on their way through that block
     at: int  # the layer where that is most
 
     @property
@@ -75,45 +78,75 @@ class Activations:
 
 def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> StageMemory:
     states = states_of(share, groups, plan, optimizer, stack)
-    activations = activations_of(share, plan, stack)
-    counts_tensors = stack.published == "allocated"
-    temporary = int(ALLOCATOR_SHARE[plan.device] * activations.most) if counts_tensors else 0
+    ends = groups.blocks[0 if share.spec.tied and plan.pp == 1 else -1]
+    activations = activations_of(share, plan, stack, trains_head=ends.trained > 0)
     parts = {
         "weights": states.weights,
         "gathered": states.gathered,
         "gradients": states.gradients,
         "optimizer": states.optimizer,
         "activations": activations.most,
-        "allocator": temporary,
-        "process": PROCESS_BYTES[plan.device] if stack.published != "process" else CONTEXT_BYTES,
+        "allocator": int(ALLOCATOR_SHARE[plan.device] * activations.most),
+        "process": CONTEXT_BYTES if stack.published == "process" else PROCESS_BYTES[plan.device],
     }
     parts |= offloaded(parts, share, plan)[0] if plan.offload != "none" else {}
-    always = parts["weights"] + parts["optimizer"] + parts["process"]
-    first = parts["gathered"] + parts["activations"] + parts["allocator"]
-    complete = parts["gradients"]
-    so_far = complete if states.accumulated else 0
-    at_end = complete + states.reduced + (parts["gathered"] if plan.zero == 3 and states.reduced else 0)
-    # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
-    arrives = complete + states.arriving + activations.held * (share.stages_in_flight - 1) // share.stages_in_flight
-    moments = {_fullest_forward(share, plan, activations): so_far + first, "end of a backward": arrives}
-    moments["end of the last backward"] = at_end
-    moment = max(moments, key=lambda name: moments[name])
     # CPU: the allocator's share was fitted to the plain sum, which stays.
-    peak = moments[moment] if plan.device == "cuda" else first + complete
-    parts[APART] = min(0, peak - first - complete)
-    if not counts_tensors:
-        parts["allocator"] = int(RESERVED_SHARE * (always + first + complete + parts[APART] - parts["process"]))
-    return StageMemory(parts, moment if plan.device == "cuda" else "end of the last backward")
+    if plan.device == "cpu":
+        return StageMemory(parts | {APART: 0}, END)
+    passing = parts["gathered"] + parts["gradients"] + parts["activations"]  # what is not there at every moment
+    moments = _moments(share, groups, plan, states, activations, parts)
+    moment = max(moments, key=lambda name: moments[name])
+    parts["allocator"] = max(0, moments[moment] - passing)
+    parts[APART] = min(0, moments[moment] - passing)
+    if stack.published != "allocated":
+        parts["allocator"] += int(RESERVED_SHARE * (sum(parts.values()) - parts["process"]))
+    return StageMemory(parts, moment)
 
 
-def _fullest_forward(share: RankShare, plan: Plan, activations: Activations) -> str:
-    flight = f", {share.stages_in_flight} in flight" if share.stages_in_flight > 1 else ""
-    if activations.repeated > activations.head:
-        return f"backward of layer {activations.at}{flight}"
-    return f"loss{flight}" if share.has_last_stage else f"end of forward{flight}"
+def _moments(
+    share: RankShare, groups: Groups, plan: Plan, states: States, activations: Activations, parts: dict[str, int]
+) -> dict[str, int]:
+    """Gathered parameters, gradients, activations and temporaries, by moment."""
+    compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
+    gathered, complete, held = parts["gathered"], parts["gradients"], activations.held
+    so_far = complete if states.accumulated else 0
+    flight = share.stages_in_flight
+    head, block = groups.blocks[-1].trained, groups.blocks[-2].trained
+    before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
+    moments = {_forward(share): so_far + gathered + held + activations.head}
+    kept = (
+        weight / plan.state_shards if states.reduced and not so_far else 0.0
+    )  # of a gradient, once its group is reduced
+    reduced_head = head * kept - (compute * head if states.reduced and plan.zero < 3 else 0)
+    if activations.repeated:
+        again = held + activations.repeated + activations.working
+        moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + again + int(reduced_head)
+    if states.reduced:
+        # FSDP2 has a group's gradient as it was computed, in the format of sums, and what comes out of the sum.
+        last = held - before
+        moments |= {
+            "reduction of the head": int(so_far + gathered + held + head * (compute + weight + kept)),
+            f"reduction of layer {share.layers[-1].index}": int(
+                so_far + gathered + reduced_head + held - last / len(share.layers) + block * (compute + weight + kept)
+            ),
+            END: complete + before + states.reduced + (gathered if plan.zero == 3 else 0),
+        }
+    else:
+        # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
+        moments["end of a backward"] = complete + before + states.arriving
+        moments["optimizer step"] = complete + states.stepping
+    return moments
 
 
-def activations_of(share: RankShare, plan: Plan, stack: Stack) -> Activations:
+def _flight(share: RankShare) -> str:
+    return f", {share.stages_in_flight} in flight" if share.stages_in_flight > 1 else ""
+
+
+def _forward(share: RankShare) -> str:
+    return ("loss" if share.has_last_stage else "end of forward") + _flight(share)
+
+
+def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool = True) -> Activations:
     """Of every stage in flight; a loss is followed by its backward at once, except by gpipe. What is computed again comes on top, when
     the head's logits are gone; a split backward holds it until the weights have their gradients."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
@@ -133,20 +166,37 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack) -> Activations:
         held = tokens * here * size
     most = max(stages, key=lambda stage: stage.repeated)
     repeated = tokens * most.repeated * size * max(1, share.weights_waiting)
+    working = tokens * size * _widest(share.cut)
     if not share.has_last_stage:
-        return Activations(held, 0, repeated, most.at)
+        return Activations(held, 0, repeated, working, most.at)
     losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
     spec = _as_saved(share.cut, plan.device)
     if stack.logit_bytes:
         head = losses * loss_bytes(spec, tokens, size, token_parts, plan.tp > 1, stack)
     else:
         head = losses * head_activation_bytes(spec, tokens, size, token_parts, stack)
-        head += LOSS_TEMPORARIES[plan.device] * logit_bytes(spec, tokens, size)
-    if (
-        spec.tied and plan.uses_fsdp and not stack.half_weights
-    ):  # that gradient's part of the head waits for the embedding's
-        head += size * share.embedding
-    return Activations(held, head, repeated, most.at)
+        head += _loss_temporaries(spec, plan, tokens, size, trains_head)
+    return Activations(held, head, repeated, working, most.at)
+
+
+def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> int:
+    """Beside the logits that are kept: gradients on both sides of the softmax; or, later, those of the head's weights by one chunk and by all so
+    far. Of a tied table they wait for the embedding's."""
+    if plan.device == "cpu":
+        return 0
+    chunk, whole = logit_bytes(spec, tokens, size), max(4, size) * tokens * spec.vocab
+    weights = size * spec.vocab * spec.hidden if trains_head else 0
+    if chunk == whole:
+        return LOSS_TEMPORARIES["cuda"] * chunk + (weights if spec.tied and plan.uses_fsdp else 0)
+    return weights + max(LOSS_TEMPORARIES["cuda"] * chunk, weights - chunk // 2)
+
+
+@lru_cache(4096)
+def _widest(cut: Cut) -> int:
+    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once."""
+    spec, last = cut.spec, cut.layers[-1]
+    width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts) if last.is_moe else last.ffn
+    return (2 if spec.gated else 1) * width + spec.hidden
 
 
 @lru_cache(4096)

@@ -165,6 +165,8 @@ def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
     logits = shape.here * vocab
     norm = _norm(spec, shape.outside * spec.hidden, shape.size, stack)
     again = stack.logits_again and logits * 4 > MAX_LOGITS_BYTES
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
     # Written by the product; then: rounded up to fp32, softmax, loss. Backward: the softmax's gradient, rounded down.
     if stack.fused_loss:
         forward, backward = (logits * 2.0 * shape.size,), (logits * 2.0 * shape.size,)
@@ -314,10 +316,11 @@ def _cheap(
     norms = 4 if spec.post_norms else 2
     # x + y reads two and writes one. In backward the two gradients that meet at a branch are added.
     plus = 3.0 * x * size
+    drop: tuple[float, ...] = ()
     if stack.dropout and stack.fused_activation:  # bias, dropout and sum in one kernel
-        plus, drop = plus + x, ()
-    else:
-        drop = (_drop(x * size, size),) * 2 if stack.dropout and not stack.compiled else ()
+        plus += x
+    elif stack.dropout and not stack.compiled:
+        drop = (_drop(x * size, size),) * 2
     forward = norm[0] * norms + (plus, plus) + drop
     backward = norm[1] * norms + (plus, plus) + drop
     if stack.compiled:  # a sum and the norm after it are one kernel

@@ -34,6 +34,7 @@ class Stack:
     # What selective recomputation runs again: cheap (everything but products and attention) | attention (scores to values) |
     # per-op (every second product too).
     selective: str = "cheap"
+    stops_early: bool = True  # a layer that is computed again stops before its last product, whose result nobody needs
 
     # Gradients and the optimizer. Bytes per number.
     gradient_passes: int = (
@@ -62,6 +63,7 @@ class Stack:
     half_weights: bool = False  # weights lie there in the format of the computation, fp32 masters beside the moments
     gradient_bytes: int = 0  # per parameter, where gradients add up; 0: as wide as the weights that are kept
     bucket_bytes: int = 0  # per parameter of buckets beside the gradients, where replicas add them up
+    step_bytes: int = 0  # per parameter that a rank updates: copies of the gradients that the update makes
     ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
 
     # Memory: what is kept for backward. Attention: q, k, v once; "qkv+kv": a second copy of keys and values; "qkv+qk": rotated queries and keys too.

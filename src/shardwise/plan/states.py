@@ -51,7 +51,8 @@ class States(NamedTuple):
     accumulated: int  # of those, what is there from the first backward on
     optimizer: int
     reduced: int  # at the end of backward: the last group, its gradient and the same in the format of sums
-    arriving: int  # gradients that a backward leaves behind before they are added up
+    arriving: int = 0  # gradients that a backward leaves behind before they are added up
+    stepping: int = 0  # what the update makes of the gradients
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
         gradients=own_trained + accumulated,
         accumulated=own_trained + accumulated if several or plan.pp > 1 or _uses_ddp(plan) else 0,
         optimizer=int(own_trained / weight * state_bytes(optimizer, plan.precision)),
-        reduced=reduced + (gathered if plan.uses_fsdp and plan.zero == 3 else 0),
-        arriving=0,
+        reduced=reduced,
+        stepping=int(stack.step_bytes * own_trained / weight),
     )
 
 
@@ -145,4 +146,5 @@ def _with_masters(share: RankShare, groups: Groups, plan: Plan, optimizer: str, 
         optimizer=int(sharded * (MASTER_BYTES + state_bytes(optimizer, "fp32"))),
         reduced=0,
         arriving=compute * whole if stack.bucket_bytes else 0,
+        stepping=int(stack.step_bytes * sharded),
     )

@@ -83,18 +83,15 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
 
 
 def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
-    """Every rank computes at least the mean of all; messages between ranks of a layer are on the way."""
+    """The busiest rank computes at least the mean of all. What waits, what travels between ranks and what is computed again in parts of a
+    pipeline come on top."""
     stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
-    again = (
-        {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
-        if plan.pp == 1
-        else set()
-    )
+    again: set[int] = set()
+    if plan.pp == 1 or plan.recompute == "full":
+        again = {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
     total = times.stage([(layer, layer.index in again) for layer in model.layers])
-    first, last = times.ends()
-    work = _length(add((total, first, last)))
-    return float(plan.num_microbatches * work / plan.pp)
+    return plan.num_microbatches * _length(add((total, *times.ends()))) / plan.pp
 
 
 @cache
@@ -107,26 +104,34 @@ def _length(time: LayerTime) -> float:
     return time.forward + time.backward + time.again + sum(time[6:])
 
 
-_RECENT: dict[object, tuple[object, LayerTimes]] = {}
+Owners = tuple[ModelSpec, ClusterSpec, Stack]
+_RECENT: dict[object, tuple[Owners, LayerTimes]] = {}
+_NETWORKS: dict[int, tuple[ClusterSpec, Network]] = {}
 
 
 def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack) -> LayerTimes:
     """Layouts that cut layers alike share their prices. The objects are kept with them, so that their ids stay theirs."""
     key = (
-        id(model), id(cluster), id(stack), id(job.adapter), plan.precision, plan.micro_batch, plan.seq_len, plan.tp, plan.sequence, plan.cp,
+        id(model), id(cluster), id(stack), job.adapter, plan.precision, plan.micro_batch, plan.seq_len, plan.tp, plan.sequence, plan.cp,
         plan.cp_kind, plan.ep, plan.recompute == "selective", plan.uses_fsdp, plan.threads_per_rank,
     )  # fmt: skip
     found = _RECENT.get(key)
     if found is None:
-        if len(_RECENT) > 512:
+        if len(_RECENT) > 2048:
             _RECENT.clear()
-        network = next((t.network for k, (owner, t) in _RECENT.items() if owner[1] is cluster), None) or Network(
-            cluster
-        )  # type: ignore[index]
         found = _RECENT[key] = (
-            (model, cluster, stack, job.adapter),
-            LayerTimes(model, cluster, network, job, plan, stack),
+            (model, cluster, stack),
+            LayerTimes(model, cluster, _network(cluster), job, plan, stack),
         )
+    return found[1]
+
+
+def _network(cluster: ClusterSpec) -> Network:
+    found = _NETWORKS.get(id(cluster))
+    if found is None:
+        if len(_NETWORKS) > 64:
+            _NETWORKS.clear()
+        found = _NETWORKS[id(cluster)] = (cluster, Network(cluster))
     return found[1]
 
 
@@ -194,7 +199,7 @@ def _pipeline(
 ) -> dict[str, float]:
     """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
     shape = times.shape
-    size = (shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size
+    size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
     if stack.scatters_messages and not plan.sequence:
         size /= plan.tp
     transfer = times.network.send(size, plan.world // plan.pp)

@@ -1,0 +1,107 @@
+"""What a rank computes, against the model's own count and against arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.model.presets import preset
+from shardwise.plan.operations import Shape, Training, embedding_work, head_work, layer_work
+from shardwise.plan.stack import OURS
+
+FAMILIES = ("llama2-7b", "llama3-8b", "gpt2", "gemma2-2b", "qwen3-0.6b", "tiny-moe", "deepseek-v3")
+
+
+def everything(name: str, shape: Shape, stack=OURS) -> tuple[list[Training], Training]:
+    spec = preset(name)
+    return [layer_work(spec, layer, shape, stack) for layer in spec.layers], head_work(spec, shape, stack)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_products_and_attention_are_the_models_flops(name):
+    spec, tokens = preset(name), 1024
+    layers, head = everything(name, Shape(1, tokens, tokens), replace(OURS, logits_again=False))
+    forward = sum(work.forward.flops for work in [*layers, head])
+    assert 3 * forward == pytest.approx(tokens * spec.flops_per_token(tokens), rel=0.01)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_backward_has_as_many_products_for_inputs_and_for_weights(name):
+    layers, _ = everything(name, Shape(1, 512, 512))
+    for work in layers:
+        forward, inputs, weights = (
+            sum(p.flops for p in part.products) for part in (work.forward, work.inputs, work.weights)
+        )
+        assert inputs == forward == weights
+
+
+def test_degrees_divide_the_work():
+    spec = preset("llama3-8b")
+    whole = layer_work(spec, spec.layers[0], Shape(2, 4096, 4096), OURS)
+    slices = layer_work(spec, spec.layers[0], Shape(2, 4096, 4096, tp=4, sequence=True), OURS)
+    part = layer_work(spec, spec.layers[0], Shape(2, 1024, 4096), OURS)
+    assert slices.forward.flops == pytest.approx(whole.forward.flops / 4)
+    assert part.forward.flops == pytest.approx(whole.forward.flops / 4)
+    assert sum(slices.forward.passes) == pytest.approx(sum(whole.forward.passes) / 4)
+    # Without sequence parallelism norms and sums see every token on every rank.
+    tensor_only = layer_work(spec, spec.layers[0], Shape(2, 4096, 4096, tp=4), OURS)
+    assert sum(slices.forward.passes) < sum(tensor_only.forward.passes) < sum(whole.forward.passes)
+
+
+def test_ulysses_has_fewer_heads_of_longer_sequences():
+    spec = preset("llama3-8b")
+    ring, ulysses = (
+        layer_work(spec, spec.layers[0], Shape(1, 1024, 4096, ulysses=n), OURS).forward.attention[0] for n in (1, 4)
+    )
+    assert ulysses.flops == ring.flops and ulysses.heads == ring.heads // 4 and ulysses.queries == 4096
+
+
+def test_a_window_shortens_attention():
+    spec = replace(preset("llama3-8b"), sliding_window=1024)
+    near = layer_work(spec, spec.layers[0], Shape(1, 8192, 8192), OURS).forward.attention[0]
+    assert near.context == 1024 - 1024 * 1024 / (2 * 8192)
+
+
+def test_fused_and_compiled_stacks_move_less():
+    spec, shape = preset("llama3-8b"), Shape(1, 4096, 4096)
+    plain, fused, compiled = (
+        sum(layer_work(spec, spec.layers[0], shape, stack).forward.passes)
+        for stack in (
+            replace(OURS, fused_norm=False),
+            replace(OURS, fused_rope=True, fused_activation=True),
+            replace(OURS, compiled=True),
+        )
+    )
+    assert compiled < fused < plain
+
+
+def test_attention_by_definition_moves_its_scores():
+    """Scores of every head, read and written by the softmax, on top of the two products."""
+    spec, shape = preset("gpt2"), Shape(1, 1024, 1024)
+    math = layer_work(spec, spec.layers[0], shape, replace(OURS, attention="math")).forward
+    flash = layer_work(spec, spec.layers[0], shape, OURS).forward
+    assert not math.attention and len(math.products) == len(flash.products) + 2
+    assert sum(math.passes) - sum(flash.passes) == pytest.approx(2 * 2 * 12 * 1024 * 1024)
+    assert math.flops > flash.flops  # the masked half is computed too
+
+
+def test_frozen_weights_have_no_gradients_and_adapters_have_small_ones():
+    spec, shape = preset("llama3-8b"), Shape(1, 2048, 2048)
+    lora = layer_work(spec, spec.layers[0], shape._replace(trains="lora", adapters=tuple(range(7)), rank=16), OURS)
+    whole = layer_work(spec, spec.layers[0], shape, OURS)
+    assert 0 < lora.weights.flops < 0.02 * whole.weights.flops
+    assert lora.inputs.flops == pytest.approx(whole.inputs.flops, rel=0.02)
+    qlora = layer_work(spec, spec.layers[0], shape._replace(trains="qlora", adapters=(0,), rank=16), OURS)
+    assert sum(qlora.forward.passes) > sum(lora.forward.passes)
+
+
+def test_large_logits_are_computed_twice():
+    spec = preset("llama3-8b")
+    few, many = (head_work(spec, Shape(1, tokens, tokens), OURS).forward for tokens in (256, 4096))
+    assert (len(few.products), len(many.products)) == (1, 2)
+
+
+def test_an_embedding_multiplies_nothing():
+    work = embedding_work(preset("llama3-8b"), Shape(1, 4096, 4096), OURS)
+    assert work.forward.flops == work.weights.flops == 0 and work.weights.passes
