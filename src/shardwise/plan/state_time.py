@@ -9,6 +9,7 @@ as docs/architecture.md has it. Messages run beside computing where the stack le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec
@@ -63,6 +64,8 @@ def state_time(
 ) -> StateTime:
     """`forward`, `backward`: of all layers of the rank and one micro-batch; messages can hide behind them."""
     held = sum(blocks[1:], blocks[0])
+    if plan.device == "cpu":  # gloo's threads and the computing ones have the same cores
+        stack = replace(stack, overlaps_gather=False, overlaps_reduce=False)
     compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
     casts = _casts(held, plan, stack, pricer)
     if plan.dp * plan.cp == 1:
@@ -167,14 +170,13 @@ CAST = 2.0
 """A pass that changes the width of numbers moves half of what others do: kernels_h200.json, bf16 to fp32 at 2.1 TB/s."""
 
 
-def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan, job: Job, stack: Stack) -> float:
+def optimizer_seconds(numbers: float, pricer: Pricer, plan: Plan, job: Job, stack: Stack) -> float:
     """The norm, clipping and the update of what a rank owns."""
     weight = WEIGHT_BYTES[plan.precision]
-    numbers = trained / shards
     update = numbers * (3 * weight + 2 * state_bytes(job.optimizer, plan.precision)) / OPTIMIZER_RATE
     update *= 1.0 if stack.fused_optimizer else FOREACH
     update *= LOW_BIT if job.optimizer.endswith("8bit") else 1.0
     if not stack.copies_parameters:
         update += numbers * 6  # the 16-bit copy
     norm = numbers * weight / NORM_RATE + numbers * 2 * weight
-    return pricer.pass_(update) + pricer.pass_(norm) if trained else 0.0
+    return pricer.pass_(update) + pricer.pass_(norm) if numbers else 0.0

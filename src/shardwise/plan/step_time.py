@@ -74,9 +74,9 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
     state = states[slowest]
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
     parts["compute"] += state.casts_once
-    held = sum((blocks := held_by(shares[slowest], model, job.adapter))[1:], blocks[0])
-    parts["optimizer"] = optimizer_seconds(held.trained, plan.state_shards, times.pricer, plan, job, stack)
-    parts["offload"] = offload_seconds(held.trained / plan.state_shards, plan)
+    trained = max(_trained(share, model, job, plan) for share in shares)
+    parts["optimizer"] = optimizer_seconds(trained, times.pricer, plan, job, stack)
+    parts["offload"] = offload_seconds(trained, plan)
     parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
     parts["straggler"] = STRAGGLER * (cluster.nodes.bit_length() - 1) * sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
@@ -91,7 +91,18 @@ def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, sta
     if plan.pp == 1 or plan.recompute == "full":
         again = {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
     total = times.stage([(layer, layer.index in again) for layer in model.layers])
-    return plan.num_microbatches * _length(add((total, *times.ends()))) / plan.pp
+    work = plan.num_microbatches * _length(add((total, *times.ends()))) / plan.pp
+    if job.adapter.kind != "none":
+        return work
+    shards = max(plan.tp, plan.ep) * max(plan.state_shards, plan.expert_shards)
+    return work + optimizer_seconds(model.num_parameters / (plan.pp * shards), times.pricer, plan, job, stack)
+
+
+def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
+    """Parameters that a rank updates."""
+    trained = sum(block.trained for block in held_by(share, model, job.adapter))
+    experts = share.spread_parameters if job.adapter.kind == "none" else 0
+    return (trained - experts) / plan.state_shards + experts / plan.expert_shards
 
 
 @cache
