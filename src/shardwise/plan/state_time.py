@@ -170,9 +170,10 @@ CAST = 2.0
 """A pass that changes the width of numbers moves half of what others do: kernels_h200.json, bf16 to fp32 at 2.1 TB/s."""
 
 
-def optimizer_seconds(numbers: float, pricer: Pricer, plan: Plan, job: Job, stack: Stack) -> float:
+def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan, job: Job, stack: Stack) -> float:
     """The norm, clipping and the update of what a rank owns."""
     weight = WEIGHT_BYTES[plan.precision]
+    numbers = trained / shards
     update = numbers * (3 * weight + 2 * state_bytes(job.optimizer, plan.precision)) / OPTIMIZER_RATE
     update *= 1.0 if stack.fused_optimizer else FOREACH
     update *= LOW_BIT if job.optimizer.endswith("8bit") else 1.0

@@ -73,7 +73,7 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
     parts["compute"] += state.casts_once
     trained = max(_trained(share, model, job, plan) for share in shares)
-    parts["optimizer"] = optimizer_seconds(trained, times.pricer, plan, job, stack)
+    parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
     parts["offload"] = offload_seconds(trained, plan)
     parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
     parts["straggler"] = STRAGGLER * (cluster.nodes.bit_length() - 1) * sum(parts.values())
@@ -92,7 +92,7 @@ def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, sta
     if job.adapter.kind != "none":
         return work
     shards = max(plan.tp, plan.ep) * max(plan.state_shards, plan.expert_shards)
-    return work + optimizer_seconds(model.num_parameters / (plan.pp * shards), times.pricer, plan, job, stack)
+    return work + optimizer_seconds(model.num_parameters / plan.pp, shards, times.pricer, plan, job, stack)
 
 
 def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
