@@ -124,10 +124,10 @@ def _optimizer_points(spec: ModelSpec, plan: Plan, job: Job, times: BlockTimes) 
     if times.optimizer_s is None:
         return ()
     threads = plan.threads_per_rank if plan.device == "cpu" else 1
-    moved = optimizer_seconds(times.numbers, _Sizes(), plan, job, OURS)
+    moved = optimizer_seconds(times.numbers, 1, _Sizes(), plan, job, OURS)
     owned = max(share.num_parameters for share in rank_shares(spec, plan)) / plan.state_shards
     step = _Sizes()
-    optimizer_seconds(owned, step, plan, job, OURS)
+    optimizer_seconds(owned, 1, step, plan, job, OURS)
     return tuple((size, moved / times.optimizer_s / threads) for size in sorted(step.sizes))
 
 
