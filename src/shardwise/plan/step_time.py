@@ -11,8 +11,7 @@ Parts are those of the rank that is busiest. Read next: layer_time.py, state_tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
@@ -53,7 +52,6 @@ class StageTime:
 
 def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> dict[str, float]:
     """Seconds by part; their sum is the step."""
-    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times, stack)
     shares = rank_shares(model, plan)
@@ -85,7 +83,6 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
 def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
     """The busiest rank computes at least the mean of all. What waits, what travels between ranks and what is computed again in parts of a
     pipeline come on top."""
-    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     again: set[int] = set()
     if plan.pp == 1 or plan.recompute == "full":
@@ -103,12 +100,6 @@ def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
     trained = groups_of(share.cut, model, job.adapter).whole.trained
     experts = share.spread_parameters if job.adapter.kind == "none" else 0
     return (trained - experts) / plan.state_shards + experts / plan.expert_shards
-
-
-@cache
-def _executed(stack: Stack, kind: str) -> Stack:
-    """Between cores that all compute, messages are copied by the cores themselves: they hide behind nothing."""
-    return replace(stack, overlaps_reduce=False, overlaps_gather=False) if kind == "cpu" else stack
 
 
 def _length(time: LayerTime) -> float:
