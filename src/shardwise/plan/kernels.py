@@ -86,12 +86,11 @@ PASS_HALF = {"cuda": 1e7, "cpu": 3e4}
 UNALIGNED = 8.0
 """A matrix with an odd side cannot be read 16 bytes at a time (GPT-2's 50257 tokens on an H200)."""
 
-PYTHON = 5.0
-"""Host time of an operation inside a model, with modules, autograd and views around it, over that of a bare launch: small models on an H200 and on
-A100 come to 25 to 30 microseconds per operation."""
+PYTHON = 1.0
+"""The cluster says what an operation inside a model takes the host, with modules, autograd and views around it."""
 
-LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
-"""Host seconds per operation in plain torch, autograd's share included, where the cluster says nothing."""
+LAUNCH = {"cuda": 2.5e-5, "cpu": 2.5e-5}
+"""Host seconds per operation where the cluster says nothing: small models on an H200 and on A100 come to 25 to 30 microseconds."""
 
 
 class Pricer:
