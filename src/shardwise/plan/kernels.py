@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.cluster.spec import Device, known_devices
-from shardwise.plan.operations import Attention, Product, Work
 from shardwise.plan.stack import Stack
+from shardwise.plan.work import Attention, Product, Work
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,6 @@ PASS_HALF = {"cuda": 1e7, "cpu": 3e4}
 UNALIGNED = 8.0
 """A matrix with an odd side cannot be read 16 bytes at a time (GPT-2's 50257 tokens on an H200)."""
 
-PYTHON = 1.0
-"""The cluster says what an operation inside a model takes the host, with modules, autograd and views around it."""
-
-LAUNCH = {"cuda": 2.5e-5, "cpu": 2.5e-5}
-"""Host seconds per operation where the cluster says nothing: small models on an H200 and on A100 come to 25 to 30 microseconds."""
-
 
 class Pricer:
     def __init__(self, device: Device, precision: str, stack: Stack, threads: int = 1):
@@ -111,8 +105,8 @@ class Pricer:
         )
         self.name = exact
         self.bandwidth = self.threads * device.bandwidth * device.bandwidth_share
-        self.launch = getattr(device, "launch", 0.0) or LAUNCH[device.kind]
-        self.curves = getattr(device, "curves", {})
+        self.launch = device.launch
+        self.curves = device.curves
         self.half = PASS_HALF[device.kind]
         more = (device.watts / self.generation.watts) ** 0.5 if self.generation.watts and device.watts else 1.0
         self.sustained = min(1.0, self.generation.sustained * more)
@@ -126,7 +120,7 @@ class Pricer:
 
     def host_seconds(self, work: Work) -> float:
         """What starting it takes, while the device may be busy."""
-        return work.launches * self.launch * PYTHON * self.stack.host_share
+        return work.launches * self.launch * self.stack.host_share
 
     def product(self, p: Product) -> float:
         generation, peak = self.generation, self.exact_peak if p.exact else self.peak
