@@ -107,10 +107,8 @@ def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
 def _attention(spec: ModelSpec, stack: Stack) -> int:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     normed = 2 * (queries + keys) if spec.qk_norm else 0
-    if stack.attention_keeps == "qkv+kv":
-        normed += 2 * keys if queries == keys else 0
-    elif stack.attention_keeps == "qkv+qk":
-        normed += queries + keys
+    if stack.keys_twice and queries == keys:
+        normed += 2 * keys
     return queries + 2 * keys + normed + queries + spec.num_heads
 
 
@@ -146,9 +144,8 @@ def _selected(
     if stack.selective == "attention":  # of the scores nothing, of the rest everything
         whole = _layer(spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
         return whole - (_scores(spec, seq_len) if stack.attention == "math" else 0)
-    if (
-        stack.selective == "half"
-    ):  # every second product (queries, values, gate, the end, which a compiler drops), attention, the input
+    # torchtitan's list: every second product (queries, values, gate, and the end, which a compiler drops), attention and the input.
+    if stack.selective == "per-op":
         end = 0 if stack.compiled else spec.hidden
         return spec.hidden // token_parts + 2 * queries + keys + spec.num_heads + ffn + end
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts

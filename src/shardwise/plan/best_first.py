@@ -238,7 +238,14 @@ class BestFirst:
             ask.push(chain[-1][0], (-1,), self._open_next, grid, states, chain)
 
     def _open_saving(
-        self, ask: _Question, bound: float, grid: Grid, pace: Pace, states: States, saving: Saving, fitting: list[Saving]
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        pace: Pace,
+        states: States,
+        saving: Saving,
+        fitting: list[Saving],
     ) -> None:
         """One layout: a better bound first."""
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
@@ -295,8 +302,16 @@ class BestFirst:
 
     def _small_plans(self, grid: Grid, accept: Accept) -> Iterator[Plan]:
         """The least of every axis that is left open: the smallest micro-batch, the most shards, the most moved out."""
-        sizes = [n for n in reversed(self.space.sizes(grid.dp)) if accept(grid, Pace(n, *self.space.pipelines(grid.pp)[0]), None, None)]
-        paces = [Pace(size, *how) for how in self.space.pipelines(grid.pp) for size in self.space.sizes(grid.dp)[-1:] + sizes[:1]]
+        sizes = [
+            n
+            for n in reversed(self.space.sizes(grid.dp))
+            if accept(grid, Pace(n, *self.space.pipelines(grid.pp)[0]), None, None)
+        ]
+        paces = [
+            Pace(size, *how)
+            for how in self.space.pipelines(grid.pp)
+            for size in self.space.sizes(grid.dp)[-1:] + sizes[:1]
+        ]
         every = sorted(self.space.states(grid), key=lambda states: (-states.zero, states.replicate))
         states = [one for one in every if accept(grid, None, one, None)][:1]
         for pace in dict.fromkeys(paces):

@@ -7,6 +7,7 @@ and how long a pipeline takes to fill and to empty. Read next: least_memory.py, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from shardwise.plan.adapter_share import Held
 from shardwise.plan.layer_time import LayerTime, LayerTimes
 from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import RankShare, rank_shares, tensor_slice
+from shardwise.plan.rank_share import RankShare, rank_shares
 from shardwise.plan.schedules import splits_backward, stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.stack import Stack
@@ -43,7 +44,6 @@ class Turn(NamedTuple):
     own: int
     has_first: bool
     has_last: bool
-    least: int  # layers of the rank that has the fewest
 
 
 class TimeFloors:
@@ -54,7 +54,6 @@ class TimeFloors:
         self._works: dict[tuple[object, ...], Work] = {}
         self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float]], LayerTimes]] = {}
         self._shares: dict[tuple[int, int], tuple[RankShare, Held]] = {}
-        self._least_held: dict[tuple[int, int], float] = {}
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
 
     def of_gpus(self, gpus: int) -> float:
@@ -83,35 +82,31 @@ class TimeFloors:
         space, rows = self.space, -(-self.batch // grid.dp)
         plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("full", offload, False))
         times = self._times(grid, size, "full")
-        share, whole = self._share(grid.tp, grid.ep, plan)
+        share, whole = self._share(plan)
         longest = self.work(grid, size, "full")
         forward, backward = longest.all_forward, longest.total - longest.all_forward
         found = state_time(
             share, [whole], forward, backward, space.cluster, times.network, times.pricer, plan, self.stack
         )
         each = found.each_forward + found.each_backward + found.casts_forward + found.casts_backward
-        fewest = whole.trained if grid.pp == 1 else self._fewest(grid.tp, grid.pp)
-        once = found.once / grid.pp
-        once += optimizer_seconds(fewest, plan.state_shards, times.pricer, plan, space.job, self.stack)
-        once += offload_seconds(fewest / plan.state_shards, plan)
+        once = found.once / grid.pp + self._update(share, whole, plan, grid.pp, times)
         return each * -(-rows // size) / grid.pp, once
 
-    def _share(self, tp: int, ep: int, plan: Plan) -> tuple[RankShare, Held]:
-        if (tp, ep) not in self._shares:
-            share = rank_shares(self.space.model, plan)[0]
-            whole = groups_of(share.cut, self.space.model, self.space.job.adapter).whole
-            self._shares[tp, ep] = share, whole
-        return self._shares[tp, ep]
+    def _update(self, share: RankShare, whole: Held, plan: Plan, pp: int, times: LayerTimes) -> float:
+        """Seconds of the optimizer on the mean rank."""
+        experts = share.spread_parameters if self.space.job.adapter.kind == "none" else 0
+        mine = ((whole.trained - experts) / plan.state_shards + experts / plan.expert_shards) / pp
+        return optimizer_seconds(mine, 1, times.pricer, plan, self.space.job, self.stack) + offload_seconds(mine, plan)
 
-    def _fewest(self, tp: int, pp: int) -> float:
-        """Trained parameters that every rank of a pipeline has at least, experts and adapters aside."""
-        if self.space.job.adapter.kind != "none":
-            return 0.0
-        if (tp, pp) not in self._least_held:
-            part = tensor_slice(self.space.model, tp)
-            least = min(turn.least for how in self.space.pipelines(pp) for turn in self.turns(how[0], pp, how[1]).values())
-            self._least_held[tp, pp] = least * part.num_attention_parameters
-        return self._least_held[tp, pp]
+    def _share(self, plan: Plan) -> tuple[RankShare, Held]:
+        """Of a rank that has all layers."""
+        key = (plan.tp, plan.ep)
+        if key not in self._shares:
+            alone = replace(plan, pp=1, schedule="1f1b", virtual_stages=1, split=())
+            share = rank_shares(self.space.model, alone)[0]
+            whole = groups_of(share.cut, self.space.model, self.space.job.adapter).whole
+            self._shares[key] = share, whole
+        return self._shares[key]
 
     def of_pace(self, grid: Grid, pace: Pace, mode: str) -> tuple[float, float]:
         """Two floors: of the mean rank, to which comes what its weights cost; of the schedule."""
@@ -143,9 +138,8 @@ class TimeFloors:
             state = rank_state(shares[rank], space.model, mine, space.cluster, space.job, plan, self.stack, times)
             busy += state.each_forward + state.each_backward + state.casts_forward + state.casts_backward
             least, once = max(least, plan.num_microbatches * busy + around), max(once, state.once)
-        fewest = self._fewest(plan.tp, plan.pp)
-        once += optimizer_seconds(fewest, plan.state_shards, times.pricer, plan, space.job, self.stack)
-        return self.slower * (least + once + offload_seconds(fewest / plan.state_shards, plan))
+        share, whole = self._share(plan)
+        return self.slower * (least + once + self._update(share, whole, plan, plan.pp, times))
 
     def _stage_times(self, plan: Plan, times: LayerTimes) -> dict[int, tuple[list[StageTime], float, float]]:
         """Of ranks that may be the slowest: their stages, seconds of one micro-batch in them, and of the ranks before."""
@@ -174,7 +168,9 @@ class TimeFloors:
             last = owners[-1]
             largest = max(rank for rank in range(pp) if own[rank] == max(own))
             found = {largest, last}
-            self._turns[key] = {rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last, min(own)) for rank in sorted(found)}
+            self._turns[key] = {
+                rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last) for rank in sorted(found)
+            }
         return self._turns[key]
 
     def work(self, grid: Grid, size: int, mode: str) -> Work:

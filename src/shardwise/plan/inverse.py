@@ -1,8 +1,8 @@
 """Questions the other way round: how many GPUs are enough, and what a budget buys. No torch.
 
-    fewest_gpus(model, cluster, job)                     the fewest on which anything fits
-    fewest_gpus(model, cluster, job, within=30 * DAY)    ... and that are through with job.tokens in time
-    under_budget(model, cluster, job, 500_000)           the fastest layout whose training costs no more
+fewest_gpus(model, cluster, job)                     the fewest on which anything fits
+fewest_gpus(model, cluster, job, within=30 * DAY)    ... and that are through with job.tokens in time
+under_budget(model, cluster, job, 500_000)           the fastest layout whose training costs no more
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.model.spec import LayerSpec, ModelSpec
-from shardwise.plan.activations import exchanged_activations, layer_activations
-from shardwise.plan.memory import ALLOCATOR_SHARE, COMPUTE_BYTES, WEIGHT_BYTES, state_bytes
+from shardwise.plan.activations import kept_activations
+from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, state_bytes
 from shardwise.plan.rank_share import expert_parameters, tensor_slice
 from shardwise.plan.schedules import stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
@@ -53,9 +53,7 @@ class MemoryFloors:
         how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
         key = (*how, "least", grid.pp)
         if key not in self._numbers:
-            self._numbers[key] = min(
-                self._kept(grid, mode, layers) / grid.pp + self._repeated(grid, mode) for mode in self.modes
-            )
+            self._numbers[key] = min(self._kept(grid, mode, layers) / grid.pp for mode in self.modes)
         kept = 0.0 if away else self._numbers[key] * self._tokens(grid, size)
         dense, spread, _ = self._count(grid, layers, ends=True)
         several = -(-self.batch // grid.dp) > size
@@ -80,8 +78,7 @@ class MemoryFloors:
         if away or self.adapter != "none":
             return 0.0
         kept = sum(self._kept(grid, mode, chunk) for chunk in self._chunks(grid, pace)) / pace.virtual_stages
-        numbers = kept * self._in_flight(grid, pace) + self._repeated(grid, mode)
-        return numbers * self._tokens(grid, pace.micro_batch) * (1 + ALLOCATOR_SHARE[self.space.device])
+        return kept * self._in_flight(grid, pace) * self._tokens(grid, pace.micro_batch)
 
     def _in_flight(self, grid: Grid, pace: Pace) -> int:
         """Activations of a stage that the first rank holds at most, as rank_share.py has them; of split backwards, only what is certain."""
@@ -115,9 +112,7 @@ class MemoryFloors:
                 owners = stage_owners(pace.schedule, grid.pp, pace.virtual_stages)
                 mine = [stage for stage, owner in enumerate(owners) if owner == 0]
                 ends = [sum(split[: stage + 1]) for stage in mine]
-                self._first[key] = [
-                    layers[end - split[stage] : end] for end, stage in zip(ends, mine, strict=True)
-                ]
+                self._first[key] = [layers[end - split[stage] : end] for end, stage in zip(ends, mine, strict=True)]
         return self._first[key]
 
     # What both are made of -----------------------------------------------------------------------------------------
@@ -174,34 +169,11 @@ class MemoryFloors:
         how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
         key = (*how, mode, layers[0].index, len(layers))
         if key not in self._numbers:
-            self._numbers[key] = sum(self._of_layer(grid, one, mode, how) for one in layers)
-        return self._numbers[key]
-
-    def _repeated(self, grid: Grid, mode: str) -> float:
-        """Numbers per token that backward has of a layer which it computes again."""
-        if mode not in ("full", "sqrt"):
-            return 0
-        how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
-        key = (*how, "repeated")
-        if key not in self._numbers:
-            least = min(self._of_layer(grid, one, "none", how) for one in self.space.model.layers)
-            self._numbers[key] = max(0, least - self.space.model.hidden)
-        return self._numbers[key]
-
-    def _of_layer(self, grid: Grid, layer: LayerSpec, mode: str, how: tuple[object, ...]) -> float:
-        if mode == "sqrt":  # a few of them
-            return 0
-        if mode == "full" or (mode.startswith("every-") and layer.index % int(mode[6:]) == 0):
-            return self.space.model.hidden // (grid.tp if grid.sequence else 1)
-        key = (*how, layer.is_moe, layer.ffn, mode == "selective")
-        if key not in self._numbers:
             spec = self._slice(grid.tp)
-            if self.space.device == "cuda":
+            if self.space.device == "cuda":  # as lifetimes.py has it
                 spec = spec.with_overrides({"norm": "layer"})
             keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
             parts, routed = grid.tp if grid.sequence else 1, grid.tp if grid.ep > 1 else 1
-            numbers = layer_activations(spec, [layer], keys, parts, routed, mode == "selective")
-            if grid.cp > 1 and grid.cp_kind == "ulysses":
-                numbers += exchanged_activations(spec, [layer])
-            self._numbers[key] = numbers
+            is_exchanged = grid.cp > 1 and grid.cp_kind == "ulysses"
+            self._numbers[key] = kept_activations(spec, layers, mode, keys, parts, routed, is_exchanged).between
         return self._numbers[key]

@@ -28,7 +28,7 @@ ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.0}
 """On a CPU, backward's own temporaries and what malloc keeps in holes, as a share of the activations; fitted to `tiny` with micro-batches of 1
 and 8 on one machine. On CUDA temporaries are counted one by one."""
 
-RESERVED_SHARE = 0.05
+RESERVED_SHARE = 0.06
 """What torch's caching allocator holds beyond what is allocated at the peak: blocks that are free but of the wrong size. The middle of what 245
 published runs of two frameworks reserve beyond the bytes of their tensors."""
 
@@ -114,27 +114,29 @@ def _moments(
     head, block = groups.blocks[-1].trained, groups.blocks[-2].trained
     before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
     moments = {_forward(share): so_far + gathered + held + activations.head}
-    kept = (
-        weight / plan.state_shards if states.reduced and not so_far else 0.0
-    )  # of a gradient, once its group is reduced
+    # Bytes per number of a gradient, once its group is reduced.
+    kept = weight / plan.state_shards if states.reduced and not so_far else 0.0
     reduced_head = head * kept - (compute * head if states.reduced and plan.zero < 3 else 0)
     if activations.repeated:
         again = held + activations.repeated + activations.working
         moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + again + int(reduced_head)
     if states.reduced:
-        # FSDP2 has a group's gradient as it was computed, in the format of sums, and what comes out of the sum.
-        last = held - before
+        # FSDP2 has a group's gradient as it was computed, in the format of sums, and what comes out of the sum. Stages 0 and 1 of a pipeline
+        # reduce in the last backward, when no other micro-batch is in flight.
+        one = held - before
+        others = before if plan.zero > 1 else 0
+        full = so_far + gathered + others + one
         moments |= {
-            "reduction of the head": int(so_far + gathered + held + head * (compute + weight + kept)),
+            "reduction of the head": int(full + head * (compute + weight + kept)),
             f"reduction of layer {share.layers[-1].index}": int(
-                so_far + gathered + reduced_head + held - last / len(share.layers) + block * (compute + weight + kept)
+                full + reduced_head - one / len(share.layers) + block * (compute + weight + kept)
             ),
-            END: complete + before + states.reduced + (gathered if plan.zero == 3 else 0),
+            END: complete + others + states.reduced + (gathered if plan.zero == 3 else 0),
         }
     else:
         # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
         moments["end of a backward"] = complete + before + states.arriving
-        moments["optimizer step"] = complete + states.stepping
+    moments["optimizer step"] = complete + states.stepping
     return moments
 
 
@@ -180,15 +182,14 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
 
 
 def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> int:
-    """Beside the logits that are kept: gradients on both sides of the softmax; or, later, those of the head's weights by one chunk and by all so
-    far. Of a tied table they wait for the embedding's."""
+    """Beside the logits that are kept: gradients on both sides of the softmax. Where they are computed in chunks, the gradient of the head's
+    weights by one chunk and by those before it; of a tied table it waits for the embedding's."""
     if plan.device == "cpu":
         return 0
     chunk, whole = logit_bytes(spec, tokens, size), max(4, size) * tokens * spec.vocab
     weights = size * spec.vocab * spec.hidden if trains_head else 0
-    if chunk == whole:
-        return LOSS_TEMPORARIES["cuda"] * chunk + (weights if spec.tied and plan.uses_fsdp else 0)
-    return weights + max(LOSS_TEMPORARIES["cuda"] * chunk, weights - chunk // 2)
+    copies = 2 if chunk < whole else int(spec.tied and plan.uses_fsdp)
+    return LOSS_TEMPORARIES["cuda"] * chunk + copies * weights
 
 
 @lru_cache(4096)

@@ -17,8 +17,8 @@ from shardwise.plan.lifetimes import PROCESS_BYTES as PROCESS_BYTES
 from shardwise.plan.lifetimes import StageMemory, rank_memory
 from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
+from shardwise.plan.rank_share import RankShare, rank_shares
 from shardwise.plan.rank_share import numbers_of as numbers_of
-from shardwise.plan.rank_share import rank_shares
 from shardwise.plan.rank_share import stages_of as stages_of
 from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.states import COMPUTE_BYTES as COMPUTE_BYTES
@@ -32,8 +32,18 @@ from shardwise.plan.states import state_bytes as state_bytes
 def predict_memory(
     spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack = OURS
 ) -> dict[str, int]:
-    """Bytes of the fullest rank at the peak."""
-    return fullest(predict_stages(spec, plan, optimizer, adapter, stack)).parts
+    """Bytes of the fullest rank at the peak. Of ranks with the same layers, the one with most in flight is the fullest."""
+    by_number = plan.recompute.startswith("every-")  # which layers are computed again depends on where they are
+    fullest_of: dict[tuple[object, ...], RankShare] = {}
+    for share in rank_shares(spec, plan):
+        alike = (share.cut if by_number else share.cut.shape, share.weights_waiting)
+        other = fullest_of.get(alike)
+        if other is None or other.stages_in_flight < share.stages_in_flight:
+            fullest_of[alike] = share
+    stages = (
+        rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack) for share in fullest_of.values()
+    )
+    return fullest(tuple(stages)).parts
 
 
 def predict_stages(

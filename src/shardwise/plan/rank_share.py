@@ -40,6 +40,16 @@ class Cut:
         }
         return [sizes[layer.is_moe, layer.ffn] for layer in self.layers]
 
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """The same for ranks that hold as much, whichever layers they are."""
+        return (
+            self.embedding,
+            self.head,
+            self.has_last_stage,
+            tuple((layer.is_moe, layer.ffn) for layer in self.layers),
+        )
+
     @property
     def _correction(self) -> int:
         """A slice has all experts, in part; a rank that shares them out has some, whole."""

@@ -56,10 +56,16 @@ def _values(space: Space, winner: Candidate) -> Iterator[tuple[str, object]]:
             yield axis, value
     mine = grid_of(winner)
     yield from (("zero", value) for value in sorted({s.zero for s in space.states(mine)} - {plan.zero}))
-    yield from (("schedule", name) for name in dict.fromkeys(n for n, _ in space.pipelines(plan.pp)) if name != plan.schedule)
+    yield from (
+        ("schedule", name) for name in dict.fromkeys(n for n, _ in space.pipelines(plan.pp)) if name != plan.schedule
+    )
     yield from (("micro_batch", size) for size in sorted(space.sizes(plan.dp)) if size != plan.micro_batch)
-    yield from (("recompute", mode) for mode in dict.fromkeys(s.recompute for s in space.savings) if mode != plan.recompute)
-    yield from (("offload", place) for place in dict.fromkeys(s.offload for s in space.savings) if place != plan.offload)
+    yield from (
+        ("recompute", mode) for mode in dict.fromkeys(s.recompute for s in space.savings) if mode != plan.recompute
+    )
+    yield from (
+        ("offload", place) for place in dict.fromkeys(s.offload for s in space.savings) if place != plan.offload
+    )
 
 
 def grid_of(candidate: Candidate) -> Grid:

@@ -70,13 +70,23 @@ def _shorter(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Try]:
     length = job.seq_len // 2
     while length >= SHORTEST:
         batch = job.tokens_per_step // length
-        yield f"train.seq_len={length}", {"train.seq_len": length}, cluster, replace(job, seq_len=length, global_batch=batch)
+        yield (
+            f"train.seq_len={length}",
+            {"train.seq_len": length},
+            cluster,
+            replace(job, seq_len=length, global_batch=batch),
+        )
         length //= 2
 
 
 def _other_training(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Try]:
     if job.adapter.kind == "none":
         for kind in ("lora", "qlora"):
-            yield f"adapter.kind={kind}", {"adapter.kind": kind}, cluster, replace(job, adapter=replace(job.adapter, kind=kind))
+            yield (
+                f"adapter.kind={kind}",
+                {"adapter.kind": kind},
+                cluster,
+                replace(job, adapter=replace(job.adapter, kind=kind)),
+            )
     if job.optimizer in ("adam", "adamw"):
         yield "optimizer.name=adamw8bit", {"optimizer.name": "adamw8bit"}, cluster, replace(job, optimizer="adamw8bit")

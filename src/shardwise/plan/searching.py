@@ -122,5 +122,7 @@ def check_not_empty(space: Space) -> None:
     raise UserError(
         "the constraints leave no layout",
         why=f"no layout of {what} has {', '.join(f'{key}={shown(value)}' for key, value in space.fixed.items())} together",
-        fix=f"leave out one of {', '.join(space.fixed)}" if space.fixed else "a larger --batch or other sequence lengths",
+        fix=f"leave out one of {', '.join(space.fixed)}"
+        if space.fixed
+        else "a larger --batch or other sequence lengths",
     )

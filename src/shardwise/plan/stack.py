@@ -63,11 +63,14 @@ class Stack:
     half_weights: bool = False  # weights lie there in the format of the computation, fp32 masters beside the moments
     gradient_bytes: int = 0  # per parameter, where gradients add up; 0: as wide as the weights that are kept
     bucket_bytes: int = 0  # per parameter of buckets beside the gradients, where replicas add them up
+    stand_ins: bool = (
+        False  # a 16-bit tensor in each shape of a weight, for gradients that were added inside the product
+    )
     step_bytes: int = 0  # per parameter that a rank updates: copies of the gradients that the update makes
     ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
 
-    # Memory: what is kept for backward. Attention: q, k, v once; "qkv+kv": a second copy of keys and values; "qkv+qk": rotated queries and keys too.
-    attention_keeps: str = "qkv"
+    # Memory: what is kept for backward.
+    keys_twice: bool = False  # keys and values are kept a second time, where there are as many as queries
     logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
     cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other
 

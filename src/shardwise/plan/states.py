@@ -136,11 +136,12 @@ def _with_masters(share: RankShare, groups: Groups, plan: Plan, optimizer: str, 
     compute, whole = COMPUTE_BYTES[plan.precision], groups.whole.trained
     experts = share.spread_parameters
     sharded = (whole - experts) / plan.state_shards + experts / plan.expert_shards if plan.zero else whole
+    stand_ins = compute * (max(share.layer_parameters) + share.head) if stack.stand_ins and not share.spec.is_moe else 0
     buffer = int((stack.gradient_bytes or compute) * (sharded if plan.zero > 1 else whole))
     replicas = plan.dp * plan.cp > 1
     return States(
         weights=compute * whole,
-        gathered=0,
+        gathered=stand_ins,
         gradients=buffer + (stack.bucket_bytes * whole if replicas else 0),
         accumulated=buffer + (stack.bucket_bytes * whole if replicas else 0),
         optimizer=int(sharded * (MASTER_BYTES + state_bytes(optimizer, "fp32"))),
