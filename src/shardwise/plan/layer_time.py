@@ -27,6 +27,9 @@ FSDP_LAUNCHES = 50
 """Operations by which FSDP2's hooks and copies keep the host busy, per block and pass."""
 
 
+CHECKPOINT_LAUNCHES = 24
+"""Operations by which a layer that is computed again as a whole keeps the host busy: the graph is cut, random states are kept and put back."""
+
 MESSAGE_LAUNCHES = {"sum": 3, "gather": 9}
 """Operations that one collective inside a layer costs the host: a sum in place; buffers, views, the call and waiting for it. The second from the nanotron
 sweep, whose small micro-batches take 4.4 ms per layer with tensor parallelism and 2.9 without."""
@@ -120,9 +123,11 @@ class LayerTimes:
             half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
         time = self._compute(work, repeated)
-        host = self._calls(layer) * self.pricer.launch * PYTHON * self.stack.host_share
+        one = self.pricer.launch * PYTHON * self.stack.host_share
+        host = self._calls(layer) * one
         time = time._replace(
-            host_forward=time.host_forward + host, host_backward=time.host_backward + host * (2 if again else 1)
+            host_forward=time.host_forward + host,
+            host_backward=time.host_backward + (2 * host + CHECKPOINT_LAUNCHES * one if again else host),
         )
         return self._messages(layer, work, time, again)
 

@@ -135,9 +135,9 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
     core_back = Work(_score_products(core, backward=True), (), scores[1]) if math else Work((), (core,))
     added = _adapters(forward, shape)
     return Training(
-        forward=Work(forward, (), cheap_forward + casts + unpacked, views) + core_work + added[0],
-        inputs=Work(inputs, (), cheap_backward + casts + unpacked, views) + core_back + added[1],
-        weights=weight_gradients(forward, shape, stack) + added[2],
+        forward=Work(forward, (), cheap_forward + casts[0] + unpacked, views) + core_work + added[0],
+        inputs=Work(inputs, (), cheap_backward + casts[1] + unpacked, views) + core_back + added[1],
+        weights=weight_gradients(forward, shape, stack) + Work((), (), casts[2]) + added[2],
         cheap=Work((), (), cheap_forward),
         attention=core_work,
     )
@@ -395,12 +395,25 @@ def _expert_activation(spec: ModelSpec, shape: Shape, stack: Stack) -> tuple[tup
     return act[0] + sorts + routing + shared[0], act[1] + sorts + routing + shared[1]
 
 
-def _casts(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tuple[float, ...]:
-    """Eight bits: each input of a product is measured (its largest number), scaled and written, as it is and turned around."""
+def _casts(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tuple[tuple[float, ...], ...]:
+    """Eight bits: both factors of each product are measured (their largest number), scaled and rounded. Forward, inputs, weights. A fused kernel
+    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own."""
     if not shape.eight_bit:
-        return ()
-    read = 1 if stack.compiled or stack.fused_cast else 2
-    return tuple(float(p.groups * p.m * p.k * (read * shape.size + 2)) for p in products if not p.exact)
+        return (), (), ()
+    wide = [p for p in products if not p.exact]
+    x, w, g = ([float(p.groups * numbers) for p in wide for numbers in (f(p),)] for f in (
+        lambda p: p.m * p.k, lambda p: p.k * p.n, lambda p: p.m * p.n))  # fmt: skip
+    if stack.fused_cast:
+        return tuple(4.0 * (a + b) for a, b in zip(x, w, strict=True)), tuple(4.0 * a for a in g), ()
+    each = 7.0 if stack.compiled else EAGER_CAST
+    pairs = ((x, w), (g, w), (g, x))
+    forward, inputs, weights = (tuple(each * (a + b) for a, b in zip(*pair, strict=True)) for pair in pairs)
+    return forward, inputs, weights
+
+
+EAGER_CAST = 60.0
+"""Bytes per number that is rounded to fp8 in plain operations: magnitudes, their largest, up to fp32, scaled, clamped, rounded, turned around; the
+figure is what 20 matrices on an H200 came to (precision_h200.json)."""
 
 
 def _dequantised(products: tuple[Product, ...], shape: Shape) -> tuple[float, ...]:
