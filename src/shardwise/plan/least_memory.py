@@ -37,7 +37,6 @@ class MemoryFloors:
         self.weight, self.compute = WEIGHT_BYTES[space.precision], COMPUTE_BYTES[space.precision]
         self.state = state_bytes(space.job.optimizer, space.precision)
         self.adapter = space.job.adapter.kind
-        self.modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
         self._slices: dict[int, ModelSpec] = {}
         self._parameters: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._numbers: dict[tuple[object, ...], float] = {}
@@ -45,19 +44,20 @@ class MemoryFloors:
 
     # Of a grid -----------------------------------------------------------------------------------------------------
 
-    def of_grid(self, grid: Grid, size: int, states: States, offload: str, away: bool) -> float:
-        """Of all layouts with micro-batches of this size."""
+    def of_grid(self, grid: Grid, size: int, states: States, offload: str) -> Weights:
+        """The mean over the ranks of a pipeline: the fullest has no less."""
+        dense, spread, _ = self._count(grid, self._slice(grid.tp).layers, ends=True)
+        several = -(-self.batch // grid.dp) > size
+        return self._weights(grid, states, offload, several, dense / grid.pp, spread / grid.pp, 0)
+
+    def kept(self, grid: Grid, size: int, mode: str) -> float:
+        """Activations, whatever the schedule: of all of them the last rank of an interleaved one holds the fewest, half of the pipeline."""
         if self.adapter != "none":
             return 0.0
-        layers = self._slice(grid.tp).layers
-        how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
-        key = (*how, "least", grid.pp)
-        if key not in self._numbers:
-            self._numbers[key] = min(self._kept(grid, mode, layers) / grid.pp for mode in self.modes)
-        kept = 0.0 if away else self._numbers[key] * self._tokens(grid, size)
-        dense, spread, _ = self._count(grid, layers, ends=True)
-        several = -(-self.batch // grid.dp) > size
-        return self._weights(grid, states, offload, several, dense / grid.pp, spread / grid.pp, 0).beside(kept, several)
+        kept = self._kept(grid, mode, self._slice(grid.tp).layers) * self._tokens(grid, size) / grid.pp
+        rows = -(-self.batch // grid.dp)
+        count = -(-rows // size)
+        return kept * max(1.0, min(count, grid.pp) / 2)
 
     # Of a layout ---------------------------------------------------------------------------------------------------
 
