@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from shardwise.plan.bounds import TimeFloors
+from shardwise.plan.bounds import Sharing, TimeFloors
 from shardwise.plan.least_memory import MemoryFloors
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
@@ -201,20 +201,20 @@ class BestFirst:
         """With what the weights cost, on the way to one kind of recomputation after the other."""
         if ask.is_told(grid, states):
             return
-        each, once = self.time.of_states(grid, size, states, place[0])
-        for mean, mode in modes:
+        sharing = self.time.of_states(grid, size, states, place[0])
+        for _, mode in modes:
             saving = Saving(mode, *place)
             if ask.accept(grid, None, states, saving):
-                floor = max(bound, self.time.slower * (mean + each + once))
-                ask.push(floor, (self._order[saving],), self._open_mode, grid, size, states, saving, each, once)
+                floor = max(bound, self.time.of_mode(grid, size, mode, sharing))
+                ask.push(floor, (self._order[saving],), self._open_mode, grid, size, states, saving, sharing)
 
     def _open_mode(
-        self, ask: _Question, bound: float, grid: Grid, size: int, states: States, saving: Saving, each: float, once: float
+        self, ask: _Question, bound: float, grid: Grid, size: int, states: States, saving: Saving, sharing: Sharing
     ) -> None:
         """Into schedules, the quickest first."""
         if ask.is_told(grid, states):
             return
-        several, slower, chain = -(-self.space.job.global_batch // grid.dp) > size, self.time.slower, []
+        several, chain = -(-self.space.job.global_batch // grid.dp) > size, []
         for pipeline in self.space.pipelines(grid.pp):
             pace = Pace(size, *pipeline)
             if not ask.accept(grid, pace, states, saving):
@@ -223,8 +223,7 @@ class BestFirst:
             if self.memory.weights(grid, pace, states, saving.offload).beside(kept, several) > self.limit:
                 self.counts.too_large += 1
                 continue
-            mean, schedule = self.time.of_pace(grid, pace, saving.recompute)
-            chain.append((slower * (max(mean + each, schedule) + once), pace))
+            chain.append((self.time.of_pace(grid, pace, saving.recompute, sharing), pace))
         chain.sort(reverse=True)
         self._open_next(ask, bound, grid, states, saving, chain)
 

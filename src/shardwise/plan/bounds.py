@@ -32,6 +32,7 @@ class Work(NamedTuple):
     path: float  # of that, all but the gradients of the weights: what one micro-batch cannot do side by side
     forward: float  # of the quickest layer
     backward: float
+    more: float  # of a layer that is computed again, where others are not
     first: float  # embedding
     last: float  # head
     all_forward: float  # of all layers
@@ -41,9 +42,17 @@ class Turn(NamedTuple):
     """A rank of a pipeline: layers that a micro-batch passes before it comes here, and layers that it has itself."""
 
     before: int
-    own: int
+    own: tuple[int, ...]
     has_first: bool
     has_last: bool
+
+
+class Sharing(NamedTuple):
+    """What sharing the weights out or summing their gradients adds."""
+
+    mean: float  # seconds per step of the mean rank
+    layer: float  # or: seconds per micro-batch and layer, where a rank has layers alone and all are alike
+    once: float  # seconds per step
 
 
 class TimeFloors:
@@ -53,7 +62,9 @@ class TimeFloors:
         self.slower = 1 + STRAGGLER * (space.cluster.nodes.bit_length() - 1)
         self._works: dict[tuple[object, ...], Work] = {}
         self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float]], LayerTimes]] = {}
-        self._shares: dict[tuple[int, int], tuple[RankShare, Held]] = {}
+        self._shares: dict[tuple[int, int, bool], tuple[RankShare, Held]] = {}
+        self._larger: dict[int, list[tuple[bool, Turn]]] = {}
+        self._again: dict[str, frozenset[int]] = {}
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
 
     def of_gpus(self, gpus: int) -> float:
@@ -74,23 +85,62 @@ class TimeFloors:
             return self.slower * work.total * rows / size
         return self.slower * max(work.total * -(-rows // size) / grid.pp, work.path)
 
-    def of_states(self, grid: Grid, size: int, states: States, offload: str) -> tuple[float, float]:
-        """What sharing or summing the weights adds: per micro-batch and rank, and per step.
-
-        Counted on ranks that have all layers, and divided by the ranks of the pipeline. What is hidden behind computing is a convex
-        function of sizes, so the mean over ranks is no less. Nothing computes longer than where all is computed again."""
-        space, rows = self.space, -(-self.batch // grid.dp)
+    def of_states(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
+        """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers differ, of all ranks
+        together. What is hidden behind computing is a convex function of sizes, so the mean over ranks is no less. Nothing computes longer
+        than where all is computed again."""
+        space, pp = self.space, grid.pp
         plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("full", offload, False))
-        times = self._times(grid, size, "full")
+        times, longest = self._times(grid, size, "full"), self.work(grid, size, "full")
         share, whole = self._share(plan)
-        longest = self.work(grid, size, "full")
+        by_layer = pp > 1 and self._alike
+        chosen = self._share(plan, layers_only=True) if by_layer else (share, whole)
         forward, backward = longest.all_forward, longest.total - longest.all_forward
+        if by_layer:
+            number = space.model.num_layers
+            forward, backward = number * longest.forward, number * (longest.backward + longest.more)
         found = state_time(
-            share, [whole], forward, backward, space.cluster, times.network, times.pricer, plan, self.stack
+            chosen[0], [chosen[1]], forward, backward, space.cluster, times.network, times.pricer, plan, self.stack
         )
         each = found.each_forward + found.each_backward + found.casts_forward + found.casts_backward
-        once = found.once / grid.pp + self._update(share, whole, plan, grid.pp, times)
-        return each * -(-rows // size) / grid.pp, once
+        update = self._update(share, whole, plan, pp, times)
+        if by_layer:
+            most = min(len(turn.own) for _, turn in self._largest(pp))
+            return Sharing(0.0, each / number, found.once * most / number + update)
+        return Sharing(each * plan.num_microbatches / pp, 0.0, found.once / pp + update)
+
+    def of_mode(self, grid: Grid, size: int, mode: str, sharing: Sharing) -> float:
+        """Whatever the schedule."""
+        rows, work = -(-self.batch // grid.dp), self.work(grid, size, mode)
+        if grid.pp == 1:
+            return self.slower * (work.total * rows / size + sharing.mean + sharing.once)
+        count = -(-rows // size)
+        least = max(work.total * count / grid.pp + sharing.mean, work.path)
+        one, whole = work.forward + work.backward + sharing.layer, work.forward + work.backward
+        least = max(
+            least,
+            min(
+                len(turn.own) * count * one + turn.before * (work.forward if is_split else whole)
+                for is_split, turn in self._largest(grid.pp)
+            ),
+        )
+        return self.slower * (least + sharing.once)
+
+    def _largest(self, pp: int) -> list[tuple[bool, Turn]]:
+        """Of every schedule the rank with most layers, and whether backward is split; of those that differ."""
+        if pp not in self._larger:
+            found = set()
+            for schedule, virtual_stages in self.space.pipelines(pp):
+                for turn in self.turns(schedule, pp, virtual_stages).values():
+                    if not turn.has_last:
+                        found.add((splits_backward(schedule), turn._replace(own=(0,) * len(turn.own))))
+            self._larger[pp] = sorted(found)
+        return self._larger[pp]
+
+    @cached_property
+    def _alike(self) -> bool:
+        kinds = {(layer.window, layer.is_moe, layer.ffn) for layer in self.space.model.layers}
+        return len(kinds) == 1 and self.space.job.adapter.kind == "none"
 
     def _update(self, share: RankShare, whole: Held, plan: Plan, pp: int, times: LayerTimes) -> float:
         """Seconds of the optimizer on the mean rank."""
@@ -98,33 +148,43 @@ class TimeFloors:
         mine = ((whole.trained - experts) / plan.state_shards + experts / plan.expert_shards) / pp
         return optimizer_seconds(mine, 1, times.pricer, plan, self.space.job, self.stack) + offload_seconds(mine, plan)
 
-    def _share(self, plan: Plan) -> tuple[RankShare, Held]:
+    def _share(self, plan: Plan, layers_only: bool = False) -> tuple[RankShare, Held]:
         """Of a rank that has all layers."""
-        key = (plan.tp, plan.ep)
+        key = (plan.tp, plan.ep, layers_only)
         if key not in self._shares:
             alone = replace(plan, pp=1, schedule="1f1b", virtual_stages=1, split=())
             share = rank_shares(self.space.model, alone)[0]
+            if layers_only:
+                share = replace(share, cut=replace(share.cut, embedding=0, head=0))
             whole = groups_of(share.cut, self.space.model, self.space.job.adapter).whole
             self._shares[key] = share, whole
         return self._shares[key]
 
-    def of_pace(self, grid: Grid, pace: Pace, mode: str) -> tuple[float, float]:
-        """Two floors: of the mean rank, to which comes what its weights cost; of the schedule."""
+    def of_pace(self, grid: Grid, pace: Pace, mode: str, sharing: Sharing) -> float:
         rows = -(-self.batch // grid.dp)
         work = self.work(grid, pace.micro_batch, mode)
         if grid.pp == 1:
-            return work.total * rows / pace.micro_batch, 0.0
+            return self.slower * (work.total * rows / pace.micro_batch + sharing.mean + sharing.once)
         count = -(-rows // pace.micro_batch)
         is_split = splits_backward(pace.schedule)
-        least = work.path if is_split else work.total
+        least = max(work.total * count / grid.pp + sharing.mean, work.path if is_split else work.total)
         # A rank's first forward comes after those of the ranks before it, which have their whole backward still to do after its last,
         # unless they split it.
-        around = work.forward if is_split else work.forward + work.backward
-        one = work.forward + work.backward
+        whole = work.forward + work.backward
+        around = work.forward if is_split else whole
         for turn in self.turns(pace.schedule, grid.pp, pace.virtual_stages).values():
-            own = turn.own * one + turn.has_first * work.first + turn.has_last * work.last
+            one = whole if turn.has_last else whole + sharing.layer
+            own = len(turn.own) * one + turn.has_first * work.first + turn.has_last * work.last
+            if work.more:
+                own += work.more * self._repeated(turn.own, mode)
             least = max(least, turn.before * around + count * own)
-        return work.total * count / grid.pp, least
+        return self.slower * (least + sharing.once)
+
+    def _repeated(self, layers: tuple[int, ...], mode: str) -> int:
+        if mode not in self._again:
+            parts = segments(mode, range(self.space.model.num_layers))
+            self._again[mode] = frozenset(index for part in parts for index in part)
+        return len(self._again[mode].intersection(layers))
 
     def of_plan(self, plan: Plan) -> float:
         """With what the ranks of a pipeline send for their weights; instead of the simulation, how long ranks that may be the slowest are
@@ -156,20 +216,22 @@ class TimeFloors:
         return self._stages[key][0]
 
     def turns(self, schedule: str, pp: int, virtual_stages: int) -> dict[int, Turn]:
-        """Of ranks that may be the slowest: the one with most layers, and the last."""
+        """Of ranks that may be the slowest: of those with most layers the last, and the one with the head."""
         key = (schedule, pp, virtual_stages)
         if key not in self._turns:
             split = self.space.split(pp * virtual_stages)
             assert split is not None, key
             owners = stage_owners(schedule, pp, virtual_stages)
-            own = [0] * pp
-            for owner, layers in zip(owners, split, strict=True):
-                own[owner] += layers
+            own: list[list[int]] = [[] for _ in range(pp)]
+            first = 0
+            for owner, number in zip(owners, split, strict=True):
+                own[owner] += range(first, first + number)
+                first += number
             last = owners[-1]
-            largest = max(rank for rank in range(pp) if own[rank] == max(own))
-            found = {largest, last}
+            most = max(len(own[rank]) for rank in range(pp) if rank != last)
+            largest = max(rank for rank in range(pp) if rank != last and len(own[rank]) == most)
             self._turns[key] = {
-                rank: Turn(sum(split[:rank]), own[rank], rank == 0, rank == last) for rank in sorted(found)
+                rank: Turn(sum(split[:rank]), tuple(own[rank]), rank == 0, rank == last) for rank in (largest, last)
             }
         return self._turns[key]
 
@@ -192,6 +254,7 @@ class TimeFloors:
             path=device - sum(count * one.weights for one, count in found) - sum(end.weights for end in ends),
             forward=min(_forward(one) for one, _ in found),
             backward=min(_length(one) - _forward(one) for one, _ in found),
+            more=abs(_length(found[0][0]) - _length(found[1][0])) if self._alike and len(found) == 2 else 0.0,
             first=_length(ends[0]),
             last=_length(ends[1]),
             all_forward=max(
