@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from shardwise.plan.bounds import Sharing, TimeFloors
-from shardwise.plan.least_memory import MemoryFloors
+from shardwise.plan.bounds import NOTHING, Sharing, TimeFloors
+from shardwise.plan.least_memory import MemoryFloors, Weights
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction, predict
@@ -116,6 +116,7 @@ class BestFirst:
         self.counts = Counts()
         self.least: tuple[int, Plan] | None = None  # of what did not fit, the smallest that was counted
         self._memory: dict[Plan, int] = {}
+        self._activations: dict[tuple[Grid, int, str, bool], list[tuple[Pace, float]]] = {}
         self._predicted: dict[Plan, Candidate] = {}
         self._places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
         self._order = {saving: place for place, saving in enumerate(space.savings)}
@@ -167,7 +168,7 @@ class BestFirst:
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
         """Into ZeRO stages and replicas. How much is computed again at least follows from the memory that they leave."""
-        several, slower = -(-self.space.job.global_batch // grid.dp) > size, self.time.slower
+        several = -(-self.space.job.global_batch // grid.dp) > size
         modes = self._modes_of(grid, size, place[1])
         for states in self.space.states(grid):
             if ask.is_told(grid, states) or not ask.accept(grid, None, states, None):
@@ -178,7 +179,7 @@ class BestFirst:
             fitting = [(mean, mode) for mean, kept, mode in modes if weights.beside(kept, several) <= self.limit]
             self.counts.too_large += (len(modes) - len(fitting)) * len(self.space.pipelines(grid.pp))
             if fitting:
-                lowest = max(bound, slower * fitting[0][0])
+                lowest = max(bound, self.time.of_mode(grid, size, fitting[0][1], NOTHING))
                 ask.push(lowest, (), self._open_states, grid, size, place, states, fitting)
 
     def _modes_of(self, grid: Grid, size: int, away: bool) -> list[tuple[float, float, str]]:
@@ -215,17 +216,27 @@ class BestFirst:
         if ask.is_told(grid, states):
             return
         several, chain = -(-self.space.job.global_batch // grid.dp) > size, []
-        for pipeline in self.space.pipelines(grid.pp):
-            pace = Pace(size, *pipeline)
+        weights: dict[tuple[bool, int], Weights] = {}
+        for pace, kept in self._kept_of(grid, size, saving):
             if not ask.accept(grid, pace, states, saving):
                 continue
-            kept = self.memory.activations(grid, pace, saving.recompute, saving.activation_offload)
-            if self.memory.weights(grid, pace, states, saving.offload).beside(kept, several) > self.limit:
+            shape = (pace.schedule == "zbv", pace.virtual_stages)
+            if shape not in weights:
+                weights[shape] = self.memory.weights(grid, pace, states, saving.offload)
+            if weights[shape].beside(kept, several) > self.limit:
                 self.counts.too_large += 1
                 continue
             chain.append((self.time.of_pace(grid, pace, saving.recompute, sharing), pace))
         chain.sort(reverse=True)
         self._open_next(ask, bound, grid, states, saving, chain)
+
+    def _kept_of(self, grid: Grid, size: int, saving: Saving) -> list[tuple[Pace, float]]:
+        """Floors of activations by schedule."""
+        key = (grid, size, saving.recompute, saving.activation_offload)
+        if key not in self._activations:
+            paces = (Pace(size, *pipeline) for pipeline in self.space.pipelines(grid.pp))
+            self._activations[key] = [(pace, self.memory.activations(grid, pace, *key[2:])) for pace in paces]
+        return self._activations[key]
 
     def _open_next(
         self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, chain: list[tuple[float, Pace]]

@@ -55,6 +55,9 @@ class Sharing(NamedTuple):
     once: float  # seconds per step
 
 
+NOTHING = Sharing(0.0, 0.0, 0.0)
+
+
 class TimeFloors:
     def __init__(self, space: Space, stack: Stack):
         self.space, self.stack = space, stack
