@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from shardwise.plan.bounds import NOTHING, Sharing, TimeFloors
+from shardwise.plan.bounds import Sharing, TimeFloors
 from shardwise.plan.least_memory import MemoryFloors, Weights
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
@@ -164,7 +164,10 @@ class BestFirst:
                 self.counts.too_large += each * len(sizes)
                 continue
             for size in sizes:
-                ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
+                if weights.beside(self._least_kept(grid, size, place[1]), False) <= self.limit:
+                    ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
+                else:
+                    self.counts.too_large += len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
         """Into ZeRO stages and replicas. How much is computed again at least follows from the memory that they leave."""
@@ -178,9 +181,26 @@ class BestFirst:
             weights = self.memory.of_grid(grid, size, states, place[0])
             fitting = [(mean, mode) for mean, kept, mode in modes if weights.beside(kept, several) <= self.limit]
             self.counts.too_large += (len(modes) - len(fitting)) * len(self.space.pipelines(grid.pp))
-            if fitting:
-                lowest = max(bound, self.time.of_mode(grid, size, fitting[0][1], NOTHING))
-                ask.push(lowest, (), self._open_states, grid, size, place, states, fitting)
+            if not fitting:
+                continue
+            sharing, chain = self.time.of_states(grid, size, states, place[0]), []
+            for _, mode in fitting:
+                saving = Saving(mode, *place)
+                if ask.accept(grid, None, states, saving):
+                    chain.append((self.time.of_mode(grid, size, mode, sharing), self._order[saving], saving))
+            chain.sort(reverse=True)
+            self._next_mode(ask, bound, grid, size, states, sharing, chain)
+
+    def _next_mode(
+        self, ask: _Question, bound: float, grid: Grid, size: int, states: States, sharing: Sharing, chain: list[Any]
+    ) -> None:
+        """One kind of recomputation after the other, so that the heap stays small."""
+        if chain and not ask.is_told(grid, states):
+            floor, order, saving = chain.pop()
+            ask.push(max(bound, floor), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
+
+    def _least_kept(self, grid: Grid, size: int, away: bool) -> float:
+        return 0.0 if away else min(self.memory.kept(grid, size, mode) for mode in self._modes)
 
     def _modes_of(self, grid: Grid, size: int, away: bool) -> list[tuple[float, float, str]]:
         """What is computed again: floors of the mean rank's time and of activations, the quickest first."""
@@ -196,23 +216,19 @@ class BestFirst:
         ]
         return sorted(found)
 
-    def _open_states(
-        self, ask: _Question, bound: float, grid: Grid, size: int, place: Place, states: States, modes: list[tuple[float, str]]
-    ) -> None:
-        """With what the weights cost, on the way to one kind of recomputation after the other."""
-        if ask.is_told(grid, states):
-            return
-        sharing = self.time.of_states(grid, size, states, place[0])
-        for _, mode in modes:
-            saving = Saving(mode, *place)
-            if ask.accept(grid, None, states, saving):
-                floor = max(bound, self.time.of_mode(grid, size, mode, sharing))
-                ask.push(floor, (self._order[saving],), self._open_mode, grid, size, states, saving, sharing)
-
     def _open_mode(
-        self, ask: _Question, bound: float, grid: Grid, size: int, states: States, saving: Saving, sharing: Sharing
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        size: int,
+        states: States,
+        saving: Saving,
+        sharing: Sharing,
+        others: list[Any],
     ) -> None:
         """Into schedules, the quickest first."""
+        self._next_mode(ask, bound, grid, size, states, sharing, others)
         if ask.is_told(grid, states):
             return
         several, chain = -(-self.space.job.global_batch // grid.dp) > size, []

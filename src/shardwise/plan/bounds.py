@@ -7,12 +7,14 @@ and how long a pipeline takes to fill and to empty. Read next: least_memory.py, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.plan.activations import segments
 from shardwise.plan.adapter_share import Held
+from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import LayerTime, LayerTimes
 from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
@@ -66,7 +68,9 @@ class TimeFloors:
         self._works: dict[tuple[object, ...], Work] = {}
         self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float]], LayerTimes]] = {}
         self._shares: dict[tuple[int, int, bool], tuple[RankShare, Held]] = {}
-        self._larger: dict[int, list[tuple[bool, Turn]]] = {}
+        self._larger: dict[int, list[tuple[bool, int, int]]] = {}
+        self._messages: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._updates: dict[tuple[object, ...], float] = {}
         self._again: dict[str, frozenset[int]] = {}
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
 
@@ -77,9 +81,13 @@ class TimeFloors:
     @cached_property
     def _products(self) -> float:
         space = self.space
-        rate = max(space.cluster.device.flops.values()) * (space.cluster.world if space.device == "cpu" else 1)
+        pricer = Pricer(space.cluster.device, space.precision, self.stack, space.threads(1))
+        rate, best = max(pricer.peak, pricer.exact_peak), pricer.generation
+        if not pricer.curves:  # measured rates may be higher than the table's
+            rate *= max(space.cluster.device.achievable * best.sustained, *map(max, best.attention.values()))
         share = 1.0 if space.job.adapter.kind == "none" else 1 / 3  # frozen weights have no gradients
-        return self.batch * self.seq_len * space.model.flops_per_token(self.seq_len) * share / rate
+        work = self.batch * self.seq_len * space.model.flops_per_token(self.seq_len) * share
+        return self.slower * work / rate
 
     def of_size(self, grid: Grid, size: int) -> float:
         """Of a micro-batch's size, whatever the schedule: no rank of a pipeline has less than the mean of the work."""
@@ -92,25 +100,56 @@ class TimeFloors:
         """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers differ, of all ranks
         together. What is hidden behind computing is a convex function of sizes, so the mean over ranks is no less. Nothing computes longer
         than where all is computed again."""
-        space, pp = self.space, grid.pp
-        plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("full", offload, False))
+        pp, by_layer = grid.pp, grid.pp > 1 and self._alike
+        rows = -(-self.batch // grid.dp)
+        # Replicas of shards meet once more: not counted, so that all of them have one price.
+        dp = grid.dp // states.replicate if states.zero and grid.ep == 1 else grid.dp
+        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, by_layer, grid.ep > 1 and states.replicate)
+        if key not in self._messages:
+            self._messages[key] = self._sharing(grid, size, states, dp, by_layer)
+        each, once = self._messages[key]
+        update = self._update(grid, size, states, offload)
+        if by_layer:
+            most, number = min(own for _, own, _ in self._largest(pp)), self.space.model.num_layers
+            return Sharing(0.0, each / number, once * most / number + update)
+        return Sharing(each * -(-rows // size) / pp, 0.0, once / pp + update)
+
+    def _sharing(self, grid: Grid, size: int, states: States, dp: int, by_layer: bool) -> tuple[float, float]:
+        """Seconds per micro-batch and per step, on ranks that have all layers."""
+        space, rows = self.space, -(-self.batch // grid.dp)
+        plan = replace(
+            space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("full", "none", False)),
+            dp=dp,
+            replicate=states.replicate if dp == grid.dp else 1,
+            global_batch=dp * rows,
+        )
         times, longest = self._times(grid, size, "full"), self.work(grid, size, "full")
-        share, whole = self._share(plan)
-        by_layer = pp > 1 and self._alike
-        chosen = self._share(plan, layers_only=True) if by_layer else (share, whole)
+        share, whole = self._share(plan, by_layer)
         forward, backward = longest.all_forward, longest.total - longest.all_forward
         if by_layer:
             number = space.model.num_layers
             forward, backward = number * longest.forward, number * (longest.backward + longest.more)
         found = state_time(
-            chosen[0], [chosen[1]], forward, backward, space.cluster, times.network, times.pricer, plan, self.stack
+            share, [whole], forward, backward, space.cluster, times.network, times.pricer, plan, self.stack
         )
-        each = found.each_forward + found.each_backward + found.casts_forward + found.casts_backward
-        update = self._update(share, whole, plan, pp, times)
-        if by_layer:
-            most = min(len(turn.own) for _, turn in self._largest(pp))
-            return Sharing(0.0, each / number, found.once * most / number + update)
-        return Sharing(each * plan.num_microbatches / pp, 0.0, found.once / pp + update)
+        return found.each_forward + found.each_backward + found.casts_forward + found.casts_backward, found.once
+
+    def _update(self, grid: Grid, size: int, states: States, offload: str) -> float:
+        """Seconds of the optimizer on the mean rank."""
+        shards = grid.dp // states.replicate * grid.cp if states.zero else 1
+        rows = -(-self.batch // grid.dp)
+        count = -(-rows // size) if offload == "all" else 0
+        key = (grid.tp, grid.ep, grid.pp, shards, grid.ep > 1 and (grid.dp, grid.cp, states), offload, count)
+        if key not in self._updates:
+            space = self.space
+            plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("none", offload, False))
+            share, whole = self._share(plan)
+            experts = share.spread_parameters if space.job.adapter.kind == "none" else 0
+            mine = ((whole.trained - experts) / plan.state_shards + experts / plan.expert_shards) / grid.pp
+            pricer = self._times(grid, size, "none").pricer
+            update = optimizer_seconds(mine, 1, pricer, plan, space.job, self.stack)
+            self._updates[key] = update + offload_seconds(mine, plan)
+        return self._updates[key]
 
     def of_mode(self, grid: Grid, size: int, mode: str, sharing: Sharing) -> float:
         """Whatever the schedule."""
@@ -120,36 +159,28 @@ class TimeFloors:
         count = -(-rows // size)
         least = max(work.total * count / grid.pp + sharing.mean, work.path)
         one, whole = work.forward + work.backward + sharing.layer, work.forward + work.backward
-        least = max(
-            least,
-            min(
-                len(turn.own) * count * one + turn.before * (work.forward if is_split else whole)
-                for is_split, turn in self._largest(grid.pp)
-            ),
-        )
-        return self.slower * (least + sharing.once)
+        quickest = math.inf
+        for is_split, own, before in self._largest(grid.pp):
+            quickest = min(quickest, own * count * one + before * (work.forward if is_split else whole))
+        return self.slower * (max(least, quickest) + sharing.once)
 
-    def _largest(self, pp: int) -> list[tuple[bool, Turn]]:
-        """Of every schedule the rank with most layers, and whether backward is split; of those that differ."""
+    def _largest(self, pp: int) -> list[tuple[bool, int, int]]:
+        """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Those that can be quickest."""
         if pp not in self._larger:
             found = set()
             for schedule, virtual_stages in self.space.pipelines(pp):
                 for turn in self.turns(schedule, pp, virtual_stages).values():
                     if not turn.has_last:
-                        found.add((splits_backward(schedule), turn._replace(own=(0,) * len(turn.own))))
-            self._larger[pp] = sorted(found)
+                        found.add((splits_backward(schedule), len(turn.own), turn.before))
+            self._larger[pp] = [
+                one for one in found if not any(o != one and o[0] >= one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
+            ]
         return self._larger[pp]
 
     @cached_property
     def _alike(self) -> bool:
         kinds = {(layer.window, layer.is_moe, layer.ffn) for layer in self.space.model.layers}
         return len(kinds) == 1 and self.space.job.adapter.kind == "none"
-
-    def _update(self, share: RankShare, whole: Held, plan: Plan, pp: int, times: LayerTimes) -> float:
-        """Seconds of the optimizer on the mean rank."""
-        experts = share.spread_parameters if self.space.job.adapter.kind == "none" else 0
-        mine = ((whole.trained - experts) / plan.state_shards + experts / plan.expert_shards) / pp
-        return optimizer_seconds(mine, 1, times.pricer, plan, self.space.job, self.stack) + offload_seconds(mine, plan)
 
     def _share(self, plan: Plan, layers_only: bool = False) -> tuple[RankShare, Held]:
         """Of a rank that has all layers."""
@@ -201,8 +232,9 @@ class TimeFloors:
             state = rank_state(shares[rank], space.model, mine, space.cluster, space.job, plan, self.stack, times)
             busy += state.each_forward + state.each_backward + state.casts_forward + state.casts_backward
             least, once = max(least, plan.num_microbatches * busy + around), max(once, state.once)
-        share, whole = self._share(plan)
-        return self.slower * (least + once + self._update(share, whole, plan, plan.pp, times))
+        grid = Grid(plan.dp, plan.tp, plan.sequence, plan.cp, plan.cp_kind, plan.pp, plan.ep)
+        update = self._update(grid, plan.micro_batch, States(plan.zero, plan.replicate), plan.offload)
+        return self.slower * (least + once + update)
 
     def _stage_times(self, plan: Plan, times: LayerTimes) -> dict[int, tuple[list[StageTime], float, float]]:
         """Of ranks that may be the slowest: their stages, seconds of one micro-batch in them, and of the ranks before."""

@@ -169,6 +169,13 @@ class MemoryFloors:
             self._slices[tp] = tensor_slice(self.space.model, tp)
         return self._slices[tp]
 
+    def _saved(self, tp: int) -> ModelSpec:
+        """As lifetimes.py has it: CUDA's norms keep their input alone."""
+        if -tp not in self._slices:
+            spec = self._slice(tp)
+            self._slices[-tp] = spec.with_overrides({"norm": "layer"}) if self.space.device == "cuda" else spec
+        return self._slices[-tp]
+
     def _count(self, grid: Grid, layers: tuple[LayerSpec, ...], ends: bool) -> tuple[int, int, int]:
         """Parameters: all but spread experts, spread experts, the smallest layer. With the embedding, and with both ends of the model if asked for."""
         key = (grid.tp, grid.ep, len(layers), ends, layers[0].index)
@@ -192,9 +199,7 @@ class MemoryFloors:
         how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
         key = (*how, mode, layers[0].index, len(layers))
         if key not in self._numbers:
-            spec = self._slice(grid.tp)
-            if self.space.device == "cuda":  # as lifetimes.py has it
-                spec = spec.with_overrides({"norm": "layer"})
+            spec = self._saved(grid.tp)
             keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
             parts, routed = grid.tp if grid.sequence else 1, grid.tp if grid.ep > 1 else 1
             is_exchanged = grid.cp > 1 and grid.cp_kind == "ulysses"
