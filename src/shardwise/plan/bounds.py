@@ -173,7 +173,9 @@ class TimeFloors:
                     if not turn.has_last:
                         found.add((splits_backward(schedule), len(turn.own), turn.before))
             self._larger[pp] = [
-                one for one in found if not any(o != one and o[0] >= one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
+                one
+                for one in found
+                if not any(o != one and o[0] >= one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
             ]
         return self._larger[pp]
 
