@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.model.presets import preset
-from shardwise.plan.operations import Shape, Training, embedding_work, head_work, layer_work
+from shardwise.plan.operations import embedding_work, head_work, layer_work
 from shardwise.plan.stack import OURS
+from shardwise.plan.work import Shape, Training
 
 FAMILIES = ("llama2-7b", "llama3-8b", "gpt2", "gemma2-2b", "qwen3-0.6b", "tiny-moe", "deepseek-v3")
 

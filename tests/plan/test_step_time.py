@@ -152,6 +152,18 @@ def test_offloading_costs_time():
     assert added == pytest.approx({"optimizer": 0.40, "all": 1.15}, rel=0.15)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_activations_that_leave_cost_what_was_measured(rows):
+    """benchmarks/recompute.py on an H200: forward and backward without and with paging, milliseconds."""
+    spec = preset("tiny").with_overrides({"hidden": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 8192,
+                                          "num_layers": 8, "vocab": 32768})  # fmt: skip
+    stays, leaves = {1: (35.9, 106.8), 4: (134.2, 415.1)}[rows]
+    here = plan(global_batch=rows, micro_batch=rows, precision="bf16-true")
+    step = seconds(replace(here, activation_offload=True), spec, known_cluster("h200", 1, 1))
+    assert step["compute"] * 1e3 == pytest.approx(stays, rel=0.1)
+    assert (step["compute"] + step["offload"]) * 1e3 == pytest.approx(leaves, rel=0.25)
+
+
 def test_adapters_save_the_gradients_of_weights():
     whole = total(plan(precision="bf16-true"))
     lora = total(plan(precision="bf16-true"), adapter=AdapterConfig(kind="lora", rank=16, targets=("all-linear",)))

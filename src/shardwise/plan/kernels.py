@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.cluster.spec import Device, known_devices
-from shardwise.plan.operations import Attention, Product, Work
 from shardwise.plan.stack import Stack
+from shardwise.plan.work import Attention, Product, Work
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class Generation:
     attention: dict[
         str, tuple[float, float]
     ]  # kernel -> share of the peak in forward and backward, heads of 128, long sequences
+    watts: float = (
+        0.0  # at which `sustained` holds; with more power more is sustained. 0: all cards of the generation have enough
+    )
     eight_bit: float = 0.98  # share of the peak that fp8 reaches over what bf16 does (calib_mamf_stas.csv)
     gap: float = 2e-6  # seconds between two kernels on the device
 
@@ -53,10 +56,16 @@ GENERATIONS = {
         0.35,
         0.85,
         {"flash1": (0.25, 0.18), "flash2": (0.36, 0.31), "flash3": (0.68, 0.53), "cudnn": (0.68, 0.53)},
-        0.9,
+        eight_bit=0.9,
     ),
     10: Generation(
-        0.58, TILES, 110, 0.5, 0.75, {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38)}
+        0.59,
+        TILES,
+        110,
+        0.5,
+        0.75,
+        {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38)},
+        watts=1000.0,
     ),
 }
 CPU = Generation(0.85, ((1, 1, 1.0),), 16, 0.0, 0.7, {"flash2": (0.5, 0.4)}, gap=0.0)
@@ -77,13 +86,6 @@ PASS_HALF = {"cuda": 1e7, "cpu": 3e4}
 UNALIGNED = 8.0
 """A matrix with an odd side cannot be read 16 bytes at a time (GPT-2's 50257 tokens on an H200)."""
 
-PYTHON = 5.0
-"""Host time of an operation inside a model, with modules, autograd and views around it, over that of a bare launch: small models on an H200 and on
-A100 come to 25 to 30 microseconds per operation."""
-
-LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
-"""Host seconds per operation in plain torch, autograd's share included, where the cluster says nothing."""
-
 
 class Pricer:
     def __init__(self, device: Device, precision: str, stack: Stack, threads: int = 1):
@@ -103,9 +105,11 @@ class Pricer:
         )
         self.name = exact
         self.bandwidth = self.threads * device.bandwidth * device.bandwidth_share
-        self.launch = getattr(device, "launch", 0.0) or LAUNCH[device.kind]
-        self.curves = getattr(device, "curves", {})
+        self.launch = device.launch
+        self.curves = device.curves
         self.half = PASS_HALF[device.kind]
+        more = (device.watts / self.generation.watts) ** 0.5 if self.generation.watts and device.watts else 1.0
+        self.sustained = min(1.0, self.generation.sustained * more)
 
     def seconds(self, work: Work, backward: bool = False) -> float:
         """On the device, one operation after the other."""
@@ -116,7 +120,7 @@ class Pricer:
 
     def host_seconds(self, work: Work) -> float:
         """What starting it takes, while the device may be busy."""
-        return work.launches * self.launch * PYTHON * self.stack.host_share
+        return work.launches * self.launch * self.stack.host_share
 
     def product(self, p: Product) -> float:
         generation, peak = self.generation, self.exact_peak if p.exact else self.peak
@@ -125,7 +129,7 @@ class Pricer:
         if curve := self.curves.get(f"matmul/{self.name}"):
             rate = self.threads * interpolate(curve, p.flops)
             return max(p.flops / rate, moved / self.bandwidth)
-        rate = peak * self.device.achievable * generation.sustained * (generation.grouped if p.groups > 1 else 1.0)
+        rate = peak * self.device.achievable * self.sustained * (generation.grouped if p.groups > 1 else 1.0)
         if self.device.kind == "cpu":
             return max(p.flops * (1 + generation.ramp / p.k) / rate, moved / self.bandwidth)
         units, deep = self.device.units, p.k + generation.ramp

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
-from shardwise.plan.activations import segments
+from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.layer_time import LayerTime, LayerTimes, add
@@ -53,7 +52,6 @@ class StageTime:
 
 def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> dict[str, float]:
     """Seconds by part; their sum is the step."""
-    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times, stack)
     shares = rank_shares(model, plan)
@@ -73,10 +71,16 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
         parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack)
     state = states[slowest]
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
+    if plan.pp > 1 and model.tied:
+        parts["data-parallel"] += _tied_seconds(model, plan, times, stack)
     parts["compute"] += state.casts_once
     trained = max(_trained(share, model, job, plan) for share in shares)
     parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
     parts["offload"] = offload_seconds(trained, plan)
+    if plan.activation_offload:
+        parts["offload"] += plan.num_microbatches * _paging_seconds(
+            shares[slowest], mine[slowest], cluster, plan, times
+        )
     parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
     parts["straggler"] = STRAGGLER * (cluster.nodes.bit_length() - 1) * sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
@@ -85,7 +89,6 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
 def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
     """The busiest rank computes at least the mean of all. What waits, what travels between ranks and what is computed again in parts of a
     pipeline come on top."""
-    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     again: set[int] = set()
     if plan.pp == 1 or plan.recompute == "full":
@@ -103,12 +106,6 @@ def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
     trained = groups_of(share.cut, model, job.adapter).whole.trained
     experts = share.spread_parameters if job.adapter.kind == "none" else 0
     return (trained - experts) / plan.state_shards + experts / plan.expert_shards
-
-
-@cache
-def _executed(stack: Stack, kind: str) -> Stack:
-    """Between cores that all compute, messages are copied by the cores themselves: they hide behind nothing."""
-    return replace(stack, overlaps_reduce=False, overlaps_gather=False) if kind == "cpu" else stack
 
 
 def _length(time: LayerTime) -> float:
@@ -197,6 +194,31 @@ def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> di
         "data-parallel": number * (state.each_forward + state.each_backward),
         "launch": number * sum(stage.launch for stage in stages),
     }
+
+
+def _paging_seconds(
+    share: RankShare, stages: Sequence[StageTime], cluster: ClusterSpec, plan: Plan, times: LayerTimes
+) -> float:
+    """Activations go to CPU memory beside forward and come back beside backward: what takes longer than computing. One micro-batch."""
+    token_parts = plan.tp if plan.sequence else 1
+    spec = replace(share.spec, norm="layer")  # a norm on CUDA keeps its input alone
+    kept = float(layer_activations(spec, share.layers, 0, token_parts))
+    if groups := segments(plan.recompute, range(share.layers[0].index, share.layers[-1].index + 1)):
+        kept = len(groups) * spec.hidden // token_parts + kept * (1 - sum(map(len, groups)) / len(share.layers))
+    way = times.shape.here * kept * times.shape.size / cluster.device.host
+    forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
+    return max(0.0, way - forward) + max(0.0, way - backward)
+
+
+def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> float:
+    """Both ends of a pipeline have the table, and add up its gradients: of what a rank owns, where ZeRO has shared it out."""
+    size = (
+        -(-model.vocab // plan.tp)
+        * model.hidden
+        * (stack.reduce_bytes or 4)
+        / (plan.state_shards if plan.zero > 1 else 1)
+    )
+    return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
 
 
 def _pipeline(
