@@ -21,7 +21,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.work import Product, Shape, Training, Work
 
-SLOWED = 0.15
+SLOWED = 0.2
 """Computing time lost per second of messages that run beside it: NCCL's kernels take a tenth of the multiprocessors and some of the memory's rate."""
 
 FSDP_LAUNCHES = 50

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.plan.activations import MAX_LOGITS_BYTES
 from shardwise.plan.passes import (
     CAST,
@@ -36,6 +37,8 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
     core = _attention_core(spec, layer, shape)
     cheap_forward, cheap_backward = cheap_passes(spec, layer, shape, stack)
     forward = (*attention, *ffn)
+    if isinstance(spec, TransformersSpec):  # counted, not known: one product with as many weights
+        forward = (Product(shape.here, max(1, spec.block_parameters[layer.index] // spec.hidden), spec.hidden),)
     inputs = tuple(Product(p.m, p.k, p.n, p.groups, exact=p.exact) for p in forward)
     casts = cast_passes(forward, shape, stack)
     scores = score_passes(core, stack, shape.size)

@@ -28,7 +28,7 @@ from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.state_time import StateTime, optimizer_seconds, state_time
 from shardwise.plan.states import groups_of
 
-STRAGGLER = 0.006
+STRAGGLER = 0.01
 """Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
 
 STEP_HOST = 2e-3
