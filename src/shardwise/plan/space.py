@@ -26,7 +26,7 @@ SMALL_WORLD = 16
 """Up to so many GPUs every number of them is tried, beyond it powers of two and what nodes divide into."""
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
-RECOMPUTE = ("none", "every-8", "every-4", "every-3", "every-2", "selective", "full", "sqrt")
+RECOMPUTE = ("none", "every-4", "every-2", "selective", "full", "sqrt")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "gpipe")
 LEAST_PIECE = 512
 """Tokens: context parallelism does not cut sequences finer than this."""
@@ -92,7 +92,7 @@ class Space:
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._sizes: dict[int, list[int]] = {}
         self._schedules: dict[int, list[tuple[str, int]]] = {}
-        self._states: dict[tuple[int, int], list[States]] = {}
+        self._states: dict[tuple[int, int, int], list[States]] = {}
 
     def among(self, key: str, values: Any) -> list[Any]:
         """Those of the values that the constraints leave; what is asked for need not be among them."""
@@ -215,8 +215,8 @@ class Space:
     # States and savings --------------------------------------------------------------------------------------------
 
     def states(self, grid: Grid) -> list[States]:
-        """Nothing is shared by one rank. Hybrid: replicas of a model that is sharded inside."""
-        key = (grid.dp, grid.cp)
+        """Nothing is shared by one rank. Hybrid: replicas of a model that is sharded inside, each of at least one domain of the fast link."""
+        key = (grid.dp, grid.cp, grid.tp)
         if key not in self._states:
             self._states[key] = self._states_of(grid)
         return self._states[key]
@@ -230,6 +230,9 @@ class Space:
                 continue
             for replicate in self.among("parallel.replicate", divisors(grid.dp)):
                 shards = grid.dp // replicate * grid.cp
+                is_small = shards * grid.tp < min(self.cluster.tiers[0].span, grid.dp * grid.cp * grid.tp)
+                if is_small and "parallel.replicate" not in self.fixed:
+                    continue
                 if grid.dp % replicate == 0 and (shards > 1 or "parallel.zero" in self.fixed):
                     found.append(States(zero, replicate))
         return found
