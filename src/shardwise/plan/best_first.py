@@ -196,7 +196,14 @@ class BestFirst:
         return sorted(found)
 
     def _open_states(
-        self, ask: _Question, bound: float, grid: Grid, size: int, place: Place, states: States, modes: list[tuple[float, str]]
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        size: int,
+        place: Place,
+        states: States,
+        modes: list[tuple[float, str]],
     ) -> None:
         """With what the weights cost, on the way to one kind of recomputation after the other."""
         if ask.is_told(grid, states):
@@ -209,7 +216,15 @@ class BestFirst:
                 ask.push(floor, (self._order[saving],), self._open_mode, grid, size, states, saving, each, once)
 
     def _open_mode(
-        self, ask: _Question, bound: float, grid: Grid, size: int, states: States, saving: Saving, each: float, once: float
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        size: int,
+        states: States,
+        saving: Saving,
+        each: float,
+        once: float,
     ) -> None:
         """Into schedules, the quickest first."""
         if ask.is_told(grid, states):
