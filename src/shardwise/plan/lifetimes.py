@@ -21,8 +21,8 @@ from shardwise.plan.rank_share import Cut, RankShare, stages_of_cut
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
 
-PROCESS_BYTES = {"cpu": 305 * 2**20, "cuda": 0}
-"""What a rank holds besides tensors: interpreter, torch and its math libraries. On CUDA only tensors are counted."""
+PROCESS_BYTES = {"cpu": 345 * 2**20, "cuda": 0}
+"""What a rank holds besides tensors: interpreter, torch 2.13 and its math libraries, gloo; two ranks of `tiny`. On CUDA only tensors are counted."""
 
 ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.0}
 """On a CPU, backward's own temporaries and what malloc keeps in holes, as a share of the activations; fitted to `tiny` with micro-batches of 1
