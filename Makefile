@@ -44,8 +44,11 @@ parity: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+# Comparisons with others, what needs files of others, and what writes pages are started by hand.
+BY_HAND := peers_cpu any_model fine_tune planner_accuracy misprints rules_of_thumb
+
 bench: $(VENV)/.installed-dev
-	@for script in $(filter-out benchmarks/peers_cpu.py benchmarks/any_model.py benchmarks/fine_tune.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out $(BY_HAND:%=benchmarks/%.py),$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

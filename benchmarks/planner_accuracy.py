@@ -39,16 +39,15 @@ ROW = ("model", "gpus", "gpu_kind", "nodes", "tp", "pp", "vpp", "cp", "ep", "dp"
 
 
 def answer(run: Run) -> Answer:
-    """Where a row does not say what is computed again, the least that fits is assumed."""
+    """Where a row does not say what is computed again: nothing if that fits, else cheap parts. Tables of tuned recipes seldom repeat whole blocks."""
     question = question_of(run)
     if not (run.has_failed or run.step_s or run.memory_bytes or run.number("tflops_per_gpu")):
         raise Skip("neither time, speed nor memory published")
     try:
         found = Answer(question, _predict(question))
-        for recompute in () if question.recompute_known else ("selective", "full"):
-            if found.fails:
-                question = replace(question, plan=replace(question.plan, recompute=recompute))
-                found = Answer(question, _predict(question))
+        if found.fails and not question.recompute_known:
+            question = replace(question, plan=replace(question.plan, recompute="selective"))
+            found = Answer(question, _predict(question))
     except UserError as error:
         raise Skip(f"refused: {error.what}") from None
     return found

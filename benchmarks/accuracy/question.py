@@ -19,7 +19,7 @@ from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan
-from shardwise.plan.split import estimated_costs, even_split
+from shardwise.plan.split import even_split
 from shardwise.plan.stack import Stack
 
 HERE = Path(__file__).resolve().parent
@@ -195,6 +195,11 @@ def _precision_of(text: str) -> str:
     raise Skip(f"unknown precision {text!r}")
 
 
+def _recipe_of(run: Run) -> str:
+    """One scale per tensor, unless the row says that there are more."""
+    return "rowwise" if re.search(r"row|mx|block", run.text("precision").lower()) else "tensorwise"
+
+
 def _recompute_of(text: str) -> str:
     word = text.lower().partition("(")[0].strip()
     if word not in REPEATS:
@@ -220,18 +225,18 @@ def _schedule_of(run: Run, model: ModelSpec, pp: int, assumed: list[str]) -> tup
         assumed.append("vpp L/p: the whole part of layers / pp")
         stages = max(1, model.num_layers // pp)
     elif chunks == "" and re.search(r"interleaved", note, re.IGNORECASE):
-        stages = next((count for count in (2, 3, 4, 1) if model.num_layers % (pp * count) == 0), 1)
-        assumed.append("virtual stages not stated: 2 where layers divide")
+        stages = next((count for count in (2, 3, 4) if model.num_layers % (pp * count) == 0), 2)
+        assumed.append("virtual stages not stated: 2, or as layers divide")
     else:
         stages = run.count("vpp", 1)
     return ("interleaved", stages, True) if stages > 1 else ("1f1b", 1, True)
 
 
-def _split_of(model: ModelSpec, stages: int, seq: int, by: str) -> tuple[int, ...]:
+def _split_of(model: ModelSpec, stages: int, by: str) -> tuple[int, ...]:
     if stages > model.num_layers:
         raise Skip("more pipeline stages than layers")
     if by == "cost":
-        return _cost_split(model, stages, seq)
+        return _cost_split(model, stages)
     if model.num_layers % stages and (model.num_layers + 2) % stages == 0 and stages > 1:
         share = (model.num_layers + 2) // stages  # embedding and head count as a layer each
         if share > 1:
@@ -239,17 +244,21 @@ def _split_of(model: ModelSpec, stages: int, seq: int, by: str) -> tuple[int, ..
     return even_split(model.num_layers, stages)
 
 
-def _cost_split(model: ModelSpec, stages: int, seq: int) -> tuple[int, ...]:
-    """A stage takes layers until the running cost has passed its share of the whole. Every stage of ours has a layer."""
-    layers, _, head = estimated_costs(model, seq)
-    total, counts, stage = sum(layers) + head, [0] * stages, 0
-    for cost in accumulate(layers):
-        counts[stage] += 1
-        if cost > total * (stage + 1) / stages:
-            stage = min(stage + 1, stages - 1)
-    for short in [index for index, count in enumerate(counts) if count == 0]:
-        donor = max(range(stages), key=lambda index: (counts[index], index))  # a late one: the first stages hold most
-        counts[donor] -= 1
+def _cost_split(model: ModelSpec, stages: int) -> tuple[int, ...]:
+    """A stage takes blocks (embedding, layers, norm, head, cast, loss) until the running number of multiplied weights has reached its share of the
+    whole. Every stage of ours has a layer, so one that would have later blocks alone gets one."""
+    layers = [model.num_attention_parameters + model.num_feedforward_parameters(layer, True) for layer in model.layers]
+    running = list(accumulate([0, *layers, 0, model.vocab * model.hidden, 0, 0]))
+    owners, stage = [], 0
+    for cost in running:
+        owners.append(stage)
+        stage += cost * stages >= running[-1] * (stage + 1) and stage < stages - 1
+    if set(owners) != set(range(stages)):
+        raise Skip("its framework would leave a stage without work, and fails")
+    counts = [owners[1 : len(layers) + 1].count(stage) for stage in range(stages)]
+    for short in [stage for stage, count in enumerate(counts) if count == 0]:
+        giver = max(stage for stage in range(short) if counts[stage] > 1)  # those before it keep what they have
+        counts[giver] -= 1
         counts[short] = 1
     return tuple(counts)
 
@@ -285,12 +294,13 @@ def _plan_of(
     if not seq:
         raise Skip("no sequence length")
     zero, extra = _zero_of(run, assumed)
+    zero = min(zero, about.get("pipeline_zero", zero)) if pp > 1 else zero
     schedule, chunks, comparable = _schedule_of(run, model, pp, assumed)
     batch = _global_batch(run, dp)
     micro = _micro_batch(run, batch, dp, pp * chunks, about, assumed)
     recompute = _recompute_of(run.text("recompute"))
     if recompute == "":
-        assumed.append("recomputation not stated: the least that is predicted to fit")
+        assumed.append("recomputation not stated: none if that fits, else selective")
         recompute = "none"
     group = run.found(r"zero1 group=(\d+)") if zero else None
     sharded = zero > 0 and dp * cp > 1
@@ -302,8 +312,8 @@ def _plan_of(
             replicate=(dp // group if group and group < dp and dp % group == 0 else 1) if sharded else dp,
             tp=tp, sequence=tp > 1 and (run.text("sp").lower() in ("1", "1.0", "true", "yes") or ep > 1), cp=cp,
             cp_kind="ulysses" if re.search(r"all-to-all|ulysses", run.note) and cp > 1 else "ring", pp=pp, schedule=schedule,
-            virtual_stages=chunks, split=_split_of(model, pp * chunks, int(seq), about.get("split", "even")) if pp > 1 else (),
-            ep=ep, recompute=recompute, **extra,
+            virtual_stages=chunks, split=_split_of(model, pp * chunks, about.get("split", "even")) if pp > 1 else (),
+            ep=ep, recompute=recompute, fp8_recipe=_recipe_of(run), **extra,
         )  # fmt: skip
     except AssertionError as error:
         raise Skip(f"not a layout of ours: {error}") from None

@@ -180,7 +180,8 @@ def intervals(answers: Sequence[Answer]) -> str:
     """src/shardwise/plan/intervals.toml: measured over predicted time by kind of job, and the range of what was measured."""
     timed = [one for one in answers if one.step_error is not None]
     kinds = by(
-        timed, lambda one: kind_of_job(one.question.model, one.question.cluster.nodes, one.question.plan.precision)
+        timed,
+        lambda one: kind_of_job(one.question.model, one.question.cluster, one.question.plan, one.prediction.step_s),
     )
     lines = [
         "# Made by `python benchmarks/planner_accuracy.py DIR --intervals FILE`: of every published run with a step time, measured over predicted seconds, and",

@@ -18,24 +18,29 @@ PLAN = Plan("cuda", "bf16", 8192, 16, 1, 1, 1, "a test", dp=8, zero=3, recompute
 
 
 def test_every_kind_of_job_has_an_interval():
-    jobs = [
-        (MODEL, 1, "bf16"),
-        (MODEL, 16, "bf16"),
-        (MODEL, 17, "bf16"),
-        (MODEL, 1, "fp8"),
-        (preset("deepseek-v3"), 1, "bf16"),
+    jobs = [(MODEL, nodes, "bf16", step) for nodes in (1, 16, 17) for step in (1e-9, 1e9)]
+    jobs += [(MODEL, 1, "fp8", 1.0), (preset("deepseek-v3"), 1, "bf16", 1.0)]
+    kinds = [
+        kind_of_job(model, known_cluster("h100", nodes, 8), replace(PLAN, precision=precision), step)
+        for model, nodes, precision, step in jobs
     ]
-    kinds = [kind_of_job(*job) for job in jobs]
-    assert kinds == ["one node", "few nodes", "many nodes", "fp8", "experts"]
-    for kind in kinds:
-        about = table()["step"][kind]
+    where = ["one node", "few nodes", "many nodes"]
+    assert kinds == [f"{place}{word}" for place in where for word in ("", ", waiting")] + ["fp8", "experts"]
+    assert set(kinds) == set(table()["step"])
+    for about in table()["step"].values():
         assert 0 < about["p10"] < about["p90"] and about["rows"] >= 10
+
+
+def test_a_step_that_waits_is_less_certain():
+    for place in ("one node", "few nodes", "many nodes"):
+        busy, waiting = table()["step"][place], table()["step"][f"{place}, waiting"]
+        assert waiting["p90"] / waiting["p10"] > busy["p90"] / busy["p10"]
 
 
 def test_a_prediction_has_its_interval():
     cluster = known_cluster("h100", 1, 8)
     found = predict(MODEL, cluster, Job(8192, 16), PLAN)
-    low, high = interval(MODEL, cluster, PLAN)
+    low, high = interval(MODEL, cluster, PLAN, found.step_s)
     assert (found.low, found.high) == pytest.approx((found.step_s * low, found.step_s * high))
     assert found.outside == ()
 

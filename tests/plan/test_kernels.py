@@ -56,9 +56,9 @@ def test_attention_on_an_h200_takes_what_was_measured(kernel):
 
 
 def test_passes_on_an_h200_take_what_was_measured():
-    """Sums and products of two tensors."""
+    """Sums and products of two large tensors. Small ones were timed with their launch."""
     pricer = Pricer(H200, "bf16", OURS)
-    plain = [one for one in MEASURED["passes"] if one["name"] in ("add", "multiply")]
+    plain = [one for one in MEASURED["passes"] if one["name"] in ("add", "multiply") and one["bytes"] > 1e8]
     errors = [pricer.pass_(one["bytes"]) / one["seconds"] - 1 for one in plain]
     assert max(map(abs, errors)) < 0.2, errors
 

@@ -57,6 +57,6 @@ def test_a_disk_with_nothing_to_move_is_refused():
         load_config(None, ["memory.offload_to=nvme"])
     what, why, fix = str(caught.value).splitlines()
     assert what.startswith("error: `memory.offload_to = nvme` has nothing to move")
-    assert why == "  why  memory.offload is none"
+    assert why == "  why  memory.offload is auto"
     assert fix == "  fix  memory.offload=nvme"
     load_config(None, ["memory.offload=nvme"])

@@ -145,6 +145,15 @@ def test_other_spellings():
     assert (plan.dp, plan.precision, plan.recompute, plan.zero, plan.sequence) == (2, "bf16", "full", 3, True)
 
 
+def test_what_a_framework_does_in_a_pipeline():
+    asked = question_of(
+        run_of(stack="torchtitan", zero=3, vpp="", note="Interleaved1F1B", micro_batch="", precision="fp8-rowwise")
+    )
+    plan = asked.plan
+    assert (plan.zero, plan.schedule, plan.virtual_stages, plan.num_microbatches) == (1, "interleaved", 2, 4)
+    assert (plan.precision, plan.fp8_recipe) == ("fp8", "rowwise")
+
+
 def test_what_a_row_leaves_open_is_said():
     asked = question_of(run_of(stack="unheard-of", zero=3, recompute="", micro_batch=""))
     assert asked.stack.name == "torchtitan" and "stack unheard-of: as torchtitan" in asked.assumed

@@ -187,7 +187,7 @@ def test_the_same_for_a_batch_in_tokens():
 
 def test_a_model_that_does_not_fit_is_refused_with_what_would_fit():
     """Three changes where there are three; which ones and in which order is tests/plan/test_fit.py's."""
-    base = ["parallel.dp=4", "parallel.zero=0", "train.micro_batch=2", "train.global_batch=16"]
+    base = ["parallel.dp=4", "parallel.zero=0", "train.micro_batch=2", "train.global_batch=16", "memory.recompute=none"]
     first = {
         needed(0, global_batch=16): "train.micro_batch=1",
         needed(2, global_batch=16, micro_batch=2): "parallel.zero=2",
@@ -215,8 +215,14 @@ def test_nothing_fits_nowhere():
 
 
 def test_a_sequence_that_one_rank_cannot_hold_fits_when_ranks_share_it():
-    words = ("train.seq_len=8192", "train.global_batch=1", "memory.limit=1300MiB", "parallel.dp=1")
-    error = refusal(*words)
+    words = (
+        "train.seq_len=8192",
+        "train.global_batch=1",
+        "memory.limit=1300MiB",
+        "parallel.dp=1",
+        "memory.recompute=none",
+    )
+    error = refusal(*words, *(f"parallel.{axis}=1" for axis in ("tp", "cp", "pp")))
     assert error.code == Exit.OUT_OF_MEMORY and error.what.startswith("tiny does not fit: ")
     plan = plan_of(*words, "parallel.cp=2")
     assert (plan.cp, plan.dp, plan.zero, plan.seq_len) == (2, 1, 0, 8192)

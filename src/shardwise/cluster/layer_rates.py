@@ -16,9 +16,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SECONDS = {"cpu": 0.1, "cuda": 0.03}  # of each measurement
+SECONDS = {"cpu": 0.1, "cuda": 0.3}  # of each measurement
+LONG = 2e-4  # seconds: longer than starting the three operations of a measurement
 # Tokens, inputs, outputs.
 PRODUCTS = {
     "cpu": ((64, 64, 64), (256, 128, 128), (256, 256, 512), (512, 384, 1024), (1024, 512, 1536), (1024, 1024, 2048)),
@@ -112,23 +114,43 @@ def _passes(device: torch.device, count: int) -> tuple[float, float]:
 
 
 def _launch(device: torch.device) -> tuple[float, float]:
-    """Host seconds of one operation so small that nothing else counts, recorded for backward."""
-    x = torch.randn(8, 8, device=device, requires_grad=True)
-
-    def many() -> None:
-        for _ in range(200):
-            x * x
-            F.linear(x, x)
-
-    many()
-    now, times = _clock(), []
-    for _ in range(9):
+    """Host seconds of one operation inside a model: a block so small that nothing else counts, forward and backward, over its operations."""
+    model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
+    x_BTD = torch.randn(1, 8, WIDTH, device=device, requires_grad=True)
+    # On a GPU backward runs in a thread of its own.
+    now, times = time.perf_counter if device.type == "cuda" else _clock(), []
+    for _ in range(25):
         start = now()
-        many()
-        times.append((now() - start) / 400)
+        model(x_BTD).sum().backward()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        times.append((now() - start) / BLOCKS / OPERATIONS)
+        model.zero_grad()
     return 1.0, sorted(times)[len(times) // 4]
+
+
+BLOCKS, WIDTH = 6, 32
+OPERATIONS = 90  # of one block forward and backward, views included, as plan/operations.py counts them
+
+
+class _Block(nn.Module):
+    """The operations of a decoder's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7)
+        )
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        h_BTD = self.norms[0](x_BTD)
+        q, k, v = (layer(h_BTD).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = (t * 0.5 + torch.cat((-t[..., 8:], t[..., :8]), -1) * 0.5 for t in (q, k))
+        out_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        x_BTD = x_BTD + self.o(out_BTD)
+        h_BTD = self.norms[1](x_BTD)
+        return x_BTD + self.down(F.silu(self.gate(h_BTD)) * self.up(h_BTD))
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
@@ -151,20 +173,27 @@ def _clock() -> Callable[[], float]:
 
 
 def _device_seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Between events, with the device held up first, so that the host is ahead of it and starting is not measured."""
+    """What is long is timed at the end of a stretch of the same, when power limits have set the clock; what is short between events, with the
+    device held up first, so that the host is ahead of it and starting is not measured."""
+
+    def between(warm: int, count: int, held: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if held:
+            torch.cuda._sleep(held)
+        for number in range(warm + count):
+            if number == warm:
+                start.record()
+            action()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / count
+
     with torch.cuda.device(device):
-        for _ in range(3):
-            action()
-        times: list[float] = []
-        while not times or (sum(times) < SECONDS["cuda"] and len(times) < 100):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)
-            start.record()
-            action()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return sorted(times)[len(times) // 4]
+        first = min(between(1, 1, 2_000_000) for _ in range(3))
+        if first > LONG:
+            count = max(1, int(SECONDS["cuda"] / 2 / first))
+            return between(count, count, 0)
+        return sorted(between(1, 3, 2_000_000) for _ in range(20))[5]
 
 
 def _say(**event: object) -> None:

@@ -41,7 +41,7 @@ class Device:
     capability: tuple[int, int] = (0, 0)
     kind: str = "cuda"  # cuda | cpu
     power: str = ""  # what its power limit does
-    launch: float = 5e-6  # host seconds per operation of eager torch
+    launch: float = 2.5e-5  # host seconds of one operation inside a model: eager torch, modules and autograd around it
     curves: Mapping[str, Curve] = field(default_factory=_empty, hash=False)
     """Measured points, ascending. "matmul/bf16": (FLOPs of one product, FLOP/s reached); "attention/bf16" and "attention-backward/bf16" likewise;
     "elementwise": (bytes read + written, bytes per second)."""

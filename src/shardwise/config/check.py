@@ -152,14 +152,14 @@ def _data(config: Config, origins: Origins) -> None:
 def _offload(config: Config, origins: Origins) -> None:
     memory = config.memory
     where = where_written(origins, "memory.offload", "memory.offload_to")
-    if memory.offload == "none" and memory.offload_to == "nvme":
+    if memory.offload in ("auto", "none") and memory.offload_to == "nvme":
         raise UserError(
             "`memory.offload_to = nvme` has nothing to move",
-            why="memory.offload is none",
+            why=f"memory.offload is {memory.offload}",
             fix="memory.offload=nvme",
             where=where,
         )
-    if memory.offload != "none" and config.optimizer.name == "adamw8bit":
+    if memory.offload not in ("auto", "none") and config.optimizer.name == "adamw8bit":
         raise UserError(
             f"`memory.offload = {memory.offload}` and `optimizer.name = adamw8bit` exclude each other",
             why="8-bit state is small so that it can stay on the device; its update is compiled for tensors that do",

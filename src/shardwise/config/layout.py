@@ -87,8 +87,8 @@ def format_layout(parallel: ParallelConfig, memory: MemoryConfig | None = None) 
             words.append(f"split={','.join(map(str, layers))}")
     if parallel.ep not in ("auto", 1):
         words.append(f"ep={parallel.ep}")
-    if memory is not None and memory.recompute != "none":
+    if memory is not None and memory.recompute not in ("auto", "none"):
         words.append(f"recompute={memory.recompute}")
-    if memory is not None and memory.offload != "none":
+    if memory is not None and memory.offload not in ("auto", "none"):
         words.append(f"offload={memory.offload}")
     return " ".join(words)

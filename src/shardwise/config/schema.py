@@ -186,14 +186,16 @@ class MemoryConfig:
         "auto", "memory one rank may use; `auto`: the device's or the cgroup's", unit="bytes", low=1
     )
     recompute: str = setting(
-        "none",
-        "what backward computes again: every block, cheap parts of each, sqrt(L) groups of blocks, every K-th block",
-        choices=("none", "full", "selective", "sqrt", "every-K"),
+        "auto",
+        "what backward computes again: every block, cheap parts of each, sqrt(L) groups of blocks, every K-th block; "
+        "auto: nothing, unless the job does not fit",
+        choices=("auto", "none", "full", "selective", "sqrt", "every-K"),
     )
     offload: str = setting(
-        "none",
-        "what leaves the device: `optimizer` its state and update, `all` the parameters too; `nvme`: optimizer, to a disk",
-        choices=("none", "optimizer", "all", "nvme"),
+        "auto",
+        "what leaves the device: `optimizer` its state and update, `all` the parameters too; `nvme`: optimizer, to a disk; "
+        "auto: nothing, unless the job does not fit on a GPU",
+        choices=("auto", "none", "optimizer", "all", "nvme"),
     )
     offload_to: str = setting("cpu", "where offloaded state lives", choices=("cpu", "nvme"))
     offload_dir: str | None = setting(None, "directory on the disk for `nvme`; default: run.dir")

@@ -12,13 +12,14 @@ Invariant: the same answer as predicting everything and sorting by `rank_of`, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
 from shardwise.plan.bounds import TimeFloors
-from shardwise.plan.least_memory import MemoryFloors
+from shardwise.plan.least_memory import MemoryFloors, Weights
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction, predict
@@ -81,6 +82,9 @@ def family(plan: Plan) -> tuple[int, ...]:
     return plan.dp, plan.tp, plan.cp, plan.pp, plan.ep, plan.zero
 
 
+FEW = 8
+"""Grids that are looked at when the smallest layout is asked for."""
+
 Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
 """Whether a region may hold what is asked for, by what is known of it so far."""
 
@@ -111,6 +115,7 @@ class BestFirst:
         self._memory: dict[Plan, int] = {}
         self._predicted: dict[Plan, Candidate] = {}
         self._places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
+        self._order = {saving: place for place, saving in enumerate(space.savings)}
         self._modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
 
     def best(self, top: int, counts: Iterable[int] | None = None, accept: Accept = anything) -> list[Candidate]:
@@ -146,24 +151,36 @@ class BestFirst:
                 ask.push(bound, (), self._open_grid, grid)
 
     def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
-        """Into sizes of micro-batches."""
+        """Into sizes of micro-batches and places where states wait."""
         each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
         least = self._least_states(grid)
-        for size in self.space.sizes(grid.dp):
-            places = []
-            for place in self._places:
-                if min(self.memory.of_grid(grid, size, m, s, *place) for m in self._modes for s in least) <= self.limit:
-                    places.append(place)
-                else:
+        for place in self._places:
+            for size in self.space.sizes(grid.dp):
+                if self.memory.of_grid(grid, size, least, *place) > self.limit:
                     self.counts.too_large += each
-            if places:
-                floor = self.time.of_size(grid, size)
-                for place in places:
-                    ask.push(max(bound, floor), (), self._open_size, grid, size, place)
+                else:
+                    ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: tuple[str, bool]) -> None:
-        """Into schedules and what is computed again."""
-        least = self._least_states(grid)
+        """Into ZeRO stages and replicas."""
+        floor, slower, ways = self.time.of_size(grid, size), self.time.slower, None
+        for states in self.space.states(grid):
+            if ask.is_told(grid, states) or not ask.accept(grid, None, states, None):
+                continue
+            if not self.space.go_together(grid, states, place[0]):
+                continue
+            if self.memory.of_grid(grid, size, states, *place) > self.limit:
+                self.counts.too_large += len(self.space.pipelines(grid.pp)) * len(self._modes)
+                continue
+            if ways is None:
+                ways = self._ways(ask, grid, size, place)
+            each, once = self.time.of_states(grid, size, states, place[0])
+            lowest = max(bound, floor + slower * (each + once))
+            ask.push(lowest, (), self._open_states, grid, size, states, place, each, once, ways)
+
+    def _ways(self, ask: _Question, grid: Grid, size: int, place: tuple[str, bool]) -> list[tuple[Any, ...]]:
+        """Schedules and what is computed again: floors of time (mean rank, schedule) and of activations."""
+        found = []
         for pipeline in self.space.pipelines(grid.pp):
             pace = Pace(size, *pipeline)
             if not ask.accept(grid, pace, None, None):
@@ -172,24 +189,70 @@ class BestFirst:
                 saving = Saving(mode, *place)
                 if not ask.accept(grid, pace, None, saving):
                     continue
-                if min(self.memory.of_layout(grid, pace, states, saving) for states in least) > self.limit:
+                kept = self.memory.activations(grid, pace, mode, place[1])
+                if kept > self.limit:
                     self.counts.too_large += len(self.space.states(grid))
                     continue
-                floor = self.time.of_pace(grid, pace, mode)
-                ask.push(max(bound, floor), (self.space.savings.index(saving),), self._open_pace, grid, pace, saving)
+                found.append((*self.time.of_pace(grid, pace, mode), kept, self._order[saving], pace, saving))
+        return found
 
-    def _open_pace(self, ask: _Question, bound: float, grid: Grid, pace: Pace, saving: Saving) -> None:
-        """Into ZeRO stages and replicas."""
-        for states in self.space.states(grid):
-            if ask.is_told(grid, states) or not ask.accept(grid, pace, states, saving):
-                continue
-            if self.memory.of_layout(grid, pace, states, saving) > self.limit:
+    def _open_states(
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        size: int,
+        states: States,
+        place: tuple[str, bool],
+        each: float,
+        once: float,
+        ways: list[tuple[Any, ...]],
+    ) -> None:
+        """Into schedules and what is computed again, the quickest first."""
+        if ask.is_told(grid, states):
+            return
+        several, slower, chain = -(-self.space.job.global_batch // grid.dp) > size, self.time.slower, []
+        weights: dict[object, Weights] = {}
+        for mean, schedule, kept, order, pace, saving in ways:
+            mine = weights.get(pace)
+            if mine is None:
+                mine = weights[pace] = self.memory.weights(grid, pace, states, place[0])
+            if mine.beside(kept, several) > self.limit:
                 self.counts.too_large += 1
-                continue
-            plan = self.space.plan(grid, pace, states, saving)
-            floor = max(bound, self.time.of_plan(plan))
+            elif ask.accept(grid, pace, states, saving):
+                chain.append((slower * (max(mean + each, schedule) + once), order, pace, saving))
+        chain.sort(reverse=True)
+        self._open_next(ask, bound, grid, states, chain)
+
+    def _open_next(
+        self, ask: _Question, bound: float, grid: Grid, states: States, chain: list[tuple[Any, ...]]
+    ) -> None:
+        """One after the other, so that the heap stays small."""
+        if ask.is_told(grid, states):
+            return
+        while chain and chain[-1][0] <= bound:
+            floor, _, pace, saving = chain.pop()
             fitting = ask.fitting.setdefault((grid, pace, states), [])
-            ask.push(floor, (self.space.savings.index(saving),), self._open_layout, grid, states, saving, plan, fitting)
+            self._open_saving(ask, max(bound, floor), grid, pace, states, saving, fitting)
+        if chain:
+            ask.push(chain[-1][0], (-1,), self._open_next, grid, states, chain)
+
+    def _open_saving(
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        pace: Pace,
+        states: States,
+        saving: Saving,
+        fitting: list[Saving],
+    ) -> None:
+        """One layout: a better bound first."""
+        if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
+            return
+        plan = self.space.plan(grid, pace, states, saving)
+        floor = max(bound, self.time.of_plan(plan))
+        ask.push(floor, (self._order[saving],), self._open_layout, grid, states, saving, plan, fitting)
 
     def _open_layout(
         self,
@@ -210,13 +273,52 @@ class BestFirst:
         candidate = self.predicted(plan)
         ask.push(candidate.prediction.step_s, (len(self.space.savings), *plainness(plan)), None, candidate)
 
-    def _least_states(self, grid: Grid) -> list[States]:
-        """The most shards of each stage."""
-        least: dict[int, States] = {}
-        for states in self.space.states(grid):
-            if states.zero not in least or states.replicate < least[states.zero].replicate:
-                least[states.zero] = states
-        return list(least.values())
+    def _least_states(self, grid: Grid) -> States:
+        """The highest stage with the most shards holds the least."""
+        return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
+
+    def within(self, limit: int) -> BestFirst:
+        """The same with less memory, and with what was learnt so far."""
+        other = copy(self)
+        other.limit = limit
+        return other
+
+    def smallest(self, counts: Iterable[int], accept: Accept = anything) -> Candidate | None:
+        """What needs the least memory, found among the layouts whose floors are lowest."""
+        floors = []
+        for gpus in counts:
+            for grid in self.space.grids(gpus):
+                size, states = self.space.sizes(grid.dp)[-1], self._least_states(grid)
+                for place in self._places:
+                    if accept(grid, None, None, None) and self.space.go_together(grid, states, place[0]):
+                        floors.append((self.memory.of_grid(grid, size, states, *place), grid))
+        floors.sort(key=lambda entry: (entry[0], entry[1]))
+        best: tuple[int, Plan] | None = None
+        for grid in list(dict.fromkeys(grid for _, grid in floors))[:FEW]:
+            for plan in self._small_plans(grid, accept):
+                if best is None or self.memory_of(plan) < best[0]:
+                    best = self.memory_of(plan), plan
+        return self.predicted(best[1]) if best else None
+
+    def _small_plans(self, grid: Grid, accept: Accept) -> Iterator[Plan]:
+        """The least of every axis that is left open: the smallest micro-batch, the most shards, the most moved out."""
+        sizes = [
+            n
+            for n in reversed(self.space.sizes(grid.dp))
+            if accept(grid, Pace(n, *self.space.pipelines(grid.pp)[0]), None, None)
+        ]
+        paces = [
+            Pace(size, *how)
+            for how in self.space.pipelines(grid.pp)
+            for size in self.space.sizes(grid.dp)[-1:] + sizes[:1]
+        ]
+        every = sorted(self.space.states(grid), key=lambda states: (-states.zero, states.replicate))
+        states = [one for one in every if accept(grid, None, one, None)][:1]
+        for pace in dict.fromkeys(paces):
+            for one in states:
+                for saving in self.space.savings:
+                    if accept(grid, pace, one, saving) and self.space.go_together(grid, one, saving.offload):
+                        yield self.space.plan(grid, pace, one, saving)
 
     # Single layouts ------------------------------------------------------------------------------------------------
 

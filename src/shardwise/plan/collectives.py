@@ -14,12 +14,8 @@ from typing import NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec, Link
 
-START = 3e-5
-"""Seconds before the first byte moves: NCCL's kernel starts on all ranks. From the smallest messages of the A100 table."""
-
-SWITCH_SUM = 1.27
-"""All-reduce whose sums the NVLink switch computes (Hopper and later), over one that goes round: 458 GB/s on a node of the nanotron sweep over
-0.8 x 450."""
+TREE = 1.1
+"""Bytes of a tree over those of a ring: it fills its links less evenly."""
 
 
 class Path(NamedTuple):
@@ -30,6 +26,7 @@ class Path(NamedTuple):
     half: float  # bytes of a message that are lost to starting it
     domains: int  # fast-link domains that the group touches
     inside: int  # members per domain
+    summing: float  # of an all-reduce over a gather: switches that add
 
 
 class Network:
@@ -37,35 +34,33 @@ class Network:
 
     def __init__(self, cluster: ClusterSpec):
         self.tiers: tuple[Link, ...] = cluster.tiers
-        self.sums_in_switch = cluster.device.capability >= (9, 0) and cluster.tiers[0].name == "nvlink"
-        self.starts = START if cluster.device.kind == "cuda" else 0.0
         self.path = lru_cache(maxsize=4096)(self._path)
 
     def _path(self, size: int, stride: int) -> Path:
         reach = (size - 1) * stride + 1
         first = self.tiers[0]
-        rate, alpha, half = first.bandwidth * first.share, first.alpha, first.half
         members = min(size, max(1, first.span // stride))
+        rate, alpha, half = first.rate(members), first.alpha, first.half
         if reach <= first.span:
-            return Path(rate, alpha, half, 1, size)
+            return Path(rate, alpha, half, 1, size, first.summing)
         if members == 1:
             rate = math.inf
         below = first
         for tier in self.tiers[1:]:
             cards = min(size, max(1, below.span // stride))
-            rate = min(rate, cards * tier.bandwidth * tier.share)
+            rate = min(rate, cards * tier.rate())
             alpha, half = max(alpha, tier.alpha), max(half, tier.half)
             if reach <= tier.span:
                 break
             below = tier
-        return Path(rate, alpha, half, -(-size // members), members)
+        return Path(rate, alpha, half, -(-size // members), members, 1.0)
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """`size`: bytes of the whole result. A reduce-scatter is the same the other way round."""
         if ranks == 1 or not size:
             return 0.0
         path = self.path(ranks, stride)
-        return self.starts + (ranks - 1) * path.alpha + ((ranks - 1) / ranks * size + path.half) / path.rate
+        return (ranks - 1) * path.alpha + ((ranks - 1) / ranks * size + path.half) / path.rate
 
     reduce_scatter = all_gather
 
@@ -73,30 +68,27 @@ class Network:
         if ranks == 1 or not size:
             return 0.0
         path = self.path(ranks, stride)
-        moved = (2 * (ranks - 1) / ranks * size + 2 * path.half) / path.rate
+        moved = (2 * (ranks - 1) / ranks * size / path.summing + path.half) / path.rate
         ring = 2 * (ranks - 1) * path.alpha + moved
         inside = 2 * (path.inside - 1) * self.tiers[0].alpha
-        tree = 2 * math.ceil(math.log2(max(2, path.domains))) * path.alpha + inside + 1.1 * moved
-        if path.domains == 1 and self.sums_in_switch and ranks > 2:
-            ring = min(ring, 4 * path.alpha + moved / SWITCH_SUM)
-        return self.starts + min(ring, tree)
+        tree = 2 * math.ceil(math.log2(max(2, path.domains))) * path.alpha + inside + TREE * moved
+        return min(ring, tree)
 
     def all_to_all(self, size: float, ranks: int, stride: int = 1) -> float:
         """`size`: bytes that each rank has for all of them together, its own share included."""
         if ranks == 1 or not size:
             return 0.0
         path, first = self.path(ranks, stride), self.tiers[0]
-        fast = first.bandwidth * first.share
-        inside = path.inside / ranks * size / fast
+        inside = max(0, path.inside - 1) / ranks * size / first.rate(path.inside)
         if path.domains == 1:
-            return self.starts + (ranks - 1) * path.alpha * 0.25 + (inside * (ranks - 1) / ranks + path.half / fast)
+            return path.alpha + inside + path.half / path.rate
         # Every rank has its own card for what leaves the domain.
         outside = (ranks - path.inside) / ranks * size / (path.rate / path.inside)
-        return self.starts + path.domains * path.alpha + max(inside, outside) + path.half / path.rate
+        return path.domains * path.alpha + max(inside, outside) + path.half / path.rate
 
     def send(self, size: float, distance: int) -> float:
         """From one rank to another."""
         if not size:
             return 0.0
         tier = next((tier for tier in self.tiers if distance < tier.span), self.tiers[-1])
-        return tier.alpha + (size + tier.half) / (tier.bandwidth * tier.share)
+        return tier.alpha + (size + tier.half) / tier.rate(2)

@@ -7,7 +7,7 @@ the range of everything that ran. Nothing here is chosen by hand. Read next: pre
 from __future__ import annotations
 
 import tomllib
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -18,14 +18,26 @@ from shardwise.plan.plan import Plan
 FEW_NODES = 16
 """Up to here published runs behave; beyond, clusters have troubles of their own."""
 
+BUSY = 0.25
+"""Predicted share of the 16-bit peak below which a step mostly waits: for messages, for a pipeline, for Python. Waiting is predicted worse."""
 
-def kind_of_job(model: ModelSpec, nodes: int, precision: str) -> str:
-    """Jobs whose predictions are off for the same reasons."""
+
+@lru_cache(256)
+def _sizes(model: ModelSpec, seq_len: int) -> tuple[int, float]:
+    return model.num_parameters, model.flops_per_token(seq_len)
+
+
+def kind_of_job(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> str:
+    """Jobs whose predictions are off for the same reasons. On a CPU: as on one node."""
     if model.is_moe:
         return "experts"
-    if precision == "fp8":
+    if plan.precision == "fp8":
         return "fp8"
-    return "one node" if nodes == 1 else "few nodes" if nodes <= FEW_NODES else "many nodes"
+    where = "one node" if cluster.nodes == 1 else "few nodes" if cluster.nodes <= FEW_NODES else "many nodes"
+    flops = cluster.device.flops
+    peak = max(flops.get("bf16", 0.0), flops.get("fp16", 0.0)) or max(flops.values())
+    done = _sizes(model, plan.seq_len)[1] * plan.tokens_per_step
+    return where if done >= BUSY * peak * plan.world * step_s else f"{where}, waiting"
 
 
 @cache
@@ -33,9 +45,9 @@ def table() -> dict[str, Any]:
     return tomllib.loads(files("shardwise.plan").joinpath("intervals.toml").read_text(encoding="utf-8"))
 
 
-def interval(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> tuple[float, float]:
+def interval(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> tuple[float, float]:
     """Factors on the predicted step between which 8 of 10 measured ones lie."""
-    found = table()["step"][kind_of_job(model, cluster.nodes, plan.precision)]
+    found = table()["step"][kind_of_job(model, cluster, plan, step_s)]
     return found["p10"], found["p90"]
 
 

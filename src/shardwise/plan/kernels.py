@@ -65,21 +65,23 @@ CPU = Generation(0.85, ((1, 1, 1.0),), 16, 0.0, 0.7, {"flash2": (0.5, 0.4)}, gap
 FLASH_TILE = 128
 """Queries that one multiprocessor of a flash kernel works on."""
 
+FLASH_TAIL = (0.7, 1.4)
+"""Times of the longest tile that are lost at the end, forward and backward: from cuDNN and flash 2 on an H200 with 1024 to 32768 tokens."""
+
 NARROW = {"flash3": 0.58, "cudnn": 0.58}
 """How much faster kernels lose to heads narrower than 128: 391 of 596 TFLOP/s with 64 for cuDNN, 277 of 296 for flash 2 (H200)."""
 
-PASS_HALF = {"cuda": 6e6, "cpu": 3e4}
+PASS_HALF = {"cuda": 1e7, "cpu": 3e4}
 """Bytes at which a pass over memory reaches half of the memory's rate: below, a kernel ends before all multiprocessors have begun."""
 
 UNALIGNED = 8.0
 """A matrix with an odd side cannot be read 16 bytes at a time (GPT-2's 50257 tokens on an H200)."""
 
-PYTHON = 5.0
-"""Host time of an operation inside a model, with modules, autograd and views around it, over that of a bare launch: small models on an H200 and on
-A100 come to 25 to 30 microseconds per operation."""
+PYTHON = 1.0
+"""The cluster says what an operation inside a model takes the host, with modules, autograd and views around it."""
 
-LAUNCH = {"cuda": 5e-6, "cpu": 5e-6}
-"""Host seconds per operation in plain torch, autograd's share included, where the cluster says nothing."""
+LAUNCH = {"cuda": 2.5e-5, "cpu": 2.5e-5}
+"""Host seconds per operation where the cluster says nothing: small models on an H200 and on A100 come to 25 to 30 microseconds."""
 
 
 class Pricer:
@@ -146,17 +148,13 @@ class Pricer:
         share = known.get(self.stack.attention, known["flash2"])[backward]
         # Narrow heads leave the units of the softmax busier than those of the products.
         width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(self.stack.attention, 0.1)
-        blocks = a.rows * a.heads * -(-a.queries // FLASH_TILE)
-        waves = blocks / self.device.units
-        full = waves / (
-            0.5 * math.ceil(waves) + 0.5 * max(waves, 1.0)
-        )  # the mask leaves blocks of unequal length, which fill in
-        # Tiles on the diagonal are computed whole; the first keys have no pipeline yet.
-        diagonal = a.context / (a.context + FLASH_TILE)
+        rate = self.exact_peak * share * width
+        # Tiles on the diagonal are computed whole. The last rows see all keys and end last, when most units have nothing left to do.
+        diagonal = (a.context + FLASH_TILE / 2) / a.context
+        longest = FLASH_TILE * a.keys * (a.width + a.value_width) * 2.0 * (2.5 if backward else 1.0)
+        computed = (flops * diagonal + FLASH_TAIL[backward] * longest * self.device.units) / rate
         moved = self.size * a.rows * a.queries * (a.heads * (a.width + a.value_width) + 2 * a.kv_heads * a.width)
-        return max(
-            flops / (self.exact_peak * share * width * full * diagonal), moved * (2 + 2 * backward) / self.bandwidth
-        )
+        return max(computed, moved * (2 + 2 * backward) / self.bandwidth)
 
     def pass_(self, size: float) -> float:
         """Bytes read and written by one kernel."""

@@ -7,12 +7,27 @@ the prediction. Read next: memory.py, which predicts; best_first.py, which asks.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from shardwise.model.spec import LayerSpec, ModelSpec
-from shardwise.plan.activations import exchanged_activations, layer_activations
+from shardwise.plan.activations import kept_activations
 from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, state_bytes
 from shardwise.plan.rank_share import expert_parameters, tensor_slice
 from shardwise.plan.schedules import stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
+
+
+class Weights(NamedTuple):
+    """Bytes of a rank that do not depend on its micro-batches."""
+
+    always: float
+    gathered: float
+    gradients: float
+
+    def beside(self, kept: float, several: bool) -> float:
+        """With activations. `several`: gradients wait for further micro-batches; with one, they come while activations go."""
+        rest = self.gathered + kept
+        return self.always + (rest + self.gradients if several else max(rest, self.gradients))
 
 
 class MemoryFloors:
@@ -22,38 +37,48 @@ class MemoryFloors:
         self.weight, self.compute = WEIGHT_BYTES[space.precision], COMPUTE_BYTES[space.precision]
         self.state = state_bytes(space.job.optimizer, space.precision)
         self.adapter = space.job.adapter.kind
+        self.modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
         self._slices: dict[int, ModelSpec] = {}
-        self._parameters: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._numbers: dict[tuple[object, ...], int] = {}
+        self._parameters: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        self._numbers: dict[tuple[object, ...], float] = {}
         self._first: dict[tuple[object, ...], list[tuple[LayerSpec, ...]]] = {}
 
     # Of a grid -----------------------------------------------------------------------------------------------------
 
-    def of_grid(self, grid: Grid, size: int, mode: str, states: States, offload: str, away: bool) -> float:
-        dense, spread = self._count(grid, self._slice(grid.tp).layers, ends=True)
+    def of_grid(self, grid: Grid, size: int, states: States, offload: str, away: bool) -> float:
+        """Of all layouts with micro-batches of this size."""
+        if self.adapter != "none":
+            return 0.0
         layers = self._slice(grid.tp).layers
-        kept = 0.0 if away else self._kept(grid, mode, layers) / grid.pp + self._repeated(grid, mode)
+        how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
+        key = (*how, "least", grid.pp)
+        if key not in self._numbers:
+            self._numbers[key] = min(self._kept(grid, mode, layers) / grid.pp for mode in self.modes)
+        kept = 0.0 if away else self._numbers[key] * self._tokens(grid, size)
+        dense, spread, _ = self._count(grid, layers, ends=True)
         several = -(-self.batch // grid.dp) > size
-        return self._total(
-            grid, states, offload, dense / grid.pp, spread / grid.pp, kept * self._tokens(grid, size), several
-        )
+        return self._weights(grid, states, offload, several, dense / grid.pp, spread / grid.pp, 0).beside(kept, several)
 
     # Of a layout ---------------------------------------------------------------------------------------------------
 
     def of_layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> float:
-        chunks = self._chunks(grid, pace)
-        key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
-        found = self._parameters.get(key)
-        if found is None:
-            mine = tuple(layer for chunk in chunks for layer in chunk)
-            found = self._parameters[key] = self._count(grid, mine, ends=False)
-        kept = 0.0
-        if not saving.activation_offload:
-            each = min(self._kept(grid, saving.recompute, chunk) for chunk in chunks)
-            kept = each * self._in_flight(grid, pace) + self._repeated(grid, saving.recompute)
-            kept *= self._tokens(grid, pace.micro_batch)
         several = -(-self.batch // grid.dp) > pace.micro_batch
-        return self._total(grid, states, saving.offload, *found, kept, several)
+        kept = self.activations(grid, pace, saving.recompute, saving.activation_offload)
+        return self.weights(grid, pace, states, saving.offload).beside(kept, several)
+
+    def weights(self, grid: Grid, pace: Pace, states: States, offload: str) -> Weights:
+        key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
+        if key not in self._parameters:
+            mine = tuple(layer for chunk in self._chunks(grid, pace) for layer in chunk)
+            self._parameters[key] = self._count(grid, mine, ends=False)
+        several = -(-self.batch // grid.dp) > pace.micro_batch
+        return self._weights(grid, states, offload, several, *self._parameters[key])
+
+    def activations(self, grid: Grid, pace: Pace, mode: str, away: bool) -> float:
+        if away or self.adapter != "none":
+            return 0.0
+        kept = sum(self._kept(grid, mode, chunk) for chunk in self._chunks(grid, pace)) / pace.virtual_stages
+        return kept * self._in_flight(grid, pace) * self._tokens(grid, pace.micro_batch)
 
     def _in_flight(self, grid: Grid, pace: Pace) -> int:
         """Activations of a stage that the first rank holds at most, as rank_share.py has them; of split backwards, only what is certain."""
@@ -92,26 +117,26 @@ class MemoryFloors:
 
     # What both are made of -----------------------------------------------------------------------------------------
 
-    def _total(
-        self, grid: Grid, states: States, offload: str, dense: float, spread: float, kept: float, several: bool
-    ) -> float:
-        """`several`: gradients wait for further micro-batches. With one, they come while activations go."""
+    def _weights(
+        self, grid: Grid, states: States, offload: str, several: bool, dense: float, spread: float, block: int
+    ) -> Weights:
+        """`block`: parameters of one layer."""
+        if offload == "all" or self.adapter != "none":
+            return Weights(0.0, 0.0, 0.0)
         shards = grid.dp // states.replicate * grid.cp if states.zero else 1
-        if self.adapter != "none":  # frozen weights alone
-            size = 0.0 if offload == "all" else 0.5 if self.adapter == "qlora" else self.compute
-            return (dense + spread) * size / max(shards, grid.dp * grid.cp * grid.tp // grid.ep)
         copies = grid.dp * grid.cp * grid.tp // grid.ep
         own = dense / shards + (spread / copies if states.zero else spread)
-        if offload == "all":
-            return kept
-        held = 0.0
+        gathered = 0.0
         if states.zero in (1, 2) or (states.zero == 0 and self.compute != self.weight):
-            held = (dense + spread) * self.compute
-        if offload == "optimizer":
-            return own * self.weight + held + kept
+            gathered = (dense + spread) * self.compute
+        elif states.zero == 3:
+            gathered = 2.0 * block * self.compute
         gradients = own * self.weight
-        rest = held + kept + gradients if several else max(held + kept, gradients)
-        return own * (self.weight + self.state) + rest
+        if states.zero == 1 and several:  # they add up where they are computed
+            gradients += (dense + spread) * self.weight
+        if offload == "optimizer":
+            return Weights(own * self.weight, gathered, gradients if several or states.replicate > 1 else 0.0)
+        return Weights(own * (self.weight + self.state), gathered, gradients)
 
     def _tokens(self, grid: Grid, size: int) -> int:
         return size * self.seq_len // grid.cp * self.compute
@@ -121,55 +146,34 @@ class MemoryFloors:
             self._slices[tp] = tensor_slice(self.space.model, tp)
         return self._slices[tp]
 
-    def _count(self, grid: Grid, layers: tuple[LayerSpec, ...], ends: bool) -> tuple[int, int]:
-        """Parameters: all but spread experts, spread experts. With the embedding, and with both ends of the model if asked for."""
+    def _count(self, grid: Grid, layers: tuple[LayerSpec, ...], ends: bool) -> tuple[int, int, int]:
+        """Parameters: all but spread experts, spread experts, the smallest layer. With the embedding, and with both ends of the model if asked for."""
         key = (grid.tp, grid.ep, len(layers), ends, layers[0].index)
         if ends and key in self._parameters:
             return self._parameters[key]
         spec, model = self._slice(grid.tp), self.space.model
         routed = sum(layer.is_moe for layer in layers) if grid.ep > 1 else 0
         outside = spec.num_attention_parameters + 2 * spec.num_norm_parameters
-        dense = spec.num_embedding_parameters + sum(outside + spec.num_feedforward_parameters(one) for one in layers)
+        sizes = [outside + spec.num_feedforward_parameters(one) for one in layers]
+        dense = spec.num_embedding_parameters + sum(sizes)
         dense += spec.vocab * spec.hidden if ends and not spec.tied else 0
         dense -= routed * spec.num_experts * expert_parameters(spec)
         spread = routed * (model.num_experts // grid.ep) * expert_parameters(model)
+        block = min(sizes) if len(layers) > 1 and grid.ep == 1 else 0
         if ends:
-            self._parameters[key] = dense, spread
-        return dense, spread
+            self._parameters[key] = dense, spread, block
+        return dense, spread, block
 
-    def _kept(self, grid: Grid, mode: str, layers: tuple[LayerSpec, ...]) -> int:
+    def _kept(self, grid: Grid, mode: str, layers: tuple[LayerSpec, ...]) -> float:
         """Numbers per token that these layers keep of one micro-batch."""
         how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
         key = (*how, mode, layers[0].index, len(layers))
         if key not in self._numbers:
-            self._numbers[key] = sum(self._of_layer(grid, one, mode, how) for one in layers)
-        return self._numbers[key]
-
-    def _repeated(self, grid: Grid, mode: str) -> int:
-        """Numbers per token that backward has of a layer which it computes again."""
-        if mode not in ("full", "sqrt"):
-            return 0
-        how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
-        key = (*how, "repeated")
-        if key not in self._numbers:
-            least = min(self._of_layer(grid, one, "none", how) for one in self.space.model.layers)
-            self._numbers[key] = max(0, least - self.space.model.hidden)
-        return self._numbers[key]
-
-    def _of_layer(self, grid: Grid, layer: LayerSpec, mode: str, how: tuple[object, ...]) -> int:
-        if mode == "sqrt":  # a few of them
-            return 0
-        if mode == "full" or (mode.startswith("every-") and layer.index % int(mode[6:]) == 0):
-            return self.space.model.hidden // (grid.tp if grid.sequence else 1)
-        key = (*how, layer.is_moe, layer.ffn, mode == "selective")
-        if key not in self._numbers:
             spec = self._slice(grid.tp)
-            if self.space.device == "cuda":
+            if self.space.device == "cuda":  # as lifetimes.py has it
                 spec = spec.with_overrides({"norm": "layer"})
             keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
             parts, routed = grid.tp if grid.sequence else 1, grid.tp if grid.ep > 1 else 1
-            numbers = layer_activations(spec, [layer], keys, parts, routed, mode == "selective")
-            if grid.cp > 1 and grid.cp_kind == "ulysses":
-                numbers += exchanged_activations(spec, [layer])
-            self._numbers[key] = numbers
+            is_exchanged = grid.cp > 1 and grid.cp_kind == "ulysses"
+            self._numbers[key] = kept_activations(spec, layers, mode, keys, parts, routed, is_exchanged).between
         return self._numbers[key]

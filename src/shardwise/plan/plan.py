@@ -266,8 +266,8 @@ class Plan:
             dp=dp,
             zero=zero,
             replicate=degree(parallel.replicate) if zero else dp,
-            recompute=memory.recompute,
-            offload="optimizer" if memory.offload == "nvme" else memory.offload,
+            recompute="none" if memory.recompute == "auto" else memory.recompute,
+            offload={"auto": "none", "nvme": "optimizer"}.get(memory.offload, memory.offload),
             offload_to="nvme" if memory.offload == "nvme" else "cpu",
         )
 

@@ -63,5 +63,5 @@ def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack:
     stages = predict_stages(model, plan, job.optimizer, job.adapter, stack)
     elsewhere = predict_elsewhere(model, plan, job.optimizer, job.adapter)
     step = step_seconds(model, cluster, job, plan, stack)
-    likely, unseen = interval(model, cluster, plan), outside(model, cluster, plan)
+    likely, unseen = interval(model, cluster, plan, sum(step.values())), outside(model, cluster, plan)
     return Prediction(fullest(stages).parts, step, elsewhere, likely, unseen, stages)

@@ -7,7 +7,7 @@ a run goes on with exactly the layout it had, and values keep their first origin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from shardwise.config.lines import key_lines
 from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.values import read_typed
 
-PLANNER = "planner"  # the origin of what resolve.py filled
+PLANNER = "planner"  # the origin of what resolve.py filled; behind a colon, why
+CHOSEN_TOGETHER = ("parallel.", "memory.recompute", "memory.offload")
 
 
 def reopen(path: Path, words: Sequence[str], nproc: int | None = None) -> Loaded:
@@ -29,7 +30,9 @@ def reopen(path: Path, words: Sequence[str], nproc: int | None = None) -> Loaded
     if nproc is not None:
         anew.add("parallel.dp")
     if nproc is not None or any(name.startswith("parallel.") for name in given):
-        anew |= {name for name, origin in before.items() if origin == PLANNER and name.startswith("parallel.")}
+        anew |= {name for name, origin in before.items() if _is_planners(origin) and name.startswith(CHOSEN_TOGETHER)}
+    if "memory.limit" in given:
+        anew |= {name for name in CHOSEN_TOGETHER[1:] if _is_planners(before.get(name, DEFAULT))}
     if any(find_key(word.partition("=")[0].strip().lstrip("-")).dotted == "parallel.layout" for word in words):
         anew |= {
             name for name in WORDS.values() if name in before and name.startswith("parallel.")
@@ -38,6 +41,15 @@ def reopen(path: Path, words: Sequence[str], nproc: int | None = None) -> Loaded
     loaded = load_config(path, [*reset, *words])
     kept = {name: origin for name, origin in before.items() if name in loaded.origins and name not in given | anew}
     return replace(loaded, origins=loaded.origins | kept | dict.fromkeys(anew - given, DEFAULT))
+
+
+def planner_origins(chosen: Mapping[str, str]) -> dict[str, str]:
+    """As config.toml has them: what the planner filled, and why."""
+    return {name: f"{PLANNER}: {why}" if why else PLANNER for name, why in chosen.items()}
+
+
+def _is_planners(origin: str) -> bool:
+    return origin.partition(":")[0] == PLANNER
 
 
 def written_origins(text: str) -> dict[str, str]:

@@ -1,12 +1,14 @@
 """From what the user asked for to a `Plan`: fills every `auto` and refuses what cannot work, before torch is imported.
 
-The degrees of the axes come first (degrees.py); then the ZeRO stage and the micro-batch, by predicted memory (memory.py).
+The degrees of the axes come first (degrees.py); then the ZeRO stage and the micro-batch, by predicted memory (memory.py). Where that does not
+fit, or on several GPUs could be faster, the search decides (planned.py). What was chosen and why goes into the config (filled.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -20,8 +22,10 @@ from shardwise.model.transformers_spec import no_document_mask
 from shardwise.plan.activations import check_activation_offload
 from shardwise.plan.adapter_choice import settle_adapter
 from shardwise.plan.degrees import choose_degrees, global_batch_of
+from shardwise.plan.filled import fill
 from shardwise.plan.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.plan import Plan
+from shardwise.plan.planned import Saving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.refusal import Asked
 
 DEFAULT_STEPS = 340
@@ -37,7 +41,7 @@ class Resolved:
 
     plan: Plan
     config: Config
-    chosen: tuple[str, ...]  # the keys that the planner filled
+    chosen: Mapping[str, str]  # the keys that the planner filled -> why
 
 
 def resolve(
@@ -65,19 +69,25 @@ def resolve(
         check_activation_offload(asked.device, where_written(origins, "memory.activation_offload"))
     plan = plan_of(asked, num_sequences, origins)
     limit = rank_memory_limit(config, machine, plan)
-    if needed_memory(spec, plan, config) > limit:
+    fits = needed_memory(spec, plan, config) <= limit
+    found = better_layout(asked, plan, limit, fits, origins)
+    if found is not None:
+        plan = plan_of(asked.changed(dict(found.settings)), num_sequences, origins)
+        plan = replace(plan, reason=found.why)
+    elif not fits:
         raise does_not_fit(asked, plan, limit, lambda other: plan_of(other, num_sequences))
-    return Resolved(plan, *_fill(config, plan))
+    return Resolved(plan, *fill(config, plan, found))
 
 
 def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyType({})) -> Plan:
     """The plan of a job, whether it fits into memory or not."""
-    config, spec, machine = asked.config, asked.spec, asked.machine
+    config, machine = asked.config, asked.machine
     train, parallel = config.train, config.parallel
     degrees = choose_degrees(asked, origins)
     global_batch = global_batch_of(train)
     threads = max(1, machine.cores // degrees.world)
     goes_to = "nvme" if config.memory.offload == "nvme" else config.memory.offload_to
+    saving = possible_savings(asked)[0]
     plan = Plan(
         device=asked.device,
         precision=_choose_precision(config, machine, origins),
@@ -97,8 +107,8 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
         virtual_stages=degrees.virtual_stages,
         split=degrees.split,
         ep=degrees.ep,
-        recompute=config.memory.recompute,
-        offload="optimizer" if config.memory.offload == "nvme" else config.memory.offload,
+        recompute=saving.recompute,
+        offload=saving.offload,
         offload_to=goes_to,
         offload_dir=(config.memory.offload_dir or config.run.dir) if goes_to == "nvme" else "",
         offload_buffer=config.memory.offload_buffer,
@@ -109,7 +119,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
     )
     if train.micro_batch != "auto":
         _check_micro_batch(config, plan, int(train.micro_batch), origins)
-    plan = _choose_zero(config, spec, plan, rank_memory_limit(config, machine, plan))
+    plan = _choose_states(asked, plan, rank_memory_limit(config, machine, plan))
     _check_fill(config, plan, origins)
     _check_fp8_tokens(plan, origins)
     _check_offload(plan, origins)
@@ -159,22 +169,34 @@ def _check_offload(plan: Plan, origins: Origins) -> None:
         )
 
 
-def _choose_zero(config: Config, spec: ModelSpec, plan: Plan, limit: int) -> Plan:
-    """The smallest ZeRO stage that fits, with the largest micro-batch that fits beside it. The run measures that one again."""
-    stages = _possible_stages(config.parallel, plan.dp, plan.cp)
-    for zero in stages:
-        replicate = plan.dp if zero == 0 else degree(config.parallel.replicate)
-        plan = replace(plan, zero=zero, replicate=replicate)
-        if config.train.micro_batch != "auto":
-            sizes = [int(config.train.micro_batch)]
-        else:
-            sizes = micro_batch_sizes(plan)
-        for size in sizes:
-            plan = replace(plan, micro_batch=size)
-            if needed_memory(spec, plan, config) <= HEADROOM * limit:
-                chosen = f"; zero={zero} is the smallest stage that fits" if zero and len(stages) > 1 else ""
-                return replace(plan, reason=plan.reason + chosen)
-    return plan if len(stages) == 1 else replace(plan, reason=f"{plan.reason}; zero={plan.zero} needs the least memory")
+def _choose_states(asked: Asked, plan: Plan, limit: int) -> Plan:
+    """The smallest ZeRO stage that fits, with the largest micro-batch that fits beside it. What costs time comes after that: computing again,
+    then states in CPU memory. The run measures the micro-batch again."""
+    config = asked.config
+    stages, savings = _possible_stages(config.parallel, plan.dp, plan.cp), possible_savings(asked)
+    for saving in savings:
+        plan = replace(plan, recompute=saving.recompute, offload=saving.offload)
+        for zero in stages:
+            replicate = plan.dp if zero == 0 else degree(config.parallel.replicate)
+            plan = replace(plan, zero=zero, replicate=replicate)
+            asked_size = config.train.micro_batch
+            for size in micro_batch_sizes(plan) if asked_size == "auto" else [int(asked_size)]:
+                plan = replace(plan, micro_batch=size)
+                if needed_memory(asked.spec, plan, config) <= HEADROOM * limit and fits_on_host(asked, plan):
+                    chosen = f"; zero={zero} is the smallest stage that fits" if zero and len(stages) > 1 else ""
+                    saved = f"; {saving} because it does not fit without" if saving != savings[0] else ""
+                    return replace(plan, reason=plan.reason + chosen + saved)
+    is_forced = len(stages) == len(savings) == 1
+    return (
+        plan
+        if is_forced
+        else replace(plan, reason=f"{plan.reason}; {_said(plan, stages, savings)} needs the least memory")
+    )
+
+
+def _said(plan: Plan, stages: Sequence[int], savings: Sequence[Saving]) -> str:
+    words = [f"zero={plan.zero}"] * (len(stages) > 1) + [str(savings[-1])] * (len(savings) > 1)
+    return " ".join(words)
 
 
 def _possible_stages(parallel: ParallelConfig, dp: int, cp: int) -> tuple[int, ...]:
@@ -259,37 +281,3 @@ def _num_steps(config: Config, global_batch: int, num_sequences: int) -> int:
     if train.epochs:
         return max(1, math.ceil(train.epochs * num_sequences / global_batch))
     return train.steps or DEFAULT_STEPS
-
-
-def _fill(config: Config, plan: Plan) -> tuple[Config, tuple[str, ...]]:
-    """The config as it will run: what the user left open now holds the plan's value. What the run measures at its start
-    (`micro_batch`, `split`) and what follows from other keys (`replicate`) stays open; plan.json has the answer."""
-    filled = replace(
-        config,
-        train=replace(
-            config.train,
-            steps=config.train.steps if (config.train.tokens or config.train.epochs) else plan.num_steps,
-            global_batch=None if config.train.global_batch_tokens else plan.global_batch,
-        ),
-        parallel=replace(
-            config.parallel,
-            dp=plan.dp,
-            zero=plan.zero,
-            tp=plan.tp,
-            sequence=plan.sequence,
-            cp=plan.cp,
-            pp=plan.pp,
-            virtual_stages=plan.virtual_stages,
-            ep=plan.ep,
-            layout=None,
-        ),
-        memory=replace(config.memory, precision=plan.precision),
-    )
-    sections = ("train", "parallel", "memory")  # what an adapter's directory says was read from there, not chosen
-    chosen = tuple(
-        f"{section}.{key}"
-        for section in sections
-        for key in getattr(config, section).__dataclass_fields__
-        if getattr(getattr(config, section), key) != getattr(getattr(filled, section), key)
-    )
-    return filled, chosen

@@ -1,62 +1,39 @@
 """`search`: the layouts worth running, best first; `explore`: those and the rest of the story. No torch.
 
-search(model, cluster, job)  -> list of Candidate, fastest first
-explore(model, cluster, job) -> SearchResult: also what is best per GPU count, the Pareto set, and what was rejected and why
+    search(model, cluster, job)  -> list of Candidate, fastest first
+    explore(model, cluster, job) -> SearchResult: also what is best per number of GPUs, the Pareto set, what was rejected and why; when
+                                    nothing fits, the closest miss and what would
+
+Read next: space.py (which layouts there are), best_first.py (how they are searched), regions.py, remedies.py, inverse.py.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
 
 from shardwise.cluster.spec import ClusterSpec
+from shardwise.config.values import shown
+from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.best_first import BestFirst, Candidate, Counts
 from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
-from shardwise.plan.prediction import Prediction
+from shardwise.plan.pareto import pareto
+from shardwise.plan.regions import Region, regions
+from shardwise.plan.remedies import Remedy, remedies
+from shardwise.plan.space import Space
+from shardwise.plan.stack import OURS, Stack
 
+__all__ = ["Candidate", "Counts", "Region", "Remedy", "SearchResult", "explore", "memory_limit", "search"]
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with what is predicted of it."""
+HEADROOM = 0.93
+"""Of a device's memory: the rest is the driver's, the communication library's and the allocator's."""
 
-    plan: Plan
-    prediction: Prediction
-
-
-@dataclass(frozen=True)
-class Region:
-    """All layouts with one value that the winner does not have, told by the best of them."""
-
-    axis: str  # as the layout string and the config call it: tp, pp, zero, recompute, schedule, micro_batch, gpus, ...
-    value: str
-    reason: str  # one line: what it costs more, or how far over the memory it is and by what
-    candidate: Candidate | None  # the fastest that fits; if none does, the one that needs the least memory
-    slower: float | None  # its step over the winner's; None: it does not fit
-
-    @property
-    def what(self) -> str:
-        return f"{self.axis}={self.value}"
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change after which a job fits that does not fit as it is: it was tried."""
-
-    what: str  # in words: "16 GPUs", "memory.offload=optimizer", "train.seq_len=4096"
-    change: dict[str, object]  # config key -> value; "gpus" -> number
-    candidate: Candidate
-    same_losses: bool  # whether the training stays the same
-
-
-@dataclass
-class Counts:
-    """The work of one search. A layout is considered when it, or a region that it lies in, was looked at."""
-
-    considered: int = 0
-    too_large: int = 0  # in regions whose smallest member does not fit
-    too_slow: int = 0  # in regions whose fastest member cannot win a place
-    evaluated: int = 0  # predicted exactly
-    seconds: float = 0.0
+LEANER = (0.5, 0.25)
+"""Of the limit: the Pareto set also has the fastest layouts that leave so much memory free."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +50,79 @@ class SearchResult:
 
 def search(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 10) -> list[Candidate]:
     """The fastest layouts that fit, one of each family."""
-    return explore(model, cluster, job, top).candidates
+    return explore(model, cluster, job, top, detail=False).candidates
 
 
-def explore(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 10) -> SearchResult:
-    raise NotImplementedError
+def explore(
+    model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 10, *, detail: bool | None = None, stack: Stack = OURS
+) -> SearchResult:
+    """`detail`: also what is best per number of GPUs, the Pareto set and the regions; by default if more than one layout is asked for."""
+    began = time.perf_counter()
+    engine = _engine(model, cluster, job, stack)
+    candidates = engine.best(top)
+    if not candidates:
+        check_not_empty(engine.space)
+        miss = engine.smallest(engine.space.gpu_counts)
+        ways = remedies(model, cluster, job, _first)
+        engine.counts.seconds = time.perf_counter() - began
+        return SearchResult([], engine.limit, closest_miss=miss, remedies=ways, counts=engine.counts)
+    by_gpus, rejected, trade_offs = {}, [], []
+    if top > 1 if detail is None else detail:
+        for gpus in sorted(engine.space.gpu_counts):
+            if best := engine.best(1, [gpus]):
+                by_gpus[gpus] = best[0]
+        rejected = regions(engine, candidates[0])
+        lean = [found for share in LEANER for found in engine.within(int(share * engine.limit)).best(1)]
+        trade_offs = pareto([*candidates, *by_gpus.values(), *lean])
+    engine.counts.seconds = time.perf_counter() - began
+    return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=engine.counts)
+
+
+def memory_limit(cluster: ClusterSpec, job: Job) -> int:
+    """Bytes that a rank may use."""
+    asked = job.constraints.get("memory.limit", "auto")
+    return int(HEADROOM * cluster.device.memory) if asked == "auto" else int(asked)
+
+
+def _engine(model: ModelSpec, cluster: ClusterSpec, job: Job, stack: Stack = OURS) -> BestFirst:
+    return BestFirst(Space(model, cluster, job, asked_for(job.constraints)), memory_limit(cluster, job), stack)
+
+
+def _first(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Candidate | None:
+    try:
+        return next(iter(_engine(model, cluster, job).best(1)), None)
+    except UserError:
+        return None
+
+
+def asked_for(constraints: Mapping[str, Any]) -> dict[str, Any]:
+    """Constraints without those that leave everything open."""
+    return {key: value for key, value in constraints.items() if value is not None and value != "auto"}
+
+
+def check_not_empty(space: Space) -> None:
+    """Constraints that leave no layout at all: which one, or which two."""
+    if any(True for _ in space.some_grids()):
+        return
+
+    def is_empty(*keys: str) -> bool:
+        fixed = {key: space.fixed[key] for key in keys}
+        return not any(True for _ in Space(space.model, space.cluster, space.job, fixed).some_grids())
+
+    what = f"{space.model.name}, {space.cluster.world} devices and a batch of {space.job.global_batch} x {space.job.seq_len} tokens"
+    for count in (1, 2):
+        for keys in combinations(space.fixed, count):
+            if is_empty(*keys):
+                said = [f"{key}={shown(space.fixed[key])}" for key in keys]
+                raise UserError(
+                    f"{said[0]} leaves no layout" if count == 1 else f"{said[0]} and {said[1]} exclude each other",
+                    why=f"no layout of {what} has {'it' if count == 1 else 'both'}",
+                    fix=f"leave out {' or '.join(keys)}",
+                )
+    raise UserError(
+        "the constraints leave no layout",
+        why=f"no layout of {what} has {', '.join(f'{key}={shown(value)}' for key, value in space.fixed.items())} together",
+        fix=f"leave out one of {', '.join(space.fixed)}"
+        if space.fixed
+        else "a larger --batch or other sequence lengths",
+    )

@@ -25,9 +25,12 @@ from shardwise.plan.split import balanced_split, estimated_costs, even_split
 SMALL_WORLD = 16
 """Up to so many GPUs every number of them is tried, beyond it powers of two and what nodes divide into."""
 
-VIRTUAL_STAGES = (1, 2, 3, 4, 5, 6, 8)
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 RECOMPUTE = ("none", "every-8", "every-4", "every-3", "every-2", "selective", "full", "sqrt")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "gpipe")
+LEAST_PIECE = 512
+"""Tokens: context parallelism does not cut sequences finer than this."""
+
 FP8_MULTIPLE = 16
 PASSED_ON = ("loss_scale", "reduce_dtype", "fp8_recipe", "offload_buffer", "quantize_weights", "quantize_gradients")
 """Settings that are as the user has them, else the default: they change numbers, not the layout."""
@@ -135,6 +138,9 @@ class Space:
                             if self.sizes(dp) and self.pipelines(pp) and self.states(grid):
                                 yield grid
 
+    def some_grids(self) -> Iterator[Grid]:
+        return (grid for gpus in self.gpu_counts for grid in self.grids(gpus))
+
     @cached_property
     def _tensor_degrees(self) -> list[int]:
         return tensor_degrees(self.model)
@@ -143,6 +149,8 @@ class Space:
         seq_len, heads = self.job.seq_len, self.model.num_heads // tp
         for cp in self.among("parallel.cp", divisors(ranks) if self.model.is_ours else [1]):
             if ranks % cp or (cp > 1 and not self.model.is_ours):
+                continue
+            if "parallel.cp" not in self.fixed and cp > 1 and seq_len // cp < LEAST_PIECE:
                 continue
             if self.precision == "fp8" and seq_len // cp % FP8_MULTIPLE:
                 continue
@@ -244,6 +252,10 @@ class Space:
     def goes_to_disk(self) -> bool:
         return "nvme" in (self.fixed.get("memory.offload"), self.fixed.get("memory.offload_to"))
 
+    def go_together(self, grid: Grid, states: States, offload: str) -> bool:
+        """Parameters in CPU memory are gathered block by block, whatever the ZeRO stage: only its name for that is offered."""
+        return offload != "all" or states.zero == 3 or grid.dp * grid.cp == 1 or "parallel.zero" in self.fixed
+
     # Plans ---------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -301,7 +313,8 @@ class Space:
                 for pace in self.paces(grid):
                     for states in self.states(grid):
                         for saving in self.savings:
-                            yield grid, pace, states, saving
+                            if self.go_together(grid, states, saving.offload):
+                                yield grid, pace, states, saving
 
 
 @cache

@@ -9,6 +9,7 @@ as docs/architecture.md has it. Messages run beside computing where the stack le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec
@@ -63,6 +64,8 @@ def state_time(
 ) -> StateTime:
     """`forward`, `backward`: of all layers of the rank and one micro-batch; messages can hide behind them."""
     held = sum(blocks[1:], blocks[0])
+    if plan.device == "cpu":  # gloo's threads and the computing ones have the same cores
+        stack = replace(stack, overlaps_gather=False, overlaps_reduce=False)
     compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
     casts = _casts(held, plan, stack, pricer)
     if plan.dp * plan.cp == 1:
@@ -177,4 +180,4 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     if not stack.copies_parameters:
         update += numbers * 6  # the 16-bit copy
     norm = numbers * weight / NORM_RATE + numbers * 2 * weight
-    return pricer.pass_(update) + pricer.pass_(norm) if trained else 0.0
+    return pricer.pass_(update) + pricer.pass_(norm) if numbers else 0.0

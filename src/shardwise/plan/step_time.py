@@ -11,13 +11,11 @@ Parts are those of the rank that is busiest. Read next: layer_time.py, state_tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.activations import segments
-from shardwise.plan.adapter_share import held_by
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.layer_time import LayerTime, LayerTimes, add
@@ -28,6 +26,7 @@ from shardwise.plan.rank_share import RankShare, rank_shares
 from shardwise.plan.schedules import splits_backward, stage_owners
 from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.state_time import StateTime, optimizer_seconds, state_time
+from shardwise.plan.states import groups_of
 
 STRAGGLER = 0.006
 """Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
@@ -53,7 +52,6 @@ class StageTime:
 
 def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> dict[str, float]:
     """Seconds by part; their sum is the step."""
-    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times, stack)
     shares = rank_shares(model, plan)
@@ -74,9 +72,9 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
     state = states[slowest]
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
     parts["compute"] += state.casts_once
-    held = sum((blocks := held_by(shares[slowest], model, job.adapter))[1:], blocks[0])
-    parts["optimizer"] = optimizer_seconds(held.trained, plan.state_shards, times.pricer, plan, job, stack)
-    parts["offload"] = offload_seconds(held.trained / plan.state_shards, plan)
+    trained = max(_trained(share, model, job, plan) for share in shares)
+    parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
+    parts["offload"] = offload_seconds(trained, plan)
     parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
     parts["straggler"] = STRAGGLER * (cluster.nodes.bit_length() - 1) * sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
@@ -85,19 +83,23 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
 def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
     """The busiest rank computes at least the mean of all. What waits, what travels between ranks and what is computed again in parts of a
     pipeline come on top."""
-    stack = _executed(stack, cluster.device.kind)
     times = layer_times(model, cluster, job, plan, stack)
     again: set[int] = set()
     if plan.pp == 1 or plan.recompute == "full":
         again = {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
     total = times.stage([(layer, layer.index in again) for layer in model.layers])
-    return plan.num_microbatches * _length(add((total, *times.ends()))) / plan.pp
+    work = plan.num_microbatches * _length(add((total, *times.ends()))) / plan.pp
+    if job.adapter.kind != "none":
+        return work
+    shards = max(plan.tp, plan.ep) * max(plan.state_shards, plan.expert_shards)
+    return work + optimizer_seconds(model.num_parameters / plan.pp, shards, times.pricer, plan, job, stack)
 
 
-@cache
-def _executed(stack: Stack, kind: str) -> Stack:
-    """Between cores that all compute, messages are copied by the cores themselves: they hide behind nothing."""
-    return replace(stack, overlaps_reduce=False, overlaps_gather=False) if kind == "cpu" else stack
+def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
+    """Parameters that a rank updates."""
+    trained = groups_of(share.cut, model, job.adapter).whole.trained
+    experts = share.spread_parameters if job.adapter.kind == "none" else 0
+    return (trained - experts) / plan.state_shards + experts / plan.expert_shards
 
 
 def _length(time: LayerTime) -> float:
@@ -170,7 +172,7 @@ def rank_state(
     times: LayerTimes,
 ) -> StateTime:
     forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
-    blocks = held_by(share, model, job.adapter)
+    blocks = [groups_of(share.cut, model, job.adapter).whole]
     return state_time(share, blocks, forward, backward, cluster, times.network, times.pricer, plan, stack)
 
 

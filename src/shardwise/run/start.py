@@ -26,7 +26,7 @@ from shardwise.launch.ranks import ranks_from_environment
 from shardwise.memory.disk import check_directory
 from shardwise.plan.memory import predict_elsewhere
 from shardwise.plan.plan import Plan
-from shardwise.plan.reopen import reopen
+from shardwise.plan.reopen import planner_origins, reopen
 from shardwise.plan.resolve import Resolved, resolve
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
 from shardwise.run.rundir import RunDir, create_run_dir
@@ -57,7 +57,7 @@ class Job:
         return self.resolved.plan
 
     def origins(self) -> dict[str, str]:
-        return self.loaded.origins | dict.fromkeys(self.resolved.chosen, "planner")
+        return self.loaded.origins | planner_origins(self.resolved.chosen)
 
 
 def make_job(loaded: Loaded, nproc: int | None, progress: bool) -> Job:

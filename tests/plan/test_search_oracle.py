@@ -1,0 +1,140 @@
+"""The pruned search against predicting everything: small models, clusters and jobs at random."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwise.cluster.read import read_cluster
+from shardwise.cluster.spec import ClusterSpec
+from shardwise.model.presets import preset
+from shardwise.model.spec import ModelSpec
+from shardwise.plan.best_first import BestFirst, Candidate, family, rank_of
+from shardwise.plan.job import Job
+from shardwise.plan.prediction import predict
+from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.stack import OURS
+
+Layout = tuple[Grid, Pace, States, Saving]
+MOST = 4000
+"""Layouts that the oracle predicts in one example."""
+
+FAMILIES = {
+    "dense": {},
+    "latent": {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    "windows": {"sliding_window": 256, "global_every": 2},
+    "experts": {"num_experts": 4, "experts_per_token": 2, "expert_ffn": 128, "first_dense_layers": 1},
+    "tied": {"tied": True, "norm": "layer", "gated": False, "activation": "gelu"},
+}
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[ModelSpec, ClusterSpec, Job, dict[str, object], float]:
+    """With few enough layouts: values of some axes are fixed."""
+    hidden = draw(st.sampled_from([256, 1024, 4096]))
+    model = ModelSpec(
+        num_layers=draw(st.integers(2, 9)), hidden=hidden, num_heads=4, num_kv_heads=draw(st.sampled_from([2, 4])),
+        ffn=3 * hidden, vocab=draw(st.sampled_from([500, 32000])),
+    )  # fmt: skip
+    changes = dict(draw(st.sampled_from(list(FAMILIES.values()))))
+    if "kv_lora_rank" in changes:
+        changes["num_kv_heads"] = 4
+    model = model.with_overrides(changes)
+    nodes, per_node = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 2), (3, 2), (2, 4)]))
+    cluster = read_cluster(f"{nodes}x{per_node}x{draw(st.sampled_from(['h100', 'a100-80', 'l40s']))}")
+    job = Job(
+        seq_len=draw(st.sampled_from([512, 1024, 4096])),
+        global_batch=draw(st.integers(1, 12)),
+        precision=draw(st.sampled_from(["bf16", "fp32", "bf16-true"])),
+        optimizer=draw(st.sampled_from(["adamw", "sgd"])),
+    )
+    fixed: dict[str, object] = {}
+    if draw(st.booleans()):
+        fixed["memory.recompute"] = draw(st.sampled_from(["none", "selective", "full", "sqrt", "every-2"]))
+    if draw(st.booleans()):
+        fixed["memory.offload"] = draw(st.sampled_from(["none", "optimizer"]))
+    if draw(st.booleans()):
+        fixed["parallel.zero"] = draw(st.integers(0, 3))
+    if draw(st.booleans()):
+        fixed["parallel.pp"] = draw(st.sampled_from([1, 2]))
+    if draw(st.booleans()):
+        fixed["parallel.schedule"] = draw(st.sampled_from(["1f1b", "interleaved", "zero-bubble", "zbv", "gpipe"]))
+    share = draw(st.floats(0.0, 1.0))
+    return model, cluster, job, fixed, share
+
+
+def layouts(space: Space) -> list[Layout] | None:
+    found = []
+    for layout in space:
+        found.append(layout)
+        if len(found) > MOST:
+            return None
+    return found
+
+
+def all_predicted(space: Space, every: list[Layout]) -> list[Candidate]:
+    model, cluster, job = space.model, space.cluster, space.job
+    plans = [space.plan(*layout) for layout in every]
+    return [Candidate(plan, predict(model, cluster, job, plan)) for plan in plans]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(questions())
+def test_the_search_finds_what_predicting_everything_finds(question):
+    model, cluster, job, fixed, share = question
+    space = Space(model, cluster, job, fixed)
+    every = layouts(space)
+    if not every:
+        return
+    predicted = all_predicted(space, every)
+    sizes = sorted(candidate.prediction.memory_bytes for candidate in predicted)
+    limit = sizes[int(share * (len(sizes) - 1))]  # so that some fit and some do not
+    fitting = sorted((c for c in predicted if c.prediction.memory_bytes <= limit), key=rank_of)
+    best = list({family(c.plan): c for c in reversed(fitting)}.values())
+    best.sort(key=rank_of)
+    found = BestFirst(space, limit, OURS).best(5)
+    assert [(c.plan, c.prediction.step_s) for c in found] == [(c.plan, c.prediction.step_s) for c in best[:5]]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(questions(), st.randoms(use_true_random=False))
+def test_no_floor_is_above_the_prediction(question, random):
+    model, cluster, job, fixed, _ = question
+    space = Space(model, cluster, job, fixed)
+    every = layouts(space)
+    if not every:
+        return
+    engine = BestFirst(space, 0, OURS)
+    time, memory = engine.time, engine.memory
+    some = random.sample(every, min(len(every), 60))
+    for (grid, pace, states, saving), candidate in zip(some, all_predicted(space, some), strict=True):
+        said, seconds, size = (
+            candidate.plan.layout,
+            candidate.prediction.step_s * (1 + 1e-9),
+            candidate.prediction.memory_bytes,
+        )
+        each, once = time.of_states(grid, pace.micro_batch, states, saving.offload)
+        mean, schedule = time.of_pace(grid, pace, saving.recompute)
+        assert time.of_gpus(grid.gpus) <= seconds, said
+        assert time.of_size(grid, pace.micro_batch) + time.slower * (each + once) <= seconds, said
+        assert time.slower * (max(mean + each, schedule) + once) <= seconds, said
+        assert time.of_plan(candidate.plan) <= seconds, said
+        place = saving.offload, saving.activation_offload
+        assert memory.of_grid(grid, pace.micro_batch, states, *place) <= size, said
+        assert memory.of_layout(grid, pace, states, saving) <= size, said
+
+
+def test_a_twin_that_does_less_is_never_slower():
+    """What the search relies on when it drops layouts whose plainer twin fits."""
+    model, cluster = preset("llama3.2-1b"), read_cluster("2x4xa100-80")
+    space = Space(model, cluster, Job(4096, 32), {"parallel.tp": 2, "parallel.dp": 2, "parallel.pp": 2})
+    for grid, pace, states, saving in space:
+        if pace.micro_batch != 4 or saving == space.savings[0] or pace.virtual_stages > 2:
+            continue
+        plain = space.plan(grid, pace, states, saving._replace(recompute="none", offload="none"))
+        plan = space.plan(grid, pace, states, saving)
+        seconds = [predict(model, cluster, space.job, one).step_s for one in (plain, plan)]
+        assert seconds[0] <= seconds[1] * (1 + 1e-12), (plan.layout, seconds)
+    assert replace(plain, recompute="full") != plain
