@@ -156,8 +156,9 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
     keys = 0 if kind == "ring" else plan.seq_len
     stages = _kept(
-        share.cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack
-    )
+        share.cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
+        stack.expert_load if plan.ep > 1 else 1.0,
+    )  # fmt: skip
     between = sum(stage.between for stage in stages)
     held = tokens * between * size * share.stages_in_flight // plan.virtual_stages
     if plan.activation_offload:
@@ -217,10 +218,11 @@ def _kept(
     exchanged: bool,
     device: str,
     stack: Stack,
+    load: float,
 ) -> tuple[Kept, ...]:
     """Of each of the rank's stages."""
     spec = _as_saved(cut, device)
     return tuple(
-        kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack)
+        kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load)
         for layers in stages_of_cut(cut, split)
     )
