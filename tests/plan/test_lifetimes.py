@@ -22,7 +22,7 @@ from shardwise.plan.split import even_split
 from shardwise.plan.stack import OURS, Stack
 
 LLAMA = preset("llama3-8b")
-MEASURED = Path(__file__).parents[2] / "benchmarks/results/prediction_first_h200.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def plan(**changes: Any) -> Plan:
@@ -86,7 +86,7 @@ def test_one_micro_batch_is_fullest_where_the_heads_gradient_is_reduced() -> Non
 
 def test_long_sequences_that_are_computed_again_are_fullest_in_backward() -> None:
     (stage,) = predict_stages(LLAMA.with_overrides({"num_layers": 2, "vocab": 512}), plan(global_batch=1, micro_batch=1, seq_len=65536, recompute="full"), "adamw")  # fmt: skip
-    assert stage.moment == "backward of layer 1"
+    assert stage.moment.startswith("backward of layer")
 
 
 def test_a_block_that_is_computed_again_finds_the_ones_after_it_gone() -> None:
@@ -101,7 +101,7 @@ def test_a_block_that_is_computed_again_finds_the_ones_after_it_gone() -> None:
 
 def test_the_saving_of_every_mode_is_what_was_measured_on_an_h200() -> None:
     """benchmarks/recompute.py: bf16, 8 layers of 2048 x 8192, 4 sequences of 4096 tokens."""
-    case = json.loads((MEASURED.parent / "recompute_h200.json").read_text())["cases"]["2048 wide, 4 x 4096"]
+    case = json.loads((RESULTS / "recompute_h200.json").read_text())["cases"]["2048 wide, 4 x 4096"]
     shape = {"hidden": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 8192, "num_layers": 8}
     spec = preset("tiny").with_overrides(shape | {"vocab": 32768})
 
@@ -115,11 +115,15 @@ def test_the_saving_of_every_mode_is_what_was_measured_on_an_h200() -> None:
         assert peak("none") - peak(mode) == pytest.approx(saved, rel=0.05), mode
 
 
-CASES = json.loads(MEASURED.read_text())["cases"]
+CASES = {
+    name: case
+    for word in ("first", "second")
+    for name, case in json.loads((RESULTS / f"prediction_{word}_h200.json").read_text())["cases"].items()
+}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_3_percent(name: str) -> None:
+def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_2_percent(name: str) -> None:
     """benchmarks/gpu/prediction.py measured them; whoever changes the prediction must keep to it."""
     case = CASES[name]
     here = plan(global_batch=case["micro_batch"] * case.get("micro_batches", 1), micro_batch=case["micro_batch"],
@@ -127,7 +131,7 @@ def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_3_percent(
     from benchmarks.gpu.prediction import adapter_of, spec_of
 
     (stage,) = predict_stages(spec_of(case), here, case.get("optimizer", "adamw"), adapter_of(case))
-    assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.03)
+    assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.02)
 
 
 # What other frameworks keep ----------------------------------------------------------------------------------------

@@ -115,14 +115,15 @@ def test_no_floor_is_above_the_prediction(question, random):
             candidate.prediction.step_s * (1 + 1e-9),
             candidate.prediction.memory_bytes + 1,  # which is rounded down
         )
-        each, once = time.of_states(grid, pace.micro_batch, states, saving.offload)
-        mean, schedule = time.of_pace(grid, pace, saving.recompute)
+        sharing = time.of_states(grid, pace.micro_batch, states, saving.offload)
         assert time.of_gpus(grid.gpus) <= seconds, said
-        assert time.of_size(grid, pace.micro_batch) + time.slower * (each + once) <= seconds, said
-        assert time.slower * (max(mean + each, schedule) + once) <= seconds, said
+        assert time.of_size(grid, pace.micro_batch) <= seconds, said
+        assert time.of_mode(grid, pace.micro_batch, saving.recompute, sharing) <= seconds, said
+        assert time.of_pace(grid, pace, saving.recompute, sharing) <= seconds, said
         assert time.of_plan(candidate.plan) <= seconds, said
-        place = saving.offload, saving.activation_offload
-        assert memory.of_grid(grid, pace.micro_batch, states, *place) <= size, said
+        several = candidate.plan.num_microbatches > 1
+        kept = memory.kept(grid, pace.micro_batch, saving.recompute)
+        assert memory.of_grid(grid, pace.micro_batch, states, saving.offload).beside(kept, several) <= size, said
         assert memory.of_layout(grid, pace, states, saving) <= size, said
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import Kept, head_activation_bytes, kept_activations, logit_bytes, loss_bytes
+from shardwise.plan.activations import Kept, head_activation_bytes, kept_activations, logit_bytes, loss_bytes, segments
 from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import Cut, RankShare, stages_of_cut
+from shardwise.plan.rank_share import Cut, RankShare, numbers_of, stages_of_cut
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
 
@@ -107,37 +107,61 @@ def _moments(
     share: RankShare, groups: Groups, plan: Plan, states: States, activations: Activations, parts: dict[str, int]
 ) -> dict[str, int]:
     """Gathered parameters, gradients, activations and temporaries, by moment."""
-    compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
     gathered, complete, held = parts["gathered"], parts["gradients"], activations.held
     so_far = complete if states.accumulated else 0
     flight = share.stages_in_flight
-    head, block = groups.blocks[-1].trained, groups.blocks[-2].trained
     before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
+    again = activations.repeated + activations.working
     moments = {_forward(share): so_far + gathered + held + activations.head}
-    # Bytes per number of a gradient, once its group is reduced.
-    kept = weight / plan.state_shards if states.reduced and not so_far else 0.0
-    reduced_head = head * kept - (compute * head if states.reduced and plan.zero < 3 else 0)
     if activations.repeated:
-        again = held + activations.repeated + activations.working
-        moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + again + int(reduced_head)
-    if states.reduced:
-        # FSDP2 has a group's gradient as it was computed, in the format of sums, and what comes out of the sum. Stages 0 and 1 of a pipeline
-        # reduce in the last backward, when no other micro-batch is in flight.
-        one = held - before
-        others = before if plan.zero > 1 else 0
-        full = so_far + gathered + others + one
-        moments |= {
-            "reduction of the head": int(full + head * (compute + weight + kept)),
-            f"reduction of layer {share.layers[-1].index}": int(
-                full + reduced_head - one / len(share.layers) + block * (compute + weight + kept)
-            ),
-            END: complete + others + states.reduced + (gathered if plan.zero == 3 else 0),
-        }
-    else:
+        moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + held + again
+    if not states.reduced:
         # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
         moments["end of a backward"] = complete + before + states.arriving
+    else:
+        # Stages 0 and 1 of a pipeline reduce in the last backward, when no other micro-batch is in flight.
+        others = before if plan.zero > 1 else 0
+        moments |= _while_reducing(share, groups, plan, states, activations, parts, held - before, others)
     moments["optimizer step"] = complete + states.stepping
     return moments
+
+
+def _while_reducing(
+    share: RankShare,
+    groups: Groups,
+    plan: Plan,
+    states: States,
+    activations: Activations,
+    parts: dict[str, int],
+    one: int,
+    others: int,
+) -> dict[str, int]:
+    """Moments of a backward in which FSDP2 reduces. It has a group's gradient as it was computed, in the format of sums, and what comes out; the
+    second of them stays until the next group is reduced. `one`, `others`: activations of this micro-batch and of those in flight."""
+    compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
+    embedding, *_, block, head = (group.trained for group in groups.blocks)
+    gathered, complete = parts["gathered"], parts["gradients"]
+    kept = 0.0 if states.accumulated else weight / plan.state_shards  # of a gradient, once its group is reduced
+    dropped = 0 if plan.zero == 3 else compute  # of parameters, then
+    waiting = compute * embedding if share.spec.tied and plan.pp == 1 else 0  # a tied table's gradient by the head
+    full = others + one + gathered + (complete if states.accumulated else 0)
+    after_head = full + head * (kept - dropped) + waiting
+    layer, first, last = one / len(share.layers), share.layers[0].index, share.layers[-1].index
+    again, count, repeated = activations.working + activations.repeated, 1, float(activations.repeated)
+    if plan.recompute == "sqrt":  # the first group of blocks is computed again together; it may be smaller than others
+        sizes = [len(part) for part in segments("sqrt", numbers_of(stages_of_cut(share.cut, plan.split)[0]))]
+        count, repeated = sizes[0], repeated * sizes[0] / max(sizes)
+    to_come = embedding + count * block
+    left = gathered if plan.zero == 3 else compute * to_come
+    moments = {
+        "reduction of the head": full + head * (compute + weight + kept),
+        f"backward of layer {last}": after_head + weight * head + again,
+        f"reduction of layer {last}": after_head - layer + block * (compute + weight + kept),
+        f"backward of layer {first + count - 1}": others + complete - kept * to_come + weight * block + left + layer
+        + activations.working + repeated + waiting,
+        END: others + complete + states.reduced + (gathered if plan.zero == 3 else 0),
+    }  # fmt: skip
+    return {name: int(size) for name, size in moments.items()}
 
 
 def _flight(share: RankShare) -> str:
