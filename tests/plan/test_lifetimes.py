@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,16 @@ from hypothesis import strategies as st
 
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.plan.activations import kept_activations, layer_activations
 from shardwise.plan.lifetimes import APART, RESERVED_SHARE
 from shardwise.plan.memory import predict_memory, predict_stages
 from shardwise.plan.plan import Plan
 from shardwise.plan.split import even_split
 from shardwise.plan.stack import OURS, Stack
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from gpu.prediction import adapter_of, spec_of
 
 LLAMA = preset("llama3-8b")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -128,8 +133,6 @@ def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_2_percent(
     case = CASES[name]
     here = plan(global_batch=case["micro_batch"] * case.get("micro_batches", 1), micro_batch=case["micro_batch"],
                 seq_len=case["seq_len"], precision=case.get("precision", "bf16"), recompute=case.get("recompute", "none"))  # fmt: skip
-    from benchmarks.gpu.prediction import adapter_of, spec_of
-
     (stage,) = predict_stages(spec_of(case), here, case.get("optimizer", "adamw"), adapter_of(case))
     assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.02)
 
@@ -193,3 +196,13 @@ def test_a_prediction_takes_a_fraction_of_a_millisecond() -> None:
     for _ in range(200):
         predict_memory(spec, here, "adamw")
     assert (time.process_time() - start) / 200 < 0.6e-3
+
+
+def test_a_model_that_transformers_builds_is_predicted_on_gpus_too() -> None:
+    """Its blocks are counted one by one, and they may differ."""
+    spec = TransformersSpec(
+        name="theirs", num_layers=4, hidden=64, num_heads=4, ffn=256, vocab=1000, tied=True,
+        block_parameters=(10_000, 20_000, 20_000, 30_000), other_parameters=64_000,
+    )  # fmt: skip
+    (stage,) = predict_stages(spec, plan(global_batch=2, seq_len=128), "adamw")
+    assert stage.parts["weights"] == 4 * (10_000 + 2 * 20_000 + 30_000 + 64_000)

@@ -10,7 +10,7 @@ peak is a negative part, `never at once`. Read next: states.py, activations.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.model.spec import ModelSpec
@@ -228,7 +228,7 @@ def _widest(cut: Cut) -> int:
 @lru_cache(4096)
 def _as_saved(cut: Cut, device: str) -> ModelSpec:
     """CUDA's RMSNorm is one kernel that keeps its input alone, as LayerNorm does everywhere."""
-    return cut.spec.with_overrides({"norm": "layer"}) if device == "cuda" else cut.spec
+    return replace(cut.spec, norm="layer") if device == "cuda" else cut.spec
 
 
 @lru_cache(8192)
