@@ -25,7 +25,8 @@ def test_layers_go_into_a_cluster_file(tmp_path, capsys):
     assert ("matmul/bf16" in report["curves"]) != ("bf16" in report["problems"])  # measured, or said why not
     cluster = read_cluster(str(path))
     assert cluster.world == this_cluster(this_machine()).world
-    assert len(cluster.device.curves["matmul/fp32"]) == len(report["curves"]["matmul/fp32"])
+    assert len(cluster.device.curves["attention/fp32"]) == len(report["curves"]["attention/fp32"])
+    assert cluster.device.kind == "cuda" or len(cluster.device.curves["matmul/fp32"]) >= 3
     assert cluster.device.launch == report["launch_s"] and cluster.origins["launch"] == "measured"
 
 
@@ -53,10 +54,11 @@ def test_collectives_join_the_file_that_is_there(tmp_path, capsys):
 def test_a_step_measured_beside_predicted(capsys):
     assert main(["bench", "step", "--json", "--steps", "4", *SMALL]) == Exit.DONE
     report = json.loads(capsys.readouterr().out)
-    assert report["steps"] == 3
-    assert report["measured_s"]["compute"] > 0 and report["predicted_s"]["compute"] > 0
-    parts = [seconds for name, seconds in report["predicted_s"].items() if name != "step"]
-    assert sum(parts) == pytest.approx(report["predicted_s"]["step"])
+    step = report["step"]["step"]
+    assert report["steps"] >= 1 and step["measured"] > 0 and step["predicted"] > 0
+    for side in ("measured", "predicted"):
+        parts = [row[side] for name, row in report["step"].items() if name != "step"]
+        assert sum(parts) == pytest.approx(step[side], rel=1e-6)
 
 
 @pytest.mark.parametrize(

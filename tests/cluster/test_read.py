@@ -1,7 +1,11 @@
 """Clusters as people type them: what comes out, and what is refused and how."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from shardwise.cluster.changes import SETTINGS
 from shardwise.cluster.read import read_cluster
 from shardwise.cluster.spec import known_devices
 from shardwise.cluster.toml import write_toml
@@ -132,6 +136,16 @@ def test_a_file_of_a_person(tmp_path):
     assert cluster.origins["achievable"] == path and cluster.origins["bandwidth"] == "data sheet of h100"
 
 
+def test_the_file_in_the_docs(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    cluster = read_cluster(_file(tmp_path, page.split("```toml\n")[1].split("```")[0]))
+    assert cluster.world == 32 and [link.name for link in cluster.tiers] == ["nvlink", "nic"]
+    for text in re.findall(r"^\| `([^`.]+)` \|", page, re.MULTILINE):
+        assert text == "this" or read_cluster(text).world >= 1
+    assert set(known_devices()) <= set(re.findall(r"[\w-]+", page.split("Kinds:")[1]))
+    assert set(SETTINGS) <= set(re.findall(r"`(\w+)`", page))
+
+
 def test_many_machines_like_the_one_in_a_file(tmp_path):
     path = _file(
         tmp_path,
@@ -163,6 +177,7 @@ def test_many_machines_like_the_one_in_a_file(tmp_path):
         ('gpu = "h100"\n[device.curves]\n"matmul/bf16" = [[0, 1]]', "above zero"),
         ('gpu = "h100"\n[[tier]]\nspan = 8', "no bandwidth"),
         ('gpu = "h100"\nper_node = 8\n[[tier]]\nspan = 4\nbandwidth = "1GB/s"', "nothing joins all"),
+        ('gpu = "h100"\nnic = "1GB/s"\n[[tier]]\nbandwidth = "1GB/s"', "leave out nic"),
         ("nodes = 1", "[device] has no memory"),
         ('[device]\nmemory = "1GB"\nbandwidth = "1GB/s"\nflops = { fp32 = 1e12 }', "no [[tier]]"),
     ],

@@ -48,9 +48,9 @@ def test_one_process_computes_and_updates():
 
 
 def test_the_rate_of_a_good_step():
-    """llama2-7b on one H100: 45 to 65 % of its peak is what good runs reach."""
+    """llama2-7b on one H100, plain kernels: 45 to 60 % of its peak is what good runs reach."""
     done = 8 * 4096 * LLAMA.flops_per_token(4096)
-    assert 0.45 < done / total(plan()) / 989e12 < 0.65
+    assert 0.45 < done / total(plan(micro_batch=4)) / 989e12 < 0.60
 
 
 def test_degrees_divide_the_work():
@@ -150,6 +150,18 @@ def test_offloading_costs_time():
     assert before == pytest.approx(0.2484, rel=0.1)
     added = {way: total(replace(here, offload=way), spec, cluster) - before for way in ("optimizer", "all")}
     assert added == pytest.approx({"optimizer": 0.40, "all": 1.15}, rel=0.15)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_activations_that_leave_cost_what_was_measured(rows):
+    """benchmarks/recompute.py on an H200: forward and backward without and with paging, milliseconds."""
+    spec = preset("tiny").with_overrides({"hidden": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 8192,
+                                          "num_layers": 8, "vocab": 32768})  # fmt: skip
+    stays, leaves = {1: (35.9, 106.8), 4: (134.2, 415.1)}[rows]
+    here = plan(global_batch=rows, micro_batch=rows, precision="bf16-true")
+    step = seconds(replace(here, activation_offload=True), spec, known_cluster("h200", 1, 1))
+    assert step["compute"] * 1e3 == pytest.approx(stays, rel=0.1)
+    assert (step["compute"] + step["offload"]) * 1e3 == pytest.approx(leaves, rel=0.25)
 
 
 def test_adapters_save_the_gradients_of_weights():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -140,26 +139,14 @@ def _timed_line(point: Timed, fitted: float) -> str:
     return f"{point.collective:<16}{point.ranks:>6}{size:>10}{point.seconds * 1e3:>9.3f} ms{fitted * 1e3:>9.3f} ms"
 
 
-PARTS = {
-    "compute": ("compute", "recompute", "launch"),
-    "waiting for ranks": ("data-parallel", "tensor-parallel", "context-parallel", "expert-parallel", "pipeline", "straggler"),
-    "bubble": ("bubble",),
-    "optimizer": ("optimizer", "offload"),
-}  # fmt: skip
-MEASURED = {
-    "compute": "compute_s",
-    "waiting for ranks": "comm_exposed_s",
-    "bubble": "bubble_s",
-    "optimizer": "optimizer_s",
-}
-
-
 def _step(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains in a scratch directory and reads what the run wrote about itself."""
+    """Trains in a scratch directory; the run itself sets what it measured beside what was predicted."""
+    from shardwise.run.compared import comparison_lines
+    from shardwise.run.rundir import RunDir
+
     if args.steps < 3:
-        raise UserError(
-            f"--steps {args.steps} is too few", why="the first step warms up and does not count", fix="--steps 8"
-        )
+        why = "the first step warms up and does not count"
+        raise UserError(f"--steps {args.steps} is too few", why=why, fix=f"--steps {STEPS}")
     _progress(f"{args.steps} steps of training")
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         command = [sys.executable, "-m", "shardwise", "train", *([args.config] if args.config else []), "--no-verify"]
@@ -168,28 +155,8 @@ def _step(args: argparse.Namespace) -> dict[str, Any]:
         if done.returncode != 0:
             sys.stderr.write(done.stderr)
             raise Ended(done.returncode)
-        plan = json.loads((Path(folder) / "bench" / "plan.json").read_text(encoding="utf-8"))
-        text = (Path(folder) / "bench" / "metrics.jsonl").read_text(encoding="utf-8")
-    steps = [line for line in map(json.loads, text.splitlines()) if "step_s" in line][1:]
-    predicted = plan["prediction"]["step"]
-    parts = {name: sum(predicted.get(part, 0.0) for part in names) for name, names in PARTS.items()}
-    rows = {name: (_median(steps, MEASURED[name]), seconds) for name, seconds in parts.items()}
-    rows["other"] = (_median(steps, "other_s") + _median(steps, "data_wait_s"), 0.0)
-    rows["step"] = (_median(steps, "step_s"), plan["prediction"]["step_s"])
-    lines = [f"{'part':<20}{'measured':>12}{'predicted':>12}"]
-    lines += [f"{name:<20}{a * 1e3:>9.1f} ms{b * 1e3:>9.1f} ms" for name, (a, b) in rows.items() if a or b]
-    measured, expected = rows["step"]
-    lines.append(f"prediction is {100 * (expected / measured - 1):+.0f} % off; median of {len(steps)} steps")
-    return {
-        "steps": len(steps),
-        "measured_s": {name: a for name, (a, _) in rows.items()},
-        "predicted_s": {name: b for name, (_, b) in rows.items()},
-        "text": lines,
-    }
-
-
-def _median(steps: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(line[key] for line in steps)
+        found = RunDir(Path(folder) / "bench").read_plan()["measured"]
+    return {**found, "text": comparison_lines(found)}
 
 
 def _existing(path: str | None) -> ClusterSpec | None:

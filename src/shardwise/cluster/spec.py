@@ -61,7 +61,9 @@ class Link:
     share: float = 0.8  # of the bandwidth, reached by the largest messages
     half: float = 1e6  # bytes at which half of that is reached
     summing: float = 1.0  # bus bandwidth of an all-reduce over that of a gather; above 1 where switches add
-    mesh: int = 0  # ranks that each has wires to, when there is no switch: a group of few ranks uses few of them
+    mesh: int = (
+        0  # without a switch: with so many others all wires of a rank are in use; a group of few uses few of them
+    )
 
     def rate(self, members: int | None = None) -> float:
         """Bytes per second and rank that large messages reach among `members` neighbours."""
@@ -98,10 +100,10 @@ class ClusterSpec:
 
 NVLINK_ALPHA, NVLINK_SETTLING = 3.5e-6, 27e-6
 """Seconds per step of a ring, and seconds that a collective takes to come up to speed: `Link.half` is the settling time at full rate.
-Fitted with `share` to NCCL's all-reduce times of vTrain (1 MB to 1 GB). A100, 4 to 8 ranks: share 0.75, half 6 MB; mean error 3 %, largest 15 %;
-2 and 3 ranks come out 10 to 15 % too fast at 1 GB. V100, 8 ranks: share 0.90, half 5 MB, mean 2 %; its mesh of single wires gives 2 ranks 22 GB/s
-and 4 ranks 85, where `mesh` says 19 and 58. H100: 458 GB/s of bus bandwidth measured for all-reduces over one node, where switches add
-(`summing`); its gathers are assumed to reach 0.8, or 360 GB/s."""
+Fitted with `share` to NCCL's all-reduce times of vTrain (1 MB to 1 GB). A100, 4 to 8 ranks: share 0.75, half 6 MB; mean error 3 %, largest 21 %
+(at 1 MB); 2 and 3 ranks come out 12 % too fast. V100, 8 ranks: share 0.90, mean 2 %; it has no switch, and 2, 3 and 4 ranks have 22, 45 and 85 GB/s,
+where `mesh` says 27, 54 and 81. H100: 458 GB/s of bus bandwidth measured for all-reduces over one node, where switches add (`summing`); its gathers
+are assumed to reach 0.8, or 360 GB/s."""
 
 NIC_ALPHA, NIC_SETTLING, NIC_SHARE = 1.5e-5, 60e-6, 0.85
 """The same between nodes. Share: 341 GB/s of bus bandwidth measured over two nodes of 8 H100 with 8 x 50 GB/s. On more nodes of that cluster the
@@ -109,6 +111,9 @@ measured 1 / bus bandwidth grows by 0.14 ps per byte with each rank (161 GB/s on
 alphas of a long ring, not a narrower network. alpha and settling: assumed, as usual for InfiniBand."""
 
 PCIE_ALPHA, LOCAL_ALPHA = 1e-5, 1e-4  # assumed
+
+SUSTAINED = 0.85
+"""What a card reaches when one product runs again and again, over `achievable`, its best: power limits the clock. 672 of 794 TFLOP/s on an H200."""
 
 
 @cache

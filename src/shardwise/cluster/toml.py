@@ -56,6 +56,7 @@ TIER = {
     "summing": Setting("all-reduce over gather", "number", 0.1, 10, "1.0"),
     "mesh": Setting("devices that each has wires to", "count", 0, 1000, "7"),
 }
+LINKS = ("link", "domain", "nic", "nics", "pod", "oversubscription")
 TOP = {*SETTINGS, "schema", "name", "gpu", "device", "tier", "machine", "origins"}
 
 
@@ -83,6 +84,9 @@ def _cluster(document: Mapping[str, Any], path: str) -> ClusterSpec:
     if document.get("schema", 1) != 1:
         raise UserError(f"{path} has schema {document['schema']}", why="this version reads schema 1", fix="schema = 1")
     given = {name: read_setting(name, document[name], SETTINGS[name], path) for name in SETTINGS if name in document}
+    if "tier" in document and (twice := [name for name in LINKS if name in given]):
+        why = "[[tier]] describes the links already"
+        raise UserError(f"{path} says twice how fast links are", why=why, fix=f"leave out {', '.join(twice)}")
     nodes, per_node = given.pop("nodes", 1), given.pop("per_node", 1)
     base = None
     if "gpu" in document:

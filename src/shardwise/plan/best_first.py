@@ -20,11 +20,14 @@ from typing import Any
 
 from shardwise.plan.bounds import Sharing, TimeFloors
 from shardwise.plan.least_memory import MemoryFloors, Weights
+from shardwise.plan.lifetimes import rank_memory
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction, predict
+from shardwise.plan.rank_share import rank_shares
 from shardwise.plan.space import RECOMPUTE, Grid, Pace, Saving, Space, States, never_faster
 from shardwise.plan.stack import Stack
+from shardwise.plan.states import groups_of
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class BestFirst:
 
     def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
         """Into sizes of micro-batches and places where states wait."""
-        sizes, least = self.space.sizes(grid.dp), self._least_states(grid)
+        sizes, least = self.space.sizes(grid), self._least_states(grid)
         for place in self._places:
             weights = self.memory.of_grid(grid, sizes[-1], least, place[0])
             if weights.beside(0.0, len(sizes) > 1) > self.limit:
@@ -167,7 +170,9 @@ class BestFirst:
                 if weights.beside(self._least_kept(grid, size, place[1]), False) <= self.limit:
                     ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
                 else:
-                    self.counts.too_large += len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
+                    self.counts.too_large += (
+                        len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
+                    )
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
         """Into ZeRO stages and replicas. How much is computed again at least follows from the memory that they leave."""
@@ -296,7 +301,7 @@ class BestFirst:
     ) -> None:
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
-        if self.memory_of(plan) > self.limit:
+        if self._is_too_large(plan):
             self.counts.too_large += 1
             return
         fitting.append(saving)
@@ -318,7 +323,7 @@ class BestFirst:
         floors = []
         for gpus in counts:
             for grid in self.space.grids(gpus):
-                size, states = self.space.sizes(grid.dp)[-1], self._least_states(grid)
+                size, states = self.space.sizes(grid)[-1], self._least_states(grid)
                 for place in self._places:
                     if accept(grid, None, None, None) and self.space.go_together(grid, states, place[0]):
                         floors.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0, True), grid))
@@ -334,13 +339,13 @@ class BestFirst:
         """The least of every axis that is left open: the smallest micro-batch, the most shards, the most moved out."""
         sizes = [
             n
-            for n in reversed(self.space.sizes(grid.dp))
+            for n in reversed(self.space.sizes(grid))
             if accept(grid, Pace(n, *self.space.pipelines(grid.pp)[0]), None, None)
         ]
         paces = [
             Pace(size, *how)
             for how in self.space.pipelines(grid.pp)
-            for size in self.space.sizes(grid.dp)[-1:] + sizes[:1]
+            for size in self.space.sizes(grid)[-1:] + sizes[:1]
         ]
         every = sorted(self.space.states(grid), key=lambda states: (-states.zero, states.replicate))
         states = [one for one in every if accept(grid, None, one, None)][:1]
@@ -351,6 +356,15 @@ class BestFirst:
                         yield self.space.plan(grid, pace, one, saving)
 
     # Single layouts ------------------------------------------------------------------------------------------------
+
+    def _is_too_large(self, plan: Plan) -> bool:
+        """One rank is enough to know it, and the first is most often the fullest."""
+        if plan.pp > 1 and plan not in self._memory:
+            job, share = self.space.job, rank_shares(self.space.model, plan)[0]
+            groups = groups_of(share.cut, self.space.model, job.adapter)
+            if rank_memory(share, groups, plan, job.optimizer, self.stack).peak > self.limit:
+                return True
+        return self.memory_of(plan) > self.limit
 
     def memory_of(self, plan: Plan) -> int:
         if plan not in self._memory:

@@ -24,7 +24,15 @@ from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.stack import Stack
 from shardwise.plan.state_time import optimizer_seconds, state_time
 from shardwise.plan.states import groups_of
-from shardwise.plan.step_time import STRAGGLER, StageTime, layer_times, rank_state, stage_times, step_seconds
+from shardwise.plan.step_time import (
+    STRAGGLER,
+    StageTime,
+    layer_times,
+    rank_state,
+    stage_times,
+    step_seconds,
+    transfer_seconds,
+)
 
 
 class Work(NamedTuple):
@@ -66,7 +74,7 @@ class TimeFloors:
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self.slower = 1 + STRAGGLER * (space.cluster.nodes.bit_length() - 1)
         self._works: dict[tuple[object, ...], Work] = {}
-        self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float]], LayerTimes]] = {}
+        self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float, int]], LayerTimes]] = {}
         self._shares: dict[tuple[int, int, bool], tuple[RankShare, Held]] = {}
         self._larger: dict[int, list[tuple[bool, int, int]]] = {}
         self._messages: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -173,7 +181,9 @@ class TimeFloors:
                     if not turn.has_last:
                         found.add((splits_backward(schedule), len(turn.own), turn.before))
             self._larger[pp] = [
-                one for one in found if not any(o != one and o[0] >= one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
+                one
+                for one in found
+                if not any(o != one and o[0] >= one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
             ]
         return self._larger[pp]
 
@@ -227,26 +237,46 @@ class TimeFloors:
         if plan.pp == 1:
             return sum(step_seconds(space.model, space.cluster, space.job, plan, self.stack).values())
         times = layer_times(space.model, space.cluster, space.job, plan, self.stack)
+        transfer = transfer_seconds(times, plan, self.stack)
         shares, least, once = rank_shares(space.model, plan), 0.0, 0.0
-        for rank, (mine, busy, around) in self._stage_times(plan, times).items():
+        for rank, (mine, busy, around, hops) in self._stage_times(plan, times).items():
             state = rank_state(shares[rank], space.model, mine, space.cluster, space.job, plan, self.stack, times)
-            busy += state.each_forward + state.each_backward + state.casts_forward + state.casts_backward
-            least, once = max(least, plan.num_microbatches * busy + around), max(once, state.once)
+            ahead = state.each_forward + state.casts_forward
+            busy += ahead + state.each_backward + state.casts_backward
+            waits = around + hops * transfer
+            if around < 0:  # the first rank of a split backward: until its first one it has nothing but forwards, and room for few
+                most = min(self._room(plan), plan.num_microbatches * plan.virtual_stages)
+                forward = max(stage.forward for stage in mine) + ahead / plan.virtual_stages
+                waits = max(0.0, hops * transfer - around - most * forward)
+            least, once = max(least, plan.num_microbatches * busy + waits), max(once, state.once)
         grid = Grid(plan.dp, plan.tp, plan.sequence, plan.cp, plan.cp_kind, plan.pp, plan.ep)
         update = self._update(grid, plan.micro_batch, States(plan.zero, plan.replicate), plan.offload)
         return self.slower * (least + once + update)
 
-    def _stage_times(self, plan: Plan, times: LayerTimes) -> dict[int, tuple[list[StageTime], float, float]]:
-        """Of ranks that may be the slowest: their stages, seconds of one micro-batch in them, and of the ranks before."""
+    def _room(self, plan: Plan) -> int:
+        """Activations that the first rank of `zero-bubble` may hold (schedules.py)."""
+        groups = max(1, plan.num_microbatches // plan.pp)
+        return (plan.virtual_stages - 1) * -(-plan.num_microbatches // groups) + plan.pp
+
+    def _stage_times(self, plan: Plan, times: LayerTimes) -> dict[int, tuple[list[StageTime], float, float, int]]:
+        """Of ranks that may be the slowest: their stages, seconds of one micro-batch in them, of the ranks before and after it, and messages
+        among these. Of the first rank of `zero-bubble`, as a negative number: seconds until its first backward."""
         key = (id(times), plan.pp, plan.schedule, plan.virtual_stages, plan.recompute)
         if key not in self._stages:
             stages = stage_times(self.space.model, plan, times, self.stack)
             owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
             is_split, found = splits_backward(plan.schedule), {}
-            for rank in self.turns(plan.schedule, plan.pp, plan.virtual_stages):
+
+            def add(rank: int, around: float, hops: int) -> None:
                 mine = [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
-                around = sum(stage.forward + (0.0 if is_split else stage.backward) for stage in stages[:rank])
-                found[rank] = (mine, sum(stage.forward + stage.backward for stage in mine), around)
+                found[rank] = (mine, sum(stage.forward + stage.backward for stage in mine), around, hops)
+
+            for rank in self.turns(plan.schedule, plan.pp, plan.virtual_stages):
+                add(rank, sum(stage.forward + (0.0 if is_split else stage.backward) for stage in stages[:rank]), rank)
+            if plan.schedule == "zero-bubble":
+                after = stages[len(stages) - plan.pp + 1 :]
+                until = sum(stage.forward for stage in stages) + sum(stage.inputs for stage in after)
+                add(0, -until, len(stages) - 1 + len(after))
             self._stages[key] = (found, times)  # which keeps its id
         return self._stages[key][0]
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from shardwise.plan.schedules import in_order, needs, result, schedule_actions, stage_owners
 
-ENOUGH = 6
+ENOUGH = 4
 """Times pp: micro-batches that are simulated one by one. After so many, every further group takes as long as the one before."""
 
 Step = tuple[int, int, int, int, bool, int]

@@ -7,30 +7,35 @@ fit, and is planned again from its settings, by the rules of every other one. Re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardwise.cluster.here import this_cluster
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.keys import DEFAULT, Origins
 from shardwise.config.units import format_bytes
+from shardwise.errors import UserError
 from shardwise.plan.degrees import MAX_DEFAULT_CPU_RANKS
 from shardwise.plan.job import job_of
 from shardwise.plan.memory import predict_elsewhere
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction, predict
 from shardwise.plan.refusal import Asked
-from shardwise.plan.searching import Candidate, explore
+from shardwise.plan.searching import fastest
 
 WORTH = 1.05
 """A layout must be predicted so much faster than the usual one, or it is not worth leaving it."""
 
+RUNS, PLANS = 0.9, 0.93
+"""Of the memory: what a run takes where it has a choice (resolve.HEADROOM), and what the search takes (searching.HEADROOM)."""
+
 HOST_SHARE = 0.8  # of the machine's memory, for what GPUs keep there
 
 OPEN = ("dp", "zero", "replicate", "tp", "sequence", "cp", "cp_kind", "pp", "schedule", "virtual_stages", "ep")
-"""Keys of [parallel] that the search may fill. The last words of two of them are defaults, not `auto`."""
+"""Keys of [parallel] that the search may fill."""
+
+BELONGS = (("tp", "sequence"), ("cp", "cp_kind"), ("pp", "schedule"), ("pp", "virtual_stages"))
 
 
 class Saving(NamedTuple):
@@ -44,8 +49,8 @@ class Saving(NamedTuple):
 @dataclass(frozen=True)
 class Better:
     settings: Mapping[str, Any]  # config key -> value, for what was open
-    why: str  # for the plan's line
-    short: str  # for each key
+    plan: Plan
+    short: str  # why, for each key
 
 
 def possible_savings(asked: Asked) -> list[Saving]:
@@ -67,36 +72,44 @@ def fits_on_host(asked: Asked, plan: Plan) -> bool:
     return away * plan.world <= HOST_SHARE * asked.machine.memory_bytes
 
 
-def better_layout(asked: Asked, usual: Plan, limit: int, fits: bool, origins: Origins) -> Better | None:
+def better_layout(
+    asked: Asked, usual: Plan, limit: int, fits: bool, origins: Origins, plan_of: Callable[[Asked], Plan]
+) -> Better | None:
     """None: the usual one it is, or nothing is open."""
     open_keys = _open_keys(asked, origins)
-    on_gpus = asked.device == "cuda" and max(len(asked.machine.gpus), usual.world) > 1
-    if not open_keys or not asked.spec.is_ours or (fits and not on_gpus):
+    is_plain = usual.zero == 0 and (usual.recompute, usual.offload) == ("none", "none")
+    has_choice = asked.device == "cuda" and (len(asked.machine.gpus) > 1 or not is_plain)
+    if not open_keys or not asked.spec.is_ours or (fits and not has_choice):
         return None
+    if fits and is_plain and usual.world == (asked.nproc or len(asked.machine.gpus)):
+        open_keys &= {"parallel.dp"}  # whole replicas on all GPUs: only fewer of them could be faster
+        if asked.nproc or not open_keys:
+            return None
     cluster = _cluster(asked, usual, limit)
     fixed = {key: value for key, value in _settings(usual, asked).items() if key not in open_keys}
     job = replace(job_of(asked.config, usual), constraints=MappingProxyType(fixed))
-    try:
-        result = explore(asked.spec, cluster, job, top=3)
-    except NotImplementedError:
-        return None
-    found = result.by_gpus.get(asked.nproc) if asked.nproc else next(iter(result.candidates), None)
+    found = fastest(asked.spec, cluster, job, asked.nproc)
     if found is None or not fits_on_host(asked, found.plan):
         return None
-    before = predict(asked.spec, cluster, job, usual)
-    if fits and before.step_s <= WORTH * found.prediction.step_s:
-        return None
     settings = {key: value for key, value in _settings(found.plan, asked).items() if key in open_keys}
-    return Better(settings, *_why(found, usual, before, limit, fits, cluster.world))
+    try:
+        plan = plan_of(asked.changed(settings))
+    except UserError:  # two rules that the search does not know
+        return None
+    before, after = (predict(asked.spec, cluster, job, each) for each in (usual, plan))
+    if after.memory_bytes > limit or (fits and before.step_s <= WORTH * after.step_s):
+        return None
+    why, short = _why(plan, after, usual, before, limit, fits, cluster.world)
+    return Better(settings, replace(plan, reason=why), short)
 
 
 def _open_keys(asked: Asked, origins: Origins) -> set[str]:
     config = asked.config
     found = {f"parallel.{key}" for key in OPEN if getattr(config.parallel, key) == "auto"}
-    if asked.nproc:
-        found.add("parallel.dp") if config.parallel.dp == "auto" else None
-    for key in ("schedule", "cp_kind"):
-        if origins.get(f"parallel.{key}", DEFAULT) == DEFAULT:
+    for axis, key in BELONGS:
+        if f"parallel.{axis}" not in found:  # asked for, and with it what usually goes with it
+            found.discard(f"parallel.{key}")
+        elif origins.get(f"parallel.{key}", DEFAULT) == DEFAULT:
             found.add(f"parallel.{key}")
     found |= {f"memory.{key}" for key in ("recompute", "offload") if getattr(config.memory, key) == "auto"}
     if config.train.micro_batch == "auto":
@@ -122,19 +135,22 @@ def _settings(plan: Plan, asked: Asked) -> dict[str, Any]:
 
 def _cluster(asked: Asked, usual: Plan, limit: int) -> ClusterSpec:
     """As many devices as may be used, with the memory that a rank may use."""
-    found = this_cluster(asked.machine)
+    found = asked.cluster
     world = asked.nproc or len(asked.machine.gpus) or usual.world
     if asked.device == "cpu" and not asked.nproc and asked.config.memory.limit != "auto":  # more ranks have more memory
         world = max(world, min(asked.machine.cores, MAX_DEFAULT_CPU_RANKS))
     tier = replace(found.tiers[-1], span=max(world, found.tiers[-1].span))
-    return replace(found, per_node=world, device=replace(found.device, memory=limit), tiers=(tier,))
+    memory = int(limit * RUNS / PLANS)
+    return replace(found, per_node=world, device=replace(found.device, memory=memory), tiers=(tier,))
 
 
-def _why(found: Candidate, usual: Plan, before: Prediction, limit: int, fits: bool, world: int) -> tuple[str, str]:
+def _why(
+    plan: Plan, after: Prediction, usual: Plan, before: Prediction, limit: int, fits: bool, world: int
+) -> tuple[str, str]:
     if not fits:
         short = f"{usual.layout} does not fit"
         return f"{short}: {format_bytes(before.memory_bytes)} of {format_bytes(limit)}", short
-    gain = f"{before.step_s / found.prediction.step_s - 1:.0%} faster than {usual.layout}, as predicted"
-    if found.plan.world < world:
-        return f"{found.plan.world} of {world} GPUs: {gain}", f"{found.plan.world} of {world} GPUs are faster"
+    gain = f"predicted to be {before.step_s / after.step_s - 1:.0%} faster than {usual.layout}"
+    if plan.world < world:
+        return f"{plan.world} of {world} GPUs: {gain}", f"{plan.world} of {world} GPUs are faster"
     return gain, f"faster than {usual.layout}"

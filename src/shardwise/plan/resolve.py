@@ -10,9 +10,11 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 
 from shardwise.cluster.machine import Machine
+from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.check_layout import degree
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config, ParallelConfig
@@ -51,8 +53,10 @@ def resolve(
     nproc: int | None,
     num_sequences: int,
     origins: Origins = MappingProxyType({}),
+    measured: ClusterSpec | None = None,
 ) -> Resolved:
-    """`num_sequences`: sequences in one pass over the training data, which `epochs` needs. `origins`: for the errors."""
+    """`num_sequences`: sequences in one pass over the training data, which `epochs` needs. `origins`: for the errors. `measured`: this machine
+    as somebody measured it."""
     train = config.train
     if spec.positions == "learned" and train.seq_len > spec.max_seq_len:
         raise UserError(
@@ -64,16 +68,15 @@ def resolve(
     if config.data.document_mask and not spec.is_ours:
         raise no_document_mask(spec.name, where_written(origins, "data.document_mask"))
     config = settle_adapter(config, spec, origins)
-    asked = Asked(config, spec, machine, nproc)
+    asked = Asked(config, spec, machine, nproc, measured)
     if config.memory.activation_offload:
         check_activation_offload(asked.device, where_written(origins, "memory.activation_offload"))
     plan = plan_of(asked, num_sequences, origins)
     limit = rank_memory_limit(config, machine, plan)
     fits = needed_memory(spec, plan, config) <= limit
-    found = better_layout(asked, plan, limit, fits, origins)
+    found = better_layout(asked, plan, limit, fits, origins, lambda other: plan_of(other, num_sequences, origins))
     if found is not None:
-        plan = plan_of(asked.changed(dict(found.settings)), num_sequences, origins)
-        plan = replace(plan, reason=found.why)
+        plan = found.plan
     elif not fits:
         raise does_not_fit(asked, plan, limit, lambda other: plan_of(other, num_sequences))
     return Resolved(plan, *fill(config, plan, found))
@@ -172,20 +175,19 @@ def _check_offload(plan: Plan, origins: Origins) -> None:
 def _choose_states(asked: Asked, plan: Plan, limit: int) -> Plan:
     """The smallest ZeRO stage that fits, with the largest micro-batch that fits beside it. What costs time comes after that: computing again,
     then states in CPU memory. The run measures the micro-batch again."""
-    config = asked.config
+    config, size = asked.config, asked.config.train.micro_batch
     stages, savings = _possible_stages(config.parallel, plan.dp, plan.cp), possible_savings(asked)
-    for saving in savings:
-        plan = replace(plan, recompute=saving.recompute, offload=saving.offload)
-        for zero in stages:
-            replicate = plan.dp if zero == 0 else degree(config.parallel.replicate)
-            plan = replace(plan, zero=zero, replicate=replicate)
-            asked_size = config.train.micro_batch
-            for size in micro_batch_sizes(plan) if asked_size == "auto" else [int(asked_size)]:
-                plan = replace(plan, micro_batch=size)
-                if needed_memory(asked.spec, plan, config) <= HEADROOM * limit and fits_on_host(asked, plan):
-                    chosen = f"; zero={zero} is the smallest stage that fits" if zero and len(stages) > 1 else ""
-                    saved = f"; {saving} because it does not fit without" if saving != savings[0] else ""
-                    return replace(plan, reason=plan.reason + chosen + saved)
+    for saving, zero in product(savings, stages):
+        replicate = plan.dp if zero == 0 else degree(config.parallel.replicate)
+        new = replace(plan, recompute=saving.recompute, offload=saving.offload, zero=zero, replicate=replicate)
+        if saving.offload != savings[0].offload and not fits_on_host(asked, new):
+            continue
+        for micro_batch in micro_batch_sizes(new) if size == "auto" else [int(size)]:
+            plan = replace(new, micro_batch=micro_batch)
+            if needed_memory(asked.spec, plan, config) <= HEADROOM * limit:
+                chosen = f"; zero={zero} is the smallest stage that fits" if zero and len(stages) > 1 else ""
+                saved = f"; {saving} because it does not fit without" if saving != savings[0] else ""
+                return replace(plan, reason=plan.reason + chosen + saved)
     is_forced = len(stages) == len(savings) == 1
     return (
         plan
@@ -195,7 +197,8 @@ def _choose_states(asked: Asked, plan: Plan, limit: int) -> Plan:
 
 
 def _said(plan: Plan, stages: Sequence[int], savings: Sequence[Saving]) -> str:
-    words = [f"zero={plan.zero}"] * (len(stages) > 1) + [str(savings[-1])] * (len(savings) > 1)
+    saving = str(Saving(plan.recompute, plan.offload))
+    words = [f"zero={plan.zero}"] * (len(stages) > 1) + [saving] * (len(savings) > 1)
     return " ".join(words)
 
 

@@ -78,6 +78,11 @@ def explore(
     return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=engine.counts)
 
 
+def fastest(model: ModelSpec, cluster: ClusterSpec, job: Job, devices: int | None = None) -> Candidate | None:
+    """Of all that fit, or of those that use so many devices."""
+    return next(iter(_engine(model, cluster, job).best(1, [devices] if devices else None)), None)
+
+
 def memory_limit(cluster: ClusterSpec, job: Job) -> int:
     """Bytes that a rank may use."""
     asked = job.constraints.get("memory.limit", "auto")

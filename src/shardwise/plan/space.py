@@ -90,7 +90,7 @@ class Space:
         self.precision = fixed.get("memory.precision", job.precision)
         self.device = cluster.device.kind
         self._splits: dict[int, tuple[int, ...] | None] = {}
-        self._sizes: dict[int, list[int]] = {}
+        self._sizes: dict[tuple[int, int], list[int]] = {}
         self._schedules: dict[int, list[tuple[str, int]]] = {}
         self._states: dict[tuple[int, int, int], list[States]] = {}
 
@@ -135,7 +135,7 @@ class Space:
                             if not sequence and ep > 1 and tp > 1:
                                 continue
                             grid = Grid(dp, tp, sequence, cp, kind, pp, ep)
-                            if self.sizes(dp) and self.pipelines(pp) and self.states(grid):
+                            if self.sizes(grid) and self.pipelines(pp) and self.states(grid):
                                 yield grid
 
     def some_grids(self) -> Iterator[Grid]:
@@ -171,14 +171,19 @@ class Space:
     # The pace ------------------------------------------------------------------------------------------------------
 
     def paces(self, grid: Grid) -> Iterator[Pace]:
-        return (Pace(size, *how) for how in self.pipelines(grid.pp) for size in self.sizes(grid.dp))
+        return (Pace(size, *how) for how in self.pipelines(grid.pp) for size in self.sizes(grid))
 
-    def sizes(self, dp: int) -> list[int]:
-        """Of micro-batches, largest first."""
-        if dp not in self._sizes:
-            rows = -(-self.job.global_batch // dp)
-            self._sizes[dp] = [n for n in self.among("train.micro_batch", reversed(divisors(rows))) if n <= rows]
-        return self._sizes[dp]
+    def sizes(self, grid: Grid) -> list[int]:
+        """Of micro-batches, largest first. Ranks that could take rows of a micro-batch each need not cut its sequences: with as many
+        data-parallel ranks more instead of context-parallel ones, every rank has as many tokens and nothing to send for them."""
+        key = (grid.dp, grid.cp)
+        if key not in self._sizes:
+            rows = -(-self.job.global_batch // grid.dp)
+            found = [n for n in self.among("train.micro_batch", reversed(divisors(rows))) if n <= rows]
+            if self.fixed.keys().isdisjoint({"parallel.dp", "parallel.cp", "train.micro_batch"}):
+                found = [n for n in found if math.gcd(n, grid.cp) == 1]
+            self._sizes[key] = found
+        return self._sizes[key]
 
     def pipelines(self, pp: int) -> list[tuple[str, int]]:
         """(schedule, stages per rank)"""
@@ -306,7 +311,7 @@ class Space:
 
     def size(self, grid: Grid) -> int:
         """Layouts of a grid."""
-        paces = len(self.sizes(grid.dp)) * len(self.pipelines(grid.pp))
+        paces = len(self.sizes(grid)) * len(self.pipelines(grid.pp))
         return paces * len(self.states(grid)) * len(self.savings)
 
     def __iter__(self) -> Iterator[tuple[Grid, Pace, States, Saving]]:

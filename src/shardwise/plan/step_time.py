@@ -11,11 +11,11 @@ Parts are those of the rank that is busiest. Read next: layer_time.py, state_tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
-from shardwise.plan.activations import segments
+from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.layer_time import LayerTime, LayerTimes, add
@@ -28,7 +28,7 @@ from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.state_time import StateTime, optimizer_seconds, state_time
 from shardwise.plan.states import groups_of
 
-STRAGGLER = 0.006
+STRAGGLER = 0.01
 """Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
 
 STEP_HOST = 2e-3
@@ -71,10 +71,16 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
         parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack)
     state = states[slowest]
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
+    if plan.pp > 1 and model.tied:
+        parts["data-parallel"] += _tied_seconds(model, plan, times, stack)
     parts["compute"] += state.casts_once
     trained = max(_trained(share, model, job, plan) for share in shares)
     parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
     parts["offload"] = offload_seconds(trained, plan)
+    if plan.activation_offload:
+        parts["offload"] += plan.num_microbatches * _paging_seconds(
+            shares[slowest], mine[slowest], cluster, plan, times
+        )
     parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
     parts["straggler"] = STRAGGLER * (cluster.nodes.bit_length() - 1) * sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
@@ -190,6 +196,40 @@ def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> di
     }
 
 
+def _paging_seconds(
+    share: RankShare, stages: Sequence[StageTime], cluster: ClusterSpec, plan: Plan, times: LayerTimes
+) -> float:
+    """Activations go to CPU memory beside forward and come back beside backward: what takes longer than computing. One micro-batch."""
+    token_parts = plan.tp if plan.sequence else 1
+    spec = replace(share.spec, norm="layer")  # a norm on CUDA keeps its input alone
+    kept = float(layer_activations(spec, share.layers, 0, token_parts))
+    if groups := segments(plan.recompute, range(share.layers[0].index, share.layers[-1].index + 1)):
+        kept = len(groups) * spec.hidden // token_parts + kept * (1 - sum(map(len, groups)) / len(share.layers))
+    way = times.shape.here * kept * times.shape.size / cluster.device.host
+    forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
+    return max(0.0, way - forward) + max(0.0, way - backward)
+
+
+def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> float:
+    """Both ends of a pipeline have the table, and add up its gradients: of what a rank owns, where ZeRO has shared it out."""
+    size = (
+        -(-model.vocab // plan.tp)
+        * model.hidden
+        * (stack.reduce_bytes or 4)
+        / (plan.state_shards if plan.zero > 1 else 1)
+    )
+    return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
+
+
+def transfer_seconds(times: LayerTimes, plan: Plan, stack: Stack) -> float:
+    """Of a message from one stage to the next."""
+    shape = times.shape
+    size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
+    if stack.scatters_messages and not plan.sequence:
+        size /= plan.tp
+    return times.network.send(size, plan.world // plan.pp)
+
+
 def _pipeline(
     stages: Sequence[StageTime],
     owners: Sequence[int],
@@ -200,11 +240,7 @@ def _pipeline(
     stack: Stack,
 ) -> dict[str, float]:
     """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
-    shape = times.shape
-    size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
-    if stack.scatters_messages and not plan.sequence:
-        size /= plan.tp
-    transfer = times.network.send(size, plan.world // plan.pp)
+    transfer = transfer_seconds(times, plan, stack)
     split = splits_backward(plan.schedule)
     prices: list[float] = []
     for number, (stage, owner) in enumerate(zip(stages, owners, strict=True)):
