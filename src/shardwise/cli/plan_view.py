@@ -18,6 +18,7 @@ from rich.text import Text
 from shardwise.config.units import format_bytes, format_count, format_seconds
 from shardwise.plan.answering import Answer, Row, row_of
 from shardwise.plan.figures import DAY, PARTS_OF_AXES, axes_of, step_text
+from shardwise.plan.plan import Plan
 from shardwise.plan.question import Question
 from shardwise.plan.what_if import WhatIf
 from shardwise.plan.why import WhyNot, why_not_lines
@@ -178,7 +179,7 @@ def _memory_title(made: Answer) -> str:
 def _cells(question: Question, row: Row) -> dict[str, str]:
     plan, prediction = row.candidate.plan, row.candidate.prediction
     return {
-        "layout": plan.layout,
+        "layout": _layout(plan),
         "micro": str(plan.micro_batch),
         "GiB": _size(prediction.memory_bytes),
         "step": step_text(row.step_s),
@@ -190,6 +191,12 @@ def _cells(question: Question, row: Row) -> dict[str, str]:
         "training": _duration(row.whole.seconds) if row.whole else "-",
         "cost": _count(row.whole.cost) if row.whole and row.whole.cost is not None else "-",
     }
+
+
+def _layout(plan: Plan) -> str:
+    """A long list of layers per stage is the balanced one, which `auto` stands for; the file has it in full."""
+    words = plan.layout.split(" ")
+    return " ".join("split=auto" if word.startswith("split=") and word.count(",") > 7 else word for word in words)
 
 
 def _size(size: float) -> str:
@@ -279,7 +286,7 @@ def _stages(view: _View, row: Row) -> None:
 
 
 def _regions(view: _View, made: Answer) -> None:
-    regions = [region for region in made.result.regions if region.slower is None or region.slower >= 1 + AS_FAST]
+    regions = [region for region in made.result.regions if region.slower is None or abs(region.slower - 1) >= AS_FAST]
     if not regions or made.rows[0].candidate is not made.result.candidates[0]:  # they tell of the fastest
         view.gap()
         return
