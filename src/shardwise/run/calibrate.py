@@ -39,7 +39,16 @@ CURVE_SIZES = tuple(4.0**power for power in range(6, 18))  # bytes of passes ove
 def measured_cluster(
     spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int
 ) -> ClusterSpec:
-    """Collective."""
+    """Collective. Leaves no trace: neither in torch's random numbers nor in the peak of a GPU's memory."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        cluster = _measured(spec, plan, config, device, bucket_bytes)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return cluster
+
+
+def _measured(spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int) -> ClusterSpec:
     found = this_cluster(this_machine())
     here = _rated(found.device, spec, plan, device)
     cluster = ClusterSpec("measured", 1, plan.world, here, (_link(plan, device, bucket_bytes, found.tiers[0]),))
