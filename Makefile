@@ -1,12 +1,13 @@
 # make train   set up .venv and run the default job          make test    set up and run the tests
 # make setup   only .venv       make lint    ruff and mypy   make bench   the CPU benchmarks
 # make parity  every layout against one process: the whole same-loss matrix, half an hour; writes docs/parity.md
+# make pages   docs/misprints.md and docs/rules-of-thumb.md, as the planner says today
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
-.PHONY: setup train test parity lint bench clean
+.PHONY: setup train test parity pages lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -40,6 +41,9 @@ test: $(VENV)/.installed-dev
 
 parity: $(VENV)/.installed-dev
 	@$(BIN)/python tests/parity/full.py
+
+pages: $(VENV)/.installed-dev
+	@$(BIN)/python benchmarks/misprints.py && $(BIN)/python benchmarks/rules_of_thumb.py
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

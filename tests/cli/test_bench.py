@@ -25,7 +25,8 @@ def test_layers_go_into_a_cluster_file(tmp_path, capsys):
     assert ("matmul/bf16" in report["curves"]) != ("bf16" in report["problems"])  # measured, or said why not
     cluster = read_cluster(str(path))
     assert cluster.world == this_cluster(this_machine()).world
-    assert len(cluster.device.curves["matmul/fp32"]) == len(report["curves"]["matmul/fp32"])
+    assert len(cluster.device.curves["attention/fp32"]) == len(report["curves"]["attention/fp32"])
+    assert cluster.device.kind == "cuda" or len(cluster.device.curves["matmul/fp32"]) >= 3
     assert cluster.device.launch == report["launch_s"] and cluster.origins["launch"] == "measured"
 
 

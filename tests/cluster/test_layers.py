@@ -1,5 +1,7 @@
 """How measured curves change a cluster. tests/cli/test_bench.py measures real ones."""
 
+import pytest
+
 from shardwise.cluster.here import this_cluster
 from shardwise.cluster.layers import LayerRates, devices_of, measure_layers, with_layers
 from shardwise.cluster.machine import Gpu, Machine
@@ -28,10 +30,11 @@ def test_curves_say_what_a_core_reaches():
         assert cluster.origins[name] == "measured"
 
 
-def test_curves_leave_a_card_s_data_sheet_alone():
+def test_products_say_what_share_of_its_peak_a_card_reaches():
     machine = Machine(16, 2**36, (Gpu("NVIDIA H200", 150 * 10**9, (9, 0)),), "linux")
     before = this_cluster(machine)
-    after = with_layers(before, LayerRates(("cuda:0",), {"matmul/bf16": ((1e9, 1e14),)}, 8e-6))
+    curves = {"matmul/bf16": ((1e9, 1e14), (1e12, 672e12)), "attention/bf16": ((1e9, 1e14),)}
+    after = with_layers(before, LayerRates(("cuda:0",), curves, 2e-5))
     assert after.device.flops == before.device.flops and after.device.bandwidth == before.device.bandwidth
-    assert after.device.curves["matmul/bf16"] == ((1e9, 1e14),)
-    assert after.origins["flops"] == before.origins["flops"]
+    assert after.device.achievable == pytest.approx(before.device.achievable, rel=0.01)  # the table's H200 is this one
+    assert set(after.device.curves) == {"attention/bf16"} and after.device.launch == 2e-5

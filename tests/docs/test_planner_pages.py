@@ -11,12 +11,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import misprints
+import rules_of_thumb
 
 from shardwise.cli.main import VERBS
 from shardwise.demo import DEMOS
 
 
-@pytest.mark.parametrize("made", [misprints], ids=lambda made: made.PAGE.name)
+@pytest.mark.parametrize("made", [misprints, rules_of_thumb], ids=lambda made: made.PAGE.name)
 def test_the_page_is_what_the_planner_says(made):
     assert made.PAGE.read_text(encoding="utf-8") == made.page(), f"run `python benchmarks/{made.__name__}.py`"
 

@@ -11,8 +11,8 @@ import pytest
 
 from shardwise.cluster.spec import known_cluster
 from shardwise.plan.kernels import Pricer, interpolate, power_share
-from shardwise.plan.operations import Attention, Product, Work
 from shardwise.plan.stack import OURS
+from shardwise.plan.work import Attention, Product, Work
 
 H200 = known_cluster("h200", 1, 1).device
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_h200.json").read_text())

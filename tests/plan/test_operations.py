@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.model.presets import preset
-from shardwise.plan.operations import Shape, Training, embedding_work, head_work, layer_work
+from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.plan.operations import embedding_work, head_work, layer_work
 from shardwise.plan.stack import OURS
+from shardwise.plan.work import Shape, Training
 
 FAMILIES = ("llama2-7b", "llama3-8b", "gpt2", "gemma2-2b", "qwen3-0.6b", "tiny-moe", "deepseek-v3")
 
@@ -100,6 +102,13 @@ def test_large_logits_are_computed_twice():
     spec = preset("llama3-8b")
     few, many = (head_work(spec, Shape(1, tokens, tokens), OURS).forward for tokens in (256, 4096))
     assert (len(few.products), len(many.products)) == (1, 2)
+
+
+def test_a_model_that_transformers_builds_has_the_products_of_its_counted_weights():
+    spec = TransformersSpec(name="other", num_layers=2, hidden=64, num_heads=4, ffn=100, vocab=1000, tied=True, block_parameters=(64000, 32000),
+                            other_parameters=64000)  # fmt: skip
+    work = [layer_work(spec, layer, Shape(2, 128, 128), OURS) for layer in spec.layers]
+    assert [sum(p.flops for p in one.forward.products) for one in work] == [2 * 256 * 64000, 2 * 256 * 32000]
 
 
 def test_an_embedding_multiplies_nothing():

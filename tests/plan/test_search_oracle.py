@@ -115,11 +115,11 @@ def test_no_floor_is_above_the_prediction(question, random):
             candidate.prediction.step_s * (1 + 1e-9),
             candidate.prediction.memory_bytes,
         )
-        each, once = time.of_states(grid, pace.micro_batch, states, saving.offload)
-        mean, schedule = time.of_pace(grid, pace, saving.recompute)
+        sharing = time.of_states(grid, pace.micro_batch, states, saving.offload)
         assert time.of_gpus(grid.gpus) <= seconds, said
-        assert time.of_size(grid, pace.micro_batch) + time.slower * (each + once) <= seconds, said
-        assert time.slower * (max(mean + each, schedule) + once) <= seconds, said
+        assert time.of_size(grid, pace.micro_batch) <= seconds, said
+        assert time.of_mode(grid, pace.micro_batch, saving.recompute, sharing) <= seconds, said
+        assert time.of_pace(grid, pace, saving.recompute, sharing) <= seconds, said
         assert time.of_plan(candidate.plan) <= seconds, said
         several = candidate.plan.num_microbatches > 1
         kept = memory.kept(grid, pace.micro_batch, saving.recompute)

@@ -48,9 +48,9 @@ def test_one_process_computes_and_updates():
 
 
 def test_the_rate_of_a_good_step():
-    """llama2-7b on one H100: 45 to 65 % of its peak is what good runs reach."""
+    """llama2-7b on one H100, plain kernels: 45 to 60 % of its peak is what good runs reach."""
     done = 8 * 4096 * LLAMA.flops_per_token(4096)
-    assert 0.45 < done / total(plan()) / 989e12 < 0.65
+    assert 0.45 < done / total(plan(micro_batch=4)) / 989e12 < 0.60
 
 
 def test_degrees_divide_the_work():

@@ -82,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
         words=args.overrides,
     )
     within, budget = _inverse(args, question)
-    made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus)
+    narrow = bool(
+        args.why_not or args.what_if or args.framework
+    )  # asks for one thing: the rest of the story would take longer
+    made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus, detail=not narrow)
     refused = why_not(made, args.why_not) if args.why_not else None
     changed = [what_if(question, text) for text in args.what_if]
     files = _write(made, Path(args.out) if args.out else Path("plans") / question.name, args.force)

@@ -16,7 +16,16 @@ from shardwise.cluster.layers import devices_of, measure_layers, with_layers
 from shardwise.cluster.link import LinkFit, LinkNotMeasured, measure_local_link
 from shardwise.cluster.machine import Gpu, Machine, this_machine
 from shardwise.cluster.measure import DeviceRates
-from shardwise.cluster.spec import ClusterSpec, Device, Link, known_cluster, known_devices, table_device, table_origins
+from shardwise.cluster.spec import (
+    SUSTAINED,
+    ClusterSpec,
+    Device,
+    Link,
+    known_cluster,
+    known_devices,
+    table_device,
+    table_origins,
+)
 
 
 def measured_here() -> ClusterSpec:
@@ -87,7 +96,7 @@ def _with_rates(device: Device, origins: dict[str, str], rates: Sequence[DeviceR
     reached = {name: min(entry.flops_per_s.get(name, float("inf")) for entry in rates) for name in formats}
     copies = [entry.copy_bytes_per_s for entry in rates if entry.copy_bytes_per_s]
     if "bf16" in reached and "bf16" in device.flops:
-        device = replace(device, achievable=min(1.0, reached["bf16"] / device.flops["bf16"]))
+        device = replace(device, achievable=min(1.0, reached["bf16"] / device.flops["bf16"] / SUSTAINED))
         origins = origins | {"achievable": "measured"}
     elif reached and device.name not in known_devices():
         device = replace(device, flops=MappingProxyType(reached), achievable=1.0)

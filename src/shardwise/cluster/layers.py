@@ -22,7 +22,7 @@ from typing import Any
 
 from shardwise.cluster.machine import Machine
 from shardwise.cluster.measure import why_it_ended
-from shardwise.cluster.spec import ClusterSpec, Curve
+from shardwise.cluster.spec import SUSTAINED, ClusterSpec, Curve
 
 CHILD_SECONDS = 100
 
@@ -125,18 +125,27 @@ def _end(children: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def with_layers(cluster: ClusterSpec, rates: LayerRates) -> ClusterSpec:
-    """The cluster with the curves in it. Of a core the curves also say the peak: a data sheet does not."""
-    device, origins = cluster.device, dict(cluster.origins)
-    device = replace(device, curves=MappingProxyType({**device.curves, **rates.curves}))
-    origins |= dict.fromkeys(rates.curves, "measured")
+    """The cluster with the curves in it.
+
+    Of a core, products say the peak, which no data sheet does. Of a card, they only say what share of the peak it reaches: how fast a
+    product is depends on its shape more than on its size (an odd vocabulary takes eight times as long), and the planner knows shapes."""
+    device, products = cluster.device, {}
+    for name, curve in rates.curves.items():
+        if name.startswith("matmul/"):
+            products[name.removeprefix("matmul/")] = max(rate for _, rate in curve)
+    kept = {
+        name: curve for name, curve in rates.curves.items() if device.kind == "cpu" or not name.startswith("matmul/")
+    }
+    device = replace(device, curves=MappingProxyType({**device.curves, **kept}))
+    origins = {**cluster.origins, **dict.fromkeys(kept, "measured")}
     if rates.launch is not None:
         device, origins["launch"] = replace(device, launch=rates.launch), "measured"
-    if device.kind == "cpu":
-        peaks = {name: rates.curves[f"matmul/{name}"] for name in ("fp32", "bf16") if f"matmul/{name}" in rates.curves}
-        if peaks:
-            flops = {name: max(rate for _, rate in curve) for name, curve in peaks.items()}
-            device = replace(device, flops=MappingProxyType(flops), achievable=1.0)
-            origins |= dict.fromkeys(("flops", "achievable"), "measured")
-        if passes := rates.curves.get("elementwise"):
-            device, origins["bandwidth"] = replace(device, bandwidth=passes[-1][1], bandwidth_share=1.0), "measured"
+    if device.kind == "cpu" and products:
+        device = replace(device, flops=MappingProxyType(products), achievable=1.0)
+        origins |= dict.fromkeys(("flops", "achievable"), "measured")
+    elif "bf16" in products and "bf16" in device.flops:
+        share = products["bf16"] / device.flops["bf16"] / SUSTAINED
+        device, origins["achievable"] = replace(device, achievable=min(1.0, share)), "measured"
+    if device.kind == "cpu" and (passes := rates.curves.get("elementwise")):
+        device, origins["bandwidth"] = replace(device, bandwidth=passes[-1][1], bandwidth_share=1.0), "measured"
     return replace(cluster, device=device, origins=MappingProxyType(origins))

@@ -112,6 +112,9 @@ alphas of a long ring, not a narrower network. alpha and settling: assumed, as u
 
 PCIE_ALPHA, LOCAL_ALPHA = 1e-5, 1e-4  # assumed
 
+SUSTAINED = 0.85
+"""What a card reaches when one product runs again and again, over `achievable`, its best: power limits the clock. 672 of 794 TFLOP/s on an H200."""
+
 
 @cache
 def known_devices() -> Mapping[str, Mapping[str, Any]]:

@@ -87,11 +87,11 @@ def one_card_with_lora(question: Question, result: SearchResult) -> Advice | Non
     alone = {f"parallel.{axis}": 1 for axis in ("dp", "tp", "pp", "cp", "ep")} | {"memory.offload": "none"}
     kept = {key: value for key, value in job.constraints.items() if not key.startswith("parallel.")}
     single = replace(job, constraints=MappingProxyType(kept | alone))
-    if explore(question.spec, question.cluster, single, 1).candidates:
+    if explore(question.spec, question.cluster, single, 1, detail=False).candidates:
         return None
     targets = ("q", "k", "v", "o") if question.spec.is_moe else ("all-linear",)  # no adapters on experts
     adapted = replace(single, adapter=AdapterConfig(kind="lora", targets=targets))
-    found = explore(question.spec, question.cluster, adapted, 1).candidates
+    found = explore(question.spec, question.cluster, adapted, 1, detail=False).candidates
     if not found:
         return None
     best = found[0]

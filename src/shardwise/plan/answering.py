@@ -104,13 +104,15 @@ def answer(
     within: float | None = None,
     budget: float | None = None,
     fewest: bool = False,
+    detail: bool = True,
 ) -> Answer:
-    """The search's own order, or what an inverse question asks for: one row per number of GPUs."""
-    result = explore(question.spec, question.cluster, question.job, top)
+    """The search's own order, or what an inverse question asks for: one row per number of GPUs. `detail`: also the rest of the story."""
+    inverse = within is not None or budget is not None or fewest
+    result = explore(question.spec, question.cluster, question.job, top, detail=detail or inverse)
     if not result.candidates:
         raise nothing_fits(question, result)
     rows = [row_of(question, candidate) for candidate in result.candidates[:top]]
-    if within is not None or budget is not None or fewest:
+    if inverse:
         rows = _inverse(question, result, within, budget, fewest)[:top]
     return Answer(question, result, rows, advice_for(question, result))
 

@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from shardwise.plan.bounds import TimeFloors
-from shardwise.plan.least_memory import MemoryFloors
+from shardwise.plan.bounds import Sharing, TimeFloors
+from shardwise.plan.least_memory import MemoryFloors, Weights
+from shardwise.plan.lifetimes import rank_memory
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction, predict
+from shardwise.plan.rank_share import rank_shares
 from shardwise.plan.space import RECOMPUTE, Grid, Pace, Saving, Space, States, never_faster
 from shardwise.plan.stack import Stack
+from shardwise.plan.states import groups_of
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class BestFirst:
         self.counts = Counts()
         self.least: tuple[int, Plan] | None = None  # of what did not fit, the smallest that was counted
         self._memory: dict[Plan, int] = {}
+        self._activations: dict[tuple[Grid, int, str, bool], list[tuple[Pace, float]]] = {}
         self._predicted: dict[Plan, Candidate] = {}
         self._places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
         self._order = {saving: place for place, saving in enumerate(space.savings)}
@@ -155,7 +159,7 @@ class BestFirst:
 
     def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
         """Into sizes of micro-batches and places where states wait."""
-        sizes, least = self.space.sizes(grid.dp), self._least_states(grid)
+        sizes, least = self.space.sizes(grid), self._least_states(grid)
         for place in self._places:
             weights = self.memory.of_grid(grid, sizes[-1], least, place[0])
             if weights.beside(0.0, len(sizes) > 1) > self.limit:
@@ -163,11 +167,16 @@ class BestFirst:
                 self.counts.too_large += each * len(sizes)
                 continue
             for size in sizes:
-                ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
+                if weights.beside(self._least_kept(grid, size, place[1]), False) <= self.limit:
+                    ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
+                else:
+                    self.counts.too_large += (
+                        len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
+                    )
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
         """Into ZeRO stages and replicas. How much is computed again at least follows from the memory that they leave."""
-        several, slower = -(-self.space.job.global_batch // grid.dp) > size, self.time.slower
+        several = -(-self.space.job.global_batch // grid.dp) > size
         modes = self._modes_of(grid, size, place[1])
         for states in self.space.states(grid):
             if ask.is_told(grid, states) or not ask.accept(grid, None, states, None):
@@ -177,9 +186,26 @@ class BestFirst:
             weights = self.memory.of_grid(grid, size, states, place[0])
             fitting = [(mean, mode) for mean, kept, mode in modes if weights.beside(kept, several) <= self.limit]
             self.counts.too_large += (len(modes) - len(fitting)) * len(self.space.pipelines(grid.pp))
-            if fitting:
-                lowest = max(bound, slower * fitting[0][0])
-                ask.push(lowest, (), self._open_states, grid, size, place, states, fitting)
+            if not fitting:
+                continue
+            sharing, chain = self.time.of_states(grid, size, states, place[0]), []
+            for _, mode in fitting:
+                saving = Saving(mode, *place)
+                if ask.accept(grid, None, states, saving):
+                    chain.append((self.time.of_mode(grid, size, mode, sharing), self._order[saving], saving))
+            chain.sort(reverse=True)
+            self._next_mode(ask, bound, grid, size, states, sharing, chain)
+
+    def _next_mode(
+        self, ask: _Question, bound: float, grid: Grid, size: int, states: States, sharing: Sharing, chain: list[Any]
+    ) -> None:
+        """One kind of recomputation after the other, so that the heap stays small."""
+        if chain and not ask.is_told(grid, states):
+            floor, order, saving = chain.pop()
+            ask.push(max(bound, floor), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
+
+    def _least_kept(self, grid: Grid, size: int, away: bool) -> float:
+        return 0.0 if away else min(self.memory.kept(grid, size, mode) for mode in self._modes)
 
     def _modes_of(self, grid: Grid, size: int, away: bool) -> list[tuple[float, float, str]]:
         """What is computed again: floors of the mean rank's time and of activations, the quickest first."""
@@ -195,26 +221,6 @@ class BestFirst:
         ]
         return sorted(found)
 
-    def _open_states(
-        self,
-        ask: _Question,
-        bound: float,
-        grid: Grid,
-        size: int,
-        place: Place,
-        states: States,
-        modes: list[tuple[float, str]],
-    ) -> None:
-        """With what the weights cost, on the way to one kind of recomputation after the other."""
-        if ask.is_told(grid, states):
-            return
-        each, once = self.time.of_states(grid, size, states, place[0])
-        for mean, mode in modes:
-            saving = Saving(mode, *place)
-            if ask.accept(grid, None, states, saving):
-                floor = max(bound, self.time.slower * (mean + each + once))
-                ask.push(floor, (self._order[saving],), self._open_mode, grid, size, states, saving, each, once)
-
     def _open_mode(
         self,
         ask: _Question,
@@ -223,25 +229,35 @@ class BestFirst:
         size: int,
         states: States,
         saving: Saving,
-        each: float,
-        once: float,
+        sharing: Sharing,
+        others: list[Any],
     ) -> None:
         """Into schedules, the quickest first."""
+        self._next_mode(ask, bound, grid, size, states, sharing, others)
         if ask.is_told(grid, states):
             return
-        several, slower, chain = -(-self.space.job.global_batch // grid.dp) > size, self.time.slower, []
-        for pipeline in self.space.pipelines(grid.pp):
-            pace = Pace(size, *pipeline)
+        several, chain = -(-self.space.job.global_batch // grid.dp) > size, []
+        weights: dict[tuple[bool, int], Weights] = {}
+        for pace, kept in self._kept_of(grid, size, saving):
             if not ask.accept(grid, pace, states, saving):
                 continue
-            kept = self.memory.activations(grid, pace, saving.recompute, saving.activation_offload)
-            if self.memory.weights(grid, pace, states, saving.offload).beside(kept, several) > self.limit:
+            shape = (pace.schedule == "zbv", pace.virtual_stages)
+            if shape not in weights:
+                weights[shape] = self.memory.weights(grid, pace, states, saving.offload)
+            if weights[shape].beside(kept, several) > self.limit:
                 self.counts.too_large += 1
                 continue
-            mean, schedule = self.time.of_pace(grid, pace, saving.recompute)
-            chain.append((slower * (max(mean + each, schedule) + once), pace))
+            chain.append((self.time.of_pace(grid, pace, saving.recompute, sharing), pace))
         chain.sort(reverse=True)
         self._open_next(ask, bound, grid, states, saving, chain)
+
+    def _kept_of(self, grid: Grid, size: int, saving: Saving) -> list[tuple[Pace, float]]:
+        """Floors of activations by schedule."""
+        key = (grid, size, saving.recompute, saving.activation_offload)
+        if key not in self._activations:
+            paces = (Pace(size, *pipeline) for pipeline in self.space.pipelines(grid.pp))
+            self._activations[key] = [(pace, self.memory.activations(grid, pace, *key[2:])) for pace in paces]
+        return self._activations[key]
 
     def _open_next(
         self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, chain: list[tuple[float, Pace]]
@@ -285,7 +301,7 @@ class BestFirst:
     ) -> None:
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
-        if self.memory_of(plan) > self.limit:
+        if self._is_too_large(plan):
             self.counts.too_large += 1
             return
         fitting.append(saving)
@@ -307,7 +323,7 @@ class BestFirst:
         floors = []
         for gpus in counts:
             for grid in self.space.grids(gpus):
-                size, states = self.space.sizes(grid.dp)[-1], self._least_states(grid)
+                size, states = self.space.sizes(grid)[-1], self._least_states(grid)
                 for place in self._places:
                     if accept(grid, None, None, None) and self.space.go_together(grid, states, place[0]):
                         floors.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0, True), grid))
@@ -323,13 +339,13 @@ class BestFirst:
         """The least of every axis that is left open: the smallest micro-batch, the most shards, the most moved out."""
         sizes = [
             n
-            for n in reversed(self.space.sizes(grid.dp))
+            for n in reversed(self.space.sizes(grid))
             if accept(grid, Pace(n, *self.space.pipelines(grid.pp)[0]), None, None)
         ]
         paces = [
             Pace(size, *how)
             for how in self.space.pipelines(grid.pp)
-            for size in self.space.sizes(grid.dp)[-1:] + sizes[:1]
+            for size in self.space.sizes(grid)[-1:] + sizes[:1]
         ]
         every = sorted(self.space.states(grid), key=lambda states: (-states.zero, states.replicate))
         states = [one for one in every if accept(grid, None, one, None)][:1]
@@ -340,6 +356,15 @@ class BestFirst:
                         yield self.space.plan(grid, pace, one, saving)
 
     # Single layouts ------------------------------------------------------------------------------------------------
+
+    def _is_too_large(self, plan: Plan) -> bool:
+        """One rank is enough to know it, and the first is most often the fullest."""
+        if plan.pp > 1 and plan not in self._memory:
+            job, share = self.space.job, rank_shares(self.space.model, plan)[0]
+            groups = groups_of(share.cut, self.space.model, job.adapter)
+            if rank_memory(share, groups, plan, job.optimizer, self.stack).peak > self.limit:
+                return True
+        return self.memory_of(plan) > self.limit
 
     def memory_of(self, plan: Plan) -> int:
         if plan not in self._memory:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.cluster.spec import Device, known_devices
-from shardwise.plan.operations import Attention, Product, Work
 from shardwise.plan.stack import Stack
+from shardwise.plan.work import Attention, Product, Work
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Generation:
         0.0  # at which `sustained` holds; with more power more is sustained. 0: all cards of the generation have enough
     )
     eight_bit: float = 0.98  # share of the peak that fp8 reaches over what bf16 does (calib_mamf_stas.csv)
-    gap: float = 2e-6  # seconds between two kernels on the device
+    gap: float = 3e-6  # seconds between two kernels on the device
 
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.86), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.45))
@@ -47,7 +47,7 @@ HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.7
 GENERATIONS = {
     7: Generation(0.90, TILES, 160, 0.75, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
     8: Generation(
-        0.92, TILES, 160, 0.75, 0.93, {"flash1": (0.38, 0.31), "flash2": (0.62, 0.52), "cudnn": (0.62, 0.52)}
+        0.91, TILES, 160, 0.75, 0.93, {"flash1": (0.38, 0.31), "flash2": (0.62, 0.52), "cudnn": (0.62, 0.52)}
     ),
     9: Generation(
         0.82,
@@ -80,17 +80,12 @@ FLASH_TAIL = (0.7, 1.4)
 NARROW = {"flash3": 0.58, "cudnn": 0.58}
 """How much faster kernels lose to heads narrower than 128: 391 of 596 TFLOP/s with 64 for cuDNN, 277 of 296 for flash 2 (H200)."""
 
-PASS_HALF = {"cuda": 1e7, "cpu": 3e4}
+PASS_HALF = {"cuda": 1.5e7, "cpu": 3e4}
 """Bytes at which a pass over memory reaches half of the memory's rate: below, a kernel ends before all multiprocessors have begun."""
 
-UNALIGNED = 8.0
-"""A matrix with an odd side cannot be read 16 bytes at a time (GPT-2's 50257 tokens on an H200)."""
-
-PYTHON = 1.0
-"""The cluster says what an operation inside a model takes the host, with modules, autograd and views around it."""
-
-LAUNCH = {"cuda": 2.5e-5, "cpu": 2.5e-5}
-"""Host seconds per operation where the cluster says nothing: small models on an H200 and on A100 come to 25 to 30 microseconds."""
+UNALIGNED = {1: 8.0, 2: 1.6, 4: 1.25}
+"""Matrices are read 16 bytes at a time where their sides divide by 8; by the largest power of two that divides all sides else. Odd: GPT-2's 50257 tokens
+on an H200. The others: assumed, between; heads of 150 in BigScience's sweep are such a case."""
 
 
 class Pricer:
@@ -111,8 +106,8 @@ class Pricer:
         )
         self.name = exact
         self.bandwidth = self.threads * device.bandwidth * device.bandwidth_share
-        self.launch = getattr(device, "launch", 0.0) or LAUNCH[device.kind]
-        self.curves = getattr(device, "curves", {})
+        self.launch = device.launch
+        self.curves = device.curves
         self.half = PASS_HALF[device.kind]
         more = (device.watts / self.generation.watts) ** 0.5 if self.generation.watts and device.watts else 1.0
         self.sustained = min(1.0, self.generation.sustained * more)
@@ -126,7 +121,7 @@ class Pricer:
 
     def host_seconds(self, work: Work) -> float:
         """What starting it takes, while the device may be busy."""
-        return work.launches * self.launch * PYTHON * self.stack.host_share
+        return work.launches * self.launch * self.stack.host_share
 
     def product(self, p: Product) -> float:
         generation, peak = self.generation, self.exact_peak if p.exact else self.peak
@@ -144,7 +139,8 @@ class Pricer:
             waves = p.groups * -(-p.m // rows) * -(-p.n // columns) / units
             waves = generation.wave * math.ceil(waves) + (1 - generation.wave) * max(waves, 1.0)
             least = min(least, waves * rows * columns * deep / share)
-        uneven = UNALIGNED if (p.m | p.n | p.k) % 2 and p.groups == 1 else 1.0
+        sides = (p.m | p.n | p.k) & 7 if p.groups == 1 or p.exact else 0
+        uneven = UNALIGNED[sides & -sides] if sides else 1.0
         return max(2.0 * least * units / rate * uneven, moved / self.bandwidth)
 
     def attention(self, a: Attention, backward: bool = False) -> float:

@@ -15,12 +15,13 @@ from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
-from shardwise.plan.kernels import PYTHON, Pricer
-from shardwise.plan.operations import Product, Shape, Training, Work, embedding_work, head_work, layer_work
+from shardwise.plan.kernels import Pricer
+from shardwise.plan.operations import embedding_work, head_work, layer_work
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
+from shardwise.plan.work import Product, Shape, Training, Work
 
-SLOWED = 0.15
+SLOWED = 0.2
 """Computing time lost per second of messages that run beside it: NCCL's kernels take a tenth of the multiprocessors and some of the memory's rate."""
 
 FSDP_LAUNCHES = 50
@@ -123,7 +124,7 @@ class LayerTimes:
             half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
         time = self._compute(work, repeated)
-        one = self.pricer.launch * PYTHON * self.stack.host_share
+        one = self.pricer.launch * self.stack.host_share
         host = self._calls(layer) * one
         time = time._replace(
             host_forward=time.host_forward + host,
@@ -141,7 +142,7 @@ class LayerTimes:
     def _compute(self, work: Training, repeated: Work) -> LayerTime:
         price = self.pricer
         hooks = (
-            FSDP_LAUNCHES * price.launch * PYTHON * self.stack.host_share
+            FSDP_LAUNCHES * price.launch * self.stack.host_share
             if self.plan.uses_fsdp and self.stack.copies_parameters
             else 0.0
         )

@@ -7,6 +7,7 @@ the prediction. Read next: memory.py, which predicts; best_first.py, which asks.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.model.spec import LayerSpec, ModelSpec
@@ -40,6 +41,7 @@ class MemoryFloors:
         self._slices: dict[int, ModelSpec] = {}
         self._parameters: dict[tuple[object, ...], tuple[int, int, int]] = {}
         self._numbers: dict[tuple[object, ...], float] = {}
+        self._least: dict[int, int] = {}
         self._first: dict[tuple[object, ...], list[tuple[LayerSpec, ...]]] = {}
 
     # Of a grid -----------------------------------------------------------------------------------------------------
@@ -51,13 +53,34 @@ class MemoryFloors:
         return self._weights(grid, states, offload, several, dense / grid.pp, spread / grid.pp, 0)
 
     def kept(self, grid: Grid, size: int, mode: str) -> float:
-        """Activations, whatever the schedule: of all of them the last rank of an interleaved one holds the fewest, half of the pipeline."""
+        """Activations, whatever the schedule. Its first rank holds at least one micro-batch per rank of the pipeline; where layers are
+        not alike, the last rank of an interleaved one holds the fewest, half of that."""
         if self.adapter != "none":
             return 0.0
-        kept = self._kept(grid, mode, self._slice(grid.tp).layers) * self._tokens(grid, size) / grid.pp
+        layers = self._slice(grid.tp).layers
+        kept = self._kept(grid, mode, layers) * self._tokens(grid, size)
+        if grid.pp == 1:
+            return kept
         rows = -(-self.batch // grid.dp)
-        count = -(-rows // size)
-        return kept * max(1.0, min(count, grid.pp) / 2)
+        flying = min(-(-rows // size), grid.pp)
+        if self.are_alike and mode in ("none", "selective", "full"):
+            return kept * flying * self._fewest(grid.pp) / len(layers)
+        return kept * max(1.0, flying / 2) / grid.pp
+
+    @cached_property
+    def are_alike(self) -> bool:
+        return len({(layer.window, layer.is_moe, layer.ffn) for layer in self.space.model.layers}) == 1
+
+    def _fewest(self, pp: int) -> int:
+        """Layers of the first rank, of all schedules the least."""
+        if pp not in self._least:
+            found = []
+            for schedule, virtual_stages in self.space.pipelines(pp):
+                split, owners = self.space.split(pp * virtual_stages), stage_owners(schedule, pp, virtual_stages)
+                assert split is not None, (schedule, pp, virtual_stages)
+                found.append(sum(number for number, owner in zip(split, owners, strict=True) if owner == 0))
+            self._least[pp] = min(found)
+        return self._least[pp]
 
     # Of a layout ---------------------------------------------------------------------------------------------------
 
@@ -146,6 +169,13 @@ class MemoryFloors:
             self._slices[tp] = tensor_slice(self.space.model, tp)
         return self._slices[tp]
 
+    def _saved(self, tp: int) -> ModelSpec:
+        """As lifetimes.py has it: CUDA's norms keep their input alone."""
+        if -tp not in self._slices:
+            spec = self._slice(tp)
+            self._slices[-tp] = spec.with_overrides({"norm": "layer"}) if self.space.device == "cuda" else spec
+        return self._slices[-tp]
+
     def _count(self, grid: Grid, layers: tuple[LayerSpec, ...], ends: bool) -> tuple[int, int, int]:
         """Parameters: all but spread experts, spread experts, the smallest layer. With the embedding, and with both ends of the model if asked for."""
         key = (grid.tp, grid.ep, len(layers), ends, layers[0].index)
@@ -169,9 +199,7 @@ class MemoryFloors:
         how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
         key = (*how, mode, layers[0].index, len(layers))
         if key not in self._numbers:
-            spec = self._slice(grid.tp)
-            if self.space.device == "cuda":  # as lifetimes.py has it
-                spec = spec.with_overrides({"norm": "layer"})
+            spec = self._saved(grid.tp)
             keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
             parts, routed = grid.tp if grid.sequence else 1, grid.tp if grid.ep > 1 else 1
             is_exchanged = grid.cp > 1 and grid.cp_kind == "ulysses"

@@ -59,7 +59,7 @@ def _values(space: Space, winner: Candidate) -> Iterator[tuple[str, object]]:
     yield from (
         ("schedule", name) for name in dict.fromkeys(n for n, _ in space.pipelines(plan.pp)) if name != plan.schedule
     )
-    yield from (("micro_batch", size) for size in sorted(space.sizes(plan.dp)) if size != plan.micro_batch)
+    yield from (("micro_batch", size) for size in sorted(space.sizes(mine)) if size != plan.micro_batch)
     yield from (
         ("recompute", mode) for mode in dict.fromkeys(s.recompute for s in space.savings) if mode != plan.recompute
     )

@@ -26,7 +26,7 @@ SMALL_WORLD = 16
 """Up to so many GPUs every number of them is tried, beyond it powers of two and what nodes divide into."""
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
-RECOMPUTE = ("none", "every-8", "every-4", "every-3", "every-2", "selective", "full", "sqrt")
+RECOMPUTE = ("none", "every-4", "every-2", "selective", "full", "sqrt")
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "gpipe")
 LEAST_PIECE = 512
 """Tokens: context parallelism does not cut sequences finer than this."""
@@ -90,9 +90,9 @@ class Space:
         self.precision = fixed.get("memory.precision", job.precision)
         self.device = cluster.device.kind
         self._splits: dict[int, tuple[int, ...] | None] = {}
-        self._sizes: dict[int, list[int]] = {}
+        self._sizes: dict[tuple[int, int], list[int]] = {}
         self._schedules: dict[int, list[tuple[str, int]]] = {}
-        self._states: dict[tuple[int, int], list[States]] = {}
+        self._states: dict[tuple[int, int, int], list[States]] = {}
 
     def among(self, key: str, values: Any) -> list[Any]:
         """Those of the values that the constraints leave; what is asked for need not be among them."""
@@ -135,7 +135,7 @@ class Space:
                             if not sequence and ep > 1 and tp > 1:
                                 continue
                             grid = Grid(dp, tp, sequence, cp, kind, pp, ep)
-                            if self.sizes(dp) and self.pipelines(pp) and self.states(grid):
+                            if self.sizes(grid) and self.pipelines(pp) and self.states(grid):
                                 yield grid
 
     def some_grids(self) -> Iterator[Grid]:
@@ -171,14 +171,19 @@ class Space:
     # The pace ------------------------------------------------------------------------------------------------------
 
     def paces(self, grid: Grid) -> Iterator[Pace]:
-        return (Pace(size, *how) for how in self.pipelines(grid.pp) for size in self.sizes(grid.dp))
+        return (Pace(size, *how) for how in self.pipelines(grid.pp) for size in self.sizes(grid))
 
-    def sizes(self, dp: int) -> list[int]:
-        """Of micro-batches, largest first."""
-        if dp not in self._sizes:
-            rows = -(-self.job.global_batch // dp)
-            self._sizes[dp] = [n for n in self.among("train.micro_batch", reversed(divisors(rows))) if n <= rows]
-        return self._sizes[dp]
+    def sizes(self, grid: Grid) -> list[int]:
+        """Of micro-batches, largest first. Ranks that could take rows of a micro-batch each need not cut its sequences: with as many
+        data-parallel ranks more instead of context-parallel ones, every rank has as many tokens and nothing to send for them."""
+        key = (grid.dp, grid.cp)
+        if key not in self._sizes:
+            rows = -(-self.job.global_batch // grid.dp)
+            found = [n for n in self.among("train.micro_batch", reversed(divisors(rows))) if n <= rows]
+            if self.fixed.keys().isdisjoint({"parallel.dp", "parallel.cp", "train.micro_batch"}):
+                found = [n for n in found if math.gcd(n, grid.cp) == 1]
+            self._sizes[key] = found
+        return self._sizes[key]
 
     def pipelines(self, pp: int) -> list[tuple[str, int]]:
         """(schedule, stages per rank)"""
@@ -215,8 +220,8 @@ class Space:
     # States and savings --------------------------------------------------------------------------------------------
 
     def states(self, grid: Grid) -> list[States]:
-        """Nothing is shared by one rank. Hybrid: replicas of a model that is sharded inside."""
-        key = (grid.dp, grid.cp)
+        """Nothing is shared by one rank. Hybrid: replicas of a model that is sharded inside, each of at least one domain of the fast link."""
+        key = (grid.dp, grid.cp, grid.tp)
         if key not in self._states:
             self._states[key] = self._states_of(grid)
         return self._states[key]
@@ -230,6 +235,9 @@ class Space:
                 continue
             for replicate in self.among("parallel.replicate", divisors(grid.dp)):
                 shards = grid.dp // replicate * grid.cp
+                is_small = shards * grid.tp < min(self.cluster.tiers[0].span, grid.dp * grid.cp * grid.tp)
+                if is_small and "parallel.replicate" not in self.fixed:
+                    continue
                 if grid.dp % replicate == 0 and (shards > 1 or "parallel.zero" in self.fixed):
                     found.append(States(zero, replicate))
         return found
@@ -303,7 +311,7 @@ class Space:
 
     def size(self, grid: Grid) -> int:
         """Layouts of a grid."""
-        paces = len(self.sizes(grid.dp)) * len(self.pipelines(grid.pp))
+        paces = len(self.sizes(grid)) * len(self.pipelines(grid.pp))
         return paces * len(self.states(grid)) * len(self.savings)
 
     def __iter__(self) -> Iterator[tuple[Grid, Pace, States, Saving]]:

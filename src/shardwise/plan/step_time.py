@@ -28,7 +28,7 @@ from shardwise.plan.stack import OURS, Stack
 from shardwise.plan.state_time import StateTime, optimizer_seconds, state_time
 from shardwise.plan.states import groups_of
 
-STRAGGLER = 0.006
+STRAGGLER = 0.01
 """Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
 
 STEP_HOST = 2e-3
@@ -221,6 +221,15 @@ def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack)
     return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
 
 
+def transfer_seconds(times: LayerTimes, plan: Plan, stack: Stack) -> float:
+    """Of a message from one stage to the next."""
+    shape = times.shape
+    size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
+    if stack.scatters_messages and not plan.sequence:
+        size /= plan.tp
+    return times.network.send(size, plan.world // plan.pp)
+
+
 def _pipeline(
     stages: Sequence[StageTime],
     owners: Sequence[int],
@@ -231,11 +240,7 @@ def _pipeline(
     stack: Stack,
 ) -> dict[str, float]:
     """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
-    shape = times.shape
-    size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
-    if stack.scatters_messages and not plan.sequence:
-        size /= plan.tp
-    transfer = times.network.send(size, plan.world // plan.pp)
+    transfer = transfer_seconds(times, plan, stack)
     split = splits_backward(plan.schedule)
     prices: list[float] = []
     for number, (stage, owner) in enumerate(zip(stages, owners, strict=True)):

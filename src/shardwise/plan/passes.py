@@ -1,0 +1,151 @@
+"""Passes over memory around a layer's products: norms, positions, activation, sums, softmax, casts. Bytes, one number per kernel. No torch.
+
+They follow from which kernels a stack has: a chain of plain operations reads and writes its tensors once per operation, a fused kernel once. A pass
+that runs below the memory's rate is counted longer. Read next: operations.py, which puts them together.
+"""
+
+from __future__ import annotations
+
+from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.plan.stack import Stack
+from shardwise.plan.work import Attention, Product, Shape
+
+Passes = tuple[float, ...]
+
+
+def score_passes(core: Attention, stack: Stack, size: int) -> tuple[Passes, Passes]:
+    if stack.attention != "math":
+        return (), ()
+    numbers = float(core.rows * core.heads * core.queries * core.keys)
+    softmax = (
+        (2 * size * numbers,)
+        if stack.fused_softmax
+        else tuple(b * numbers for b in (2 * size, 2 * size, size + 4, 8, 4 + size))
+    )
+    drop = (drop_bytes(numbers * size, size),) if stack.dropout else ()
+    back = (
+        (3 * size * numbers,) if stack.fused_softmax else tuple(b * numbers for b in (size + 4, 12, 4 + size, 2 * size))
+    )
+    return softmax + drop, back + drop
+
+
+def cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) -> tuple[Passes, Passes]:
+    """Norms, positions, activation, sums: forward and backward."""
+    size, x = shape.size, shape.outside * spec.hidden
+    norm = norm_passes(spec, x, size, stack)
+    norms = 4 if spec.post_norms else 2
+    # x + y reads two and writes one. In backward the two gradients that meet at a branch are added.
+    plus = 3.0 * x * size
+    drop: tuple[float, ...] = ()
+    if stack.dropout and stack.fused_activation:  # bias, dropout and sum in one kernel
+        plus += x
+    elif stack.dropout and not stack.compiled:
+        drop = (drop_bytes(x * size, size),) * 2
+    forward = norm[0] * norms + (plus, plus) + drop
+    backward = norm[1] * norms + (plus, plus) + drop
+    if stack.compiled:  # a sum and the norm after it are one kernel
+        forward = (2 * (plus + x * size),)
+        backward = (2 * (plus + 2.0 * x * size),)
+    heads = (spec.num_heads + spec.num_kv_heads) // shape.tp
+    rotated = shape.here * heads * spec.head_dim * size
+    if spec.qk_norm:
+        both = norm_passes(spec, rotated // size, size, stack)
+        forward, backward = forward + both[0], backward + both[1]
+    if spec.positions == "rope":
+        turn = _rope(rotated, size, stack)
+        forward, backward = forward + turn, backward + turn
+    act = (
+        _expert_activation(spec, shape, stack)
+        if layer.is_moe
+        else activation_passes(spec, shape.here * -(-layer.ffn // shape.tp), size, stack)
+    )
+    return forward + act[0], backward + act[1]
+
+
+def _rope(rotated: float, size: int, stack: Stack) -> Passes:
+    """x1 cos - x2 sin, x2 cos + x1 sin, side by side: four products and two sums of halves, one copy. For queries and keys. As complex numbers: to
+    fp32, one product, and back."""
+    if stack.fused_rope or stack.compiled:
+        return (2.0 * rotated,)
+    if stack.complex_rope:
+        return tuple(
+            part * rotated / size / 2 for part in (CAST * (size + 4.0), 8.0, CAST * (4.0 + size)) for _ in range(2)
+        )
+    return tuple(part * rotated / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
+
+
+def norm_passes(spec: ModelSpec, numbers: float, size: int, stack: Stack) -> tuple[Passes, Passes]:
+    """torch has LayerNorm as one kernel. In plain operations RMSNorm goes to fp32 and back: six passes."""
+    if stack.fused_norm or stack.compiled or spec.norm == "layer":
+        return (2.0 * numbers * size * NORM,), (3.0 * numbers * size * NORM, numbers * size)
+    forward = tuple(numbers * b for b in (size + 4.0, 8.0, 4.0, 8.0, 4.0 + size, 2.0 * size))
+    backward = tuple(numbers * b for b in (3.0 * size, size + 4.0, 12.0, 8.0, 12.0, 12.0, 4.0 + size))
+    return forward, backward
+
+
+NORM = 1.6
+CAST = 2.0
+"""Passes that add up along rows, and those that change the width of numbers, run below the memory's rate: 2.6 and 2.1 TB/s on an H200 where a
+sum of two tensors runs at 4.2 (kernels_h200.json)."""
+
+
+def activation_passes(spec: ModelSpec, numbers: float, size: int, stack: Stack) -> tuple[Passes, Passes]:
+    one = numbers * size
+    bias = (2.0 * one,) if spec.mlp_bias and not (stack.fused_activation or stack.compiled) else ()
+    if not spec.gated:
+        return (*bias, 2.0 * one), (3.0 * one,)
+    if stack.fused_activation or stack.compiled:
+        return (3.0 * one,), (5.0 * one,)
+    return (2.0 * one, 3.0 * one), (3.0 * one, 3.0 * one, 3.0 * one)
+
+
+def _expert_activation(spec: ModelSpec, shape: Shape, stack: Stack) -> tuple[Passes, Passes]:
+    """Besides the activation: copies are sorted by expert, and put back with their weights; the router's softmax."""
+    copies = shape.here * spec.experts_per_token / (shape.tp if shape.ep > 1 else 1)
+    slices = shape.tp if shape.ep == 1 else 1
+    act = activation_passes(spec, copies * spec.expert_ffn / slices, shape.size, stack)
+    moved = 2.0 * copies * spec.hidden * shape.size
+    sorts = (moved, 1.5 * moved) + (moved, moved) * (shape.ep > 1)
+    routing = (4.0 * shape.here * spec.num_experts,) * 4
+    shared = activation_passes(
+        spec, shape.here * spec.num_shared_experts * spec.expert_ffn / shape.tp, shape.size, stack
+    )
+    if not spec.num_shared_experts:
+        shared = (), ()
+    return act[0] + sorts + routing + shared[0], act[1] + sorts + routing + shared[1]
+
+
+def cast_passes(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tuple[Passes, Passes, Passes]:
+    """Eight bits: both factors of each product are measured (their largest number), scaled and rounded. Forward, inputs, weights. A fused kernel
+    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own."""
+    if not shape.eight_bit:
+        return (), (), ()
+    wide = [p for p in products if not p.exact]
+    x, w, g = ([float(p.groups * numbers) for p in wide for numbers in (f(p),)] for f in (
+        lambda p: p.m * p.k, lambda p: p.k * p.n, lambda p: p.m * p.n))  # fmt: skip
+    if stack.fused_cast:
+        return tuple(4.0 * (a + b) for a, b in zip(x, w, strict=True)), tuple(4.0 * a for a in g), ()
+    each = 7.0 if stack.compiled else EAGER_CAST
+    pairs = ((x, w), (g, w), (g, x))
+    forward, inputs, weights = (tuple(each * (a + b) for a, b in zip(*pair, strict=True)) for pair in pairs)
+    return forward, inputs, weights
+
+
+EAGER_CAST = 60.0
+"""Bytes per number that is rounded to fp8 in plain operations: magnitudes, their largest, up to fp32, scaled, clamped, rounded, turned around; the
+figure is what 20 matrices on an H200 came to (precision_h200.json)."""
+
+
+def unpacking_passes(products: tuple[Product, ...], shape: Shape) -> Passes:
+    """Four-bit weights are read out into 16 bits before each use: a few passes, most of them in small integers."""
+    return tuple(p.groups * p.n * p.k * NF4_BYTES for p in products) if shape.trains == "qlora" else ()
+
+
+NF4_BYTES = 36.0
+"""Read and written per weight that model/nf4.py unpacks in plain operations: codes become indices of eight bytes per pair, two numbers of fp32 are
+looked up, multiplied by their block's magnitude in place, and rounded into the result."""
+
+
+def drop_bytes(size: float, number: int = 2) -> float:
+    """Bytes of a dropout over a tensor of `size` bytes: read, write, and a mask of one byte per number."""
+    return 2.0 * size + size / number
