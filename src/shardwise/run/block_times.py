@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -44,9 +45,11 @@ def block_times(
     part, alone = _slice(spec, plan), _alone(plan)
     # No more than a step holds at once, so that what fits does not run out of memory here.
     count = min(-(-part.num_layers // plan.pp), MOST_BLOCKS[device.type]) if plan.recompute == "none" else 1
-    chosen = [round(n * (part.num_layers - 1) / max(1, count - 1)) for n in range(count)]
+    kinds = [replace(layer, index=0) for layer in part.layers]
+    spread = (round(n * (part.num_layers - 1) / max(1, count - 1)) for n in range(count))
+    chosen = sorted({kinds.index(kind) for kind in kinds} | (set(spread) if count > 1 else set()))
     chain = _Chain(part, alone, attention, chosen, device)
-    long, short = _seconds([lambda: chain.run(chosen), lambda: chain.run([])], device)
+    long, short = _seconds([partial(chain.run, chosen), partial(chain.run, [])], device)
     costs = estimated_costs(part, alone.seq_len)[0]
     blocks = max(0.0, long - short) * sum(costs) / sum(costs[index] for index in chosen)
     shapes = [parameter.shape for parameter in chain.block(chosen[0]).parameters()]
