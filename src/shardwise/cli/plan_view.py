@@ -25,7 +25,8 @@ from shardwise.plan.why import WhyNot, why_not_lines
 LABEL = 9
 WIDTH = 120
 BAR = 30
-MAX_REGIONS, MAX_COUNTS = 8, 6
+MAX_REGIONS, MAX_COUNTS = 8, 5
+AS_FAST = 5e-4
 LAYOUT = 30  # columns that a layout should have before it is folded
 LESS_NEEDED = ("tok/s/GPU", "waits for", "cost", "training", "micro", "MFU", "p10-p90", "GPUs", "change", "GiB")
 """Columns that a narrow window goes without, the first one first."""
@@ -156,9 +157,8 @@ def _header(view: _View, made: Answer) -> None:
 
 
 def _rows_table(made: Answer, width: int) -> Table:
-    inverse = made.rows[0].candidate is not made.result.candidates[0]
     columns = ["#", "layout", "GPUs", "micro", "GiB", "step", "p10-p90", "tok/s", "MFU", "waits for"]
-    columns += _whole_columns(made.question) if inverse else []
+    columns += _whole_columns(made.question) if made.inverse else []
     rows = [_cells(made.question, row) | {"#": str(number)} for number, row in enumerate(made.rows, 1)]
     if any(row["GPUs"] != f"{made.question.cluster.world:,}" for row in rows):
         return _table(columns, rows, width, _memory_title(made))
@@ -185,7 +185,7 @@ def _cells(question: Question, row: Row) -> dict[str, str]:
         "p10-p90": f"{_short(row.low)}-{_short(row.high)}",
         "GPUs": f"{plan.world:,}",
         "tok/s": _count(row.tokens_per_s),
-        "MFU": f"{100 * row.mfu:.0f} %",
+        "MFU": f"{100 * row.mfu:.0f} %" if row.mfu >= 0.01 else f"{100 * row.mfu:.1g} %",
         "waits for": f"{row.link} {100 * row.link_share:.0f} %" if row.link_share >= 0.005 else "-",
         "training": _duration(row.whole.seconds) if row.whole else "-",
         "cost": _count(row.whole.cost) if row.whole and row.whole.cost is not None else "-",
@@ -272,15 +272,16 @@ def _stages(view: _View, row: Row) -> None:
     numbers = range(len(stages)) if len(stages) <= 4 else (0, 1, len(stages) - 1)
     for index, number in enumerate(numbers):
         of = f"pipeline rank {number + 1} of {len(stages)}: " if len(stages) > 1 else ""
-        view.line("peak" if index == 0 else "", f"{of}{_size(stages[number].peak)} GiB, {stages[number].moment}")
+        view.line("peak" if index == 0 else "", f"{of}{_size(stages[number].peak)} GiB: {stages[number].moment}")
 
 
 # The rest ----------------------------------------------------------------------------------------------------------------
 
 
 def _regions(view: _View, made: Answer) -> None:
-    regions = made.result.regions
-    if not regions:
+    regions = [region for region in made.result.regions if region.slower is None or region.slower >= 1 + AS_FAST]
+    if not regions or made.rows[0].candidate is not made.result.candidates[0]:  # they tell of the fastest
+        view.gap()
         return
     width = min(28, max(len(region.what) for region in regions))
     ordered = sorted(regions, key=lambda region: (region.slower is None, region.slower or 0.0))
@@ -292,11 +293,12 @@ def _regions(view: _View, made: Answer) -> None:
 
 
 def _counts(view: _View, made: Answer) -> None:
-    """The best of each number of GPUs: what fewer would do."""
+    """The best of all, half, a quarter of the GPUs and so on, and of the fewest that it fits on."""
     counts = sorted(made.result.by_gpus)
-    if len(counts) < 2:
+    if len(counts) < 2 or made.inverse:
         return
-    most = counts if len(counts) <= MAX_COUNTS else [counts[0], *counts[-MAX_COUNTS + 1 :]]
+    halves = [count for count in counts if counts[-1] % count == 0 and (counts[-1] // count).bit_count() == 1]
+    most = [count for count in counts if count == counts[0] or count in halves[-MAX_COUNTS + 1 :]]
     question = made.question
     columns = ["GPUs", "best layout", "GiB", "step", "tok/s", "tok/s/GPU", *_whole_columns(question)]
     rows = []

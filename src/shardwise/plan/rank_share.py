@@ -117,12 +117,20 @@ def expert_parameters(spec: ModelSpec) -> int:
 
 def rank_shares(spec: ModelSpec, plan: Plan) -> list[RankShare]:
     """One per rank along the pipeline."""
-    cuts = _cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
-    repeats = plan.recompute != "none"
-    return [
-        RankShare(cut, _stages_in_flight(plan, rank), _weights_waiting(plan, rank) if repeats else 0)
-        for rank, cut in enumerate(cuts)
-    ]
+    return [_rank_share(cut, plan, rank) for rank, cut in enumerate(cuts_of(spec, plan))]
+
+
+def rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
+    return _rank_share(cuts_of(spec, plan)[rank], plan, rank)
+
+
+def cuts_of(spec: ModelSpec, plan: Plan) -> tuple[Cut, ...]:
+    return _cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
+
+
+def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
+    waiting = _weights_waiting(plan, rank) if plan.recompute != "none" else 0
+    return RankShare(cut, _stages_in_flight(plan, rank), waiting)
 
 
 @lru_cache(1024)
