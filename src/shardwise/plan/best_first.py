@@ -24,7 +24,7 @@ from shardwise.plan.lifetimes import rank_memory
 from shardwise.plan.memory import predict_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction, predict
-from shardwise.plan.rank_share import rank_shares
+from shardwise.plan.rank_share import rank_share
 from shardwise.plan.space import RECOMPUTE, Grid, Pace, Saving, Space, States, never_faster
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import groups_of
@@ -360,7 +360,7 @@ class BestFirst:
     def _is_too_large(self, plan: Plan) -> bool:
         """One rank is enough to know it, and the first is most often the fullest."""
         if plan.pp > 1 and plan not in self._memory:
-            job, share = self.space.job, rank_shares(self.space.model, plan)[0]
+            job, share = self.space.job, rank_share(self.space.model, plan, 0)
             groups = groups_of(share.cut, self.space.model, job.adapter)
             if rank_memory(share, groups, plan, job.optimizer, self.stack).peak > self.limit:
                 return True

@@ -18,7 +18,7 @@ from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import LayerTime, LayerTimes
 from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import RankShare, rank_shares
+from shardwise.plan.rank_share import RankShare, cuts_of, rank_shares
 from shardwise.plan.schedules import splits_backward, stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.stack import Stack
@@ -74,7 +74,9 @@ class TimeFloors:
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self.slower = 1 + STRAGGLER * (space.cluster.nodes.bit_length() - 1)
         self._works: dict[tuple[object, ...], Work] = {}
-        self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float, int]], LayerTimes]] = {}
+        self._stages: dict[
+            tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float, int]], LayerTimes]
+        ] = {}
         self._shares: dict[tuple[int, int, bool], tuple[RankShare, Held]] = {}
         self._larger: dict[int, list[tuple[bool, int, int]]] = {}
         self._messages: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -238,13 +240,16 @@ class TimeFloors:
             return sum(step_seconds(space.model, space.cluster, space.job, plan, self.stack).values())
         times = layer_times(space.model, space.cluster, space.job, plan, self.stack)
         transfer = transfer_seconds(times, plan, self.stack)
-        shares, least, once = rank_shares(space.model, plan), 0.0, 0.0
+        cuts, least, once = cuts_of(space.model, plan), 0.0, 0.0
         for rank, (mine, busy, around, hops) in self._stage_times(plan, times).items():
-            state = rank_state(shares[rank], space.model, mine, space.cluster, space.job, plan, self.stack, times)
+            share = RankShare(cuts[rank], 1, 0)
+            state = rank_state(share, space.model, mine, space.cluster, space.job, plan, self.stack, times)
             ahead = state.each_forward + state.casts_forward
             busy += ahead + state.each_backward + state.casts_backward
             waits = around + hops * transfer
-            if around < 0:  # the first rank of a split backward: until its first one it has nothing but forwards, and room for few
+            if (
+                around < 0
+            ):  # the first rank of a split backward: until its first one it has nothing but forwards, and room for few
                 most = min(self._room(plan), plan.num_microbatches * plan.virtual_stages)
                 forward = max(stage.forward for stage in mine) + ahead / plan.virtual_stages
                 waits = max(0.0, hops * transfer - around - most * forward)

@@ -32,23 +32,16 @@ class Cut:
     def layer_parameters(self) -> list[int]:
         norms = (4 if self.spec.post_norms else 2) * self.spec.num_norm_parameters
         attention = self.spec.num_attention_parameters + norms
-        sizes = {
-            (layer.is_moe, layer.ffn): attention
-            + self.spec.num_feedforward_parameters(layer)
-            + self._correction * layer.is_moe
+        return [
+            attention + self.spec.num_feedforward_parameters(layer) + self._correction * layer.is_moe
             for layer in self.layers
-        }
-        return [sizes[layer.is_moe, layer.ffn] for layer in self.layers]
+        ]
 
-    @cached_property
+    @property
     def shape(self) -> tuple[object, ...]:
         """The same for ranks that hold as much, whichever layers they are."""
-        return (
-            self.embedding,
-            self.head,
-            self.has_last_stage,
-            tuple((layer.is_moe, layer.ffn) for layer in self.layers),
-        )
+        kinds = tuple((layer.is_moe, layer.ffn) for layer in self.layers)
+        return self.embedding, self.head, self.has_last_stage, kinds, tuple(self.layer_parameters)
 
     @property
     def _correction(self) -> int:
@@ -117,12 +110,27 @@ def expert_parameters(spec: ModelSpec) -> int:
 
 def rank_shares(spec: ModelSpec, plan: Plan) -> list[RankShare]:
     """One per rank along the pipeline."""
-    cuts = _cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
-    repeats = plan.recompute != "none"
-    return [
-        RankShare(cut, _stages_in_flight(plan, rank), _weights_waiting(plan, rank) if repeats else 0)
-        for rank, cut in enumerate(cuts)
-    ]
+    return [_rank_share(cut, plan, rank) for rank, cut in enumerate(cuts_of(spec, plan))]
+
+
+def rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
+    return _rank_share(cuts_of(spec, plan)[rank], plan, rank)
+
+
+def cuts_of(spec: ModelSpec, plan: Plan) -> tuple[Cut, ...]:
+    return _cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
+
+
+def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
+    waiting = _weights_waiting(plan, rank) if plan.recompute != "none" else 0
+    return RankShare(cut, _stages_in_flight(plan, rank), waiting)
+
+
+@lru_cache(1024)
+def alike(cuts: tuple[Cut, ...]) -> tuple[int, ...]:
+    """For each rank the number of the first one that holds as much."""
+    first: dict[tuple[object, ...], int] = {}
+    return tuple(first.setdefault(cut.shape, rank) for rank, cut in enumerate(cuts))
 
 
 @lru_cache(1024)
