@@ -13,7 +13,7 @@ import pytest
 from shardwise.config.load import load_config
 from shardwise.errors import Exit
 
-SMALL = ("plan", "llama3.2-1b", "--cluster", "2x4xh100", "--seq", "2k", "--batch", "256k")
+SMALL = ("plan", "llama3.2-1b", "--cluster", "2x2xh100", "--seq", "2k", "--batch", "256k")
 
 
 @pytest.fixture
@@ -51,9 +51,10 @@ def test_rows_are_ranked_and_each_is_a_file(report, workdir):
     found = report(*SMALL, "--tokens", "100B", "--price", "2")
     rows = found["rows"]
     assert found["schema"] == 1 and 1 < len(rows) <= 5
-    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    times = [row["step_s"] for row in rows]
+    assert times[0] <= 1.1 * min(times) and max(times) == pytest.approx(times[-1], rel=0.1)  # a simpler layout may win by little
     for number, row in enumerate(rows, 1):
-        assert row["file"] == f"plans/llama3.2-1b-2x4xh100/{number}.toml"
+        assert row["file"] == f"plans/llama3.2-1b-2x2xh100/{number}.toml"
         config = load_config(workdir / row["file"]).config
         assert (config.parallel.dp, config.train.micro_batch) == (row["plan"]["dp"], row["micro_batch"])
         assert config.train.tokens == 100e9 and config.model.preset == "llama3.2-1b"
@@ -105,13 +106,13 @@ def test_a_narrow_window_folds_and_cuts_nothing(said, monkeypatch):
 
 
 def test_why_not_says_what_it_costs_and_why(report, said):
-    found = report(*SMALL, "--why-not", "tp=4 zero=3")
+    found = report(*SMALL, "--why-not", "tp=2 zero=3")
     why, winner = found["why_not"], found["rows"][0]
-    assert why["completed"]["plan"]["tp"] == 4 and why["completed"]["plan"]["zero"] == 3
+    assert why["completed"]["plan"]["tp"] == 2 and why["completed"]["plan"]["zero"] == 3
     assert why["slower"] == pytest.approx(why["completed"]["step_s"] / winner["step_s"]) and why["slower"] > 1
     assert sum(one["seconds"] for one in why["differences"]) > 0
-    text = said(*SMALL, "--why-not", "tp=4 zero=3")
-    assert "why not  tp=4 zero=3: at best dp=2 zero=3 tp=4" in text
+    text = said(*SMALL, "--why-not", "tp=2 zero=3")
+    assert "why not  tp=2 zero=3: at best dp=2 zero=3" in text
     assert "slower than #1" in text or "times as long as #1" in text
 
 
@@ -121,16 +122,16 @@ def test_why_not_the_winner(said, report):
 
 
 def test_why_not_what_does_not_fit_says_by_how_much(report):
-    big = ("plan", "llama3-8b", "--cluster", "8xh100", "--seq", "8k", "--batch", "256k")
-    why = report(*big, "--why-not", "dp=8 zero=0 offload=none")["why_not"]
+    big = ("plan", "llama3-8b", "--cluster", "2xh100", "--seq", "2k", "--batch", "32k")
+    why = report(*big, "--why-not", "dp=2 zero=0 offload=none")["why_not"]
     assert why["fits"] is False and why["completed"]["memory_bytes"] > 80e9
     assert why["nearest"], "a changed word makes it fit"
 
 
 def test_what_if_stands_beside_the_base(report, said):
-    found = report(*SMALL, "--what-if", "nic=1GB/s", "--what-if", "gpus=4", "--what-if", "seq=4k")
+    found = report(*SMALL, "--what-if", "nic=1GB/s", "--what-if", "gpus=2", "--what-if", "seq=4k")
     base, slow, fewer, longer = found["rows"][0], *found["what_if"]
-    assert slow["step_s"] >= base["step_s"] and fewer["gpus"] <= 4
+    assert slow["step_s"] >= base["step_s"] and fewer["gpus"] <= 2
     assert longer["plan"]["global_batch"] * 4096 == 2**18
     assert "(as it is)" in said(*SMALL, "--what-if", "memory=20GB")
 
@@ -139,9 +140,9 @@ def test_inverse_questions(report):
     tokens = ("--tokens", "20B", "--price", "2")
     by_gpus = report(*SMALL, *tokens)["by_gpus"]
     assert report(*SMALL, "--fewest-gpus")["rows"][0]["gpus"] == min(map(int, by_gpus))
-    middle = by_gpus["4"]
+    middle = by_gpus["2"]
     within = report(*SMALL, *tokens, "--within", f"{middle['days'] * 1.001}d")["rows"]
-    assert within[0]["gpus"] <= 4 and all(row["days"] <= middle["days"] * 1.001 for row in within)
+    assert within[0]["gpus"] <= 2 and all(row["days"] <= middle["days"] * 1.001 for row in within)
     cheap = report(*SMALL, *tokens, "--budget", f"{middle['cost'] + 1:.0f}")["rows"]
     assert all(row["cost"] <= middle["cost"] + 1 for row in cheap)
     assert cheap[0]["step_s"] == min(row["step_s"] for row in cheap)
@@ -219,8 +220,8 @@ def test_a_row_of_a_small_cluster_is_taken_by_train(said, run_here, capsys, work
         (("llama3-8b", "--cluster", "8xh100", "--what-if", "nic=5"), "nic"),
         (("llama3-8b", "--cluster", "8xh100", "--within", "30d"), "needs --tokens"),
         (("llama3-8b", "--cluster", "8xh100", "--tokens", "1T", "--budget", "500k"), "needs --price"),
-        (("llama3-8b", "--cluster", "8xh100", "--tokens", "15T", "--within", "1d"), "within 1 days"),
-        (("llama3-8b", "--cluster", "8xh100", "--tokens", "15T", "--price", "2", "--budget", "10"), "for 10"),
+        (("llama3.2-1b", "--cluster", "h100", "--tokens", "15T", "--within", "1d"), "within 1 days"),
+        (("llama3.2-1b", "--cluster", "h100", "--tokens", "15T", "--price", "2", "--budget", "10"), "for 10"),
         (("llama3-8b", "--cluster", "8xh100", "--top", "0"), "--top"),
     ],
 )
@@ -229,11 +230,9 @@ def test_mistakes_get_three_lines(words, what, refused):
 
 
 def test_nothing_fits_says_the_closest_miss_and_what_would(refused):
-    error = refused(
-        "plan", "llama3-405b", "--cluster", "8xh100", "--seq", "8k", "--batch", "64k", "memory.offload=none"
-    )
-    assert "does not fit on 1x8xh100" in error and "too much" in error and "GiB of 7" in error
-    assert "GPUs" in error.splitlines()[2]
+    error = refused("plan", "llama3-8b", "--cluster", "h100", "--seq", "2k", "--batch", "16k", "memory.offload=none")
+    assert "does not fit on 1x1xh100" in error and "too much" in error and "of 73.6 GiB" in error
+    assert "without memory.offload=none" in error and "2 GPUs" in error and "adapter.kind=lora" in error
 
 
 def test_a_config_json_with_a_missing_size_names_it(refused, workdir):

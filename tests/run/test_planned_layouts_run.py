@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import RankPool
 
@@ -48,8 +48,11 @@ def proof_of(spec: ModelSpec, plan: Plan) -> Proof:
 
 
 def check(ranks: RankPool, name: str, plan: Plan) -> None:
-    note(f"{name}: {plan.layout}, micro-batch {plan.micro_batch} of {plan.global_batch}")
-    proof = ranks.run(proof_of, plan.world, MODELS[name], plan, timeout=DEADLINE_S)[0]
+    try:
+        proof = ranks.run(proof_of, plan.world, MODELS[name], plan, timeout=DEADLINE_S)[0]
+    except Exception as error:
+        error.add_note(f"{name}: {plan.layout}, micro-batch {plan.micro_batch} of {plan.global_batch}")
+        raise
     assert proof.holds, f"{plan.layout}: {proof}"
 
 

@@ -21,6 +21,7 @@ CONFIG = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="a TOML file; `shardwise init` writes one")
     parser.add_argument("--nproc", "--nproc-per-node", type=int, metavar="N", help="processes on this machine")
+    parser.add_argument("--cluster", metavar="FILE", help="plan with this machine as `doctor --out` measured it")
     parser.add_argument("--dry-run", action="store_true", help="resolve, plan and show the first sample; train nothing")
     parser.add_argument("--no-verify", action="store_true", help="do not prove a layout that was never proven here")
     parser.add_argument("--resume", choices=["auto"], help="auto: go on if this run has a checkpoint, else start it")
@@ -43,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
             found = _existing(loaded.config.run.dir, loaded.config.run.name or "")
             if found:
                 return found, _continue(found, args, nproc)
-        job = make_job(loaded, nproc, progress=sys.stdout.isatty())
+        job = make_job(loaded, nproc, sys.stdout.isatty(), args.cluster)
         return new_run(job), job
 
     if started_by_torchrun():
         return join_torchrun(prepare, loaded, verify=not args.no_verify)
     if args.dry_run:
-        return _dry_run(make_job(loaded, args.nproc, progress=sys.stdout.isatty()))
+        return _dry_run(make_job(loaded, args.nproc, sys.stdout.isatty(), args.cluster))
     found, job = prepare(args.nproc)
     if found.state() == "finished":
         print(f"run      {found.path} is finished; nothing to do")

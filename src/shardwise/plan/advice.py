@@ -27,6 +27,7 @@ WORTH = 1.02
 class Advice:
     what: str
     why: str
+    candidate: Candidate | None = None  # what to run instead, on this cluster
 
 
 def advice_for(question: Question, result: SearchResult) -> list[Advice]:
@@ -48,20 +49,15 @@ def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
     slower = all_of_them.prediction.step_s / best.prediction.step_s - 1
     compared = f"{step_text(best.prediction.step_s)} per step; {most} take {step_text(all_of_them.prediction.step_s)}"
     compared += f" ({slower:+.0%})" if abs(slower) >= 0.005 else " too"
-    if num <= cluster.per_node and cluster.nodes > 1:
-        link = cluster.tiers[-1]
+    if cluster.nodes > 1 and (num <= cluster.per_node or num % cluster.per_node == 0):
+        link, nodes = cluster.tiers[-1], -(-num // cluster.per_node)
         return Advice(
-            f"use 1 of your {cluster.nodes} nodes: fewer nodes are faster on this link",
+            f"use {nodes} of your {cluster.nodes} nodes: fewer nodes are faster on this link",
             f"{best.plan.layout} on {num} GPUs: {compared}; the {link.name} has {link.bandwidth / 1e9:.3g} GB/s per card",
-        )
-    if cluster.nodes > 1 and num % cluster.per_node == 0:
-        link = cluster.tiers[-1]
-        return Advice(
-            f"use {num // cluster.per_node} of your {cluster.nodes} nodes: fewer nodes are faster on this link",
-            f"{best.plan.layout}: {compared}; the {link.name} has {link.bandwidth / 1e9:.3g} GB/s per card",
+            best,
         )
     return Advice(
-        f"use {num} of your {cluster.world} GPUs", f"{best.plan.layout}: {compared}; {_why_no_gain(all_of_them)}"
+        f"use {num} of your {cluster.world} GPUs", f"{best.plan.layout}: {compared}; {_why_no_gain(all_of_them)}", best
     )
 
 

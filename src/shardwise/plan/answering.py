@@ -79,6 +79,7 @@ class Answer:
     result: SearchResult
     rows: list[Row]
     advice: list[Advice] = field(default_factory=list)
+    inverse: bool = False  # rows answer --within, --budget or --fewest-gpus, one for each number of GPUs
 
 
 def row_of(question: Question, candidate: Candidate) -> Row:
@@ -111,10 +112,13 @@ def answer(
     result = explore(question.spec, question.cluster, question.job, top, detail=detail or inverse)
     if not result.candidates:
         raise nothing_fits(question, result)
-    rows = [row_of(question, candidate) for candidate in result.candidates[:top]]
+    advice = advice_for(question, result)
     if inverse:
-        rows = _inverse(question, result, within, budget, fewest)[:top]
-    return Answer(question, result, rows, advice_for(question, result))
+        return Answer(question, result, _inverse(question, result, within, budget, fewest)[:top], advice, True)
+    # Fewer devices that are as fast come first: 1.toml is what we would run.
+    first = [one.candidate for one in advice if one.candidate is not None]
+    found = [*first, *(candidate for candidate in result.candidates if candidate not in first)]
+    return Answer(question, result, [row_of(question, candidate) for candidate in found[:top]], advice)
 
 
 def _inverse(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from shardwise.cluster.here import this_cluster
 from shardwise.cluster.machine import Machine
 from shardwise.config.check import check_config
 from shardwise.config.keys import all_keys
@@ -97,7 +96,7 @@ def ways_to_fit(
 ) -> list[Way]:
     """At most three, cheapest first: one change, or two together where one is not enough. `scale`: how much more than predicted
     the job really took. `without`: keys that must stay."""
-    cluster = this_cluster(asked.machine)
+    cluster = asked.cluster
 
     def seconds(config: Config, of: Plan) -> float:
         return sum(step_seconds(asked.spec, cluster, job_of(config, of), of).values())

@@ -83,8 +83,9 @@ NARROW = {"flash3": 0.58, "cudnn": 0.58}
 PASS_HALF = {"cuda": 1.5e7, "cpu": 3e4}
 """Bytes at which a pass over memory reaches half of the memory's rate: below, a kernel ends before all multiprocessors have begun."""
 
-UNALIGNED = 8.0
-"""A matrix with an odd side cannot be read 16 bytes at a time (GPT-2's 50257 tokens on an H200)."""
+UNALIGNED = {1: 8.0, 2: 1.6, 4: 1.25}
+"""Matrices are read 16 bytes at a time where their sides divide by 8; by the largest power of two that divides all sides else. Odd: GPT-2's 50257 tokens
+on an H200. The others: assumed, between; heads of 150 in BigScience's sweep are such a case."""
 
 
 class Pricer:
@@ -138,7 +139,8 @@ class Pricer:
             waves = p.groups * -(-p.m // rows) * -(-p.n // columns) / units
             waves = generation.wave * math.ceil(waves) + (1 - generation.wave) * max(waves, 1.0)
             least = min(least, waves * rows * columns * deep / share)
-        uneven = UNALIGNED if (p.m | p.n | p.k) % 2 and p.groups == 1 else 1.0
+        sides = (p.m | p.n | p.k) & 7 if p.groups == 1 or p.exact else 0
+        uneven = UNALIGNED[sides & -sides] if sides else 1.0
         return max(2.0 * least * units / rate * uneven, moved / self.bandwidth)
 
     def attention(self, a: Attention, backward: bool = False) -> float:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from shardwise.cluster.here import this_cluster
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.keys import DEFAULT, Origins
 from shardwise.config.units import format_bytes
@@ -136,7 +135,7 @@ def _settings(plan: Plan, asked: Asked) -> dict[str, Any]:
 
 def _cluster(asked: Asked, usual: Plan, limit: int) -> ClusterSpec:
     """As many devices as may be used, with the memory that a rank may use."""
-    found = this_cluster(asked.machine)
+    found = asked.cluster
     world = asked.nproc or len(asked.machine.gpus) or usual.world
     if asked.device == "cpu" and not asked.nproc and asked.config.memory.limit != "auto":  # more ranks have more memory
         world = max(world, min(asked.machine.cores, MAX_DEFAULT_CPU_RANKS))

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from shardwise.cluster.here import this_cluster
 from shardwise.cluster.machine import Machine
+from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.check import check_config
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config
@@ -26,12 +28,18 @@ MAX_FIXES = 2
 
 @dataclass(frozen=True)
 class Asked:
-    """What somebody wants to run, and on what. `nproc`: processes asked for with --nproc or started by torchrun."""
+    """What somebody wants to run, and on what. `nproc`: processes asked for with --nproc or started by torchrun. `measured`: this machine as a
+    file has it; None: as the table of devices has it."""
 
     config: Config
     spec: ModelSpec
     machine: Machine
     nproc: int | None
+    measured: ClusterSpec | None = None
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.measured or this_cluster(self.machine)
 
     @property
     def device(self) -> str:

@@ -14,6 +14,7 @@ from itertools import product
 from types import MappingProxyType
 
 from shardwise.cluster.machine import Machine
+from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.check_layout import degree
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config, ParallelConfig
@@ -52,8 +53,10 @@ def resolve(
     nproc: int | None,
     num_sequences: int,
     origins: Origins = MappingProxyType({}),
+    measured: ClusterSpec | None = None,
 ) -> Resolved:
-    """`num_sequences`: sequences in one pass over the training data, which `epochs` needs. `origins`: for the errors."""
+    """`num_sequences`: sequences in one pass over the training data, which `epochs` needs. `origins`: for the errors. `measured`: this machine
+    as somebody measured it."""
     train = config.train
     if spec.positions == "learned" and train.seq_len > spec.max_seq_len:
         raise UserError(
@@ -65,7 +68,7 @@ def resolve(
     if config.data.document_mask and not spec.is_ours:
         raise no_document_mask(spec.name, where_written(origins, "data.document_mask"))
     config = settle_adapter(config, spec, origins)
-    asked = Asked(config, spec, machine, nproc)
+    asked = Asked(config, spec, machine, nproc, measured)
     if config.memory.activation_offload:
         check_activation_offload(asked.device, where_written(origins, "memory.activation_offload"))
     plan = plan_of(asked, num_sequences, origins)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cluster.machine import Machine, this_machine
+from shardwise.cluster.read import read_cluster
+from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.schema import TrainConfig
 from shardwise.config.write import write_config
@@ -60,17 +62,36 @@ class Job:
         return self.loaded.origins | planner_origins(self.resolved.chosen)
 
 
-def make_job(loaded: Loaded, nproc: int | None, progress: bool) -> Job:
-    """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result."""
+def make_job(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | None = None) -> Job:
+    """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result. `cluster`: a file with what was measured
+    of this machine."""
     machine = this_machine()
+    measured = None if cluster is None else measured_file(cluster, machine)
     spec = model_spec(loaded.config.model)
     corpus = corpus_of(loaded.config, spec, progress=progress)
     if not progress:  # a terminal has seen them with the progress bar
         for note in corpus.notes:
             print(f"data     {note}", file=sys.stderr)
-    resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins)
+    resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
     check_offload_dir(resolved, spec)
     return Job(loaded, resolved, spec, corpus, machine)
+
+
+def measured_file(path: str, machine: Machine) -> ClusterSpec:
+    """As `shardwise doctor --out` or `bench layers --out` wrote it, for devices like this machine's."""
+    cluster = read_cluster(path)
+    kind = "cuda" if machine.gpus else "cpu"
+    if cluster.device.kind != kind:
+        has, says = (
+            ("GPUs" if machine.gpus else "no GPU"),
+            ("GPUs" if cluster.device.kind == "cuda" else "processor cores"),
+        )
+        raise UserError(
+            f"--cluster {path} is not this machine",
+            why=f"it describes {says}, and this machine has {has}",
+            fix="`shardwise doctor --out cluster.toml` measures this one; `shardwise plan` plans for others",
+        )
+    return cluster
 
 
 def check_offload_dir(resolved: Resolved, spec: ModelSpec) -> None:
