@@ -17,7 +17,6 @@ from shardwise.plan.rank_share import expert_parameters, tensor_slice
 from shardwise.plan.schedules import stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 
-
 ROUNDED = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
 
