@@ -214,7 +214,8 @@ def _leaner(view: View, made: Answer) -> None:
         return
     best = min(lean, key=lambda found: found.prediction.step_s)
     slower = best.prediction.step_s / row.step_s - 1
-    view.line("leaner", f"{_layout(best.plan)}: {_size(best.prediction.memory_bytes)} GiB, {slower:+.1%} time")
+    micro = f"micro-batch {best.plan.micro_batch}"
+    view.line("leaner", f"{_layout(best.plan)}, {micro}: {_size(best.prediction.memory_bytes)} GiB, {slower:+.1%} time")
 
 
 def _stages(view: View, row: Row) -> None:
