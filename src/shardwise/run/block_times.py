@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwise.plan.split import estimated_costs
 from shardwise.run.optimizer import build_optimizer
 
 MOST_BLOCKS = {"cpu": 8, "cuda": 1}  # on a GPU caches make no difference, and memory may be short
+MOST_NUMBERS = 2**23  # that the optimizer updates
 BUDGET_S, LEAST = 0.7, 3  # of each measurement: seconds, and repetitions besides the first
 
 
@@ -41,13 +43,18 @@ def block_times(
     spec: ModelSpec, plan: Plan, attention: str, optimizer: OptimizerConfig, device: torch.device
 ) -> BlockTimes:
     part, alone = _slice(spec, plan), _alone(plan)
-    count = min(part.num_layers, MOST_BLOCKS[device.type])
-    chosen = [round(n * (part.num_layers - 1) / max(1, count - 1)) for n in range(count)]
+    # No more than a step holds at once, so that what fits does not run out of memory here.
+    count = min(-(-part.num_layers // plan.pp), MOST_BLOCKS[device.type]) if plan.recompute == "none" else 1
+    kinds = [replace(layer, index=0) for layer in part.layers]
+    spread = (round(n * (part.num_layers - 1) / max(1, count - 1)) for n in range(count))
+    chosen = sorted({kinds.index(kind) for kind in kinds} | (set(spread) if count > 1 else set()))
     chain = _Chain(part, alone, attention, chosen, device)
-    long, short = _seconds([lambda: chain.run(chosen), lambda: chain.run([])], device)
+    long, short = _seconds([partial(chain.run, chosen), partial(chain.run, [])], device)
     costs = estimated_costs(part, alone.seq_len)[0]
     blocks = max(0.0, long - short) * sum(costs) / sum(costs[index] for index in chosen)
-    shapes = [parameter.shape for index in chosen for parameter in chain.block(index).parameters()]
+    shapes = [parameter.shape for parameter in chain.block(chosen[0]).parameters()]
+    shapes *= max(1, min(count, MOST_NUMBERS // sum(shape.numel() for shape in shapes)))
+    del chain
     is_here = plan.offload == "none" and not optimizer.name.endswith("8bit")
     update = _optimizer_seconds(shapes, KEPT[plan.precision], optimizer, device) if is_here else None
     return BlockTimes(part, alone, short + blocks, update, sum(shape.numel() for shape in shapes))
