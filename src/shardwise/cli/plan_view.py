@@ -186,6 +186,7 @@ def _winner(view: View, made: Answer) -> None:
     view.line("links", said or "none: one device")
     rows = f"{plan.global_batch:,} sequences = {plan.micro_batch} micro x {plan.num_microbatches:,} accumulated x {plan.dp:,} ranks"
     view.line("batch", rows)
+    _simpler(view, made)
     _leaner(view, made)
 
 
@@ -201,6 +202,21 @@ def _bars(view: View, step: dict[str, float], whole: float, links: dict[str, str
         view.line(
             "#1 step" if index == 0 else "",
             f"{name:<{width}}  {step_text(seconds):>8}  {100 * share:>4.1f} %  {bar if room >= 4 else ''}{over}".rstrip(),
+        )
+
+
+def _simpler(view: View, made: Answer) -> None:
+    """Where something is a little faster than what comes first: how much, and that it is no reason."""
+    row = made.rows[0]
+    rest = [other.candidate for other in made.rows] + [
+        one.candidate for one in made.result.regions if one.slower and one.candidate
+    ]
+    fastest = min(rest, key=lambda found: found.prediction.step_s)
+    gain = 1 - fastest.prediction.step_s / row.step_s
+    if gain >= AS_FAST and not made.inverse:
+        view.line(
+            "simpler",
+            f"{_layout(fastest.plan)} is {gain:.1%} faster: less than runs differ from day to day, and #1 has fewer parts",
         )
 
 

@@ -100,6 +100,8 @@ def whole_training(job: Job, plan: Plan, prediction: Prediction, cluster: Cluste
 
 def step_text(seconds: float) -> str:
     """Of one step, for comparing: `36.2 ms`, `8.31 s`, `10.4 s`, `12:31`."""
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} us"
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.1f} s" if 9.995 <= seconds < 600 else format_seconds(seconds)
