@@ -69,7 +69,8 @@ def peak_flops(cluster: ClusterSpec, precision: str) -> float:
 def mfu(spec: ModelSpec, job: Job, plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> float:
     """Useful model arithmetic over the peak; what is computed again does not count."""
     work = spec.flops_per_token(job.seq_len) * job.tokens_per_step
-    return work / (prediction.step_s * plan.world * peak_flops(cluster, plan.precision))
+    devices = plan.world * (plan.threads_per_rank if cluster.device.kind == "cpu" else 1)  # a core is a device
+    return work / (prediction.step_s * devices * peak_flops(cluster, plan.precision))
 
 
 @dataclass(frozen=True)
