@@ -159,20 +159,15 @@ class BestFirst:
 
     def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
         """Into sizes of micro-batches and places where states wait."""
-        sizes, least = self.space.sizes(grid), self._least_states(grid)
+        rows, least = -(-self.space.job.global_batch // grid.dp), self._least_states(grid)
+        each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
         for place in self._places:
-            weights = self.memory.of_grid(grid, sizes[-1], least, place[0])
-            if weights.beside(0.0, len(sizes) > 1) > self.limit:
-                each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
-                self.counts.too_large += each * len(sizes)
-                continue
-            for size in sizes:
-                if weights.beside(self._least_kept(grid, size, place[1]), False) <= self.limit:
-                    ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
+            for size in self.space.sizes(grid):
+                weights = self.memory.of_grid(grid, size, least, place[0])
+                if weights.beside(self._least_kept(grid, size, place[1]), rows > size) > self.limit:
+                    self.counts.too_large += each
                 else:
-                    self.counts.too_large += (
-                        len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
-                    )
+                    ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
         """Into ZeRO stages and replicas. How much is computed again at least follows from the memory that they leave."""

@@ -17,6 +17,9 @@ from shardwise.plan.rank_share import expert_parameters, tensor_slice
 from shardwise.plan.schedules import stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 
+ROUNDED = 1 - 1e-5
+"""Predictions are whole bytes, part by part."""
+
 
 class Weights(NamedTuple):
     """Bytes of a rank that do not depend on its micro-batches."""
@@ -28,7 +31,7 @@ class Weights(NamedTuple):
     def beside(self, kept: float, several: bool) -> float:
         """With activations. `several`: gradients wait for further micro-batches; with one, they come while activations go."""
         rest = self.gathered + kept
-        return self.always + (rest + self.gradients if several else max(rest, self.gradients))
+        return ROUNDED * (self.always + (rest + self.gradients if several else max(rest, self.gradients)))
 
 
 class MemoryFloors:

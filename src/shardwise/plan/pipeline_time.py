@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from shardwise.plan.schedules import in_order, needs, result, schedule_actions, stage_owners
+from shardwise.plan.schedules import schedule_actions, stage_owners
 
 ENOUGH = 4
 """Times pp: micro-batches that are simulated one by one. After so many, every further group takes as long as the one before."""
@@ -22,21 +22,41 @@ Step = tuple[int, int, int, int, bool, int]
 def _steps(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> tuple[tuple[Step, ...], int]:
     """Actions in an order in which each comes after what it needs. Prices are numbered stage * 4 + kind (F, B, I, W)."""
     owners = stage_owners(schedule, pp, virtual_stages)
-    stages = len(owners)
-    slots: dict[object, int] = {}
+    stages, count = len(owners), num_microbatches
+    orders = schedule_actions(schedule, pp, virtual_stages, count)
+    none, backwards = -1, stages * count  # results are numbered: forwards, gradients of inputs, gradients of weights
+    done, waiting = bytearray(3 * stages * count), {}  # type: ignore[var-annotated]
     steps: list[Step] = []
-    for rank, action in in_order(schedule_actions(schedule, pp, virtual_stages, num_microbatches), stages):
-        far, near, crosses = -1, -1, False
-        for need in needs(action, stages):
-            if owners[need.stage] != rank:
-                far, crosses = slots[need], True
-            elif far < 0 and not crosses:
-                far = slots[need]
+    position, awake = [0] * pp, list(range(pp))
+    while awake:
+        rank = awake.pop()
+        order, at = orders[rank], position[rank]
+        while at < len(order):
+            kind, stage, microbatch = order[at]
+            own, far, near, crosses = stage * count + microbatch, none, none, False
+            if kind == "F":
+                if stage:
+                    far, crosses = own - count, owners[stage - 1] != rank
+            elif kind == "W":
+                far, own = own + backwards, own + 2 * backwards
             else:
-                near = slots[need]
-        own = slots.setdefault(result(action), len(slots))
-        steps.append((rank, action.stage * 4 + "FBIW".index(action.kind), own, far, crosses, near))
-    return tuple(steps), len(slots)
+                far, own = own, own + backwards
+                if stage < stages - 1 and owners[stage + 1] != rank:  # its own forward was before, on this rank
+                    far, crosses = own + count, True
+                elif stage < stages - 1:
+                    near = own + count
+            missing = far if far >= 0 and not done[far] else near if near >= 0 and not done[near] else none
+            if missing >= 0:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            steps.append((rank, stage * 4 + "FBIW".index(kind), own, far, crosses, near))
+            done[own] = 1
+            at += 1
+            if own in waiting:
+                awake += waiting.pop(own)
+        position[rank] = at
+    assert len(steps) == sum(map(len, orders)), "the schedule's ranks wait for each other"
+    return tuple(steps), len(done)
 
 
 def pipeline_seconds(

@@ -92,6 +92,7 @@ class Space:
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._schedules: dict[int, list[tuple[str, int]]] = {}
+        self._grids: dict[int, list[Grid]] = {}
         self._states: dict[tuple[int, int, int], list[States]] = {}
 
     def among(self, key: str, values: Any) -> list[Any]:
@@ -115,7 +116,12 @@ class Space:
 
     # The grid ------------------------------------------------------------------------------------------------------
 
-    def grids(self, gpus: int) -> Iterator[Grid]:
+    def grids(self, gpus: int) -> list[Grid]:
+        if gpus not in self._grids:
+            self._grids[gpus] = list(self._grids_of(gpus))
+        return self._grids[gpus]
+
+    def _grids_of(self, gpus: int) -> Iterator[Grid]:
         is_ours, seq_len = self.model.is_ours, self.job.seq_len
         for tp in self.among("parallel.tp", self._tensor_degrees if is_ours else [1]):
             if tp not in self._tensor_degrees or gpus % tp or (tp > 1 and not is_ours):
