@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
+from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.plan.activations import kept_activations, layer_activations
 from shardwise.plan.lifetimes import APART, RESERVED_SHARE
 from shardwise.plan.memory import predict_memory, predict_stages
@@ -21,8 +23,11 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.split import even_split
 from shardwise.plan.stack import OURS, Stack
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from gpu.prediction import adapter_of, spec_of
+
 LLAMA = preset("llama3-8b")
-MEASURED = Path(__file__).parents[2] / "benchmarks/results/prediction_first_h200.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def plan(**changes: Any) -> Plan:
@@ -86,7 +91,7 @@ def test_one_micro_batch_is_fullest_where_the_heads_gradient_is_reduced() -> Non
 
 def test_long_sequences_that_are_computed_again_are_fullest_in_backward() -> None:
     (stage,) = predict_stages(LLAMA.with_overrides({"num_layers": 2, "vocab": 512}), plan(global_batch=1, micro_batch=1, seq_len=65536, recompute="full"), "adamw")  # fmt: skip
-    assert stage.moment == "backward of layer 1"
+    assert stage.moment.startswith("backward of layer")
 
 
 def test_a_block_that_is_computed_again_finds_the_ones_after_it_gone() -> None:
@@ -101,7 +106,7 @@ def test_a_block_that_is_computed_again_finds_the_ones_after_it_gone() -> None:
 
 def test_the_saving_of_every_mode_is_what_was_measured_on_an_h200() -> None:
     """benchmarks/recompute.py: bf16, 8 layers of 2048 x 8192, 4 sequences of 4096 tokens."""
-    case = json.loads((MEASURED.parent / "recompute_h200.json").read_text())["cases"]["2048 wide, 4 x 4096"]
+    case = json.loads((RESULTS / "recompute_h200.json").read_text())["cases"]["2048 wide, 4 x 4096"]
     shape = {"hidden": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 8192, "num_layers": 8}
     spec = preset("tiny").with_overrides(shape | {"vocab": 32768})
 
@@ -115,19 +120,21 @@ def test_the_saving_of_every_mode_is_what_was_measured_on_an_h200() -> None:
         assert peak("none") - peak(mode) == pytest.approx(saved, rel=0.05), mode
 
 
-CASES = json.loads(MEASURED.read_text())["cases"]
+CASES = {
+    name: case
+    for word in ("first", "second")
+    for name, case in json.loads((RESULTS / f"prediction_{word}_h200.json").read_text())["cases"].items()
+}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_3_percent(name: str) -> None:
+def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_2_percent(name: str) -> None:
     """benchmarks/gpu/prediction.py measured them; whoever changes the prediction must keep to it."""
     case = CASES[name]
     here = plan(global_batch=case["micro_batch"] * case.get("micro_batches", 1), micro_batch=case["micro_batch"],
                 seq_len=case["seq_len"], precision=case.get("precision", "bf16"), recompute=case.get("recompute", "none"))  # fmt: skip
-    from benchmarks.gpu.prediction import adapter_of, spec_of
-
     (stage,) = predict_stages(spec_of(case), here, case.get("optimizer", "adamw"), adapter_of(case))
-    assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.03)
+    assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.02)
 
 
 # What other frameworks keep ----------------------------------------------------------------------------------------
@@ -189,3 +196,13 @@ def test_a_prediction_takes_a_fraction_of_a_millisecond() -> None:
     for _ in range(200):
         predict_memory(spec, here, "adamw")
     assert (time.process_time() - start) / 200 < 0.6e-3
+
+
+def test_a_model_that_transformers_builds_is_predicted_on_gpus_too() -> None:
+    """Its blocks are counted one by one, and they may differ."""
+    spec = TransformersSpec(
+        name="theirs", num_layers=4, hidden=64, num_heads=4, ffn=256, vocab=1000, tied=True,
+        block_parameters=(10_000, 20_000, 20_000, 30_000), other_parameters=64_000,
+    )  # fmt: skip
+    (stage,) = predict_stages(spec, plan(global_batch=2, seq_len=128), "adamw")
+    assert stage.parts["weights"] == 4 * (10_000 + 2 * 20_000 + 30_000 + 64_000)

@@ -36,10 +36,10 @@ def prepared(limit: str, *words: str) -> RunDir:
 def test_a_rank_over_its_limit_stops_with_a_verdict(
     workdir: Path, run_here: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = prepared("325MiB", "model.num_layers=4", "parallel.dp=1", "run.name=full")
+    run = prepared("365MiB", "model.num_layers=4", "parallel.dp=1", "run.name=full")
     assert start_ranks(run, 1, 1, None, ["--no-verify"]) == Exit.OUT_OF_MEMORY
     what, why, fix = [line for line in capfd.readouterr().err.splitlines() if line.strip()][-3:]
-    assert re.match(r"error: out of memory on rank 0 in \w+ of micro-batch 0: [\d.]+ MiB of 325 MiB, .* over", what)
+    assert re.match(r"error: out of memory on rank 0 in \w+ of micro-batch 0: [\d.]+ MiB of 365 MiB, .* over", what)
     assert re.match(
         r"  why  it held parameters .*, activations [\d.]+ MiB.*, process .*; largest: .* \([\d.]+ \w+\)", why
     )

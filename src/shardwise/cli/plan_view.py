@@ -6,30 +6,23 @@ Invariant: nothing is said by colour alone, and everything printed is in `--json
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from shardwise.cli.plan_layout import LABEL, View, table_of
 from shardwise.config.units import format_bytes, format_count, format_seconds
 from shardwise.plan.answering import Answer, Row, row_of
 from shardwise.plan.figures import DAY, PARTS_OF_AXES, axes_of, step_text
+from shardwise.plan.plan import Plan
 from shardwise.plan.question import Question
 from shardwise.plan.what_if import WhatIf
 from shardwise.plan.why import WhyNot, why_not_lines
 
-LABEL = 9
-WIDTH = 120
 BAR = 30
 MAX_REGIONS, MAX_COUNTS = 8, 5
 AS_FAST = 5e-4
-LAYOUT = 30  # columns that a layout should have before it is folded
-LESS_NEEDED = ("tok/s/GPU", "waits for", "cost", "training", "micro", "MFU", "p10-p90", "GPUs", "change", "GiB")
-"""Columns that a narrow window goes without, the first one first."""
 GIB = 2**30
 
 
@@ -40,7 +33,7 @@ def show(
     changed: Sequence[WhatIf],
 ) -> None:
     """The whole answer; a narrower question (`--why-not`, `--what-if`) gets the table and its own part."""
-    view, is_narrow_question = _View(), bool(refused or changed)
+    view, is_narrow_question = View(), bool(refused or changed)
     _header(view, made)
     view.table(_rows_table(made, view.width))
     view.gap()
@@ -73,72 +66,10 @@ def show(
         )
 
 
-class _View:
-    def __init__(self) -> None:
-        self.console = Console(highlight=False, markup=False, emoji=False)
-        if not self.console.is_terminal:
-            self.console.width = WIDTH
-        self.width = min(WIDTH, self.console.width)
-
-    def line(self, label: str, text: str) -> None:
-        """Long lines hang under their first word."""
-        indent = " " * LABEL
-        room = max(20, self.width - LABEL)
-        rows = textwrap.wrap(text, room, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True) or [""]
-        if len(text) <= room:
-            rows = [text]
-        first = Text(f"{label:<{LABEL}}", style="bold") + Text(rows[0])
-        self.console.print(first, soft_wrap=True)
-        for row in rows[1:]:
-            self.console.print(indent + row, soft_wrap=True)
-
-    def table(self, table: Table) -> None:
-        """Without the spaces that fill up its lines, where nobody sees colours."""
-        if self.console.is_terminal:
-            self.console.print(table)
-            return
-        with self.console.capture() as held:
-            self.console.print(table)
-        self.plain("\n".join(line.rstrip() for line in held.get().rstrip("\n").split("\n")))
-
-    def plain(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
-
-    def gap(self) -> None:
-        self.console.print()
-
-
-def _table(columns: list[str], rows: list[dict[str, str]], width: int, memory: str = "GiB") -> Table:
-    """Words to the left, figures to the right. Only layouts are folded; what a narrow window has no room for is left out."""
-    words = ("layout", "best layout", "what if")
-    kept = columns
-    for name in LESS_NEEDED:
-        if _width(kept, rows, memory) <= width:
-            break
-        kept = [other for other in kept if other != name or other == columns[0]]
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in kept:
-        left = name in words
-        made.add_column(
-            memory if name == "GiB" else name, justify="left" if left else "right", overflow="fold", no_wrap=not left
-        )
-    for row in rows:
-        made.add_row(*(row[name] for name in kept))
-    return made
-
-
-def _width(columns: list[str], rows: list[dict[str, str]], memory: str) -> int:
-    def of(name: str) -> int:
-        widest = max(len(memory if name == "GiB" else name), *(len(row[name]) for row in rows))
-        return min(widest, LAYOUT) if "layout" in name else widest
-
-    return sum(of(name) + 3 for name in columns)
-
-
 # The layouts -------------------------------------------------------------------------------------------------------------
 
 
-def _header(view: _View, made: Answer) -> None:
+def _header(view: View, made: Answer) -> None:
     question, counts = made.question, made.result.counts
     spec, cluster, job = question.spec, question.cluster, question.job
     active = f" ({format_count(spec.num_active_parameters)} active)" if spec.is_moe else ""
@@ -161,8 +92,8 @@ def _rows_table(made: Answer, width: int) -> Table:
     columns += _whole_columns(made.question) if made.inverse else []
     rows = [_cells(made.question, row) | {"#": str(number)} for number, row in enumerate(made.rows, 1)]
     if any(row["GPUs"] != f"{made.question.cluster.world:,}" for row in rows):
-        return _table(columns, rows, width, _memory_title(made))
-    return _table([name for name in columns if name != "GPUs"], rows, width, _memory_title(made))
+        return table_of(columns, rows, width, _memory_title(made))
+    return table_of([name for name in columns if name != "GPUs"], rows, width, _memory_title(made))
 
 
 def _whole_columns(question: Question) -> list[str]:
@@ -178,7 +109,7 @@ def _memory_title(made: Answer) -> str:
 def _cells(question: Question, row: Row) -> dict[str, str]:
     plan, prediction = row.candidate.plan, row.candidate.prediction
     return {
-        "layout": plan.layout,
+        "layout": _layout(plan) if "parallel.split" not in question.job.constraints else plan.layout,
         "micro": str(plan.micro_batch),
         "GiB": _size(prediction.memory_bytes),
         "step": step_text(row.step_s),
@@ -190,6 +121,12 @@ def _cells(question: Question, row: Row) -> dict[str, str]:
         "training": _duration(row.whole.seconds) if row.whole else "-",
         "cost": _count(row.whole.cost) if row.whole and row.whole.cost is not None else "-",
     }
+
+
+def _layout(plan: Plan) -> str:
+    """A long list of layers per stage is the balanced one, which `auto` stands for; the file has it in full."""
+    words = plan.layout.split(" ")
+    return " ".join("split=auto" if word.startswith("split=") and word.count(",") > 7 else word for word in words)
 
 
 def _size(size: float) -> str:
@@ -217,7 +154,7 @@ def _count(value: float) -> str:
 # The winner --------------------------------------------------------------------------------------------------------------
 
 
-def _winner(view: _View, made: Answer) -> None:
+def _winner(view: View, made: Answer) -> None:
     question, row = made.question, made.rows[0]
     plan, prediction, cluster = row.candidate.plan, row.candidate.prediction, question.cluster
     axes = axes_of(plan, cluster)
@@ -249,9 +186,10 @@ def _winner(view: _View, made: Answer) -> None:
     view.line("links", said or "none: one device")
     rows = f"{plan.global_batch:,} sequences = {plan.micro_batch} micro x {plan.num_microbatches:,} accumulated x {plan.dp:,} ranks"
     view.line("batch", rows)
+    _leaner(view, made)
 
 
-def _bars(view: _View, step: dict[str, float], whole: float, links: dict[str, str]) -> None:
+def _bars(view: View, step: dict[str, float], whole: float, links: dict[str, str]) -> None:
     """Where every second goes, largest first; a bar's length is its share."""
     parts = sorted(((seconds, name) for name, seconds in step.items() if seconds > 0.001 * whole), reverse=True)
     width = max(len(name) for _, name in parts)
@@ -266,7 +204,20 @@ def _bars(view: _View, step: dict[str, float], whole: float, links: dict[str, st
         )
 
 
-def _stages(view: _View, row: Row) -> None:
+def _leaner(view: View, made: Answer) -> None:
+    """The fastest of the Pareto set that needs much less memory on as many GPUs."""
+    row = made.rows[0]
+    plan, most = row.candidate.plan, 0.6 * row.candidate.prediction.memory_bytes
+    same = [found for found in made.result.pareto if found.plan.world == plan.world]
+    lean = [found for found in same if found.prediction.memory_bytes <= most]
+    if not lean:
+        return
+    best = min(lean, key=lambda found: found.prediction.step_s)
+    slower = best.prediction.step_s / row.step_s - 1
+    view.line("leaner", f"{_layout(best.plan)}: {_size(best.prediction.memory_bytes)} GiB, {slower:+.1%} time")
+
+
+def _stages(view: View, row: Row) -> None:
     """Each pipeline rank's peak, and when it happens."""
     stages = row.candidate.prediction.stages
     numbers = range(len(stages)) if len(stages) <= 4 else (0, 1, len(stages) - 1)
@@ -278,8 +229,8 @@ def _stages(view: _View, row: Row) -> None:
 # The rest ----------------------------------------------------------------------------------------------------------------
 
 
-def _regions(view: _View, made: Answer) -> None:
-    regions = [region for region in made.result.regions if region.slower is None or region.slower >= 1 + AS_FAST]
+def _regions(view: View, made: Answer) -> None:
+    regions = [region for region in made.result.regions if region.slower is None or abs(region.slower - 1) >= AS_FAST]
     if not regions or made.rows[0].candidate is not made.result.candidates[0]:  # they tell of the fastest
         view.gap()
         return
@@ -292,7 +243,7 @@ def _regions(view: _View, made: Answer) -> None:
     view.gap()
 
 
-def _counts(view: _View, made: Answer) -> None:
+def _counts(view: View, made: Answer) -> None:
     """The best of all, half, a quarter of the GPUs and so on, and of the fewest that it fits on."""
     counts = sorted(made.result.by_gpus)
     if len(counts) < 2 or made.inverse:
@@ -306,11 +257,11 @@ def _counts(view: _View, made: Answer) -> None:
         row = row_of(question, made.result.by_gpus[count])
         cells = _cells(question, row)
         rows.append(cells | {"best layout": cells["layout"], "tok/s/GPU": f"{row.tokens_per_s / count:,.0f}"})
-    view.table(_table(columns, rows, view.width, _memory_title(made)))
+    view.table(table_of(columns, rows, view.width, _memory_title(made)))
     view.gap()
 
 
-def _training(view: _View, made: Answer) -> None:
+def _training(view: View, made: Answer) -> None:
     job, whole = made.question.job, made.rows[0].whole
     if whole is None or job.tokens is None:
         return
@@ -335,10 +286,10 @@ def _what_if_table(made: Answer, changed: Sequence[WhatIf], width: int) -> Table
         cells = _cells(question, row) if row else dict.fromkeys(columns, "-") | {"layout": "nothing fits"}
         gain = f"{row.tokens_per_s / base.tokens_per_s - 1:+.1%}" if row and row is not base else ""
         rows.append(cells | {"what if": name, "change": gain})
-    return _table(columns, rows, width)
+    return table_of(columns, rows, width)
 
 
-def _assumed(view: _View, question: Question) -> None:
+def _assumed(view: View, question: Question) -> None:
     """By origin, so that what was only assumed stands out."""
     groups: dict[str, list[str]] = {}
     for one in question.assumptions:

@@ -40,12 +40,19 @@ def layer_activations(
     routed_parts: int = 1,
     selective: bool = False,
     stack: Stack = OURS,
+    load: float = 1.0,
 ) -> int:
     """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
-    ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed."""
+    ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed. `load`: copies that
+    arrive at this rank's experts, over the mean of all ranks."""
     kinds = Counter((layer.is_moe, layer.ffn) for layer in layers)
     count = _selected if selective else _layer
-    return sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
+    found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
+    if load > 1:
+        per_width = 2 if selective else 4
+        routed = spec.experts_per_token * (per_width * spec.expert_ffn + 2 * spec.hidden // routed_parts)
+        found += int((load - 1) * routed * sum(n for (is_moe, _), n in kinds.items() if is_moe))
+    return found
 
 
 def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
@@ -106,7 +113,7 @@ def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
 
 def _attention(spec: ModelSpec, stack: Stack) -> int:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    normed = 2 * (queries + keys) if spec.qk_norm else 0
+    normed = (2 if spec.norm == "rms" else 1) * (queries + keys) if spec.qk_norm else 0
     if stack.keys_twice and queries == keys:
         normed += 2 * keys
     return queries + 2 * keys + normed + queries + spec.num_heads
@@ -181,18 +188,19 @@ def kept_activations(
     routed_parts: int = 1,
     exchanged: bool = False,
     stack: Stack = OURS,
+    load: float = 1.0,
 ) -> Kept:
     """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the last layer to the
     first: when it computes a block again, the ones after it are gone."""
 
     def full(part: Sequence[LayerSpec]) -> int:
         more = exchanged_activations(spec, part) if exchanged else 0
-        return layer_activations(spec, part, seq_len, token_parts, routed_parts, stack=stack) + more
+        return layer_activations(spec, part, seq_len, token_parts, routed_parts, stack=stack, load=load) + more
 
     numbers = range(layers[0].index, layers[0].index + len(layers))
     if mode == "selective":
         more = exchanged_activations(spec, layers) if exchanged else 0
-        between = layer_activations(spec, layers, seq_len, token_parts, routed_parts, True, stack) + more
+        between = layer_activations(spec, layers, seq_len, token_parts, routed_parts, True, stack, load) + more
         return Kept(between, (full(layers) - between) // len(layers), numbers[-1])
     state = spec.hidden // token_parts
     gone = most = 0

@@ -74,7 +74,9 @@ class TimeFloors:
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self.slower = 1 + STRAGGLER * (space.cluster.nodes.bit_length() - 1)
         self._works: dict[tuple[object, ...], Work] = {}
-        self._stages: dict[tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float, int]], LayerTimes]] = {}
+        self._stages: dict[
+            tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float, int]], LayerTimes]
+        ] = {}
         self._shares: dict[tuple[int, int, bool], tuple[RankShare, Held]] = {}
         self._larger: dict[int, list[tuple[bool, int, int]]] = {}
         self._messages: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -245,7 +247,9 @@ class TimeFloors:
             ahead = state.each_forward + state.casts_forward
             busy += ahead + state.each_backward + state.casts_backward
             waits = around + hops * transfer
-            if around < 0:  # the first rank of a split backward: until its first one it has nothing but forwards, and room for few
+            if (
+                around < 0
+            ):  # the first rank of a split backward: until its first one it has nothing but forwards, and room for few
                 most = min(self._room(plan), plan.num_microbatches * plan.virtual_stages)
                 forward = max(stage.forward for stage in mine) + ahead / plan.virtual_stages
                 waits = max(0.0, hops * transfer - around - most * forward)

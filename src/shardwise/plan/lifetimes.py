@@ -10,19 +10,19 @@ peak is a negative part, `never at once`. Read next: states.py, activations.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import Kept, head_activation_bytes, kept_activations, logit_bytes, loss_bytes
+from shardwise.plan.activations import Kept, head_activation_bytes, kept_activations, logit_bytes, loss_bytes, segments
 from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import Cut, RankShare, stages_of_cut
+from shardwise.plan.rank_share import Cut, RankShare, numbers_of, stages_of_cut
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
 
-PROCESS_BYTES = {"cpu": 305 * 2**20, "cuda": 0}
-"""What a rank holds besides tensors: interpreter, torch and its math libraries. On CUDA only tensors are counted."""
+PROCESS_BYTES = {"cpu": 345 * 2**20, "cuda": 0}
+"""What a rank holds besides tensors: interpreter, torch 2.13 and its math libraries, gloo; two ranks of `tiny`. On CUDA only tensors are counted."""
 
 ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.0}
 """On a CPU, backward's own temporaries and what malloc keeps in holes, as a share of the activations; fitted to `tiny` with micro-batches of 1
@@ -107,37 +107,61 @@ def _moments(
     share: RankShare, groups: Groups, plan: Plan, states: States, activations: Activations, parts: dict[str, int]
 ) -> dict[str, int]:
     """Gathered parameters, gradients, activations and temporaries, by moment."""
-    compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
     gathered, complete, held = parts["gathered"], parts["gradients"], activations.held
     so_far = complete if states.accumulated else 0
     flight = share.stages_in_flight
-    head, block = groups.blocks[-1].trained, groups.blocks[-2].trained
     before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
+    again = activations.repeated + activations.working
     moments = {_forward(share): so_far + gathered + held + activations.head}
-    # Bytes per number of a gradient, once its group is reduced.
-    kept = weight / plan.state_shards if states.reduced and not so_far else 0.0
-    reduced_head = head * kept - (compute * head if states.reduced and plan.zero < 3 else 0)
     if activations.repeated:
-        again = held + activations.repeated + activations.working
-        moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + again + int(reduced_head)
-    if states.reduced:
-        # FSDP2 has a group's gradient as it was computed, in the format of sums, and what comes out of the sum. Stages 0 and 1 of a pipeline
-        # reduce in the last backward, when no other micro-batch is in flight.
-        one = held - before
-        others = before if plan.zero > 1 else 0
-        full = so_far + gathered + others + one
-        moments |= {
-            "reduction of the head": int(full + head * (compute + weight + kept)),
-            f"reduction of layer {share.layers[-1].index}": int(
-                full + reduced_head - one / len(share.layers) + block * (compute + weight + kept)
-            ),
-            END: complete + others + states.reduced + (gathered if plan.zero == 3 else 0),
-        }
-    else:
+        moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + held + again
+    if not states.reduced:
         # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
         moments["end of a backward"] = complete + before + states.arriving
+    else:
+        # Stages 0 and 1 of a pipeline reduce in the last backward, when no other micro-batch is in flight.
+        others = before if plan.zero > 1 else 0
+        moments |= _while_reducing(share, groups, plan, states, activations, parts, held - before, others)
     moments["optimizer step"] = complete + states.stepping
     return moments
+
+
+def _while_reducing(
+    share: RankShare,
+    groups: Groups,
+    plan: Plan,
+    states: States,
+    activations: Activations,
+    parts: dict[str, int],
+    one: int,
+    others: int,
+) -> dict[str, int]:
+    """Moments of a backward in which FSDP2 reduces. It has a group's gradient as it was computed, in the format of sums, and what comes out; the
+    second of them stays until the next group is reduced. `one`, `others`: activations of this micro-batch and of those in flight."""
+    compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
+    embedding, *_, block, head = (group.trained for group in groups.blocks)
+    gathered, complete = parts["gathered"], parts["gradients"]
+    kept = 0.0 if states.accumulated else weight / plan.state_shards  # of a gradient, once its group is reduced
+    dropped = 0 if plan.zero == 3 else compute  # of parameters, then
+    waiting = compute * embedding if share.spec.tied and plan.pp == 1 else 0  # a tied table's gradient by the head
+    full = others + one + gathered + (complete if states.accumulated else 0)
+    after_head = full + head * (kept - dropped) + waiting
+    layer, first, last = one / len(share.layers), share.layers[0].index, share.layers[-1].index
+    again, count, repeated = activations.working + activations.repeated, 1, float(activations.repeated)
+    if plan.recompute == "sqrt":  # the first group of blocks is computed again together; it may be smaller than others
+        sizes = [len(part) for part in segments("sqrt", numbers_of(stages_of_cut(share.cut, plan.split)[0]))]
+        count, repeated = sizes[0], repeated * sizes[0] / max(sizes)
+    to_come = embedding + count * block
+    left = gathered if plan.zero == 3 else compute * to_come
+    moments = {
+        "reduction of the head": full + head * (compute + weight + kept),
+        f"backward of layer {last}": after_head + weight * head + again,
+        f"reduction of layer {last}": after_head - layer + block * (compute + weight + kept),
+        f"backward of layer {first + count - 1}": others + complete - kept * to_come + weight * block + left + layer
+        + activations.working + repeated + waiting,
+        END: others + complete + states.reduced + (gathered if plan.zero == 3 else 0),
+    }  # fmt: skip
+    return {name: int(size) for name, size in moments.items()}
 
 
 def _flight(share: RankShare) -> str:
@@ -156,8 +180,9 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
     keys = 0 if kind == "ring" else plan.seq_len
     stages = _kept(
-        share.cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack
-    )
+        share.cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
+        stack.expert_load if plan.ep > 1 else 1.0,
+    )  # fmt: skip
     between = sum(stage.between for stage in stages)
     held = tokens * between * size * share.stages_in_flight // plan.virtual_stages
     if plan.activation_offload:
@@ -203,7 +228,7 @@ def _widest(cut: Cut) -> int:
 @lru_cache(4096)
 def _as_saved(cut: Cut, device: str) -> ModelSpec:
     """CUDA's RMSNorm is one kernel that keeps its input alone, as LayerNorm does everywhere."""
-    return cut.spec.with_overrides({"norm": "layer"}) if device == "cuda" else cut.spec
+    return replace(cut.spec, norm="layer") if device == "cuda" else cut.spec
 
 
 @lru_cache(8192)
@@ -217,10 +242,11 @@ def _kept(
     exchanged: bool,
     device: str,
     stack: Stack,
+    load: float,
 ) -> tuple[Kept, ...]:
     """Of each of the rank's stages."""
     spec = _as_saved(cut, device)
     return tuple(
-        kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack)
+        kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load)
         for layers in stages_of_cut(cut, split)
     )

@@ -17,7 +17,7 @@ from shardwise.plan.lifetimes import PROCESS_BYTES as PROCESS_BYTES
 from shardwise.plan.lifetimes import StageMemory, rank_memory
 from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import RankShare, rank_shares
+from shardwise.plan.rank_share import RankShare, alike, rank_shares
 from shardwise.plan.rank_share import numbers_of as numbers_of
 from shardwise.plan.rank_share import stages_of as stages_of
 from shardwise.plan.stack import OURS, Stack
@@ -33,13 +33,14 @@ def predict_memory(
     spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack = OURS
 ) -> dict[str, int]:
     """Bytes of the fullest rank at the peak. Of ranks with the same layers, the one with most in flight is the fullest."""
+    shares = rank_shares(spec, plan)
     by_number = plan.recompute.startswith("every-")  # which layers are computed again depends on where they are
-    fullest_of: dict[tuple[object, ...], RankShare] = {}
-    for share in rank_shares(spec, plan):
-        alike = (share.cut if by_number else share.cut.shape, share.weights_waiting)
-        other = fullest_of.get(alike)
-        if other is None or other.stages_in_flight < share.stages_in_flight:
-            fullest_of[alike] = share
+    kinds = range(plan.pp) if by_number else alike(tuple(share.cut for share in shares))
+    fullest_of: dict[tuple[int, int], RankShare] = {}
+    for kind, share in zip(kinds, shares, strict=True):
+        other = fullest_of.setdefault((kind, share.weights_waiting), share)
+        if other.stages_in_flight < share.stages_in_flight:
+            fullest_of[kind, share.weights_waiting] = share
     stages = (
         rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack) for share in fullest_of.values()
     )

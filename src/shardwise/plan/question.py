@@ -333,10 +333,15 @@ def _hardware(cluster: ClusterSpec, precision: str) -> list[Assumption]:
     found = [
         Assumption("memory of a device", format_bytes(device.memory), of("memory")),
         Assumption(f"peak {peak}", f"{device.flops[peak] / 1e12:,.3g} TFLOP/s", of("flops")),
-        Assumption("reached at most", f"{device.achievable:.0%} of it", of("achievable")),
+        Assumption("largest share of the peak", f"{100 * device.achievable:.0f} %", of("achievable")),
         Assumption("memory bandwidth", f"{device.bandwidth / 1e9:,.4g} GB/s", of("bandwidth")),
+        Assumption("to CPU memory", f"{device.host / 1e9:,.3g} GB/s", of("host")),
     ]
     for number, link in enumerate(cluster.tiers):
         origin = of("link") if number == 0 else of(link.name, "nic")
         found.append(Assumption(link.name, f"{link.bandwidth / 1e9:,.3g} GB/s per device among {link.span:,}", origin))
+    if device.watts:
+        found.append(Assumption("power", f"{device.watts:.0f} W per device", of("watts")))
+    found.append(Assumption("MFU", "counts causal attention once and nothing that is computed again", "convention"))
+    found.append(Assumption("p10-p90", "where 8 of 10 published runs of this kind lay", "convention"))
     return found

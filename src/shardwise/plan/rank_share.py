@@ -32,23 +32,16 @@ class Cut:
     def layer_parameters(self) -> list[int]:
         norms = (4 if self.spec.post_norms else 2) * self.spec.num_norm_parameters
         attention = self.spec.num_attention_parameters + norms
-        sizes = {
-            (layer.is_moe, layer.ffn): attention
-            + self.spec.num_feedforward_parameters(layer)
-            + self._correction * layer.is_moe
+        return [
+            attention + self.spec.num_feedforward_parameters(layer) + self._correction * layer.is_moe
             for layer in self.layers
-        }
-        return [sizes[layer.is_moe, layer.ffn] for layer in self.layers]
+        ]
 
-    @cached_property
+    @property
     def shape(self) -> tuple[object, ...]:
         """The same for ranks that hold as much, whichever layers they are."""
-        return (
-            self.embedding,
-            self.head,
-            self.has_last_stage,
-            tuple((layer.is_moe, layer.ffn) for layer in self.layers),
-        )
+        kinds = tuple((layer.is_moe, layer.ffn) for layer in self.layers)
+        return self.embedding, self.head, self.has_last_stage, kinds, tuple(self.layer_parameters)
 
     @property
     def _correction(self) -> int:
@@ -131,6 +124,13 @@ def cuts_of(spec: ModelSpec, plan: Plan) -> tuple[Cut, ...]:
 def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
     waiting = _weights_waiting(plan, rank) if plan.recompute != "none" else 0
     return RankShare(cut, _stages_in_flight(plan, rank), waiting)
+
+
+@lru_cache(1024)
+def alike(cuts: tuple[Cut, ...]) -> tuple[int, ...]:
+    """For each rank the number of the first one that holds as much."""
+    first: dict[tuple[object, ...], int] = {}
+    return tuple(first.setdefault(cut.shape, rank) for rank, cut in enumerate(cuts))
 
 
 @lru_cache(1024)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -60,12 +60,13 @@ def explore(
     began = time.perf_counter()
     engine = _engine(model, cluster, job, stack)
     candidates = engine.best(top)
+    counts = replace(engine.counts)  # of the ranking; what is told beside it looks at the same layouts again
     if not candidates:
         check_not_empty(engine.space)
         miss = engine.smallest(engine.space.gpu_counts)
         ways = remedies(model, cluster, job, _first)
-        engine.counts.seconds = time.perf_counter() - began
-        return SearchResult([], engine.limit, closest_miss=miss, remedies=ways, counts=engine.counts)
+        counts.seconds = time.perf_counter() - began
+        return SearchResult([], engine.limit, closest_miss=miss, remedies=ways, counts=counts)
     by_gpus, rejected, trade_offs = {}, [], []
     if top > 1 if detail is None else detail:
         for gpus in sorted(engine.space.gpu_counts):
@@ -74,8 +75,8 @@ def explore(
         rejected = regions(engine, candidates[0])
         lean = [found for share in LEANER for found in engine.within(int(share * engine.limit)).best(1)]
         trade_offs = pareto([*candidates, *by_gpus.values(), *lean])
-    engine.counts.seconds = time.perf_counter() - began
-    return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=engine.counts)
+    counts.evaluated, counts.seconds = engine.counts.evaluated, time.perf_counter() - began
+    return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=counts)
 
 
 def fastest(model: ModelSpec, cluster: ClusterSpec, job: Job, devices: int | None = None) -> Candidate | None:

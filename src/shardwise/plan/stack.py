@@ -70,6 +70,9 @@ class Stack:
     ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
 
     # Memory: what is kept for backward.
+    expert_load: float = (
+        1.2  # copies of tokens at the fullest rank's experts, over the mean: assumed; 1: forced to be even
+    )
     keys_twice: bool = False  # keys and values are kept a second time, where there are as many as queries
     logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
     cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other

@@ -1,0 +1,78 @@
+"""How `shardwise plan` lays out lines and tables: hanging lines behind a label, columns that give way before layouts are folded."""
+
+from __future__ import annotations
+
+import textwrap
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+LABEL = 9
+WIDTH = 120
+LAYOUT = 30  # columns that a layout should have before it is folded
+LESS_NEEDED = ("tok/s/GPU", "waits for", "cost", "training", "micro", "MFU", "p10-p90", "GPUs", "change", "GiB")
+"""Columns that a narrow window goes without, the first one first."""
+
+
+class View:
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, markup=False, emoji=False)
+        if not self.console.is_terminal:
+            self.console.width = WIDTH
+        self.width = min(WIDTH, self.console.width)
+
+    def line(self, label: str, text: str) -> None:
+        """Long lines hang under their first word."""
+        indent = " " * LABEL
+        room = max(20, self.width - LABEL)
+        rows = textwrap.wrap(text, room, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True) or [""]
+        if len(text) <= room:
+            rows = [text]
+        first = Text(f"{label:<{LABEL}}", style="bold") + Text(rows[0])
+        self.console.print(first, soft_wrap=True)
+        for row in rows[1:]:
+            self.console.print(indent + row, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        """Without the spaces that fill up its lines, where nobody sees colours."""
+        if self.console.is_terminal:
+            self.console.print(table)
+            return
+        with self.console.capture() as held:
+            self.console.print(table)
+        self.plain("\n".join(line.rstrip() for line in held.get().rstrip("\n").split("\n")))
+
+    def plain(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)
+
+    def gap(self) -> None:
+        self.console.print()
+
+
+def table_of(columns: list[str], rows: list[dict[str, str]], width: int, memory: str = "GiB") -> Table:
+    """Words to the left, figures to the right. Only layouts are folded; what a narrow window has no room for is left out."""
+    words = ("layout", "best layout", "what if")
+    kept = columns
+    for name in LESS_NEEDED:
+        if _width(kept, rows, memory) <= width:
+            break
+        kept = [other for other in kept if other != name or other == columns[0]]
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in kept:
+        left = name in words
+        made.add_column(
+            memory if name == "GiB" else name, justify="left" if left else "right", overflow="fold", no_wrap=not left
+        )
+    for row in rows:
+        made.add_row(*(row[name] for name in kept))
+    return made
+
+
+def _width(columns: list[str], rows: list[dict[str, str]], memory: str) -> int:
+    def of(name: str) -> int:
+        widest = max(len(memory if name == "GiB" else name), *(len(row[name]) for row in rows))
+        return min(widest, LAYOUT) if "layout" in name else widest
+
+    return sum(of(name) + 3 for name in columns)
