@@ -56,8 +56,15 @@ def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
             f"{best.plan.layout} on {num} GPUs: {compared}; the {link.name} has {link.bandwidth / 1e9:.3g} GB/s per card",
             best,
         )
+    here = (
+        f"of your {cluster.world} GPUs"
+        if cluster.device.kind == "cuda"
+        else f"process{'es' * (num > 1)} for your {cluster.world} cores"
+    )
     return Advice(
-        f"use {num} of your {cluster.world} GPUs", f"{best.plan.layout}: {compared}; {_why_no_gain(all_of_them)}", best
+        f"use {num} {here}",
+        f"{best.plan.layout}: {compared}; {_why_no_gain(all_of_them)}",
+        best,
     )
 
 

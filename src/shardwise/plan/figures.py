@@ -69,7 +69,8 @@ def peak_flops(cluster: ClusterSpec, precision: str) -> float:
 def mfu(spec: ModelSpec, job: Job, plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> float:
     """Useful model arithmetic over the peak; what is computed again does not count."""
     work = spec.flops_per_token(job.seq_len) * job.tokens_per_step
-    return work / (prediction.step_s * plan.world * peak_flops(cluster, plan.precision))
+    devices = plan.world * (plan.threads_per_rank if cluster.device.kind == "cpu" else 1)  # a core is a device
+    return work / (prediction.step_s * devices * peak_flops(cluster, plan.precision))
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def whole_training(job: Job, plan: Plan, prediction: Prediction, cluster: Cluste
 
 def step_text(seconds: float) -> str:
     """Of one step, for comparing: `36.2 ms`, `8.31 s`, `10.4 s`, `12:31`."""
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} us"
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.1f} s" if 9.995 <= seconds < 600 else format_seconds(seconds)

@@ -36,7 +36,6 @@ class Generation:
         0.0  # at which `sustained` holds; with more power more is sustained. 0: all cards of the generation have enough
     )
     eight_bit: float = 0.98  # share of the peak that fp8 reaches over what bf16 does (calib_mamf_stas.csv)
-    gap: float = 3e-6  # seconds between two kernels on the device
 
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.86), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.45))
@@ -68,7 +67,7 @@ GENERATIONS = {
         watts=1000.0,
     ),
 }
-CPU = Generation(0.85, ((1, 1, 1.0),), 16, 0.0, 0.7, {"flash2": (0.5, 0.4)}, gap=0.0)
+CPU = Generation(0.85, ((1, 1, 1.0),), 16, 0.0, 0.7, {"flash2": (0.5, 0.4)})
 """One core: no tiles to wait for."""
 
 FLASH_TILE = 128
@@ -79,6 +78,9 @@ FLASH_TAIL = (0.7, 1.4)
 
 NARROW = {"flash3": 0.58, "cudnn": 0.58}
 """How much faster kernels lose to heads narrower than 128: 391 of 596 TFLOP/s with 64 for cuDNN, 277 of 296 for flash 2 (H200)."""
+
+GAP = 0.12
+"""Pause of a GPU between two kernels, over what the host takes to start one: 3 microseconds where that takes 25."""
 
 PASS_HALF = {"cuda": 1.5e7, "cpu": 3e4}
 """Bytes at which a pass over memory reaches half of the memory's rate: below, a kernel ends before all multiprocessors have begun."""
@@ -107,6 +109,7 @@ class Pricer:
         self.name = exact
         self.bandwidth = self.threads * device.bandwidth * device.bandwidth_share
         self.launch = device.launch
+        self.gap = GAP * device.launch if device.kind == "cuda" else 0.0
         self.curves = device.curves
         self.half = PASS_HALF[device.kind]
         more = (device.watts / self.generation.watts) ** 0.5 if self.generation.watts and device.watts else 1.0
@@ -117,7 +120,7 @@ class Pricer:
         total = sum([self.product(p) for p in work.products])
         total += sum([self.attention(a, backward) for a in work.attention])
         total += sum([self.pass_(size) for size in work.passes])
-        return total + self.generation.gap * (len(work.products) + len(work.attention) + len(work.passes))
+        return total + self.gap * (len(work.products) + len(work.attention) + len(work.passes))
 
     def host_seconds(self, work: Work) -> float:
         """What starting it takes, while the device may be busy."""

@@ -16,7 +16,7 @@ from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.kernels import Pricer
-from shardwise.plan.operations import embedding_work, head_work, layer_work
+from shardwise.plan.operations import embedding_work, head_work, layer_work, num_tensors
 from shardwise.plan.plan import Plan
 from shardwise.plan.stack import Stack
 from shardwise.plan.work import Product, Shape, Training, Work
@@ -24,8 +24,9 @@ from shardwise.plan.work import Product, Shape, Training, Work
 SLOWED = 0.2
 """Computing time lost per second of messages that run beside it: NCCL's kernels take a tenth of the multiprocessors and some of the memory's rate."""
 
-FSDP_LAUNCHES = 50
-"""Operations by which FSDP2's hooks and copies keep the host busy, per block and pass."""
+FSDP_LAUNCHES = (18, 3.5)
+"""Operations by which FSDP2's hooks and copies keep the host busy, per block and pass, and per tensor of the block: smollm2 (9 tensors) and GPT-2 (16)
+on an H200."""
 
 
 CHECKPOINT_LAUNCHES = 24
@@ -123,7 +124,7 @@ class LayerTimes:
         elif self.plan.recompute == "selective":
             half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
-        time = self._compute(work, repeated)
+        time = self._compute(work, repeated, num_tensors(self.model, layer))
         one = self.pricer.launch * self.stack.host_share
         host = self._calls(layer) * one
         time = time._replace(
@@ -139,10 +140,10 @@ class LayerTimes:
         tensor = 0 if plan.tp == 1 else 4 * gather if plan.sequence else 2 * MESSAGE_LAUNCHES["sum"]
         return tensor + gather * ((plan.cp > 1) * ring + 2 * (plan.ep > 1 and layer.is_moe))
 
-    def _compute(self, work: Training, repeated: Work) -> LayerTime:
+    def _compute(self, work: Training, repeated: Work, tensors: int = 1) -> LayerTime:
         price = self.pricer
         hooks = (
-            FSDP_LAUNCHES * price.launch * self.stack.host_share
+            (FSDP_LAUNCHES[0] + FSDP_LAUNCHES[1] * tensors) * price.launch * self.stack.host_share
             if self.plan.uses_fsdp and self.stack.copies_parameters
             else 0.0
         )

@@ -51,7 +51,9 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
     return Training(
         forward=Work(forward, (), cheap_forward + casts[0] + unpacked, views) + core_work + added[0],
         inputs=Work(inputs, (), cheap_backward + casts[1] + unpacked, views) + core_back + added[1],
-        weights=weight_gradients(forward, shape, stack) + Work((), (), casts[2]) + added[2],
+        weights=weight_gradients(forward, shape, stack)
+        + Work((), (), casts[2] + _bias_gradients(spec, forward, shape))
+        + added[2],
         cheap=Work((), (), cheap_forward),
         attention=core_work,
     )
@@ -59,6 +61,16 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
 
 VIEWS = 12
 """Reshapes, splits and transposes of one layer and pass in plain torch: the host works, the device does not."""
+
+
+def num_tensors(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Parameters of a layer, each a tensor of its own: hooks and optimizers go through them one by one."""
+    norms = (4 if spec.post_norms else 2) * (2 if spec.norm == "layer" else 1) + 2 * spec.qk_norm
+    attention = (7 if spec.q_lora_rank else 5) if spec.is_latent else 4 + 3 * spec.qkv_bias + spec.out_bias
+    matrices = 3 if spec.gated else 2
+    if layer.is_moe:
+        return norms + attention + 1 + matrices * (2 if spec.num_shared_experts else 1)
+    return norms + attention + matrices * (2 if spec.mlp_bias else 1)
 
 
 def embedding_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
@@ -176,6 +188,13 @@ def weight_gradients(forward: Iterable[Product], shape: Shape, stack: Stack) -> 
         return Work(products)
     added = tuple(float(p.n * p.k * p.groups * stack.gradient_passes) for p in forward) if stack.gradient_passes else ()
     return Work(products, (), added)
+
+
+def _bias_gradients(spec: ModelSpec, forward: tuple[Product, ...], shape: Shape) -> tuple[float, ...]:
+    """Sums over all tokens, a pass over each product's output gradient."""
+    if shape.trains != "all" or not spec.mlp_bias:
+        return ()
+    return tuple(float(p.m * p.n * shape.size) for p in forward)
 
 
 IN_PRODUCT = 8

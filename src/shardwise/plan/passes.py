@@ -49,7 +49,7 @@ def cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) 
     heads = (spec.num_heads + spec.num_kv_heads) // shape.tp
     rotated = shape.here * heads * spec.head_dim * size
     if spec.qk_norm:
-        both = norm_passes(spec, rotated // size, size, stack)
+        both = norm_passes(spec, rotated // size, size, stack, spec.head_dim)
         forward, backward = forward + both[0], backward + both[1]
     if spec.positions == "rope":
         turn = _rope(rotated, size, stack)
@@ -74,14 +74,21 @@ def _rope(rotated: float, size: int, stack: Stack) -> Passes:
     return tuple(part * rotated / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
 
 
-def norm_passes(spec: ModelSpec, numbers: float, size: int, stack: Stack) -> tuple[Passes, Passes]:
+def norm_passes(spec: ModelSpec, numbers: float, size: int, stack: Stack, width: int = 0) -> tuple[Passes, Passes]:
     """torch has LayerNorm as one kernel. In plain operations RMSNorm goes to fp32 and back: six passes."""
     if stack.fused_norm or stack.compiled or spec.norm == "layer":
-        return (2.0 * numbers * size * NORM,), (3.0 * numbers * size * NORM, numbers * size)
+        slow = NORM * max(1.0, SHORT_ROW / (width or spec.hidden))
+        return (2.0 * numbers * size * slow,), (3.0 * numbers * size * slow, numbers * size)
     forward = tuple(numbers * b for b in (size + 4.0, 8.0, 4.0, 8.0, 4.0 + size, 2.0 * size))
     backward = tuple(numbers * b for b in (3.0 * size, size + 4.0, 12.0, 8.0, 12.0, 12.0, 4.0 + size))
     return forward, backward
 
+
+SHORT_ROW = 640
+"""Numbers of a row that keep the threads of a norm busy: the norms over heads of 128 in qwen3-0.6b take five times as long as over a whole state (H200)."""
+
+GATHERED = 1.6
+"""Rows that are fetched by an index, over a copy."""
 
 NORM = 1.6
 CAST = 2.0
@@ -104,7 +111,7 @@ def _expert_activation(spec: ModelSpec, shape: Shape, stack: Stack) -> tuple[Pas
     copies = shape.here * spec.experts_per_token / (shape.tp if shape.ep > 1 else 1)
     slices = shape.tp if shape.ep == 1 else 1
     act = activation_passes(spec, copies * spec.expert_ffn / slices, shape.size, stack)
-    moved = 2.0 * copies * spec.hidden * shape.size
+    moved = 2.0 * copies * spec.hidden * shape.size * GATHERED
     sorts = (moved, 1.5 * moved) + (moved, moved) * (shape.ep > 1)
     routing = (4.0 * shape.here * spec.num_experts,) * 4
     shared = activation_passes(
@@ -137,13 +144,20 @@ figure is what 20 matrices on an H200 came to (precision_h200.json)."""
 
 
 def unpacking_passes(products: tuple[Product, ...], shape: Shape) -> Passes:
-    """Four-bit weights are read out into 16 bits before each use: a few passes, most of them in small integers."""
-    return tuple(p.groups * p.n * p.k * NF4_BYTES for p in products) if shape.trains == "qlora" else ()
+    """Four-bit weights are read out into 16 bits before each use, chunk by chunk in plain operations (model/nf4.py)."""
+    if shape.trains != "qlora":
+        return ()
+    found: list[float] = []
+    for p in products:
+        weights = p.groups * p.n * p.k
+        calls = -(-weights // NF4_CHUNK) * NF4_KERNELS
+        found += [weights * NF4_BYTES / calls] * calls
+    return tuple(found)
 
 
-NF4_BYTES = 36.0
-"""Read and written per weight that model/nf4.py unpacks in plain operations: codes become indices of eight bytes per pair, two numbers of fp32 are
-looked up, multiplied by their block's magnitude in place, and rounded into the result."""
+NF4_CHUNK, NF4_KERNELS, NF4_BYTES = 2**24, 10, 22.5
+"""Weights of a chunk, kernels for it, and bytes per weight: a code becomes an index of four bytes per pair, two numbers of fp32 are looked up, multiplied by
+their block's magnitude in place, and rounded into the result."""
 
 
 def drop_bytes(size: float, number: int = 2) -> float:
