@@ -1,10 +1,10 @@
 """Step time and peak memory of many jobs on one GPU beside what the planner predicts for them.
 
-    python benchmarks/gpu/prediction.py [--set first|second] [--cases NAME ...] [--json FILE]
+    python benchmarks/gpu/prediction.py [--set first|second|third] [--cases NAME ...] [--json FILE]
     python benchmarks/gpu/prediction.py --again FILE          predict the measured jobs of FILE anew; needs neither a GPU nor torch
 
 Every job runs through the engine that real runs use, a few steps on made-up batches. The first set was there when the planner's constants for this card
-were chosen, the second was measured afterwards: the planner had not seen it.
+were chosen, the second was measured afterwards and led to corrections, the third came after these: the planner had not seen it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "qwen": ("qwen3-0.6b", {}),
     "3b": ("llama3.2-3b", {}),
+    "13b-wide": ("llama2-13b", dict(num_layers=5)),
+    "gemma": ("gemma2-2b", dict(num_layers=12)),
+    "mistral": ("mistral-7b", dict(num_layers=6)),
+    "mixtral": ("mixtral-8x7b", dict(num_layers=2)),
+    "360m": ("smollm2-360m", {}),
+    "gpt2-xl": ("gpt2-xl", {}),
+    "qwen2.5": ("qwen2.5-1.5b", {}),
+    "latent": (
+        "deepseek-v3",
+        dict(num_layers=4, hidden=2048, num_heads=16, num_kv_heads=16, ffn=8192, expert_ffn=1024, num_experts=16, vocab=32000, first_dense_layers=1),
+    ),
     "7b-wide": ("llama2-7b", dict(num_layers=6)),
     "moe": ("tiny-moe", dict(num_layers=8, hidden=2048, num_heads=16, num_kv_heads=16, ffn=1024, vocab=50304, num_experts=64,
                              experts_per_token=8, expert_ffn=1024, moe_every=1, max_seq_len=4096)),
@@ -85,6 +96,20 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "8b qlora mb2": case("8b", 2, 2048, adapter={**LORA, "kind": "qlora"}, precision="bf16-true"),
         "70b-wide mb1": case("70b-wide", 1),
         "3b adam8 mb1": case("3b", 1, optimizer="adamw8bit"),
+    },
+    "third": {
+        "13b-wide mb2": case("13b-wide", 2),
+        "gemma mb2": case("gemma", 2, 2048),
+        "mistral mb1 16k": case("mistral", 1, 16384, recompute="selective"),
+        "mixtral mb2": case("mixtral", 2, 2048),
+        "360m mb8": case("360m", 8, 2048),
+        "360m mb8 full": case("360m", 8, 2048, recompute="full"),
+        "gpt2-xl mb4": case("gpt2-xl", 4, 1024),
+        "qwen2.5 mb2": case("qwen2.5", 2),
+        "qwen2.5 lora mb4": case("qwen2.5", 4, 2048, adapter=LORA, precision="bf16-true"),
+        "latent mb2": case("latent", 2),
+        "3b true mb1 x4": case("3b", 1, 2048, micro_batches=4, precision="bf16-true"),
+        "1.5b mb4 every-2": case("1.5b", 4, recompute="every-2"),
     },
 }
 
