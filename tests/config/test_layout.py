@@ -24,8 +24,8 @@ def test_everything_at_once_reads_back():
         dp=4, zero=3, replicate=2, tp=2, sequence=True, cp=2, cp_kind="ulysses", pp=2, schedule="interleaved",
         virtual_stages=2, split=(3, 3, 3, 3), ep=2,
     )  # fmt: skip
-    text = format_layout(parallel, MemoryConfig(recompute="every-2", offload="optimizer"))
-    assert text.split()[-3:] == ["ep=2", "recompute=every-2", "offload=optimizer"]
+    text = format_layout(parallel, MemoryConfig(recompute="every-2", offload="optimizer", activation_offload=True))
+    assert text.split()[-4:] == ["ep=2", "recompute=every-2", "offload=optimizer", "activation_offload=true"]
     assert set(parse_layout(text)) == set(WORDS.values()) - {"memory.precision"}
     assert parse_layout(text)["parallel.split"] == "3,3,3,3"
 

@@ -27,7 +27,7 @@ def some_plans(space: Space, count: int):
     for _ in range(count):
         grid = draw.choice(grids)
         states, saving = draw.choice(space.states(grid)), draw.choice(space.savings)
-        if space.go_together(grid, states, saving.offload):
+        if space.go_together(grid, states, saving.offload, saving.activation_offload):
             yield space.plan(grid, draw.choice(list(space.paces(grid))), states, saving)
 
 
@@ -44,6 +44,7 @@ def test_the_runtime_plans_every_layout_just_so(name):
             "parallel.cp": plan.cp, "parallel.cp_kind": plan.cp_kind, "parallel.pp": plan.pp, "parallel.schedule": plan.schedule,
             "parallel.virtual_stages": plan.virtual_stages, "parallel.ep": plan.ep, "memory.precision": plan.precision,
             "memory.recompute": plan.recompute, "memory.offload": plan.offload,
+            "memory.activation_offload": str(plan.activation_offload).lower(),
         }  # fmt: skip
         if plan.zero:
             words["parallel.replicate"] = plan.replicate
@@ -90,6 +91,7 @@ def test_savings_are_ordered_by_what_they_do():
     assert all(never_faster(saving, than=plain) for saving in savings)
     assert never_faster(Saving("full", "none", False), than=Saving("every-4", "none", False))
     assert never_faster(Saving("every-2", "all", False), than=Saving("every-4", "none", False))
+    assert not never_faster(Saving("full", "none", True), than=Saving("none", "none", True))  # there is less to move
     assert not never_faster(Saving("selective", "none", False), than=Saving("every-4", "none", False))
     assert not never_faster(Saving("every-3", "none", False), than=Saving("every-4", "none", False))
     for first, second in ((a, b) for i, a in enumerate(savings) for b in islice(savings, i)):

@@ -31,6 +31,7 @@ WORDS = {
     "ep": "parallel.ep",
     "recompute": "memory.recompute",
     "offload": "memory.offload",
+    "activation_offload": "memory.activation_offload",
     "precision": "memory.precision",
 }
 _ALSO = {"sequence": "sp"}
@@ -91,4 +92,6 @@ def format_layout(parallel: ParallelConfig, memory: MemoryConfig | None = None) 
         words.append(f"recompute={memory.recompute}")
     if memory is not None and memory.offload not in ("auto", "none"):
         words.append(f"offload={memory.offload}")
+    if memory is not None and memory.activation_offload:
+        words.append("activation_offload=true")
     return " ".join(words)

@@ -162,6 +162,8 @@ class BestFirst:
         rows, least = -(-self.space.job.global_batch // grid.dp), self._least_states(grid)
         each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
         for place in self._places:
+            if not self.space.go_together(grid, least, "none", place[1]):
+                continue
             for size in self.space.sizes(grid):
                 weights = self.memory.of_grid(grid, size, least, place[0])
                 if weights.beside(self._least_kept(grid, size, place[1]), rows > size) > self.limit:
@@ -176,7 +178,7 @@ class BestFirst:
         for states in self.space.states(grid):
             if ask.is_told(grid, states) or not ask.accept(grid, None, states, None):
                 continue
-            if not self.space.go_together(grid, states, place[0]):
+            if not self.space.go_together(grid, states, *place):
                 continue
             weights = self.memory.of_grid(grid, size, states, place[0])
             fitting = [(mean, mode) for mean, kept, mode in modes if weights.beside(kept, several) <= self.limit]
@@ -187,7 +189,8 @@ class BestFirst:
             for _, mode in fitting:
                 saving = Saving(mode, *place)
                 if ask.accept(grid, None, states, saving):
-                    chain.append((self.time.of_mode(grid, size, mode, sharing), self._order[saving], saving))
+                    floor = self.time.of_mode(grid, size, mode, sharing) + self.time.paging(grid, size, saving)
+                    chain.append((floor, self._order[saving], saving))
             chain.sort(reverse=True)
             self._next_mode(ask, bound, grid, size, states, sharing, chain)
 
@@ -320,7 +323,7 @@ class BestFirst:
             for grid in self.space.grids(gpus):
                 size, states = self.space.sizes(grid)[-1], self._least_states(grid)
                 for place in self._places:
-                    if accept(grid, None, None, None) and self.space.go_together(grid, states, place[0]):
+                    if accept(grid, None, None, None) and self.space.go_together(grid, states, *place):
                         floors.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0, True), grid))
         floors.sort(key=lambda entry: (entry[0], entry[1]))
         best: tuple[int, Plan] | None = None
@@ -347,7 +350,9 @@ class BestFirst:
         for pace in dict.fromkeys(paces):
             for one in states:
                 for saving in self.space.savings:
-                    if accept(grid, pace, one, saving) and self.space.go_together(grid, one, saving.offload):
+                    if accept(grid, pace, one, saving) and self.space.go_together(
+                        grid, one, saving.offload, saving.activation_offload
+                    ):
                         yield self.space.plan(grid, pace, one, saving)
 
     # Single layouts ------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from shardwise.plan.activations import segments
+from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.adapter_share import Held
 from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import LayerTime, LayerTimes
 from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import RankShare, cuts_of, rank_shares
+from shardwise.plan.rank_share import RankShare, cuts_of, rank_shares, tensor_slice
 from shardwise.plan.schedules import splits_backward, stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.stack import Stack
@@ -81,6 +81,7 @@ class TimeFloors:
         self._larger: dict[int, list[tuple[bool, int, int]]] = {}
         self._messages: dict[tuple[object, ...], tuple[float, float]] = {}
         self._updates: dict[tuple[object, ...], float] = {}
+        self._paged: dict[tuple[object, ...], float] = {}
         self._again: dict[str, frozenset[int]] = {}
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
 
@@ -173,6 +174,25 @@ class TimeFloors:
         for is_split, own, before in self._largest(grid.pp):
             quickest = min(quickest, own * count * one + before * (work.forward if is_split else whole))
         return self.slower * (max(least, quickest) + sharing.once)
+
+    def paging(self, grid: Grid, size: int, saving: Saving) -> float:
+        """Seconds per step that activations take longer to CPU memory and back than computing does (step_time.py); pipelines aside."""
+        if not saving.activation_offload or grid.pp > 1:
+            return 0.0
+        mode, model = saving.recompute, self.space.model
+        key = (*grid[1:5], grid.ep, size, mode)
+        if key not in self._paged:
+            parts = grid.tp if grid.sequence else 1
+            spec, times = replace(tensor_slice(model, grid.tp), norm="layer"), self._times(grid, size, mode)
+            kept = float(layer_activations(spec, spec.layers, 0, parts))
+            if groups := segments(mode, range(len(spec.layers))):
+                kept = len(groups) * spec.hidden // parts + kept * (1 - sum(map(len, groups)) / len(spec.layers))
+            way = times.shape.here * kept * times.shape.size / self.space.cluster.device.host
+            work = self.work(grid, size, mode)
+            backward = work.total - work.all_forward
+            self._paged[key] = max(0.0, way - work.all_forward) + max(0.0, way - backward)
+        rows = -(-self.batch // grid.dp)
+        return self.slower * self._paged[key] * (rows // size)
 
     def _largest(self, pp: int) -> list[tuple[bool, int, int]]:
         """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Those that can be quickest."""

@@ -223,7 +223,9 @@ class Plan:
                 split="auto" if is_even else self.split,
                 ep=self.ep,
             ),
-            MemoryConfig(recompute=self.recompute, offload=self._offload_word),
+            MemoryConfig(
+                recompute=self.recompute, offload=self._offload_word, activation_offload=self.activation_offload
+            ),
         )
 
     @property
@@ -269,6 +271,7 @@ class Plan:
             recompute="none" if memory.recompute == "auto" else memory.recompute,
             offload={"auto": "none", "nvme": "optimizer"}.get(memory.offload, memory.offload),
             offload_to="nvme" if memory.offload == "nvme" else "cpu",
+            activation_offload=memory.activation_offload,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -69,8 +69,9 @@ def explore(
         return SearchResult([], engine.limit, closest_miss=miss, remedies=ways, counts=counts)
     by_gpus, rejected, trade_offs = {}, [], []
     if top > 1 if detail is None else detail:
+        winner = candidates[0]
         for gpus in sorted(engine.space.gpu_counts):
-            if best := engine.best(1, [gpus]):
+            if best := [winner] if gpus == winner.plan.world else engine.best(1, [gpus]):
                 by_gpus[gpus] = best[0]
         rejected = regions(engine, candidates[0])
         lean = [found for share in LEANER for found in engine.within(int(share * engine.limit)).best(1)]

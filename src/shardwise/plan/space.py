@@ -68,7 +68,10 @@ class Saving(NamedTuple):
 
 
 def never_faster(saving: Saving, than: Saving) -> bool:
-    """Whether `saving` does all the extra work of `than`, and perhaps more."""
+    """Whether `saving` does all the extra work of `than`, and perhaps more. What is computed again is not moved, so of two layouts that
+    move activations the one that computes more again may be faster."""
+    if than.activation_offload and saving.recompute != than.recompute:
+        return False
     return (
         than.offload in ("none", saving.offload)
         and than.activation_offload <= saving.activation_offload
@@ -257,7 +260,7 @@ class Space:
         offloads = [{"nvme": "optimizer"}.get(asked, asked)] if asked is not None else list(places)
         if self.goes_to_disk and asked is None:
             offloads = [place for place in places if place != "none"][:1]
-        elsewhere = self.among("memory.activation_offload", (False,))
+        elsewhere = self.among("memory.activation_offload", (False, True) if on_gpus else (False,))
         modes = self.among("memory.recompute", RECOMPUTE)
         every = [mode for mode in modes if not mode.startswith("every-") or int(mode[6:]) < self.model.num_layers]
         return [Saving(mode, place, away) for place in offloads for away in elsewhere for mode in every or modes]
@@ -266,8 +269,11 @@ class Space:
     def goes_to_disk(self) -> bool:
         return "nvme" in (self.fixed.get("memory.offload"), self.fixed.get("memory.offload_to"))
 
-    def go_together(self, grid: Grid, states: States, offload: str) -> bool:
-        """Parameters in CPU memory are gathered block by block, whatever the ZeRO stage: only its name for that is offered."""
+    def go_together(self, grid: Grid, states: States, offload: str, away: bool = False) -> bool:
+        """Parameters in CPU memory are gathered block by block, whatever the ZeRO stage: only its name for that is offered. Activations
+        wait elsewhere where there is no pipeline, unless they are asked to."""
+        if away and grid.pp > 1 and "memory.activation_offload" not in self.fixed:
+            return False
         return offload != "all" or states.zero == 3 or grid.dp * grid.cp == 1 or "parallel.zero" in self.fixed
 
     # Plans ---------------------------------------------------------------------------------------------------------
@@ -327,7 +333,7 @@ class Space:
                 for pace in self.paces(grid):
                     for states in self.states(grid):
                         for saving in self.savings:
-                            if self.go_together(grid, states, saving.offload):
+                            if self.go_together(grid, states, saving.offload, saving.activation_offload):
                                 yield grid, pace, states, saving
 
 
