@@ -129,13 +129,14 @@ def _filled(kind: Callable, *arguments: object, dtype: torch.dtype, device: torc
 def _optimizer_seconds(
     shapes: list[torch.Size], dtype: torch.dtype, config: OptimizerConfig, device: torch.device
 ) -> float:
-    """The norm of the gradients and the update."""
+    """The norm of the gradients, clipping and the update."""
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
     optimizer = build_optimizer(config, parameters)
 
     def once() -> None:
         gradients = [torch.full_like(parameter, 1e-3) for parameter in parameters]
-        torch.stack(torch._foreach_norm(gradients)).norm()
+        norm = torch.stack(torch._foreach_norm(gradients)).norm()
+        torch._foreach_mul_(gradients, 1 / (1 + norm))  # clipping
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
