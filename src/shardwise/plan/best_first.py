@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from shardwise.plan.bounds import Sharing, TimeFloors
+from shardwise.plan.effort import effort, effort_of
 from shardwise.plan.least_memory import MemoryFloors, Weights
 from shardwise.plan.lifetimes import rank_memory
 from shardwise.plan.memory import predict_memory
@@ -54,9 +55,9 @@ class Counts:
 
 
 def rank_of(candidate: Candidate) -> tuple[Any, ...]:
-    """Sorts candidates: by time; of equally fast ones fewer GPUs and the plainer layout come first."""
+    """Sorts candidates: by time, with what each technique must win (effort.py); of equal ones fewer GPUs and the plainer layout come first."""
     plan = candidate.plan
-    return candidate.prediction.step_s, *plainness(plan)
+    return candidate.prediction.step_s * effort(plan), *plainness(plan)
 
 
 def plainness(plan: Plan) -> tuple[Any, ...]:
@@ -169,7 +170,8 @@ class BestFirst:
                 if weights.beside(self._least_kept(grid, size, place[1]), rows > size) > self.limit:
                     self.counts.too_large += each
                 else:
-                    ask.push(max(bound, self.time.of_size(grid, size)), (), self._open_size, grid, size, place)
+                    floor = self.time.of_size(grid, size) * effort_of(grid, *place)
+                    ask.push(max(bound, floor), (), self._open_size, grid, size, place)
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
         """Into ZeRO stages and replicas. How much is computed again at least follows from the memory that they leave."""
@@ -190,7 +192,7 @@ class BestFirst:
                 saving = Saving(mode, *place)
                 if ask.accept(grid, None, states, saving):
                     floor = self.time.of_mode(grid, size, mode, sharing) + self.time.paging(grid, size, saving)
-                    chain.append((floor, self._order[saving], saving))
+                    chain.append((floor * effort_of(grid, *place), self._order[saving], saving))
             chain.sort(reverse=True)
             self._next_mode(ask, bound, grid, size, states, sharing, chain)
 
@@ -245,7 +247,8 @@ class BestFirst:
             if weights[shape].beside(kept, several) > self.limit:
                 self.counts.too_large += 1
                 continue
-            chain.append((self.time.of_pace(grid, pace, saving.recompute, sharing), pace))
+            floor = self.time.of_pace(grid, pace, saving.recompute, sharing)
+            chain.append((floor * effort_of(grid, saving.offload, saving.activation_offload, pace.schedule), pace))
         chain.sort(reverse=True)
         self._open_next(ask, bound, grid, states, saving, chain)
 
@@ -284,7 +287,7 @@ class BestFirst:
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
         plan = self.space.plan(grid, pace, states, saving)
-        floor = max(bound, self.time.of_plan(plan))
+        floor = max(bound, self.time.of_plan(plan) * effort(plan))
         ask.push(floor, (self._order[saving],), self._open_layout, grid, states, saving, plan, fitting)
 
     def _open_layout(
@@ -304,7 +307,7 @@ class BestFirst:
             return
         fitting.append(saving)
         candidate = self.predicted(plan)
-        ask.push(candidate.prediction.step_s, (len(self.space.savings), *plainness(plan)), None, candidate)
+        ask.push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
 
     def _least_states(self, grid: Grid) -> States:
         """The highest stage with the most shards holds the least."""

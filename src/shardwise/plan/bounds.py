@@ -16,7 +16,7 @@ from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.adapter_share import Held
 from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import LayerTime, LayerTimes
-from shardwise.plan.offloaded import offload_seconds
+from shardwise.plan.offloaded import host_rate, offload_seconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, cuts_of, rank_shares, tensor_slice
 from shardwise.plan.schedules import splits_backward, stage_owners
@@ -25,12 +25,12 @@ from shardwise.plan.stack import Stack
 from shardwise.plan.state_time import optimizer_seconds, state_time
 from shardwise.plan.states import groups_of
 from shardwise.plan.step_time import (
-    STRAGGLER,
     StageTime,
     layer_times,
     rank_state,
     stage_times,
     step_seconds,
+    straggler_share,
     transfer_seconds,
 )
 
@@ -72,7 +72,6 @@ class TimeFloors:
     def __init__(self, space: Space, stack: Stack):
         self.space, self.stack = space, stack
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
-        self.slower = 1 + STRAGGLER * (space.cluster.nodes.bit_length() - 1)
         self._works: dict[tuple[object, ...], Work] = {}
         self._stages: dict[
             tuple[object, ...], tuple[dict[int, tuple[list[StageTime], float, float, int]], LayerTimes]
@@ -84,6 +83,9 @@ class TimeFloors:
         self._paged: dict[tuple[object, ...], float] = {}
         self._again: dict[str, frozenset[int]] = {}
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
+
+    def slower(self, gpus: int) -> float:
+        return 1 + straggler_share(self.space.cluster, gpus)
 
     def of_gpus(self, gpus: int) -> float:
         """All products at the full rate of the device, on all ranks all the time."""
@@ -98,14 +100,14 @@ class TimeFloors:
             rate *= max(space.cluster.device.achievable * best.sustained, *map(max, best.attention.values()))
         share = 1.0 if space.job.adapter.kind == "none" else 1 / 3  # frozen weights have no gradients
         work = self.batch * self.seq_len * space.model.flops_per_token(self.seq_len) * share
-        return self.slower * work / rate
+        return work / rate
 
     def of_size(self, grid: Grid, size: int) -> float:
         """Of a micro-batch's size, whatever the schedule: no rank of a pipeline has less than the mean of the work."""
         rows, work = -(-self.batch // grid.dp), self.work(grid, size, "none")
         if grid.pp == 1:
-            return self.slower * work.total * rows / size
-        return self.slower * max(work.total * -(-rows // size) / grid.pp, work.path)
+            return self.slower(grid.gpus) * work.total * rows / size
+        return self.slower(grid.gpus) * max(work.total * -(-rows // size) / grid.pp, work.path)
 
     def of_states(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
         """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers differ, of all ranks
@@ -159,21 +161,21 @@ class TimeFloors:
             mine = ((whole.trained - experts) / plan.state_shards + experts / plan.expert_shards) / grid.pp
             pricer = self._times(grid, size, "none").pricer
             update = optimizer_seconds(mine, 1, pricer, plan, space.job, self.stack)
-            self._updates[key] = update + offload_seconds(mine, plan)
+            self._updates[key] = update + offload_seconds(mine, plan, self.space.cluster.per_node)
         return self._updates[key]
 
     def of_mode(self, grid: Grid, size: int, mode: str, sharing: Sharing) -> float:
         """Whatever the schedule."""
         rows, work = -(-self.batch // grid.dp), self.work(grid, size, mode)
         if grid.pp == 1:
-            return self.slower * (work.total * rows / size + sharing.mean + sharing.once)
+            return self.slower(grid.gpus) * (work.total * rows / size + sharing.mean + sharing.once)
         count = -(-rows // size)
         least = max(work.total * count / grid.pp + sharing.mean, work.path)
         one, whole = work.forward + work.backward + sharing.layer, work.forward + work.backward
         quickest = math.inf
         for is_split, own, before in self._largest(grid.pp):
             quickest = min(quickest, own * count * one + before * (work.forward if is_split else whole))
-        return self.slower * (max(least, quickest) + sharing.once)
+        return self.slower(grid.gpus) * (max(least, quickest) + sharing.once)
 
     def paging(self, grid: Grid, size: int, saving: Saving) -> float:
         """Seconds per step that activations take longer to CPU memory and back than computing does (step_time.py); pipelines aside."""
@@ -187,12 +189,12 @@ class TimeFloors:
             kept = float(layer_activations(spec, spec.layers, 0, parts))
             if groups := segments(mode, range(len(spec.layers))):
                 kept = len(groups) * spec.hidden // parts + kept * (1 - sum(map(len, groups)) / len(spec.layers))
-            way = times.shape.here * kept * times.shape.size / self.space.cluster.device.host
+            way = times.shape.here * kept * times.shape.size / host_rate(self.space.cluster)
             work = self.work(grid, size, mode)
             backward = work.total - work.all_forward
             self._paged[key] = max(0.0, way - work.all_forward) + max(0.0, way - backward)
         rows = -(-self.batch // grid.dp)
-        return self.slower * self._paged[key] * (rows // size)
+        return self.slower(grid.gpus) * self._paged[key] * (rows // size)
 
     def _largest(self, pp: int) -> list[tuple[bool, int, int]]:
         """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Those that can be quickest."""
@@ -230,7 +232,7 @@ class TimeFloors:
         rows = -(-self.batch // grid.dp)
         work = self.work(grid, pace.micro_batch, mode)
         if grid.pp == 1:
-            return self.slower * (work.total * rows / pace.micro_batch + sharing.mean + sharing.once)
+            return self.slower(grid.gpus) * (work.total * rows / pace.micro_batch + sharing.mean + sharing.once)
         count = -(-rows // pace.micro_batch)
         is_split = splits_backward(pace.schedule)
         least = max(work.total * count / grid.pp + sharing.mean, work.path if is_split else work.total)
@@ -244,7 +246,7 @@ class TimeFloors:
             if work.more:
                 own += work.more * self._repeated(turn.own, mode)
             least = max(least, turn.before * around + count * own)
-        return self.slower * (least + sharing.once)
+        return self.slower(grid.gpus) * (least + sharing.once)
 
     def _repeated(self, layers: tuple[int, ...], mode: str) -> int:
         if mode not in self._again:
@@ -276,7 +278,7 @@ class TimeFloors:
             least, once = max(least, plan.num_microbatches * busy + waits), max(once, state.once)
         grid = Grid(plan.dp, plan.tp, plan.sequence, plan.cp, plan.cp_kind, plan.pp, plan.ep)
         update = self._update(grid, plan.micro_batch, States(plan.zero, plan.replicate), plan.offload)
-        return self.slower * (least + once + update)
+        return self.slower(plan.world) * (least + once + update)
 
     def _room(self, plan: Plan) -> int:
         """Activations that the first rank of `zero-bubble` may hold (schedules.py)."""

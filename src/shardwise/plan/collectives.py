@@ -30,30 +30,33 @@ class Path(NamedTuple):
 
 
 class Network:
-    """The links of a cluster."""
+    """The links of a cluster. `world`: ranks in use, where they are fewer than a domain or do not fill whole ones."""
 
-    def __init__(self, cluster: ClusterSpec):
+    def __init__(self, cluster: ClusterSpec, world: int = 0):
+        self.world = world
         self.tiers: tuple[Link, ...] = cluster.tiers
         self.path = lru_cache(maxsize=4096)(self._path)
 
     def _path(self, size: int, stride: int) -> Path:
-        reach = (size - 1) * stride + 1
-        first = self.tiers[0]
-        members = min(size, max(1, first.span // stride))
-        rate, alpha, half = first.rate(members), first.alpha, first.half
-        if reach <= first.span:
-            return Path(rate, alpha, half, 1, size, first.summing)
-        if members == 1:
-            rate = math.inf
+        first, block = self.tiers[0], size * stride
+        if self._joins(first, block):
+            return Path(first.rate(size), first.alpha, first.half, 1, size, first.summing)
+        # Groups that do not line up with domains lie across their borders, and only a part of each is together.
+        members = min(size, max(1, math.gcd(first.span, block) // stride))
+        rate, alpha, half = first.rate(members) if members > 1 else math.inf, first.alpha, first.half
         below = first
         for tier in self.tiers[1:]:
-            cards = min(size, max(1, below.span // stride))
+            cards = min(size, max(1, math.gcd(below.span, block) // stride))
             rate = min(rate, cards * tier.rate())
             alpha, half = max(alpha, tier.alpha), max(half, tier.half)
-            if reach <= tier.span:
+            if self._joins(tier, block):
                 break
             below = tier
         return Path(rate, alpha, half, -(-size // members), members, 1.0)
+
+    def _joins(self, tier: Link, block: int) -> bool:
+        """Whether every group that takes `block` neighbouring ranks lies within one domain of this tier."""
+        return tier is self.tiers[-1] or tier.span % block == 0 or 0 < self.world <= tier.span
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
         """`size`: bytes of the whole result. A reduce-scatter is the same the other way round."""

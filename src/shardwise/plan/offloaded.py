@@ -5,6 +5,7 @@ Invariant: where the device is a CPU, nothing leaves its memory but what goes to
 
 from __future__ import annotations
 
+from shardwise.cluster.spec import ClusterSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare
 
@@ -47,7 +48,19 @@ DISK = 2e9
 """Bytes per second: one virtual disk on which states were read and written at once. Assumed for others."""
 
 
-def offload_seconds(num_parameters: float, plan: Plan) -> float:
+CPU_MEMORY = 400e9
+"""Bytes per second that the CPUs of a node read and write, for all of its cards together: two sockets. Assumed."""
+
+TOUCHED = {"optimizer": 36 / 8, "all": 44 / 12}
+"""Bytes of CPU memory that are read or written for each byte on the link: Adam's pass over four numbers, and both copies."""
+
+
+def host_rate(cluster: ClusterSpec) -> float:
+    """Bytes per second between one card and CPU memory while all cards of its node do the same."""
+    return min(cluster.device.host, CPU_MEMORY / 2 / cluster.per_node)
+
+
+def offload_seconds(num_parameters: float, plan: Plan, per_node: int = 1) -> float:
     """What offloading adds to a step of a rank with so many trained parameters (plan of the update: fp32 Adam). `optimizer`: gradients
     down, parameters up. `all`: parameters up for forward and for backward, gradients down. A disk: state read and written, with `all` the
     other two as well. On a CPU only a disk costs anything."""
@@ -56,7 +69,10 @@ def offload_seconds(num_parameters: float, plan: Plan) -> float:
     if plan.offload_to == "nvme":
         return num_parameters * (40 if plan.offload == "all" else 16) / DISK
     moved = {"optimizer": 8, "all": 12 * plan.num_microbatches}[plan.offload]
-    return num_parameters * moved / HOST_LINK[plan.offload] if plan.device == "cuda" else 0.0
+    if plan.device == "cpu":
+        return 0.0
+    shared = CPU_MEMORY / (min(per_node, plan.world) * TOUCHED[plan.offload])
+    return num_parameters * moved / min(HOST_LINK[plan.offload], shared)
 
 
 def two_blocks(share: RankShare, all_bytes: int) -> int:

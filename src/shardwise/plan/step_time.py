@@ -19,7 +19,7 @@ from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.layer_time import LayerTime, LayerTimes, add
-from shardwise.plan.offloaded import offload_seconds
+from shardwise.plan.offloaded import host_rate, offload_seconds
 from shardwise.plan.operations import num_tensors
 from shardwise.plan.pipeline_time import pipeline_seconds
 from shardwise.plan.plan import Plan
@@ -31,6 +31,12 @@ from shardwise.plan.states import groups_of
 
 STRAGGLER = 0.01
 """Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
+
+
+def straggler_share(cluster: ClusterSpec, world: int) -> float:
+    """Of a step that so many ranks take."""
+    return STRAGGLER * ((-(-world // cluster.per_node)).bit_length() - 1)
+
 
 STEP_HOST = 2e-3
 """Host seconds around a step that nothing hides: the batch goes to the device, the loss and the norm come back."""
@@ -79,13 +85,13 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
     parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
     if job.optimizer.endswith("8bit") and plan.device == "cuda":
         parts["optimizer"] = max(parts["optimizer"], _late_update(shares[slowest], mine[slowest], plan, times))
-    parts["offload"] = offload_seconds(trained, plan)
+    parts["offload"] = offload_seconds(trained, plan, cluster.per_node)
     if plan.activation_offload:
         parts["offload"] += plan.num_microbatches * _paging_seconds(
             shares[slowest], mine[slowest], cluster, plan, times
         )
     parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
-    parts["straggler"] = STRAGGLER * (cluster.nodes.bit_length() - 1) * sum(parts.values())
+    parts["straggler"] = straggler_share(cluster, plan.world) * sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
 
 
@@ -117,14 +123,14 @@ def _length(time: LayerTime) -> float:
 
 Owners = tuple[ModelSpec, ClusterSpec, Stack]
 _RECENT: dict[object, tuple[Owners, LayerTimes]] = {}
-_NETWORKS: dict[int, tuple[ClusterSpec, Network]] = {}
+_NETWORKS: dict[tuple[int, int], tuple[ClusterSpec, Network]] = {}
 
 
 def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack) -> LayerTimes:
     """Layouts that cut layers alike share their prices. The objects are kept with them, so that their ids stay theirs."""
     key = (
         id(model), id(cluster), id(stack), job.adapter, plan.precision, plan.micro_batch, plan.seq_len, plan.tp, plan.sequence, plan.cp,
-        plan.cp_kind, plan.ep, plan.recompute == "selective", plan.uses_fsdp, plan.threads_per_rank,
+        plan.cp_kind, plan.ep, plan.recompute == "selective", plan.uses_fsdp, plan.threads_per_rank, _odd_groups(cluster, plan),
     )  # fmt: skip
     found = _RECENT.get(key)
     if found is None:
@@ -132,17 +138,30 @@ def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, st
             _RECENT.clear()
         found = _RECENT[key] = (
             (model, cluster, stack),
-            LayerTimes(model, cluster, _network(cluster), job, plan, stack),
+            LayerTimes(model, cluster, _network(cluster, _odd_groups(cluster, plan)), job, plan, stack),
         )
     return found[1]
 
 
-def _network(cluster: ClusterSpec) -> Network:
-    found = _NETWORKS.get(id(cluster))
+def _odd_world(cluster: ClusterSpec, plan: Plan) -> int:
+    """The number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in them."""
+    span = cluster.tiers[0].span
+    return plan.world if plan.world < span or plan.world % span else 0
+
+
+def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
+    """The same for the messages inside of layers: only groups that fit into a domain and do not divide it mind."""
+    span = cluster.tiers[0].span
+    blocks = (plan.tp, plan.tp * plan.cp, plan.ep)
+    return _odd_world(cluster, plan) if any(block < span and span % block for block in blocks) else 0
+
+
+def _network(cluster: ClusterSpec, world: int) -> Network:
+    found = _NETWORKS.get((id(cluster), world))
     if found is None:
         if len(_NETWORKS) > 64:
             _NETWORKS.clear()
-        found = _NETWORKS[id(cluster)] = (cluster, Network(cluster))
+        found = _NETWORKS[id(cluster), world] = (cluster, Network(cluster, world))
     return found[1]
 
 
@@ -182,7 +201,8 @@ def rank_state(
 ) -> StateTime:
     forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
     blocks = [groups_of(share.cut, model, job.adapter).whole]
-    return state_time(share, blocks, forward, backward, cluster, times.network, times.pricer, plan, stack)
+    network = _network(cluster, _odd_world(cluster, plan))
+    return state_time(share, blocks, forward, backward, cluster, network, times.pricer, plan, stack)
 
 
 def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> dict[str, float]:
@@ -208,7 +228,7 @@ def _paging_seconds(
     kept = float(layer_activations(spec, share.layers, 0, token_parts))
     if groups := segments(plan.recompute, range(share.layers[0].index, share.layers[-1].index + 1)):
         kept = len(groups) * spec.hidden // token_parts + kept * (1 - sum(map(len, groups)) / len(share.layers))
-    way = times.shape.here * kept * times.shape.size / cluster.device.host
+    way = times.shape.here * kept * times.shape.size / host_rate(cluster)
     forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
     return max(0.0, way - forward) + max(0.0, way - backward)
 
@@ -271,6 +291,8 @@ def _pipeline(
         )
     schedule = (plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)
     total = pipeline_seconds(*schedule, prices, transfer)
+    # Messages of one direction share a link, one after the other; the first leaves when the first stage is through.
+    total = max(total, prices[0] + plan.num_microbatches * plan.virtual_stages * transfer)
     quick = pipeline_seconds(*schedule, prices, 0.0)
     sent = max(0.0, total - quick)
     return {"bubble": max(0.0, total - busy - sent), "pipeline": min(sent, max(0.0, total - busy))}
