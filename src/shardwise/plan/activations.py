@@ -44,10 +44,14 @@ def layer_activations(
 ) -> int:
     """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
     ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed. `load`: copies that
-    arrive at this rank's experts, over the mean of all ranks."""
+    arrive at this rank's experts, over the mean of all ranks. A mask is one for all rows; it is counted as of one."""
     kinds = Counter((layer.is_moe, layer.ffn) for layer in layers)
     count = _selected if selective else _layer
     found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
+    if not stack.windows and not spec.attention_softcap:  # the mask as numbers, and what heads are repeated for it
+        masked = sum(layer.window is not None and layer.window < seq_len for layer in layers)
+        repeated = 0 if selective else 2 * (spec.num_heads - spec.num_kv_heads) * spec.head_dim
+        found += masked * (seq_len + repeated)
     if load > 1:
         per_width = 2 if selective else 4
         routed = spec.experts_per_token * (per_width * spec.expert_ffn + 2 * spec.hidden // routed_parts)

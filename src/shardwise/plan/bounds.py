@@ -80,12 +80,15 @@ class TimeFloors:
         self._larger: dict[int, list[tuple[bool, int, int]]] = {}
         self._messages: dict[tuple[object, ...], tuple[float, float]] = {}
         self._updates: dict[tuple[object, ...], float] = {}
+        self._slower: dict[int, float] = {}
         self._paged: dict[tuple[object, ...], float] = {}
         self._again: dict[str, frozenset[int]] = {}
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
 
     def slower(self, gpus: int) -> float:
-        return 1 + straggler_share(self.space.cluster, gpus)
+        if gpus not in self._slower:
+            self._slower[gpus] = 1 + straggler_share(self.space.cluster, gpus)
+        return self._slower[gpus]
 
     def of_gpus(self, gpus: int) -> float:
         """All products at the full rate of the device, on all ranks all the time."""

@@ -7,6 +7,8 @@ and a layout that does all that another does, and more, has no smaller one (best
 
 from __future__ import annotations
 
+from functools import cache
+
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Grid
 
@@ -28,13 +30,18 @@ def effort(plan: Plan) -> float:
 
 def effort_of(grid: Plan | Grid, offload: str, activation_offload: bool, schedule: str = "1f1b") -> float:
     """Of all layouts with these degrees: at least this, while the schedule is not known."""
+    return _sum(grid.cp > 1, grid.tp > 1, grid.pp > 1, offload, activation_offload, schedule)
+
+
+@cache
+def _sum(cp: bool, tp: bool, pp: bool, offload: str, activation_offload: bool, schedule: str) -> float:
     used = {
         "offload=optimizer": offload == "optimizer",
         "offload=all": offload == "all",
         "activation offload": activation_offload,
-        "context parallelism": grid.cp > 1,
-        "a pipeline": grid.pp > 1,
-        "several stages per rank, or a split backward": grid.pp > 1 and schedule not in ("1f1b", "gpipe"),
-        "tensor parallelism": grid.tp > 1,
+        "context parallelism": cp,
+        "a pipeline": pp,
+        "several stages per rank, or a split backward": pp and schedule not in ("1f1b", "gpipe"),
+        "tensor parallelism": tp,
     }
     return 1 + sum(PER_CENT[name] for name, is_used in used.items() if is_used) / 100

@@ -155,9 +155,12 @@ class Pricer:
             share = self.generation.attention["flash2"][backward]
             return flops / (self.exact_peak * self.device.achievable * share)
         known = self.generation.attention
-        share = known.get(self.stack.attention, known["flash2"])[backward]
+        kernel = (
+            "flash2" if a.masked else self.stack.attention
+        )  # torch's memory-efficient kernel, the one that takes masks
+        share = known.get(kernel, known["flash2"])[backward]
         # Narrow heads leave the units of the softmax busier than those of the products.
-        width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(self.stack.attention, 0.1)
+        width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(kernel, 0.1)
         rate = self.exact_peak * share * width
         # Tiles on the diagonal are computed whole. The last rows see all keys and end last, when most units have nothing left to do.
         diagonal = (a.context + FLASH_TILE / 2) / a.context

@@ -6,10 +6,9 @@ counted. Read next: step_time.py, which adds layers up to stages and stages to a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
@@ -106,11 +105,16 @@ class LayerTimes:
         return first, self.known["head"]
 
     def stage(self, layers: Iterable[tuple[LayerSpec, bool]]) -> LayerTime:
-        counted = Counter((layer.window, layer.is_moe, layer.ffn, again) for layer, again in layers)
-        kinds = {(layer.window, layer.is_moe, layer.ffn, again): (layer, again) for layer, again in layers}
+        counted: dict[tuple[int | None, bool, int, bool], list[Any]] = {}
+        for layer, again in layers:
+            key = (layer.window, layer.is_moe, layer.ffn, again)
+            if key in counted:
+                counted[key][1] += 1
+            else:
+                counted[key] = [layer, 1]
         total = [0.0] * len(LayerTime._fields)
-        for key, count in counted.items():
-            for index, value in enumerate(self.layer(*kinds[key])):
+        for key, (layer, count) in counted.items():
+            for index, value in enumerate(self.layer(layer, key[3])):
                 total[index] += count * value
         return LayerTime(*total)
 

@@ -34,17 +34,18 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
     """`spec` is the whole model; slices are taken here."""
     attention = _latent_products(spec, shape) if spec.is_latent else _attention_products(spec, shape, stack)
     ffn = _expert_products(spec, shape) if layer.is_moe else _dense_products(spec, layer.ffn, shape, stack)
-    core = _attention_core(spec, layer, shape)
+    core = _attention_core(spec, layer, shape, stack)
     cheap_forward, cheap_backward = cheap_passes(spec, layer, shape, stack)
     forward = (*attention, *ffn)
     if isinstance(spec, TransformersSpec):  # counted, not known: one product with as many weights
         forward = (Product(shape.here, max(1, spec.block_parameters[layer.index] // spec.hidden), spec.hidden),)
     inputs = tuple(Product(p.m, p.k, p.n, p.groups, exact=p.exact) for p in forward)
     casts = cast_passes(forward, shape, stack)
-    scores = score_passes(core, stack, shape.size)
+    capped = bool(spec.attention_softcap) and not stack.windows  # which our fused kernels cannot do
+    scores = score_passes(core, stack, shape.size, capped)
     unpacked = unpacking_passes(forward, shape)
     views = 0 if stack.compiled else VIEWS
-    math = stack.attention == "math"
+    math = stack.attention == "math" or capped
     core_work = Work(_score_products(core), (), scores[0]) if math else Work((), (core,))
     core_back = Work(_score_products(core, backward=True), (), scores[1]) if math else Work((), (core,))
     added = _adapters(forward, shape)
@@ -204,10 +205,14 @@ IN_PRODUCT = 8
 # Attention ----------------------------------------------------------------------------------------------------------
 
 
-def _attention_core(spec: ModelSpec, layer: LayerSpec, shape: Shape) -> Attention:
+def _attention_core(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) -> Attention:
     heads = max(1, spec.num_heads // (shape.tp * shape.ulysses))
     kv_heads = max(1, -(-spec.num_kv_heads // (shape.tp * shape.ulysses)))
     queries = shape.tokens * shape.ulysses
+    is_cut = layer.window is not None and layer.window < shape.seq_len
+    if is_cut and not stack.windows and queries == shape.seq_len:  # heads are repeated for the kernel that takes masks
+        context = float(shape.seq_len)
+        return Attention(shape.rows, heads, heads, queries, queries, context, spec.head_dim, spec.value_dim, True)
     context = spec.attention_context(layer, shape.seq_len)
     keys = min(layer.window or shape.seq_len, shape.seq_len)
     return Attention(shape.rows, heads, kv_heads, queries, keys, context, spec.head_dim, spec.value_dim)

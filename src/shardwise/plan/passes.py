@@ -13,10 +13,15 @@ from shardwise.plan.work import Attention, Product, Shape
 Passes = tuple[float, ...]
 
 
-def score_passes(core: Attention, stack: Stack, size: int) -> tuple[Passes, Passes]:
+def score_passes(core: Attention, stack: Stack, size: int, capped: bool = False) -> tuple[Passes, Passes]:
+    """`capped`: softly, by model/attention.py: scaled, divided, tanh, multiplied, masked, softmax in fp32, rounded."""
+    numbers = float(core.rows * core.heads * core.queries * core.keys)
+    if capped:
+        forward = (2 * size,) * 5 + (size + 4, 4 + size)
+        backward = (4 + size, 12, 4 + size, 2 * size, 2 * size, 3 * size, 2 * size, 2 * size)
+        return tuple(b * numbers for b in forward), tuple(b * numbers for b in backward)
     if stack.attention != "math":
         return (), ()
-    numbers = float(core.rows * core.heads * core.queries * core.keys)
     softmax = (
         (2 * size * numbers,)
         if stack.fused_softmax

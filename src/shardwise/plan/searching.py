@@ -32,7 +32,10 @@ __all__ = ["Candidate", "Counts", "Region", "Remedy", "SearchResult", "explore",
 HEADROOM = 0.93
 """Of a device's memory: the rest is the driver's, the communication library's and the allocator's."""
 
-LEANER = (0.5, 0.25)
+SEVERAL, FEWER = 64, 16
+"""Beyond so many GPUs, numbers of them that are so many times smaller than all are not told; `--fewest-gpus` finds those."""
+
+LEANER = (0.5,)
 """Of the limit: the Pareto set also has the fastest layouts that leave so much memory free."""
 
 
@@ -48,13 +51,13 @@ class SearchResult:
     counts: Counts = field(default_factory=Counts)
 
 
-def search(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 10) -> list[Candidate]:
+def search(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 5) -> list[Candidate]:
     """The fastest layouts that fit, one of each family."""
     return explore(model, cluster, job, top, detail=False).candidates
 
 
 def explore(
-    model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 10, *, detail: bool | None = None, stack: Stack = OURS
+    model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 5, *, detail: bool | None = None, stack: Stack = OURS
 ) -> SearchResult:
     """`detail`: also what is best per number of GPUs, the Pareto set and the regions; by default if more than one layout is asked for."""
     began = time.perf_counter()
@@ -70,7 +73,7 @@ def explore(
     by_gpus, rejected, trade_offs = {}, [], []
     if top > 1 if detail is None else detail:
         winner = candidates[0]
-        for gpus in sorted(engine.space.gpu_counts):
+        for gpus in sorted(told_counts(engine.space.gpu_counts)):
             if best := [winner] if gpus == winner.plan.world else engine.best(1, [gpus]):
                 by_gpus[gpus] = best[0]
         rejected = regions(engine, candidates[0])
@@ -78,6 +81,12 @@ def explore(
         trade_offs = pareto([*candidates, *by_gpus.values(), *lean])
     counts.evaluated, counts.seconds = engine.counts.evaluated, time.perf_counter() - began
     return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=counts)
+
+
+def told_counts(counts: list[int]) -> list[int]:
+    """Numbers of GPUs whose best layout is told: of a large cluster those that are not far from all of them."""
+    most = max(counts)
+    return counts if most <= SEVERAL else [gpus for gpus in counts if gpus * FEWER >= most]
 
 
 def fastest(model: ModelSpec, cluster: ClusterSpec, job: Job, devices: int | None = None) -> Candidate | None:

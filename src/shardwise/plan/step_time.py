@@ -152,8 +152,9 @@ def _odd_world(cluster: ClusterSpec, plan: Plan) -> int:
 def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
     """The same for the messages inside of layers: only groups that fit into a domain and do not divide it mind."""
     span = cluster.tiers[0].span
+    usual = 1 << (span.bit_length() - 1)
     blocks = (plan.tp, plan.tp * plan.cp, plan.ep)
-    return _odd_world(cluster, plan) if any(block < span and span % block for block in blocks) else 0
+    return _odd_world(cluster, plan) if any(block < span and span % block and usual % block for block in blocks) else 0
 
 
 def _network(cluster: ClusterSpec, world: int) -> Network:

@@ -35,6 +35,7 @@ class Attention(NamedTuple):
     context: float
     width: int  # of queries and keys
     value_width: int
+    masked: bool = False  # all pairs are computed, and a mask says which count
 
     @property
     def flops(self) -> float:
