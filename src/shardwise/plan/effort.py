@@ -20,16 +20,18 @@ PER_CENT = {
     "a pipeline": 1.0,
     "several stages per rank, or a split backward": 1.0,
     "tensor parallelism": 0.5,
+    "shared states": 0.5,  # ZeRO, of whatever stage
 }
 """Of a step, that each must win."""
 
 
 def effort(plan: Plan) -> float:
-    return effort_of(plan, plan.offload, plan.activation_offload, plan.schedule)
+    more = PER_CENT["shared states"] / 100 if plan.zero else 0.0
+    return effort_of(plan, plan.offload, plan.activation_offload, plan.schedule) + more
 
 
 def effort_of(grid: Plan | Grid, offload: str, activation_offload: bool, schedule: str = "1f1b") -> float:
-    """Of all layouts with these degrees: at least this, while the schedule is not known."""
+    """Of all layouts with these degrees: at least this, while ZeRO and the schedule are not known."""
     return _sum(grid.cp > 1, grid.tp > 1, grid.pp > 1, offload, activation_offload, schedule)
 
 
