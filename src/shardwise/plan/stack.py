@@ -16,7 +16,7 @@ class Stack:
 
     # Kernels: how often memory is read and written, and how often the host starts something.
     attention: str = "cudnn"  # math (scores in memory) | flash1 | flash2 | flash3 | cudnn
-    windows: bool = False  # its kernel skips keys outside of a window; else it goes over all pairs, with a mask
+    windows: bool = False  # its kernel skips keys outside of a window and knows soft caps; else all pairs are computed
     joined: bool = False  # queries, keys and values are one product; gate and up another
     compiled: bool = False  # elementwise chains are one kernel each
     fused_norm: bool = True  # a norm is one kernel; else a chain of passes in fp32
