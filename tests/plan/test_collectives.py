@@ -72,3 +72,16 @@ def test_a_message_goes_over_the_first_link_that_joins_two_ranks():
     network = Network(flat())
     assert network.send(1e9, 1) == pytest.approx(1e9 / 100e9)
     assert network.send(1e9, 8) == pytest.approx(1e9 / 10e9)
+
+
+def test_groups_that_do_not_line_up_with_nodes_cross_their_borders():
+    """Of groups of six ranks on nodes of eight the second lies on two nodes; a single group of six does not."""
+    many, alone = Network(flat(), world=12), Network(flat(), world=6)
+    assert alone.all_gather(8e9, 6) == pytest.approx(5 / 6 * 8e9 / 100e9)
+    assert many.all_gather(8e9, 6) == pytest.approx(5 / 6 * 8e9 / 20e9)  # two of the six are surely together: two cards
+    assert many.all_gather(8e9, 4) == alone.all_gather(8e9, 4)
+
+
+def test_sixty_four_ranks_share_a_rack_of_seventy_two():
+    network = Network(known_cluster("gb200", 64, 4))
+    assert network.path(64, 1).domains == 1 and network.path(128, 1).domains == 2

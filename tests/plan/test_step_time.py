@@ -185,6 +185,26 @@ def test_more_nodes_lose_more_to_the_slowest():
 # The bound ----------------------------------------------------------------------------------------------------------------
 
 
+def test_a_slow_link_between_stages_carries_one_message_after_the_other():
+    """At 100 MB/s a micro-batch's 33 MB take a third of a second, each way, and 32 of them cannot take less than 32 times that."""
+    slow = known_cluster("h100", 2, 1, nic=1e8)
+    here = plan(pp=2, split=even_split(LLAMA.num_layers, 2), global_batch=32)
+    size = 4096 * LLAMA.hidden * 2
+    assert total(here, cluster=slow) > 32 * size / 1e8 > total(here, cluster=known_cluster("h100", 2, 1))
+
+
+def test_cards_of_a_node_share_its_cpu_memory():
+    here = plan(dp=8, zero=3, replicate=1, offload="optimizer", global_batch=8)
+    alone = seconds(here, cluster=known_cluster("h100", 8, 1))["offload"]
+    assert seconds(here, cluster=known_cluster("h100", 1, 8))["offload"] > 1.5 * alone
+
+
+def test_only_nodes_in_use_have_stragglers():
+    one, all_of_them = plan(dp=8), plan(dp=64, global_batch=64)
+    large = known_cluster("h100", 8, 8)
+    assert "straggler" not in seconds(one, cluster=large) and seconds(all_of_them, cluster=large)["straggler"] > 0
+
+
 def random_plan(draw: random.Random) -> tuple[ModelSpec, ClusterSpec, Plan]:
     spec = draw.choice([LLAMA, preset("gpt2"), preset("llama3-8b"), preset("tiny-moe"), preset("gemma2-2b")])
     nodes = draw.choice([1, 2, 8])
