@@ -197,9 +197,18 @@ def kept_activations(
     """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the last layer to the
     first: when it computes a block again, the ones after it are gone."""
 
+    ones: dict[tuple[bool, int, int | None], int] = {}
+
     def full(part: Sequence[LayerSpec]) -> int:
+        """Single layers, of which there are many alike, are counted once per kind."""
+        kind = (part[0].is_moe, part[0].ffn, part[0].window) if len(part) == 1 else None
+        if not part or kind in ones:
+            return ones[kind] if kind else 0
         more = exchanged_activations(spec, part) if exchanged else 0
-        return layer_activations(spec, part, seq_len, token_parts, routed_parts, stack=stack, load=load) + more
+        found = layer_activations(spec, part, seq_len, token_parts, routed_parts, stack=stack, load=load) + more
+        if kind:
+            ones[kind] = found
+        return found
 
     numbers = range(layers[0].index, layers[0].index + len(layers))
     if mode == "selective":
