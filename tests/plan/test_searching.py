@@ -75,7 +75,7 @@ def test_counts_add_up(result):
 
 def test_what_does_not_fit_is_told_with_the_closest_miss_and_what_would():
     job = Job(8192, 16, constraints={"memory.offload": "none"})
-    result = explore(preset("llama3-70b"), read_cluster("1x4xh100"), job)
+    result = explore(preset("llama3-70b"), read_cluster("1x8xh100"), job)
     assert result.candidates == [] and result.closest_miss is not None
     assert result.closest_miss.prediction.memory_bytes > result.limit
     told = {remedy.what: remedy for remedy in result.remedies}

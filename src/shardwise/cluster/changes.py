@@ -125,7 +125,9 @@ def changed(cluster: ClusterSpec, given: Mapping[str, Any], origin: str = "typed
     device = replace(cluster.device, **{key: given[key] for key in ("memory", "host") if key in given})
     name = cluster.name if world == cluster.world else f"{nodes}x{per_node}x{cluster.device.name}"
     origins = {**cluster.origins, **dict.fromkeys(given, origin)}
-    return ClusterSpec(name, nodes, per_node, device, tiers, origins, given.get("price", cluster.price))
+    return ClusterSpec(
+        name, nodes, per_node, device, tiers, origins, given.get("price", cluster.price), cluster.host_memory
+    )
 
 
 def _network(cluster: ClusterSpec, fast: Link, given: Mapping[str, Any], nodes: int, per_node: int) -> tuple[Link, ...]:

@@ -76,7 +76,8 @@ def _gpus(machine: Machine, rates: Sequence[DeviceRates]) -> ClusterSpec:
     tier, origin = _link(machine, device.name)
     if origin:
         origins["link"] = origin
-    return ClusterSpec("this", 1, len(machine.gpus), device, (tier,), origins)
+    share = machine.memory_bytes // len(machine.gpus)
+    return ClusterSpec("this", 1, len(machine.gpus), device, (tier,), origins, host_memory=share)
 
 
 def _link(machine: Machine, kind: str) -> tuple[Link, str]:

@@ -75,6 +75,10 @@ class Link:
         return self.alpha + (size + self.half) / (self.bandwidth * self.share) if size else self.alpha
 
 
+HOST_MEMORY = 256 * 10**9
+"""CPU memory for each device, where nobody says: 2 TB in a node of eight, as reference systems have. Assumed."""
+
+
 @dataclass(frozen=True)
 class ClusterSpec:
     name: str
@@ -84,6 +88,7 @@ class ClusterSpec:
     tiers: tuple[Link, ...]  # ascending by span; the last one joins all
     origins: Mapping[str, str] = field(default_factory=_empty, hash=False)  # number -> where it is from
     price: float | None = None  # per device and hour
+    host_memory: int = 0  # bytes of CPU memory for each device; 0: assumed
 
     def __post_init__(self) -> None:
         assert self.nodes >= 1 and self.per_node >= 1, (self.nodes, self.per_node)
@@ -92,6 +97,11 @@ class ClusterSpec:
     @property
     def world(self) -> int:
         return self.nodes * self.per_node
+
+    @property
+    def host_share(self) -> int:
+        """Bytes of CPU memory that a device's rank may fill."""
+        return self.host_memory or HOST_MEMORY
 
     def tier(self, reach: int) -> Link:
         """The fastest one that joins `reach` neighbouring ranks."""

@@ -22,7 +22,7 @@ from shardwise.plan.bounds import Sharing, TimeFloors
 from shardwise.plan.effort import effort, effort_of
 from shardwise.plan.least_memory import MemoryFloors, Weights
 from shardwise.plan.lifetimes import rank_memory
-from shardwise.plan.memory import predict_memory
+from shardwise.plan.memory import WEIGHT_BYTES, predict_elsewhere, predict_memory, state_bytes
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction, predict
 from shardwise.plan.rank_share import rank_share
@@ -164,6 +164,9 @@ class BestFirst:
         each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
         for place in self._places:
             if not self.space.go_together(grid, least, "none", place[1]):
+                continue
+            if place[0] != "none" and self._least_on_host(grid) > self.space.cluster.host_share:
+                self.counts.too_large += each * len(self.space.sizes(grid))
                 continue
             for size in self.space.sizes(grid):
                 weights = self.memory.of_grid(grid, size, least, place[0])
@@ -332,6 +335,8 @@ class BestFirst:
         best: tuple[int, Plan] | None = None
         for grid in list(dict.fromkeys(grid for _, grid in floors))[:FEW]:
             for plan in self._small_plans(grid, accept):
+                if not self._fits_on_host(plan):
+                    continue
                 if best is None or self.memory_of(plan) < best[0]:
                     best = self.memory_of(plan), plan
         return self.predicted(best[1]) if best else None
@@ -367,7 +372,23 @@ class BestFirst:
             groups = groups_of(share.cut, self.space.model, job.adapter)
             if rank_memory(share, groups, plan, job.optimizer, self.stack).peak > self.limit:
                 return True
-        return self.memory_of(plan) > self.limit
+        return self.memory_of(plan) > self.limit or not self._fits_on_host(plan)
+
+    def _least_on_host(self, grid: Grid) -> float:
+        """Masters, gradients and optimizer state, shared out over all ranks."""
+        job, precision = self.space.job, self.space.precision
+        if job.adapter.kind != "none" or self.space.device == "cpu":
+            return 0.0
+        each = 2 * WEIGHT_BYTES[precision] + state_bytes(job.optimizer, precision)
+        return 0.99 * each * self.space.model.num_parameters / grid.gpus
+
+    def _fits_on_host(self, plan: Plan) -> bool:
+        """What is offloaded must find room beside the devices."""
+        if plan.offload == "none" or plan.device == "cpu":
+            return True
+        job = self.space.job
+        away = predict_elsewhere(self.space.model, plan, job.optimizer, job.adapter)
+        return away["host"] <= self.space.cluster.host_share
 
     def memory_of(self, plan: Plan) -> int:
         if plan not in self._memory:

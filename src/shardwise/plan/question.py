@@ -336,6 +336,11 @@ def _hardware(cluster: ClusterSpec, precision: str) -> list[Assumption]:
         Assumption("largest share of the peak", f"{100 * device.achievable:.0f} %", of("achievable")),
         Assumption("memory bandwidth", f"{device.bandwidth / 1e9:,.4g} GB/s", of("bandwidth")),
         Assumption("to CPU memory", f"{device.host / 1e9:,.3g} GB/s", of("host")),
+        Assumption(
+            "CPU memory per device",
+            f"{cluster.host_share / 1e9:,.0f} GB",
+            "measured" if cluster.host_memory else "assumed",
+        ),
     ]
     for number, link in enumerate(cluster.tiers):
         origin = of("link") if number == 0 else of(link.name, "nic")

@@ -16,7 +16,7 @@ from shardwise.config.units import parse_binary, parse_decimal
 from shardwise.errors import UserError
 from shardwise.plan.answering import Row, row_of
 from shardwise.plan.question import Question, check_batch
-from shardwise.plan.searching import explore
+from shardwise.plan.searching import fastest
 
 ALSO = {"nvlink": "link", "gpu_memory": "memory", "seq_len": "seq"}
 ORIGIN = "what if"
@@ -34,8 +34,8 @@ class WhatIf:
 
 def what_if(question: Question, text: str) -> WhatIf:
     other = change(question, text)
-    found = explore(other.spec, other.cluster, other.job, 1).candidates
-    return WhatIf(text, other, row_of(other, found[0]) if found else None)
+    found = fastest(other.spec, other.cluster, other.job)
+    return WhatIf(text, other, row_of(other, found) if found else None)
 
 
 def change(question: Question, text: str) -> Question:
