@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.cluster.read import read_cluster
 from shardwise.model.presets import preset
-from shardwise.plan.best_first import Candidate, rank_of
+from shardwise.plan.candidate import Candidate, rank_of
 from shardwise.plan.effort import PER_CENT, effort, effort_of
 from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan

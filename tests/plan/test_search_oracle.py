@@ -11,7 +11,8 @@ from shardwise.cluster.read import read_cluster
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.best_first import BestFirst, Candidate, family, rank_of
+from shardwise.plan.best_first import BestFirst
+from shardwise.plan.candidate import Candidate, family, rank_of
 from shardwise.plan.job import Job
 from shardwise.plan.prediction import predict
 from shardwise.plan.space import Grid, Pace, Saving, Space, States

@@ -9,7 +9,7 @@ import pytest
 from shardwise.cluster.read import read_cluster
 from shardwise.errors import UserError
 from shardwise.model.presets import preset
-from shardwise.plan.best_first import rank_of
+from shardwise.plan.candidate import rank_of
 from shardwise.plan.inverse import DAY, best_by_gpus, fewest_gpus, training_cost, training_seconds, under_budget
 from shardwise.plan.job import Job
 from shardwise.plan.pareto import measures, pareto
@@ -130,3 +130,11 @@ def test_axes_are_told_with_the_links_that_join_their_ranks():
     assert (told["shard"].tier, told["shard"].together) == ("nvlink", 2)  # four slices, twice: one node
     assert (told["replicate"].tier, told["pp"].tier) == ("nic", "nic")
     assert "cp" not in told and str(told["tp"]) == "tp=4 over nvlink, 4 per domain"
+
+
+def test_what_is_offloaded_must_fit_into_cpu_memory():
+    """70 B parameters are 16 bytes each in CPU memory: 282 GB for each of four cards, 256 are assumed."""
+    model, job, four = preset("llama3-70b"), Job(8192, 16), read_cluster("1x4xh100")
+    assert search(model, four, job, 1) == []
+    found = search(model, replace(four, host_memory=300 * 10**9), job, 1)[0]
+    assert found.plan.offload != "none" and 256e9 < found.prediction.elsewhere["host"] <= 300e9

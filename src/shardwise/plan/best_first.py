@@ -19,72 +19,17 @@ from heapq import heappop, heappush
 from typing import Any
 
 from shardwise.plan.bounds import Sharing, TimeFloors
+from shardwise.plan.candidate import Candidate, Counts, family, plainness, rank_of
 from shardwise.plan.effort import effort, effort_of
 from shardwise.plan.least_memory import MemoryFloors, Weights
 from shardwise.plan.lifetimes import rank_memory
 from shardwise.plan.memory import WEIGHT_BYTES, predict_elsewhere, predict_memory, state_bytes
 from shardwise.plan.plan import Plan
-from shardwise.plan.prediction import Prediction, predict
+from shardwise.plan.prediction import predict
 from shardwise.plan.rank_share import rank_share
-from shardwise.plan.space import RECOMPUTE, Grid, Pace, Saving, Space, States, never_faster
+from shardwise.plan.space import Grid, Pace, Saving, Space, States, never_faster
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import groups_of
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout with what is predicted of it."""
-
-    plan: Plan
-    prediction: Prediction
-
-
-@dataclass
-class Counts:
-    """The work of a search, in layouts."""
-
-    considered: int = 0
-    too_large: int = 0  # in regions whose smallest member does not fit
-    evaluated: int = 0  # predicted exactly
-    seconds: float = 0.0
-
-    @property
-    def too_slow(self) -> int:
-        """In regions that cannot win a place any more, or whose layouts have a plainer twin that fits."""
-        return self.considered - self.too_large - self.evaluated
-
-
-def rank_of(candidate: Candidate) -> tuple[Any, ...]:
-    """Sorts candidates: by time, with what each technique must win (effort.py); of equal ones fewer GPUs and the plainer layout come first."""
-    plan = candidate.plan
-    return candidate.prediction.step_s * effort(plan), *plainness(plan)
-
-
-def plainness(plan: Plan) -> tuple[Any, ...]:
-    modes = {mode: place for place, mode in enumerate(RECOMPUTE)}
-    return (
-        plan.world,
-        ("none", "optimizer", "all").index(plan.offload),
-        plan.activation_offload,
-        modes.get(plan.recompute, len(modes)),
-        plan.pp,
-        plan.tp,
-        plan.cp,
-        plan.ep,
-        plan.zero,
-        -plan.replicate,
-        plan.virtual_stages,
-        plan.schedule,
-        plan.cp_kind,
-        not plan.sequence,
-        -plan.micro_batch,
-    )
-
-
-def family(plan: Plan) -> tuple[int, ...]:
-    """Layouts that differ in less than this are told once, by the best of them."""
-    return plan.dp, plan.tp, plan.cp, plan.pp, plan.ep, plan.zero
-
 
 FEW = 8
 """Grids that are looked at when the smallest layout is asked for."""

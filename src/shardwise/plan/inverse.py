@@ -11,7 +11,8 @@ import math
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.best_first import BestFirst, Candidate
+from shardwise.plan.best_first import BestFirst
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.job import Job
 from shardwise.plan.searching import asked_for, memory_limit
 from shardwise.plan.space import Space

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardwise.plan.best_first import Candidate, rank_of
+from shardwise.plan.candidate import Candidate, rank_of
 
 
 def measures(candidate: Candidate) -> tuple[float, int, int, float]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.units import format_bytes
-from shardwise.plan.best_first import Accept, BestFirst, Candidate
+from shardwise.plan.best_first import Accept, BestFirst
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.placement import PARTS, placement
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 

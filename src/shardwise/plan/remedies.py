@@ -10,7 +10,7 @@ from shardwise.cluster.changes import changed
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.best_first import Candidate
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.job import Job
 
 MOST_GPUS = 64

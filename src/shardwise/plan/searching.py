@@ -19,7 +19,8 @@ from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.values import shown
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.best_first import BestFirst, Candidate, Counts
+from shardwise.plan.best_first import BestFirst
+from shardwise.plan.candidate import Candidate, Counts
 from shardwise.plan.job import Job
 from shardwise.plan.pareto import pareto
 from shardwise.plan.regions import Region, regions
