@@ -158,7 +158,12 @@ def sequence_parallelism() -> Finding:
         "Sequence parallelism pays past 8K tokens",
         "refuted" if always else "confirmed",
         f"It sends the same bytes as the all-reduces it replaces, and frees memory at every length: {saved * 100:.0f} % of all memory at 2,048 tokens"
-        f" ({percent(time)} time), {saved_long * 100:.0f} % at 32,768. With tensor parallelism there is no length below which to leave it out.",
+        f" ({percent(time)} time), {saved_long * 100:.0f} % at 32,768. "
+        + (
+            "With tensor parallelism there is no length below which to leave it out."
+            if always
+            else "At short lengths its two smaller messages cost more than that is worth, unless memory is short."
+        ),
         tuple(tables),
     )
 
