@@ -182,6 +182,7 @@ class MemoryConfig:
     fp8_recipe: str = setting(
         "rowwise", "fp8: a scale for each row of a matrix, or one for all of it", choices=("rowwise", "tensorwise")
     )
+    fp8_head: bool = setting(False, "fp8: the head's products too")
     limit: int | Auto = setting(
         "auto", "memory one rank may use; `auto`: the device's or the cgroup's", unit="bytes", low=1
     )
@@ -227,6 +228,38 @@ class AdapterConfig:
     )
     path: str | None = setting(
         None, "a directory in PEFT's format to start from, which also says rank, alpha, targets and train_also"
+    )
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """What makes a step faster and leaves its numbers what they are. Every one can be switched off."""
+
+    compile: str = setting(
+        "auto",
+        "blocks become compiled kernels; `graphs` also replays their launches; auto: blocks on GPUs",
+        choices=("auto", "none", "blocks", "graphs"),
+    )
+    fuse: bool | Auto = setting(
+        "auto", "one matrix product for q, k and v, one for gate and up; auto: where blocks are compiled"
+    )
+    copies: bool | Auto = setting(
+        "auto",
+        "16-bit copies of fp32 weights stay between steps and are written by the update itself; auto: on one GPU",
+    )
+    loss: str = setting(
+        "auto",
+        "logits that are too many at once: `recompute` makes them again in backward, `fused` takes their gradient at once; "
+        "auto: fused where the layout allows",
+        choices=("auto", "recompute", "fused"),
+    )
+    kernels: str = setting(
+        "auto", "norms and activations by torch, or by liger-kernel (CUDA)", choices=("auto", "torch", "liger")
+    )
+    allocator: str = setting(
+        "auto",
+        "GPU memory in segments that grow (`expandable`), or torch's default; auto: expandable",
+        choices=("auto", "default", "expandable"),
     )
 
 
@@ -293,6 +326,7 @@ class Config:
     parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()
     adapter: AdapterConfig = AdapterConfig()
+    speed: SpeedConfig = SpeedConfig()
     comm: CommConfig = CommConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()

@@ -73,6 +73,12 @@ class Plan:
     loss_scale: float | str = "auto"  # auto: dynamic for fp16, none for other formats
     reduce_dtype: str = "auto"  # auto | fp32 | bf16 | fp16: of gradients while data-parallel ranks add them up
     fp8_recipe: str = "rowwise"  # rowwise | tensorwise
+    fp8_head: bool = False
+    compile: str = "none"  # none | blocks | graphs
+    fuse: bool = False  # q, k, v are one product; gate and up another
+    copies: bool = False  # 16-bit copies of fp32 weights stay between steps
+    loss: str = "fused"  # recompute | fused: logits that are too many at once
+    kernels: str = "torch"  # torch | liger
     quantize_weights: str = "none"  # none | int8: of ZeRO's gathers
     quantize_gradients: str = "none"  # none | int8 | int4: of its reductions
     secondary_shard: int = 0  # neighbouring ranks that keep gathered parameters for backward between them; 0: nobody
@@ -103,7 +109,7 @@ class Plan:
     @property
     def uses_fsdp(self) -> bool:
         """FSDP2 holds the parameters: to share them, to round them or their gradients, or to keep them in CPU memory."""
-        return self.zero > 0 or self.is_mixed or self.rounds_sums or self.offload == "all"
+        return self.zero > 0 or (self.is_mixed and not self.copies) or self.rounds_sums or self.offload == "all"
 
     @property
     def rounds_sums(self) -> bool:

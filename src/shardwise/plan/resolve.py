@@ -29,6 +29,7 @@ from shardwise.plan.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.plan import Plan
 from shardwise.plan.planned import Saving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.refusal import Asked
+from shardwise.plan.speed import with_speed
 
 DEFAULT_STEPS = 340
 FP8_MULTIPLE = 16
@@ -119,6 +120,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
         loss_scale=config.memory.loss_scale,
         reduce_dtype=config.memory.reduce_dtype,
         fp8_recipe=config.memory.fp8_recipe,
+        fp8_head=config.memory.fp8_head,
     )
     if train.micro_batch != "auto":
         _check_micro_batch(config, plan, int(train.micro_batch), origins)
@@ -126,7 +128,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
     _check_fill(config, plan, origins)
     _check_fp8_tokens(plan, origins)
     _check_offload(plan, origins)
-    return plan
+    return with_speed(plan, config.speed, asked.spec)
 
 
 def _check_micro_batch(config: Config, plan: Plan, micro_batch: int, origins: Origins) -> None:
