@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UserError
 from shardwise.model.cache import KeyValueCache
+from shardwise.model.feedforward import join
 from shardwise.model.masking import Mask
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, rotate, softmax_scale
@@ -61,6 +62,8 @@ class AttentionInputs:
 class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key-value heads."""
 
+    joined = False  # queries, keys and values are one product
+
     def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: str):
         super().__init__()
         self.index, self.head_dim = layer.index, spec.head_dim
@@ -75,9 +78,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, inputs: AttentionInputs) -> Tensor:
         # Heads are counted from the tensors (-1), so that a slice of the heads works the same way.
-        q_BTHC = self.q_norm(self.q(x_BTD).unflatten(-1, (-1, self.head_dim)))
-        k_BTKC = self.k_norm(self.k(x_BTD).unflatten(-1, (-1, self.head_dim)))
-        v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if self.joined:
+            q_BTX, k_BTX, v_BTX = join([self.q, self.k, self.v], x_BTD)
+        else:
+            q_BTX, k_BTX, v_BTX = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        q_BTHC = self.q_norm(q_BTX.unflatten(-1, (-1, self.head_dim)))
+        k_BTKC = self.k_norm(k_BTX.unflatten(-1, (-1, self.head_dim)))
+        v_BTKC = v_BTX.unflatten(-1, (-1, self.head_dim))
         if inputs.rotation is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, inputs.rotation), rotate(k_BTKC, inputs.rotation)
         k_BSKC, v_BSKC = k_BTKC, v_BTKC

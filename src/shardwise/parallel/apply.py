@@ -37,7 +37,7 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.parallel.compiled import apply_compile
+from shardwise.parallel.compiled import apply_compile, apply_joined
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
@@ -97,6 +97,8 @@ def parallelize_decoder(
         if plan.precision == "fp8":
             blocks = model.layers.values()
             float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
+        if plan.fuse:
+            apply_joined(model.layers.values())
         recompute = plan.recompute
         if plan.compile != "none":
             whole = plan.tp == plan.cp == plan.ep == 1

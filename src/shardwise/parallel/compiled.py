@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.model.attention import AttentionInputs
+from shardwise.model.attention import Attention, AttentionInputs
+from shardwise.model.feedforward import FeedForward
 
 MODES: dict[str, dict[str, Any]] = {
     "blocks": {},
@@ -30,6 +31,16 @@ KEPT_OPERATIONS = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
 """What selective recomputation keeps the results of."""
+
+
+def apply_joined(blocks: Iterable[nn.Module]) -> None:
+    """q, k, v and gate, up as one product each, where they are plain: adapters, slices and fp8 have products of their own."""
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, Attention):
+                module.joined = all(type(part) is nn.Linear for part in (module.q, module.k, module.v))
+            elif isinstance(module, FeedForward):
+                module.joined = type(module.gate) is nn.Linear and type(module.up) is nn.Linear
 
 
 def apply_compile(blocks: Iterable[nn.Module], mode: str, *, selective: bool, whole: bool) -> None:
