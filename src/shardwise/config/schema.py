@@ -46,7 +46,11 @@ class ModelConfig:
     path: str | None = setting(
         None, "a Hugging Face directory or hub id in the local cache, of any causal language model; replaces `preset`"
     )
-    attention: str = setting("auto", "attention kernel", choices=("auto", "sdpa", "math", "flex"))
+    attention: str = setting(
+        "auto",
+        "attention kernel; cudnn, flash and flex are for CUDA; auto: the fastest there, by measurement, sdpa on CPUs",
+        choices=("auto", "sdpa", "math", "flex", "cudnn", "flash"),
+    )
     overrides: tuple[tuple[str, Any], ...] = setting(
         (), "ModelSpec fields given in [model], for example num_layers = 4"
     )

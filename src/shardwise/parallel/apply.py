@@ -31,6 +31,7 @@ from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.float8 import Float8Layers, apply_float8
 from shardwise.memory.recompute import apply_recompute
 from shardwise.model.adapters import Adapters, adapt, adapt_whole, decoder_adapters
+from shardwise.model.attention_choice import Shape, choose
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.precision import COMPUTED, KEPT
@@ -99,6 +100,11 @@ def parallelize_decoder(
             float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
         if plan.fuse:
             apply_joined(model.layers.values())
+        if attention == "auto" and device.type == "cuda" and plan.cp == 1:
+            shape = Shape(plan.micro_batch, plan.seq_len, plan.tp)
+            chosen = choose(spec, spec.layers[layers.start : layers.stop], shape, COMPUTED[plan.precision], device)
+            model.use_kernels({index: choice.kernel for index, choice in chosen.items()})
+            model.kernel_reason = "; ".join(sorted({str(choice) for choice in chosen.values()}))
         recompute = plan.recompute
         if plan.compile != "none":
             whole = plan.tp == plan.cp == plan.ep == 1
