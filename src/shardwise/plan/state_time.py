@@ -151,7 +151,7 @@ def _casts(held: Held, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float,
     added to what is there. Per forward, per backward, per step. Other frameworks keep a 16-bit copy, which the optimizer writes, and so do we
     with `Plan.copies`: then several micro-batches are added up in fp32, and that is all."""
     if plan.copies and plan.num_microbatches > 1:
-        size = COMPUTE_BYTES[plan.precision] + 2 * WEIGHT_BYTES[plan.precision]
+        size = COMPUTE_BYTES[plan.precision] + (2 - 1 / plan.num_microbatches) * WEIGHT_BYTES[plan.precision]
         return 0.0, pricer.pass_(held.trained * size), 0.0
     if not plan.uses_fsdp or not stack.copies_parameters:
         return 0.0, 0.0, 0.0
