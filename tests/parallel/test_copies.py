@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from shardwise.checkpoint import store
 from shardwise.config.schema import AdapterConfig, OptimizerConfig, SpeedConfig
@@ -25,7 +26,7 @@ from shardwise.plan.speed import with_speed
 from shardwise.run.clock import Clock
 from shardwise.run.held import kept_bytes
 from shardwise.run.optimizer import TakesFactor, engine_optimizer
-from shardwise.run.reference import Record, Trial
+from shardwise.run.reference import Record, Trial, train_plain
 from shardwise.run.state import collect_state, restore_state
 from shardwise.run.step import accumulate, run_step
 from shardwise.run.trial import build_trial, train_in_layout, trial_batch, trial_plan
@@ -169,6 +170,15 @@ def test_masters_are_the_weights_that_were_there_and_what_is_frozen_has_none() -
             assert parameter.dtype == torch.float32
         else:
             assert master.data_ptr() == places[name] and torch.equal(parameter, master.bfloat16())
+
+
+def test_compiled_blocks_have_one_graph_with_copies_and_hooks_on_them() -> None:
+    trial = replace(THREE, precision="fp64", micro_batch=2, num_steps=2)
+    torch._dynamo.reset()
+    counters.clear()
+    record = train_in_layout(PLAIN, trial_plan(trial, copies=True, compile="trace"), trial, 0, CPU)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert record.losses == pytest.approx(train_plain(PLAIN, trial).losses, rel=1e-12)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from shardwise.memory.wide_state import CopyOf, Groups, take_gradient
 
 @cache
 def has_kernel() -> bool:
-    """Whether masters on CUDA can be updated here. torch's wheels for CUDA bring Triton along."""
-    return torch.cuda.is_available() and find_spec("triton") is not None
+    """Whether masters on CUDA can be updated here. torch's wheels for CUDA bring Triton along; it needs a C compiler for its launches."""
+    has_compiler = any(which(name) for name in ("gcc", "clang"))
+    return torch.cuda.is_available() and has_compiler and find_spec("triton") is not None
 
 
 class CopyAdamW(torch.optim.AdamW):

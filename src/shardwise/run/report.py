@@ -17,6 +17,7 @@ from shardwise.data.corpus import Corpus
 from shardwise.errors import Exit
 from shardwise.files import write_atomically
 from shardwise.launch.ranks import Ranks
+from shardwise.memory.fused_update import has_kernel
 from shardwise.memory.low_bit import kept_wide
 from shardwise.model.adapter_names import same_kinds
 from shardwise.parallel.engine import Engine
@@ -161,6 +162,8 @@ def _states(engine: Engine, plan: Plan, optimizer: str, which: str) -> str:
     kept = f"weights {weight}" + (f" and their copies {copy}" if copy else "")
     total = weight + copy + gradient + state
     text = f"{total:.3g} bytes per {which}: {kept}, gradients {gradient}, {optimizer} {state:.3g}"
+    if plan.copies and plan.device == "cuda" and not (optimizer == "adamw" and has_kernel()):
+        text += "; updated a bucket at a time (one pass over all of it is for adamw, with Triton and a C compiler)"
     if optimizer == "adamw8bit":
         count, numbers = kept_wide(engine.locals())
         share = numbers / max(sum(p.numel() for p in engine.locals()), 1)
