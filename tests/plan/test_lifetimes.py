@@ -89,6 +89,17 @@ def test_one_micro_batch_is_fullest_where_the_heads_gradient_is_reduced() -> Non
     assert stage.peak == pytest.approx((4 + 8 + 2) * size + activations + 10 * head, rel=1e-3)
 
 
+def test_copies_that_stay_take_the_gradients_of_sums_and_the_reduction_away() -> None:
+    """One micro-batch: what FSDP2 has beyond weights and moments is the copies, 2 bytes, and 10 of the head where that is reduced."""
+    spec, here = LLAMA.with_overrides({"num_layers": 8}), plan(global_batch=1)
+    (fsdp,), (copies,) = (predict_stages(spec, replace(here, copies=kept), "adamw") for kept in (False, True))
+    assert "reduction" not in copies.moment
+    assert copies.parts["weights"] == fsdp.parts["weights"] + 2 * spec.num_parameters and not copies.parts["gathered"]
+    assert copies.parts["gradients"] * 2 == fsdp.parts["gradients"]
+    head = LLAMA.vocab * LLAMA.hidden
+    assert 4 * head < fsdp.peak - copies.peak < 10 * head
+
+
 def test_long_sequences_that_are_computed_again_are_fullest_in_backward() -> None:
     (stage,) = predict_stages(LLAMA.with_overrides({"num_layers": 2, "vocab": 512}), plan(global_batch=1, micro_batch=1, seq_len=65536, recompute="full"), "adamw")  # fmt: skip
     assert stage.moment.startswith("backward of layer")

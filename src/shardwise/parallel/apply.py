@@ -10,6 +10,7 @@
     recompute.py  what backward computes again                            (in memory/; selective.py, activation_offload.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
+    copies.py     16-bit copies of fp32 weights, on one rank
     any_module.py the last two for modules that are not ours              (split_module.py)
     shards.py     the table of what came out of it
     traffic.py    how each collective of all of them is timed
@@ -40,6 +41,7 @@ from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.parallel.compiled import apply_compile, apply_joined
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
+from shardwise.parallel.copies import Copies
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import apply_expert_parallel
@@ -144,6 +146,8 @@ def _fill_foreign(fill: Fill, settings: AdapterConfig, seed: int, precision: str
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
     """Whole replicas. Those of an expert are fewer, so they are summed apart."""
+    if mesh.plan.copies:
+        return Copies(model, COMPUTED[mesh.plan.precision])
     experts = {name: p for name, p in model.named_parameters() if mesh.expert is not None and ".experts." in name}
     others = [p for name, p in model.named_parameters() if name not in experts]
     uses_ddp = mesh.dp is not None and mesh.plan.pp == 1
