@@ -1,0 +1,286 @@
+"""Tokens per second on one GPU: ours and what people would use instead, same shapes, same tokens, in one run.
+
+    python benchmarks/gpu/throughput.py --json FILE [--shapes 1.5b ...] [--only ours plain ...] [--minutes 9]     measures what FILE lacks
+    python benchmarks/gpu/throughput.py --json FILE --show [--plot SVG] [--page PAGE]                             no GPU needed
+    python benchmarks/gpu/throughput.py --smoke                                                                   tiny shapes on a CPU
+    python benchmarks/gpu/throughput.py --golden --json FILE                                                      no trick moves the loss: gpu/golden.py
+
+Every contender is a process of its own (gpu/worker.py) with its own compile cache. As many as fit into the card's memory live side by side and take
+turns, a round of steps each; the others wait. A time limit holds for each. `--only 'ours:recompute=full,micro_batch=4'` tries anything (gpu/shapes.py).
+Peers that are not installed are named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpu.shapes import CONTENDERS, SHAPES, SMOKE, case_of
+
+CLOCKS = (
+    "name",
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+)
+PREDICTED_FOR = "h200"
+
+
+class Failed(Exception):
+    def __init__(self, kind: str, why: str, trace: str = ""):
+        super().__init__(why)
+        self.kind, self.why, self.trace = kind, why, trace
+
+
+class Process:
+    """A worker, and what it answers."""
+
+    def __init__(self, shape: str, contender: str, asked: argparse.Namespace, folder: Path):
+        self.shape, self.contender, self.limit = shape, contender, asked.limit
+        self.rounds: list[dict[str, Any]] = []
+        self.clocks: dict[str, str] | None = None
+        question = {"shape": shape, "contender": contender, "steps": asked.steps, "warm_up": asked.warm_up}
+        question["device"] = "cpu" if shape in SMOKE else "cuda"
+        cache = folder / f"{shape}-{contender}".replace("/", "_").replace(":", "_")
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "worker.py"), json.dumps(question)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )  # fmt: skip
+        self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.said: list[str] = []
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.answers.put(json.loads(line[1:])) if line.startswith("@") else self.said.append(line)
+        self.answers.put(
+            {"event": "failed", "kind": "error", "why": "it ended without a word", "trace": "".join(self.said[-30:])}
+        )
+
+    def answer(self) -> dict[str, Any]:
+        try:
+            found = self.answers.get(timeout=self.limit)
+        except queue.Empty:
+            self.kill()
+            raise Failed("time", f"no answer within {self.limit:.0f} s") from None
+        if found["event"] == "failed":
+            self.kill()
+            raise Failed(found["kind"], found["why"], found.get("trace", ""))
+        return found
+
+    def ask(self, word: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        if word == "round" and self.shape not in SMOKE:
+            self.clocks = clocks()  # while it computes
+        return self.answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def clocks() -> dict[str, str] | None:
+    command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
+    try:
+        line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+    return dict(zip(CLOCKS, (value.strip() for value in line.split(",")), strict=True))
+
+
+class Measuring:
+    """Goes through a list of (shape, contender), some of them side by side, and writes each row as soon as it is there."""
+
+    def __init__(self, asked: argparse.Namespace, found: dict[str, Any]):
+        self.asked, self.found, self.alive = asked, found, []  # type: ignore[var-annotated]
+        self.deadline = time.monotonic() + 60 * asked.minutes
+
+    def go(self, wanted: list[tuple[str, str]]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.folder = Path(folder)
+            try:
+                for shape, contender in wanted:
+                    if time.monotonic() > self.deadline:
+                        print(f"{shape} {contender}: no time left; the same command goes on from here")
+                        continue
+                    if self.alive and not self.has_room(shape):
+                        self.finish()
+                    self.start(shape, contender)
+                self.finish()
+            finally:
+                for process, _ in self.alive:
+                    process.kill()
+
+    def has_room(self, shape: str) -> bool:
+        """Beside the living, for one that takes as much as the largest of them, of the same shape."""
+        if len(self.alive) >= self.asked.alive or any(process.shape != shape for process, _ in self.alive):
+            return False
+        if shape in SMOKE:
+            return True
+        largest = max(ready["reserved_bytes"] for _, ready in self.alive)
+        return 1.1 * largest < self.alive[-1][1]["free_bytes"]
+
+    def start(self, shape: str, contender: str) -> None:
+        process = Process(shape, contender, self.asked, self.folder)
+        try:
+            ready = process.answer()
+            if self.alive and ready.get("alloc_retries"):  # it got by, but not as it would have alone
+                process.kill()
+                raise Failed("memory", "others were in the way")
+        except Failed as failure:
+            if failure.kind == "memory" and self.alive:
+                self.finish()
+                self.start(shape, contender)
+                return
+            self.keep(shape, contender, {"error": failure.why, "kind": failure.kind, "trace": failure.trace})
+            return
+        self.alive.append((process, ready))
+
+    def finish(self) -> None:
+        """Rounds of the living in turn, then a profile of each."""
+        alive, self.alive = self.alive, []
+        for _ in range(self.asked.rounds):
+            for process, _ready in alive:
+                self.attempt(process, lambda p: p.rounds.append(p.ask("round")))
+        for process, ready in alive:
+            profile = self.attempt(process, lambda p: p.ask("profile")["profile"])
+            last = self.attempt(process, lambda p: p.ask("end"))
+            if process.process.poll() is None:
+                process.process.wait(timeout=60)
+            if last is not None:
+                self.keep(process.shape, process.contender, row_of(process, ready, last, profile, len(alive)))
+
+    def attempt(self, process: Process, action: Any) -> Any:
+        """Nothing, if it failed now or before."""
+        if process.process.poll() is not None:
+            return None
+        try:
+            return action(process)
+        except (Failed, BrokenPipeError) as failure:
+            why = {
+                "error": str(failure),
+                "kind": getattr(failure, "kind", "error"),
+                "trace": getattr(failure, "trace", ""),
+            }
+            self.keep(process.shape, process.contender, why)
+            return None
+
+    def keep(self, shape: str, contender: str, row: dict[str, Any]) -> None:
+        self.found["rows"][f"{shape}/{contender}"] = {"shape": shape, "contender": contender, **row}
+        told = row.get("error") or f"{row['tokens_per_s']:.0f} tok/s, {1e3 * row['median_s']:.1f} ms"
+        print(f"{shape} {contender}: {told}", flush=True)
+        save(self.asked, self.found)
+
+
+def row_of(process: Process, ready: dict[str, Any], last: dict[str, Any], profile: Any, beside: int) -> dict[str, Any]:
+    case = case_of(process.shape, process.contender)
+    seconds = [value for one in process.rounds for value in one["step_s"]]
+    median = statistics.median(seconds)
+    quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [median] * 3
+    row = {
+        "date": time.strftime("%Y-%m-%d"),
+        "tokens": case.tokens,
+        "flops_per_token": case.shape.flops_per_token,
+        "frozen_flops_per_token": case.shape.frozen_flops_per_token if case.shape.adapter else None,
+        "median_s": median,
+        "quartiles_s": [quartiles[0], quartiles[2]],
+        "round_medians_s": [statistics.median(one["step_s"]) for one in process.rounds],
+        "tokens_per_s": case.tokens / median,
+        "losses": [*ready["losses"], *(loss for one in process.rounds for loss in one["losses"])],
+        "peak_bytes": last.get("peak_bytes"),
+        "built_s": ready["built_s"],
+        "start_s": ready["start_s"],
+        "recompiled": last["compiled_graphs"] - ready["compiled_graphs"],
+        "measured_beside": beside - 1,
+        "clocks": process.clocks,
+        "profile": profile,
+        **{key: last.get(key) for key in ("parameters", "notes", "compiled_graphs", "graph_breaks", "alloc_retries", "versions", "device")},
+    }  # fmt: skip
+    if case.base == "ours":
+        from gpu.with_ours import predicted
+
+        row["predicted"] = predicted(case, PREDICTED_FOR) if case.device == "cuda" else None
+    return row
+
+
+def save(asked: argparse.Namespace, found: dict[str, Any]) -> None:
+    if asked.json:
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="results so far; rows that it has are not measured again")
+    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", choices=[*SHAPES, *SMOKE], help=", ".join(SHAPES))
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER")
+    parser.add_argument(
+        "--again", action="store_true", help="measure rows that are there already; failed ones always are"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="of a round")
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument(
+        "--limit", type=float, default=240, help="seconds a contender may take to answer, its start included"
+    )
+    parser.add_argument("--minutes", type=float, default=60, help="start nothing new after that")
+    parser.add_argument("--alive", type=int, default=3, help="contenders side by side at most; 1: one after the other")
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--golden", action="store_true")
+    parser.add_argument("--show", action="store_true", help="measure nothing")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--page", type=Path)
+    asked = parser.parse_args()
+    if asked.golden:
+        from gpu.golden import golden
+
+        golden(asked.json, smoke=asked.smoke, only=asked.only)
+        return
+    found: dict[str, Any] = {"rows": {}}
+    if asked.json and asked.json.exists():
+        found = json.loads(asked.json.read_text(encoding="utf-8"))
+    if not asked.show:
+        names = asked.shapes or list(SMOKE if asked.smoke else SHAPES)
+        wanted = [(shape, name) for shape in names for name in asked.only or CONTENDERS[shape]]
+        if not asked.smoke and "ceiling" not in found:
+            found["ceiling"] = Process("1.5b", "ceiling", asked, Path(tempfile.gettempdir())).answer()["matmul_tflops"]
+            found["machine"] = clocks()
+            save(asked, found)
+        there = {key for key, row in found["rows"].items() if "error" not in row and not asked.again}
+        Measuring(asked, found).go([one for one in wanted if "/".join(one) not in there])
+    from gpu.speed_page import plot, table, write_page
+
+    print(table(found))
+    if asked.plot:
+        asked.plot.parent.mkdir(parents=True, exist_ok=True)
+        asked.plot.write_text(plot(found), encoding="utf-8")
+    if asked.page:
+        write_page(asked.page, found)
+
+
+if __name__ == "__main__":
+    main()
