@@ -64,9 +64,14 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def adamw(case: Case, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    """As ours has it, but for weight decay on norms: one group is what people write."""
+    """Ours decays matrices only; so does everybody here who is not told otherwise by his own library."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in trained if parameter.ndim == 1], "weight_decay": 0.0},
+    ]
+    used = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(used, lr=case.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
 def clip(case: Case, parameters: list[nn.Parameter]) -> None:

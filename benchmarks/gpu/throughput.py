@@ -3,7 +3,7 @@
     python benchmarks/gpu/throughput.py --json FILE [--shapes 1.5b ...] [--only ours plain ...] [--minutes 9]     measures what FILE lacks
     python benchmarks/gpu/throughput.py --json FILE --show [--plot SVG] [--page PAGE]                             no GPU needed
     python benchmarks/gpu/throughput.py --smoke                                                                   tiny shapes on a CPU
-    python benchmarks/gpu/throughput.py --golden --json FILE                                                      no trick moves the loss: gpu/golden.py
+    python benchmarks/gpu/throughput.py --golden [STEPS] --json FILE                                              no trick moves the loss: gpu/golden.py
 
 Every contender is a process of its own (gpu/worker.py) with its own compile cache. As many as fit into the card's memory live side by side and take
 turns, a round of steps each; the others wait. A time limit holds for each. `--only 'ours:recompute=full,micro_batch=4'` tries anything (gpu/shapes.py).
@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="start nothing new after that")
     parser.add_argument("--alive", type=int, default=3, help="contenders side by side at most; 1: one after the other")
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--golden", action="store_true")
+    parser.add_argument("--golden", nargs="?", type=int, const=100, metavar="STEPS", help="of each run; default 100")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--page", type=Path)
@@ -258,7 +258,8 @@ def main() -> None:
     if asked.golden:
         from gpu.golden import golden
 
-        golden(asked.json, smoke=asked.smoke, only=asked.only)
+        shape = asked.shapes[0] if asked.shapes else None
+        golden(asked.json, steps=asked.golden, shape=shape, smoke=asked.smoke, only=asked.only)
         return
     found: dict[str, Any] = {"rows": {}}
     if asked.json and asked.json.exists():

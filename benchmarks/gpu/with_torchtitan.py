@@ -2,8 +2,8 @@
 
 There it keeps fp32 parameters and computes under autocast, because it shards only over two or more devices. Compiled, as its documentation advises;
 attention is its own choice (SDPA with its list of kernels). `recompute=selective` is its default; without it the model fits and is faster,
-so that is what is compared. The package is looked for in build/peers/torchtitan and then among what is installed. Of what it imports, `datasets` and
-tensorboard have no part in a step: where they are missing, names that cannot be called stand in for them.
+so that is what is compared. Unpack its wheel and tyro's, typeguard's, docstring_parser's, shtab's, einops's and torchdata's into
+build/peers/torchtitan, or install it. Of what it imports, `datasets` and tensorboard have no part in a step: where they are missing, names that cannot be called stand in for them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib.util
 import os
 import sys
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,6 @@ from gpu.contender import Contender, draw_weights, same_weights
 from gpu.shapes import Case
 from torch import Tensor
 
-PLACE = Path(__file__).parents[2] / "build/peers/torchtitan"
 UNUSED = {
     "datasets": ("Dataset", "load_dataset"),
     "datasets.distributed": ("split_dataset_by_node",),
@@ -44,8 +42,6 @@ def stand_in() -> list[str]:
 
 
 def build(case: Case) -> Contender:
-    if PLACE.is_dir():
-        sys.path.insert(0, str(PLACE))
     missing = stand_in()
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.optimizer import build_optimizers

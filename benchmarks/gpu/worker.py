@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path += [str(place) for place in sorted((Path(__file__).parents[2] / "build/peers").glob("*"))]
+"""Peers that are unpacked there, after those that are installed."""
 
 
 def say(**what: Any) -> None:
