@@ -1,6 +1,7 @@
 """What is measured: models, batches, contenders by name, and how FLOPs are counted. No torch.
 
-A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, and optimizer; `micro_batch` is for all.
+A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, and optimizer; `micro_batch` is
+for all. `train` is ours from the command line to metrics.jsonl.
 Invariant: a shape and a seed decide model, tokens and FLOPs, whoever computes them.
 """
 
@@ -85,19 +86,19 @@ VARIANTS = {
     "torchtitan-recompute": "torchtitan:recompute=selective",
     "peft-compiled": "peft:compile=true",
 }
-MAIN = ("ours", "plain", "plain-bf16", "torchtitan", "transformers-compiled", "transformers")
+MAIN = ("ours", "train", "plain", "plain-bf16", "torchtitan", "transformers-compiled", "transformers")
 TRICKS = tuple(name for name in VARIANTS if name.startswith("ours-"))
 CONTENDERS = {
     "1.5b": (*MAIN, *TRICKS),
     "1.5b-b4": MAIN,
     "8b-wide": (*MAIN, "ours-fp8", "ours-fp8-tensorwise", "ours-fp8-head", "ours-true"),
     "8b-wide-b4": MAIN,
-    "8b": ("ours",),
+    "8b": ("ours", "train"),
     "moe": ("ours", "transformers"),
     "32k": ("ours", "plain", "torchtitan"),
     "128k": ("ours",),
     "lora-8b": ("ours", "peft-compiled", "peft"),
-    "dense": ("ours", "plain", "transformers", "torchtitan"),
+    "dense": ("ours", "train", "plain", "transformers", "torchtitan"),
     "lora": ("ours", "peft"),
 }
 

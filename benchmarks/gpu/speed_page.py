@@ -17,6 +17,7 @@ GIB = 2**30
 MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 LABELS = {
     "ours": "Shardwise",
+    "train": "`shardwise train`, whole run",
     "plain": "plain PyTorch",
     "plain-bf16": "plain PyTorch, bf16 masters and states",
     "torchtitan": "torchtitan 0.2.2",

@@ -56,6 +56,7 @@ class Process:
         self.rounds: list[dict[str, Any]] = []
         self.clocks: dict[str, str] | None = None
         question = {"shape": shape, "contender": contender, "steps": asked.steps, "warm_up": asked.warm_up}
+        question |= {"rounds": asked.rounds, "limit": asked.limit}
         question["device"] = "cpu" if shape in SMOKE else "cuda"
         cache = folder / f"{shape}-{contender}".replace("/", "_").replace(":", "_")
         environment = {
@@ -220,7 +221,7 @@ def row_of(process: Process, ready: dict[str, Any], last: dict[str, Any], profil
         "profile": profile,
         **{key: last.get(key) for key in ("parameters", "notes", "compiled_graphs", "graph_breaks", "alloc_retries", "versions", "device")},
     }  # fmt: skip
-    if case.base == "ours":
+    if case.base in ("ours", "train"):
         from gpu.with_ours import predicted
 
         row["predicted"] = predicted(case, PREDICTED_FOR) if case.device == "cuda" else None

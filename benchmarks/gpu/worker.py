@@ -37,7 +37,7 @@ def main() -> None:
         if asked["contender"] == "ceiling":
             say(event="ready", **ceiling(asked["device"]))
             return
-        worker = Worker(asked)
+        worker = Worker(asked) if base_of(asked["contender"]) != "train" else train_run(asked)
         say(event="ready", built_s=worker.built_s, start_s=time.perf_counter() - began, **worker.about())
         for line in sys.stdin:
             word = line.strip()
@@ -47,6 +47,20 @@ def main() -> None:
             say(event=word, **{"round": worker.round, "profile": worker.profile}[word]())
     except Exception as error:
         say(event="failed", kind=kind_of(error), why=why(error), trace=traceback.format_exc()[-3000:])
+
+
+def base_of(contender: str) -> str:
+    from gpu.shapes import VARIANTS
+
+    return VARIANTS.get(contender, contender).partition(":")[0]
+
+
+def train_run(asked: dict[str, Any]) -> Any:
+    from gpu.shapes import case_of
+    from gpu.with_train import TrainRun
+
+    case = case_of(asked["shape"], asked["contender"])
+    return TrainRun(case, asked["steps"], asked["rounds"], asked["warm_up"], 0.9 * asked["limit"])
 
 
 def why(error: Exception) -> str:
