@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from gpu.shapes import SHAPES, Shape, case_of
 from gpu.with_ours import plan_of
-from precision import batches, text
 
 from shardwise.config.schema import CommConfig, OptimizerConfig
 from shardwise.data.loader import StepBatch, TensorBatch
@@ -97,6 +96,8 @@ def compared(losses: list[float], truth: list[float], limit: float) -> dict[str,
 def golden(
     path: Path | None, *, steps: int, shape: str | None = None, smoke: bool = False, only: list[str] | None = None
 ) -> None:
+    from precision import batches, text  # here, because it sets what oneDNN may use
+
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {"runs": {}}
     device = "cpu" if smoke else "cuda"
     taken = SHAPES[shape] if shape else GOLDEN

@@ -14,6 +14,7 @@ from gpu.parts import PARTS
 from gpu.shapes import PEAK_FLOPS, SHAPES, SMOKE, VARIANTS
 
 GIB = 2**30
+PLOT = "images/speed_h200.svg"  # beside the page
 MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 LABELS = {
     "ours": "Shardwise",
@@ -123,7 +124,9 @@ def tables(found: dict[str, Any]) -> str:
     lines = [
         f"{machine.get('name', 'One GPU')}, driver {machine.get('driver_version', 'unknown')}, torch {', '.join(versions)}, {' to '.join(dates[:1] + dates[1:][-1:])}. "
         f"Square products alone reach {max(ceiling.values(), default=0.0):.0f} TFLOP/s there (bf16, side by side with nothing). "
-        "Parts are percent of a step's time on the device."
+        "Parts are percent of a step's time on the device.",
+        "",
+        f"![tokens per second by shape]({PLOT})",
     ]  # fmt: skip
     for _, title, rows in by_shape(found):
         lines += [

@@ -88,7 +88,7 @@ class TrainRun:
 
     def about(self) -> dict[str, Any]:
         peak = self.lines[-1]["peak_memory_bytes"] if self.case.device == "cuda" else None
-        own = {key: self.lines[-1][key] for key in self.lines[-1] if key.endswith("_s") and key != "step_s"}
+        own = {key: value for key, value in self.lines[-1].items() if key.endswith("_s") and key != "tokens_per_s"}
         return {
             "parameters": self.case.shape.spec.num_parameters,
             "notes": {"last step, seconds by part": own},
