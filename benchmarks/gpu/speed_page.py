@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from gpu.bars import judged, mfu
 from gpu.parts import PARTS
 from gpu.shapes import PEAK_FLOPS, SHAPES, SMOKE, VARIANTS
 
@@ -19,8 +20,9 @@ MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
 LABELS = {
     "ours": "Shardwise",
     "train": "`shardwise train`, whole run",
+    "ours-fp8": "Shardwise, fp8",
     "plain": "plain PyTorch",
-    "plain-bf16": "plain PyTorch, bf16 masters and states",
+    "plain-bf16": "plain PyTorch, all bf16",
     "torchtitan": "torchtitan 0.2.2",
     "transformers": "transformers, eager",
     "transformers-compiled": "transformers, compiled",
@@ -32,7 +34,8 @@ PLOTTED = ("ours", "ours-fp8", "plain", "torchtitan", "transformers-compiled", "
 
 
 def label(contender: str) -> str:
-    return LABELS.get(contender) or VARIANTS.get(contender, contender)
+    settings = VARIANTS.get(contender, contender).replace(",", ", ").replace("ours:", "Shardwise, ")
+    return LABELS.get(contender, settings)
 
 
 def by_shape(found: dict[str, Any]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
@@ -43,8 +46,8 @@ def by_shape(found: dict[str, Any]) -> Iterator[tuple[str, str, list[dict[str, A
             yield name, shape.title, sorted(rows, key=lambda row: -row.get("tokens_per_s", 0.0))
 
 
-def mfu(row: dict[str, Any], flops: str = "flops_per_token") -> float:
-    return row["tokens_per_s"] * row[flops] / PEAK_FLOPS
+def frozen_mfu(row: dict[str, Any]) -> float:
+    return row["tokens_per_s"] * row["frozen_flops_per_token"] / PEAK_FLOPS
 
 
 def spread(row: dict[str, Any]) -> float:
@@ -63,14 +66,13 @@ def shares(row: dict[str, Any]) -> dict[str, float] | None:
 
 
 def matmul_rate(row: dict[str, Any]) -> float | None:
-    """FLOP/s while products run, attention's own left out; only where no product runs twice for its own sake."""
-    if not row.get("profile") or row["profile"]["parts_s"]["matmul"] == 0:
+    """FLOP/s while products run, attention's own left out; only where every product runs once."""
+    shape, notes = {**SHAPES, **SMOKE}[row["shape"]], row.get("notes") or {}
+    runs_twice = notes.get("recompute", "none") != "none" or notes.get("loss") == "recompute"
+    if not row.get("profile") or row["profile"]["parts_s"]["matmul"] == 0 or shape.adapter or runs_twice:
         return None
-    shape = {**SHAPES, **SMOKE}[row["shape"]]
     spec = shape.spec
     work = 6 * (spec.num_active_parameters - spec.num_embedding_parameters) * row["tokens"]
-    if shape.adapter or (row.get("notes") or {}).get("recompute", "none") != "none":
-        return None
     return work / row["profile"]["parts_s"]["matmul"]
 
 
@@ -84,7 +86,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     peak, predicted, parts = row.get("peak_bytes"), row.get("predicted"), shares(row)
     share = f"{mfu(row):.1%}"
     if row.get("frozen_flops_per_token"):
-        share += f" ({mfu(row, 'frozen_flops_per_token'):.1%})"
+        share += f" ({frozen_mfu(row):.1%})"
     return [
         f"{row['tokens_per_s']:,.0f}",
         f"{spread(row):.1%}",
@@ -111,6 +113,7 @@ def table(found: dict[str, Any]) -> str:
                 )
             if "error" in row:
                 lines.append(f"  {'':<40}{row['error'][:140]}")
+    lines += ["", *(f"  {what:<40}{limit:>16}{value:>16}   {verdict}" for what, limit, value, verdict in judged(found))]
     return "\n".join(lines)
 
 
@@ -123,7 +126,7 @@ def tables(found: dict[str, Any]) -> str:
     versions = sorted({row["versions"]["torch"] for row in found["rows"].values() if row.get("versions")})
     lines = [
         f"{machine.get('name', 'One GPU')}, driver {machine.get('driver_version', 'unknown')}, torch {', '.join(versions)}, {' to '.join(dates[:1] + dates[1:][-1:])}. "
-        f"Square products alone reach {max(ceiling.values(), default=0.0):.0f} TFLOP/s there (bf16, side by side with nothing). "
+        f"Square products alone reach {max(ceiling.values(), default=0.0):.0f} TFLOP/s there (bf16). "
         "Parts are percent of a step's time on the device.",
         "",
         f"![tokens per second by shape]({PLOT})",
@@ -142,6 +145,9 @@ def tables(found: dict[str, Any]) -> str:
             texts, rate = cells(row), None if "error" in row else matmul_rate(row)
             texts.insert(6, f"{rate / 1e12:.0f}" if rate else "")
             lines.append(f"| {label(row['contender'])} | " + " | ".join(texts) + " |")
+    if bars := judged(found):
+        lines += ["", "### What was to be reached", "", "| | bar | measured | |", "|---|---:|---:|---|"]
+        lines += [f"| {' | '.join(line)} |" for line in bars]
     return "\n".join(lines)
 
 

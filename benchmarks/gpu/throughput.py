@@ -228,6 +228,17 @@ def row_of(process: Process, ready: dict[str, Any], last: dict[str, Any], profil
     return row
 
 
+def ceiling(asked: argparse.Namespace) -> dict[str, float]:
+    """TFLOP/s of square products; whoever has no GPU ends here."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return Process("1.5b", "ceiling", asked, Path(folder)).answer()["matmul_tflops"]
+        except Failed as failure:
+            raise SystemExit(
+                f"error: nothing can be measured here\n  why  {failure.why}\n  fix  --smoke runs tiny shapes on a CPU, --show shows a result file"
+            ) from None
+
+
 def save(asked: argparse.Namespace, found: dict[str, Any]) -> None:
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
@@ -269,8 +280,7 @@ def main() -> None:
         names = asked.shapes or list(SMOKE if asked.smoke else SHAPES)
         wanted = [(shape, name) for shape in names for name in asked.only or CONTENDERS[shape]]
         if not asked.smoke and "ceiling" not in found:
-            found["ceiling"] = Process("1.5b", "ceiling", asked, Path(tempfile.gettempdir())).answer()["matmul_tflops"]
-            found["machine"] = clocks()
+            found["ceiling"], found["machine"] = ceiling(asked), clocks()
             save(asked, found)
         there = {key for key, row in found["rows"].items() if "error" not in row and not asked.again}
         Measuring(asked, found).go([one for one in wanted if "/".join(one) not in there])

@@ -34,6 +34,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     began = time.perf_counter()
     try:
+        check_device(asked["device"])
         if asked["contender"] == "ceiling":
             say(event="ready", **ceiling(asked["device"]))
             return
@@ -47,6 +48,13 @@ def main() -> None:
             say(event=word, **{"round": worker.round, "profile": worker.profile}[word]())
     except Exception as error:
         say(event="failed", kind=kind_of(error), why=why(error), trace=traceback.format_exc()[-3000:])
+
+
+def check_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("this machine has no CUDA device that its torch can use")
 
 
 def base_of(contender: str) -> str:
@@ -85,8 +93,6 @@ class Worker:
         torch.backends.cuda.matmul.allow_tf32 = True
         self.case = case_of(asked["shape"], asked["contender"])
         self.on_cuda, self.steps = self.case.device == "cuda", asked["steps"]
-        if self.on_cuda and not torch.cuda.is_available():
-            raise RuntimeError("this machine has no CUDA device; --smoke runs on a CPU")
         began = time.perf_counter()
         self.contender = build(self.case)
         self.batches, self.done = batches(self.case), 0

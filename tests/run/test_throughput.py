@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from gpu.bars import judged
 from gpu.contender import batches, build
 from gpu.golden import compared
 from gpu.parts import Busy, divide, part_of, profile_of
@@ -134,3 +135,23 @@ def test_a_loss_that_moves_is_seen():
     moved = compared([4.0, 3.0, 2.0, 2.02], truth, 0.005)
     assert not moved["holds"] and moved["max_difference"] == pytest.approx(0.02)
     assert not compared([4.0, 3.0, 2.0, math.nan], truth, 0.005)["holds"]
+
+
+def test_bars_are_judged_by_their_rows():
+    def row(speed: float, gib: float) -> dict[str, object]:
+        return {"tokens_per_s": speed, "peak_bytes": gib * 2**30, "flops_per_token": 1.0, "profile": None}
+
+    rows = {
+        "1.5b/ours": row(67_000, 60),
+        "1.5b/transformers-compiled": row(50_000, 50),
+        "8b/ours": {"error": "no", "kind": "time"},
+    }
+    verdicts = {what: verdict for what, _, _, verdict in judged({"rows": rows})}
+    assert verdicts == {
+        "1.5b: first": "holds",
+        "1.5b: then": "**missed**",
+        "1.5b: over compiled transformers": "**missed**",
+        "1.5b: memory over theirs": "**missed**",
+    }
+    rows["1.5b/ours"] = row(71_000, 49)
+    assert {verdict for _, _, _, verdict in judged({"rows": rows})} == {"holds"}
