@@ -54,6 +54,7 @@ class Process:
     def __init__(self, shape: str, contender: str, asked: argparse.Namespace, folder: Path):
         self.shape, self.contender, self.limit = shape, contender, asked.limit
         self.rounds: list[dict[str, Any]] = []
+        self.failed = False
         self.clocks: dict[str, str] | None = None
         question = {"shape": shape, "contender": contender, "steps": asked.steps, "warm_up": asked.warm_up}
         question |= {"rounds": asked.rounds, "limit": asked.limit}
@@ -128,7 +129,7 @@ class Measuring:
                     if time.monotonic() > self.deadline:
                         print(f"{shape} {contender}: no time left; the same command goes on from here")
                         continue
-                    if self.alive and not self.has_room(shape):
+                    if self.alive and not self.has_room(shape, contender):
                         self.finish()
                     self.start(shape, contender)
                 self.finish()
@@ -136,8 +137,10 @@ class Measuring:
                 for process, _ in self.alive:
                     process.kill()
 
-    def has_room(self, shape: str) -> bool:
-        """Beside the living, for one that takes as much as the largest of them, of the same shape."""
+    def has_room(self, shape: str, contender: str) -> bool:
+        """Beside the living of the same shape, for one that takes as much as the largest. A whole run plans with all memory."""
+        if case_of(shape, contender).base == "train":
+            return False
         if len(self.alive) >= self.asked.alive or any(process.shape != shape for process, _ in self.alive):
             return False
         if shape in SMOKE:
@@ -157,38 +160,42 @@ class Measuring:
                 self.finish()
                 self.start(shape, contender)
                 return
-            self.keep(shape, contender, {"error": failure.why, "kind": failure.kind, "trace": failure.trace})
+            self.fail(shape, contender, failure)
             return
         self.alive.append((process, ready))
 
     def finish(self) -> None:
         """Rounds of the living in turn, then a profile of each."""
-        alive, self.alive = self.alive, []
         for _ in range(self.asked.rounds):
-            for process, _ready in alive:
+            for process, _ready in self.alive:
                 self.attempt(process, lambda p: p.rounds.append(p.ask("round")))
-        for process, ready in alive:
+        for process, ready in self.alive:
             profile = self.attempt(process, lambda p: p.ask("profile")["profile"])
             last = self.attempt(process, lambda p: p.ask("end"))
-            if process.process.poll() is None:
-                process.process.wait(timeout=60)
+            process.kill()
             if last is not None:
-                self.keep(process.shape, process.contender, row_of(process, ready, last, profile, len(alive)))
+                row = row_of(process, ready, last, profile, len(self.alive))
+                self.keep(process.shape, process.contender, row)
+        self.alive = []
 
     def attempt(self, process: Process, action: Any) -> Any:
         """Nothing, if it failed now or before."""
-        if process.process.poll() is not None:
+        if process.failed:
             return None
         try:
             return action(process)
-        except (Failed, BrokenPipeError) as failure:
-            why = {
-                "error": str(failure),
-                "kind": getattr(failure, "kind", "error"),
-                "trace": getattr(failure, "trace", ""),
-            }
-            self.keep(process.shape, process.contender, why)
+        except (Failed, BrokenPipeError) as trouble:
+            process.failed = True
+            failure = (
+                trouble if isinstance(trouble, Failed) else Failed("error", "it went away", "".join(process.said[-30:]))
+            )
+            self.fail(process.shape, process.contender, failure)
             return None
+
+    def fail(self, shape: str, contender: str, failure: Failed) -> None:
+        """Where it happened is for whoever watches, not for the file: it names this machine's folders."""
+        print(failure.trace, file=sys.stderr)
+        self.keep(shape, contender, {"error": failure.why, "kind": failure.kind})
 
     def keep(self, shape: str, contender: str, row: dict[str, Any]) -> None:
         self.found["rows"][f"{shape}/{contender}"] = {"shape": shape, "contender": contender, **row}
