@@ -1,6 +1,6 @@
 """What throughput.py found, for people: a table for terminals, one for the page, and a plot drawn by hand as SVG. No torch.
 
-Between its marks docs/speed.md holds what `tables` says of the committed results and nothing else; a test compares them.
+Between its marks docs/speed.md holds what `tables` and `golden_table` say of the committed results and nothing else; a test compares them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from gpu.shapes import PEAK_FLOPS, SHAPES, SMOKE, VARIANTS
 GIB = 2**30
 PLOT = "images/speed_h200.svg"  # beside the page
 MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
+GOLDEN_MARKS = ("<!-- golden: begin -->", "<!-- golden: end -->")
+GOLDEN = Path(__file__).parents[1] / "results/golden_h200.json"
 LABELS = {
     "ours": "Shardwise",
     "train": "`shardwise train`, whole run",
@@ -151,10 +153,30 @@ def tables(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_page(page: Path, found: dict[str, Any]) -> None:
-    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    page.write_text(f"{before}{MARKS[0]}\n{tables(found)}\n{MARKS[1]}{after}", encoding="utf-8")
+def golden_table(found: dict[str, Any]) -> str:
+    """What throughput.py --golden found, in Markdown."""
+    runs = {name: run for name, run in found.get("runs", {}).items() if "holds" in run}
+    if not runs:
+        return "Not measured yet."
+    lines = [
+        f"{found['device']}, torch {found['versions']['torch']}, {found['date']}: {found['model']}, {found['steps']} steps.",
+        "",
+        "| | last tenth, off by | limit | largest difference of a loss | of the first | |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for name, run in runs.items():
+        cells = [f"{run['last_tenth_off']:+.3%}", f"{run['limit']:.1%}", f"{run['max_difference']:.4f}"]
+        cells += [f"{run['first_difference']:.6f}", "holds" if run["holds"] else "**moves the loss**"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def write_page(page: Path, found: dict[str, Any], golden: dict[str, Any]) -> None:
+    text = page.read_text(encoding="utf-8")
+    for (begin, end), made in ((MARKS, tables(found)), (GOLDEN_MARKS, golden_table(golden))):
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, encoding="utf-8")
 
 
 STYLE = """

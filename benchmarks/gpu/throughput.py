@@ -291,14 +291,15 @@ def main() -> None:
             save(asked, found)
         there = {key for key, row in found["rows"].items() if "error" not in row and not asked.again}
         Measuring(asked, found).go([one for one in wanted if "/".join(one) not in there])
-    from gpu.speed_page import plot, table, write_page
+    from gpu.speed_page import GOLDEN, plot, table, write_page
 
     print(table(found))
     if asked.plot:
         asked.plot.parent.mkdir(parents=True, exist_ok=True)
         asked.plot.write_text(plot(found), encoding="utf-8")
     if asked.page:
-        write_page(asked.page, found)
+        golden_found = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}
+        write_page(asked.page, found, golden_found)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from gpu.bars import judged
 from gpu.contender import batches, build
-from gpu.golden import compared
+from gpu.golden import compared, judge
 from gpu.parts import Busy, divide, part_of, profile_of
 from gpu.shapes import SHAPES, case_of
-from gpu.speed_page import MARKS, cells, plot, table, tables, write_page
+from gpu.speed_page import GOLDEN, GOLDEN_MARKS, MARKS, cells, golden_table, plot, table, tables, write_page
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE, RESULTS = BENCHMARKS.parent / "docs/speed.md", BENCHMARKS / "results/throughput_h200.json"
@@ -115,18 +115,37 @@ def test_rows_are_kept_shown_and_not_measured_twice(tmp_path):
     assert cells(row)[0] in table(found) and cells(failed)[0] == "failed"
     again = call(*words, "plain")
     assert json.loads(path.read_text()) == found and "plain: " not in again
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
-    write_page(page, found)
-    assert page.read_text() == f"before\n{MARKS[0]}\n{tables(found)}\n{MARKS[1]}\nafter\n"
+    page, (begin, end), (begin2, end2) = tmp_path / "page.md", MARKS, GOLDEN_MARKS
+    page.write_text(f"before\n{begin}\nold\n{end}\nbetween\n{begin2}\n{end2}\nafter\n")
+    write_page(page, found, {})
+    made = f"before\n{begin}\n{tables(found)}\n{end}\nbetween\n{begin2}\nNot measured yet.\n{end2}\nafter\n"
+    assert page.read_text() == made
     drawn = xml.etree.ElementTree.fromstring(plot(found))
     assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == 1
 
 
-def test_the_page_shows_the_committed_results():
-    found = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    shown = PAGE.read_text(encoding="utf-8").partition(MARKS[0])[2].partition(MARKS[1])[0].strip()
-    assert shown == tables(found), "run throughput.py --show --page docs/speed.md"
+def test_the_page_shows_the_committed_results(tmp_path):
+    found, golden = (json.loads(path.read_text("utf-8")) if path.exists() else {} for path in (RESULTS, GOLDEN))
+    again = tmp_path / "speed.md"
+    again.write_text(PAGE.read_text("utf-8"), "utf-8")
+    write_page(again, found, golden)
+    assert again.read_text("utf-8") == PAGE.read_text("utf-8"), "run throughput.py --show --page docs/speed.md"
+
+
+def test_golden_losses_are_shown_with_their_verdicts():
+    runs = {"none": {"losses": [2.0, 1.0]}, "all": {"losses": [2.0, 1.001]}, "fp8 rowwise": {"losses": [2.0, 1.02]}}
+    found = {
+        "runs": runs,
+        "device": "a GPU",
+        "versions": {"torch": "2.11"},
+        "date": "today",
+        "model": "small",
+        "steps": 2,
+    }
+    judge(found)
+    assert "holds" not in runs["none"] and runs["all"]["holds"] and not runs["fp8 rowwise"]["holds"]
+    assert "| all | +0.100% | 0.5% | 0.0010 | 0.000000 | holds |" in golden_table(found)
+    assert "| fp8 rowwise | +2.000% | 1.0% | 0.0200 | 0.000000 | **moves the loss** |" in golden_table(found)
 
 
 def test_a_loss_that_moves_is_seen():
