@@ -237,8 +237,9 @@ class SpeedConfig:
 
     compile: str = setting(
         "auto",
-        "blocks become compiled kernels; `graphs` also replays their launches; auto: blocks on GPUs",
-        choices=("auto", "none", "blocks", "graphs"),
+        "blocks become compiled kernels; `graphs` also replays their launches; `trace` runs their graphs with plain kernels, "
+        "to find where a difference comes from; auto: blocks on GPUs",
+        choices=("auto", "none", "blocks", "graphs", "trace"),
     )
     fuse: bool | Auto = setting(
         "auto", "one matrix product for q, k and v, one for gate and up; auto: where blocks are compiled"

@@ -6,6 +6,7 @@
     expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     float8        which products are in fp8                               (memory/float8.py)
+    compiled.py   which operations are one kernel
     recompute.py  what backward computes again                            (in memory/; selective.py, activation_offload.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
@@ -36,6 +37,7 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.parallel.compiled import apply_compile
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
@@ -95,7 +97,12 @@ def parallelize_decoder(
         if plan.precision == "fp8":
             blocks = model.layers.values()
             float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
-        apply_recompute(list(model.layers.values()), plan.recompute, layers.start)
+        recompute = plan.recompute
+        if plan.compile != "none":
+            whole = plan.tp == plan.cp == plan.ep == 1
+            apply_compile(model.layers.values(), plan.compile, selective=recompute == "selective", whole=whole)
+            recompute = "none" if recompute == "selective" else recompute
+        apply_recompute(list(model.layers.values()), recompute, layers.start)
         if plan.activation_offload:
             apply_activation_offload(list(model.layers.values()), device)
         sums = None
