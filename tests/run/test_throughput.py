@@ -17,8 +17,9 @@ from gpu.bars import judged
 from gpu.contender import batches, build
 from gpu.golden import compared, judge
 from gpu.parts import Busy, divide, part_of, profile_of
-from gpu.shapes import SHAPES, case_of
+from gpu.shapes import CONTENDERS, SHAPES, case_of
 from gpu.speed_page import GOLDEN, GOLDEN_MARKS, MARKS, cells, golden_table, plot, table, tables, write_page
+from gpu.with_ours import plan_of, predicted
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE, RESULTS = BENCHMARKS.parent / "docs/speed.md", BENCHMARKS / "results/throughput_h200.json"
@@ -174,3 +175,16 @@ def test_bars_are_judged_by_their_rows():
     }
     rows["1.5b/ours"] = row(71_000, 49)
     assert {verdict for _, _, _, verdict in judged({"rows": rows})} == {"holds"}
+
+
+OURS = [
+    (shape, name) for shape, names in CONTENDERS.items() if shape in SHAPES for name in names if name.startswith("ours")
+]
+
+
+@pytest.mark.parametrize(("shape", "name"), OURS)
+def test_our_rows_are_jobs_that_the_planner_knows(shape, name):
+    """An option that is no longer there would be found on the GPU only."""
+    case = case_of(shape, name)
+    assert predicted(case)["memory_bytes"] < 141e9
+    assert name == "ours" or plan_of(case) != plan_of(case_of(shape, "ours")), "a variant has its own plan"
