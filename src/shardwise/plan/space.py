@@ -324,7 +324,7 @@ class Space:
             activation_offload=saving.activation_offload,
             threads_per_rank=self.threads(grid.gpus),
             copies=self.may_copy(grid) and saving.offload == "none" and states.zero == 0,
-            loss=loss_of(self.speed, grid.tp, grid.pp, pace.schedule),
+            loss=loss_of(self.speed, grid.pp, pace.schedule),
             **self._common,
         )
 

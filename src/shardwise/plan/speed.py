@@ -14,7 +14,6 @@ from typing import Any
 from shardwise.config.schema import SpeedConfig
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import MIXED, Plan
-from shardwise.plan.schedules import splits_backward
 from shardwise.plan.stack import OURS, Stack
 
 
@@ -22,7 +21,7 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
     """The plan with its tricks. Called last: what they may do depends on the layout."""
     common = common_tricks(asked, plan.device, spec)
     copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
-    return replace(plan, **common, copies=copies, loss=loss_of(asked, plan.tp, plan.pp, plan.schedule))
+    return replace(plan, **common, copies=copies, loss=loss_of(asked, plan.pp, plan.schedule))
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
@@ -49,9 +48,9 @@ def keeps_copies(
     return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
 
 
-def loss_of(asked: SpeedConfig, tp: int, pp: int, schedule: str) -> str:
-    """Not fused where the head's gradient is made in two parts, nor where its vocabulary is cut."""
-    can = tp == 1 and not (pp > 1 and splits_backward(schedule))
+def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
+    """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's weights in fp32."""
+    can = pp == 1 or schedule != "gpipe"
     return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
 
 
