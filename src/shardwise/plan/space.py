@@ -320,7 +320,7 @@ class Space:
             activation_offload=saving.activation_offload,
             threads_per_rank=self.threads(grid.gpus),
             copies=self.may_copy(grid) and saving.offload == "none" and states.zero == 0,
-            loss=loss_of(self.speed, grid.tp, grid.pp, pace.schedule),
+            loss=loss_of(self.speed, grid.pp, pace.schedule),
             **kernels_of(self.speed, self.device, self.model, grid.pp, pace.schedule),
             **self._common,
         )
