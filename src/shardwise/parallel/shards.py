@@ -163,8 +163,12 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
     # In 16 bits a norm would be rounded to 8 or 11 of them, and one of scaled fp16 gradients would overflow.
     wide = None if all(gradient.dtype.itemsize > 2 for gradient in gradients) else torch.float32
     norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
-    squares = norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)
-    return squares.sum() + total.to(norms.device)
+    squares = norms.square()
+    if any(count != 1 for count in copies):
+        squares /= torch.tensor(copies, dtype=torch.float64, pin_memory=norms.is_cuda).to(
+            norms.device, non_blocking=True
+        )
+    return squares.sum() + total  # a number on the CPU needs no copy, which a GPU would be waited for
 
 
 # Whole tensors ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.check_layout import degree
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config, ParallelConfig
+from shardwise.config.units import parse_steps
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import no_document_mask
@@ -128,6 +129,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
     _check_fill(config, plan, origins)
     _check_fp8_tokens(plan, origins)
     _check_offload(plan, origins)
+    _check_profile(config.run.profile, plan.num_steps, origins)
     return with_speed(plan, config.speed, asked.spec)
 
 
@@ -171,6 +173,17 @@ def _check_offload(plan: Plan, origins: Origins) -> None:
             why="they were only ever tried on CPUs; the optimizer's state may lie on a disk",
             fix="memory.offload=nvme, or memory.offload=all memory.offload_to=cpu",
             where=where_written(origins, "memory.offload", "memory.offload_to"),
+        )
+
+
+def _check_profile(steps: str | None, num_steps: int, origins: Origins) -> None:
+    if steps is not None and parse_steps(steps)[-1] > num_steps:
+        length = len(parse_steps(steps))
+        raise UserError(
+            f'`run.profile = "{steps}"` goes beyond the last step',
+            why=f"this run has {num_steps} steps",
+            fix=f"run.profile={max(1, num_steps - length + 1)}:{num_steps}",
+            where=where_written(origins, "run.profile"),
         )
 
 
