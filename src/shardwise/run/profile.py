@@ -6,6 +6,7 @@ names, and each step as one range over all. Invariant: a run that traces nothing
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,10 @@ class Profile:
         if self.device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(self.device)  # what earlier steps have queued is not these steps'
+        else:
+            os.environ.setdefault(
+                "KINETO_LOG_LEVEL", "99"
+            )  # it says on stderr when it starts and stops, and above 5 nothing
         self.running = profile(activities=kinds)
         self.running.start()
         self.clock.mark = record_function
