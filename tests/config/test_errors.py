@@ -54,7 +54,7 @@ CASES = {
     "not yet, key": ("[run]\nreplan = true", [], "`run.replan = true` is not available yet", "what works today: false", "leave it out", "run.toml:2"),
     "not yet, degree": ("[checkpoint]\npeers = 2", [], "`checkpoint.peers = 2` is not available yet", "what works today: 0", "leave it out", "run.toml:2"),
     "not yet, value": ("[parallel]\nstrategy = \"local-steps\"", [], '`parallel.strategy = "local-steps"` is not available yet', "what works today:", "leave it out", "run.toml:2"),
-    "not yet, unset": ("", ["run.profile=10:13"], '`run.profile = "10:13"` is not available yet', "leaving it out", "leave it out", "command line"),
+    "not yet, unset": ("", ["comm.secondary_shard=8"], '`comm.secondary_shard = 8` is not available yet', "leaving it out", "leave it out", "command line"),
     "unknown section": ("[trian]\nsteps = 1", [], "unknown section `[trian]`", "the sections are: model, data, train,", "did you mean `[train]`?", "run.toml:1"),
     "foreign section": ("[training]\nsteps = 1", [], "unknown section `[training]`", "", "here it is called `[train]`", "run.toml:1"),
     "no section": ("steps = 1", [], "`steps` stands in no section", "every key belongs to one of: model,", "write `train.steps = 1`", "run.toml:1"),

@@ -28,6 +28,7 @@ def check_config(config: Config, origins: Origins) -> None:
     check_layout(config, origins)
     _offload(config, origins)
     _results(config, origins)
+    _kernels(config, origins)
     _checkpoint(config, origins)
     _run(config, origins)
     _profile(config, origins)
@@ -189,6 +190,18 @@ def _results(config: Config, origins: Origins) -> None:
                 fix="speed.results=auto",
                 where=where_written(origins, "speed.results", key),
             )
+
+
+def _kernels(config: Config, origins: Origins) -> None:
+    speed = config.speed
+    if speed.kernels == "liger" and (speed.compile not in ("auto", "none") or speed.fuse is True):
+        key = "speed.fuse = true" if speed.compile in ("auto", "none") else f"speed.compile = {speed.compile}"
+        raise UserError(
+            f"`speed.kernels = liger` does not go with `{key}`",
+            why="a compiler fuses norms and activations with what stands around them; kernels from elsewhere would cut that apart",
+            fix="speed.kernels=torch, or speed.compile=none speed.fuse=false",
+            where=where_written(origins, "speed.kernels", key.split(" ")[0]),
+        )
 
 
 def _checkpoint(config: Config, origins: Origins) -> None:

@@ -35,8 +35,8 @@ def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
 def common_tricks(asked: SpeedConfig, device: str, spec: ModelSpec) -> dict[str, Any]:
     """Those that every layout bears."""
     compiled = asked.compile
-    if compiled == "auto":
-        compiled = "blocks" if device == "cuda" and spec.is_ours else "none"
+    if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
+        compiled = "blocks" if device == "cuda" and spec.is_ours and asked.kernels != "liger" else "none"
     fuse = compiled != "none" and spec.is_ours if asked.fuse == "auto" else bool(asked.fuse)
     return {"compile": compiled, "fuse": fuse, "kernels": "torch" if asked.kernels == "auto" else asked.kernels}
 
