@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from commands import SMALL, losses_of, warm_command
 from ranks import RankPool
 
 from shardwise.errors import Exit
+from shardwise.run.loop import _CheckpointClock
 
 TOLD = ("event", "step", "loss", "grad_norm", "lr", "tokens", "target_tokens", "eval_loss", "aux_loss", "expert_load_max", "exit", "skipped")  # fmt: skip
 BUSY = ["train.steps=7", "train.eval_every=3", "train.sample_every=2", "checkpoint.every=2", "checkpoint.keep=9", "data.packing=whole"]  # fmt: skip
@@ -78,6 +80,16 @@ def test_a_run_that_reads_late_stops_where_it_says_and_goes_on(run_here: Callabl
     assert run_here("resume", run, "--allow", "train.steps", steps, "--allow", "train.time_limit", "train.time_limit=1h") == Exit.DONE  # fmt: skip
     assert run_here("train", "--nproc", 1, *words, "run.name=straight", steps) == Exit.DONE
     assert losses_of(run) == losses_of(Path("runs/straight"))
+
+
+def test_a_checkpoint_that_is_due_by_the_clock_is_asked_for_once() -> None:
+    """The question is asked again before it is written, where results are read late."""
+    clock = _CheckpointClock("50ms", 0)
+    assert not clock.due(1)
+    time.sleep(0.06)
+    assert [clock.due(2), clock.due(3)] == [True, False]
+    by_steps = _CheckpointClock(2, 0)
+    assert [by_steps.due(step) for step in (1, 2, 2, 3, 4)] == [False, True, True, False, True]
 
 
 @pytest.fixture(scope="module")

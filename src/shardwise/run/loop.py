@@ -145,9 +145,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     watched = range(done + 1, done + (1 if fills else 2) + 1) if config.run.events_every else range(0)
     memory = MemoryWatch(engine, optimizer, clock, watched, session.memory_limit)
     profile = opened.enter_context(Profile(config.run.profile, run.trace(ranks.rank), clock, device, view))
-    teller = Teller(
-        run, plan, spec, device, prediction, peak_flops, done, view, metrics, events, memory, filler
-    )  # fmt: skip
+    teller = Teller(run, plan, spec, device, prediction, peak_flops, done, view, metrics, events, memory, filler)
     checkpoint = _CheckpointClock(config.checkpoint.every, done)
 
     # Steps that were started and not told yet, and what was agreed on: at most `ahead` of each.
@@ -305,7 +303,10 @@ class _CheckpointClock:
     def due(self, step: int) -> bool:
         if self.steps:
             return step > 0 and step % self.steps == 0
-        return self.seconds is not None and time.monotonic() - self.last_time >= self.seconds
+        is_due = self.seconds is not None and time.monotonic() - self.last_time >= self.seconds
+        if is_due:  # said once: what is asked before the checkpoint is written is not due again
+            self.last_time = time.monotonic()
+        return is_due
 
     def done(self, step: int) -> None:
         self.last_step, self.last_time = step, time.monotonic()

@@ -63,6 +63,7 @@ class Profile:
         self.running = profile(activities=kinds)
         self.running.start()
         self.clock.mark = record_function
+        self.clock.begin()  # a profiler takes a while to start, which is not the step's time
 
     def __enter__(self) -> Profile:
         return self
