@@ -2,6 +2,7 @@
 
     mesh.py       where this rank stands, and with whom it talks
     pipeline.py   which layers this rank has                              (mailbox.py, deferred.py)
+    liger.py      norms and activations by liger-kernel, where asked for
     context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
     expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
@@ -45,6 +46,7 @@ from shardwise.parallel.copies import Copies
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import apply_expert_parallel
+from shardwise.parallel.liger import apply_liger
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
@@ -90,6 +92,8 @@ def parallelize_decoder(
         with torch.device("meta"):
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
         adapt(model, adapters)
+        if plan.kernels == "liger":
+            apply_liger(model)
         tp = TensorParallel(mesh.tp, plan.sequence, traffic.on("tp")) if plan.tp > 1 else None
         if plan.cp > 1:
             apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind, traffic.on("cp")))

@@ -172,9 +172,11 @@ class Engine:
 
     def _counted(self, sums: Tensor) -> Tensor:
         """What this rank reports: tensor-parallel ranks have the same losses, but for those of routers whose tokens they share."""
-        if self.mesh.counts_loss:
-            return sums
-        return sums * sums.new_tensor([0.0, self.plan.ep > 1, self.plan.ep > 1])
+        if not self.mesh.counts_loss:
+            sums[: 1 if self.plan.ep > 1 else 3] = (
+                0.0  # in place: a list of factors would have to be waited for on a GPU
+            )
+        return sums
 
     def _sum_partial(self) -> None:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""

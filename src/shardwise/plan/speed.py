@@ -39,8 +39,8 @@ def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
 def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedule: str) -> dict[str, Any]:
     """A compiled block has one backward: schedules that make the gradients of weights later need it in two."""
     compiled = asked.compile
-    if compiled == "auto":
-        compiled = "blocks" if device == "cuda" else "none"
+    if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
+        compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
     if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
         compiled = "none"
     fuse = compiled != "none" and spec.is_ours if asked.fuse == "auto" else bool(asked.fuse)
