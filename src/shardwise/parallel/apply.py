@@ -92,6 +92,8 @@ def parallelize_decoder(
             apply_expert_parallel(model, mesh, tp, traffic)
         if tp is not None:
             apply_tensor_parallel(model, tp)
+        if model.head is not None:
+            model.head.fused, model.head.compiled = plan.loss == "fused", plan.compile != "none"
         if plan.precision == "fp8":
             blocks = model.layers.values()
             float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
