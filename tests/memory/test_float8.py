@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from shardwise.cluster.machine import Gpu, Machine
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
-from shardwise.memory.float8 import apply_float8, why_not
+from shardwise.memory.float8 import apply_float8, apply_float8_head, why_not
 from shardwise.memory.float8_product import float8_product, rounded
 from shardwise.memory.low_bit import load_torchao
 from shardwise.model.decoder import Decoder
@@ -149,6 +149,50 @@ def test_a_block_in_fp8_is_one_graph_and_computes_the_same(recipe: str) -> None:
     assert counter.frame_count == 1
     for found in results[1:]:
         assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_a_head_in_fp8_has_the_same_gradients_at_once_and_in_backward(
+    recipe: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One product per chunk or one for all tokens: what is rounded is the same but for scales of chunks."""
+    torch.manual_seed(0)
+    tokens_BT = torch.randint(0, 80, (3, 8))
+    results = []
+    for fused in (False, True, None):
+        model = Decoder(preset("tiny").with_overrides(SHAPE | {"vocab": 80, "tied": tied}))
+        initialize(model, 0)
+        if fused is not None:
+            found = apply_float8(model, [], recipe, emulate=True)
+            apply_float8_head(model, found, compiled=False)
+            assert str(found).startswith(f"0 matrices and the head in fp8, {recipe} scales; in bf16: embeddings")
+        monkeypatch.setattr("shardwise.model.loss.MAX_LOGITS_BYTES", 4 * 80 * 10 if fused else 2**20)  # 8 rows of 24
+        loss = model(tokens_BT, tokens_BT.roll(-1, 1)).cross_entropy
+        loss.backward()
+        weight = model.embed.weight if tied else model.head.weight
+        results.append([loss.detach(), weight.grad, model.norm.weight.grad])
+    for plain, fused, truth in zip(*results, strict=True):
+        size = float(truth.norm())
+        assert float((plain - fused).norm()) < (0.02 if recipe == "rowwise" else 0.1) * size
+        assert 0 < float((fused - truth).norm()) < 0.1 * size
+
+
+def test_a_head_that_no_kernel_takes_is_named() -> None:
+    with torch.device("meta"):
+        model = Decoder(preset("tiny").with_overrides(SHAPE))
+    found = apply_float8(model, [], "rowwise", emulate=True)
+    apply_float8_head(model, found, compiled=False)
+    assert found.kept == {"head": "67 x 64 does not divide by 16"} and not found.has_head
+    assert str(found).endswith("routers and experts (always); head (67 x 64 does not divide by 16)")
+
+
+def test_a_head_in_fp8_is_for_runs_in_fp8() -> None:
+    assert plan_on(machine((9, 0)), "memory.precision=fp8", "memory.fp8_head=true").fp8_head
+    with pytest.raises(UserError) as caught:
+        plan_on(machine((9, 0)), "memory.fp8_head=true")
+    assert caught.value.why == "memory.precision is bf16"
+    assert caught.value.fix == "memory.fp8_head=false or memory.precision=fp8"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from shardwise.memory.float8_product import MULTIPLE, float8_product
+from shardwise.memory.float8_product import MULTIPLE, Float8Products, float8_product
+from shardwise.model.decoder import Decoder
 
 JOINED = (("q", "k", "v"), ("gate", "up"))  # children that `speed.fuse` makes one product of
 WORTH = {"rowwise": 1000, "tensorwise": 600}
@@ -29,12 +30,15 @@ class Float8Layers:
     recipe: str
     num_converted: int = 0
     kept: dict[str, str] = field(default_factory=dict)  # name, layers as *: why it stays in bf16
+    has_head: bool = False  # in fp8
 
     def __str__(self) -> str:
         reasons = sorted(set(self.kept.values()))
         lists = [f"{', '.join(n for n, why in self.kept.items() if why == reason)} ({reason})" for reason in reasons]
-        bf16 = "; ".join(["head, embeddings, norms, routers and experts (always)", *lists])
-        return f"{self.num_converted} matrices in fp8, {self.recipe} scales; in bf16: {bf16}"
+        always = "embeddings, norms, routers and experts (always)"
+        bf16 = "; ".join([always if self.has_head or "head" in self.kept else f"head, {always}", *lists])
+        matrices = f"{self.num_converted} matrices{' and the head' if self.has_head else ''}"
+        return f"{matrices} in fp8, {self.recipe} scales; in bf16: {bf16}"
 
 
 def apply_float8(
@@ -70,6 +74,23 @@ def apply_float8(
                     linear.__class__ = Float8Linear
                 linear.product = float8_product(recipe)  # type: ignore[assignment]
     return found
+
+
+def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) -> None:
+    """The head's products too, on whatever part of a model has one. `compiled`: it is outside of the blocks, so its roundings are kernels of
+    their own."""
+    if model.head is None:
+        return
+    weight = model.embed.weight if model.head.weight is None and model.embed is not None else model.head.weight
+    assert weight is not None, "a tied head has the embedding beside it"
+    outputs, inputs = weight.shape
+    why = why_not(outputs, inputs, found.recipe, together=None)
+    if why:
+        found.kept["head"] = why
+        return
+    found.has_head = True
+    model.head.product = float8_product(found.recipe, compiled=compiled)
+    model.head.products = Float8Products(found.recipe, compiled=compiled)
 
 
 class Float8Linear(nn.Linear):

@@ -27,7 +27,7 @@ import torch
 
 from shardwise.config.schema import AdapterConfig, CommConfig
 from shardwise.memory.activation_offload import apply_activation_offload
-from shardwise.memory.float8 import Float8Layers, apply_float8
+from shardwise.memory.float8 import Float8Layers, apply_float8, apply_float8_head
 from shardwise.memory.recompute import apply_recompute
 from shardwise.model.adapters import Adapters, adapt, adapt_whole, decoder_adapters
 from shardwise.model.decoder import Decoder
@@ -95,8 +95,10 @@ def parallelize_decoder(
         if model.head is not None:
             model.head.fused, model.head.compiled = plan.loss == "fused", plan.compile != "none"
         if plan.precision == "fp8":
-            blocks = model.layers.values()
-            float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
+            blocks, emulate = model.layers.values(), device.type == "cpu"
+            float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=emulate, joined=plan.fuse, found=float8)
+            if plan.fp8_head:
+                apply_float8_head(model, float8, compiled=plan.compile != "none" and not emulate)
         apply_recompute(list(model.layers.values()), plan.recompute, layers.start)
         if plan.activation_offload:
             apply_activation_offload(list(model.layers.values()), device)
