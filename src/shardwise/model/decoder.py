@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -200,6 +200,7 @@ class Head(nn.Module):
     )
     compiled = False  # fused, on a GPU: the passes over the logits are one kernel each
     products = Products()  # fused: how the three products are computed
+    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)  # otherwise
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -234,7 +235,7 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """From normalised hidden states of any leading shape."""
-        logits = F.linear(x, weight)
+        logits = self.product(x, weight)
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 

@@ -30,7 +30,7 @@ import torch
 
 from shardwise.config.schema import AdapterConfig, CommConfig
 from shardwise.memory.activation_offload import apply_activation_offload
-from shardwise.memory.float8 import Float8Layers, apply_float8
+from shardwise.memory.float8 import Float8Layers, apply_float8, apply_float8_head
 from shardwise.memory.recompute import apply_recompute
 from shardwise.model.adapters import Adapters, adapt, adapt_whole, decoder_adapters
 from shardwise.model.attention_choice import Shape, choose
@@ -104,8 +104,10 @@ def parallelize_decoder(
         if model.head is not None:
             model.head.fused, model.head.compiled = plan.loss == "fused", plan.compile != "none"
         if plan.precision == "fp8":
-            blocks = model.layers.values()
-            float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
+            blocks, emulate = model.layers.values(), device.type == "cpu"
+            float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=emulate, joined=plan.fuse, found=float8)
+            if plan.fp8_head:
+                apply_float8_head(model, float8, compiled=plan.compile != "none" and not emulate)
         if plan.fuse:
             apply_joined(model.layers.values())
         if attention == "auto" and device.type == "cuda" and plan.cp == 1:

@@ -33,7 +33,15 @@ LEAST_PIECE = 512
 """Tokens: context parallelism does not cut sequences finer than this."""
 
 FP8_MULTIPLE = 16
-PASSED_ON = ("loss_scale", "reduce_dtype", "fp8_recipe", "offload_buffer", "quantize_weights", "quantize_gradients")
+PASSED_ON = (
+    "loss_scale",
+    "reduce_dtype",
+    "fp8_recipe",
+    "fp8_head",
+    "offload_buffer",
+    "quantize_weights",
+    "quantize_gradients",
+)
 """Settings that are as the user has them, else the default: they change numbers, not the layout."""
 
 
