@@ -167,7 +167,10 @@ def _network(cluster: ClusterSpec, world: int) -> Network:
 
 
 def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> list[StageTime]:
-    """In model order."""
+    """In model order. Layouts that split layers alike share them; who changes the list makes a copy."""
+    known = times.stages.get((plan.split, plan.recompute))
+    if known is not None:
+        return known
     ranges = [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(model.num_layers)]
     first, last = times.ends()
     found: list[StageTime] = []
@@ -175,11 +178,12 @@ def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -
         again = {index for part in segments(plan.recompute, layers) for index in part}
         chosen: list[tuple[LayerSpec, bool]] = [(model.layers[index], index in again) for index in layers]
         ends = [first] * (number == 0) + [last] * (number == len(ranges) - 1)
-        found.append(_stage(add((times.stage(chosen), *ends)) if ends else times.stage(chosen), plan, stack))
+        found.append(_stage(add((times.stage(chosen), *ends)) if ends else times.stage(chosen)))
+    times.stages[plan.split, plan.recompute] = found
     return found
 
 
-def _stage(layers: LayerTime, plan: Plan, stack: Stack) -> StageTime:
+def _stage(layers: LayerTime) -> StageTime:
     sent_forward = layers.tensor_forward + layers.context_forward + layers.expert_forward
     sent_backward = layers.tensor_backward + layers.context_backward + layers.expert_backward
     forward, backward = layers.forward + sent_forward, layers.backward + layers.again + sent_backward
