@@ -233,7 +233,7 @@ def test_a_sequence_that_one_rank_cannot_hold_fits_when_ranks_share_it():
 def test_8_billion_parameters_on_8_gpus_need_their_states_sharded():
     plan = plan_of("memory.precision=bf16", "train.global_batch=64", "train.seq_len=4096", "train.micro_batch=1",
                    spec=preset("llama3-8b"), on=machine(64, 512, gpus=8))  # fmt: skip
-    assert plan.zero in (2, 3) and plan.dp == 8
+    assert plan.zero > 0 and plan.world == 8
 
 
 def test_fp64_stays_on_the_cpu():

@@ -28,6 +28,7 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import predict
 from shardwise.plan.rank_share import rank_share
 from shardwise.plan.space import Grid, Pace, Saving, Space, States, never_faster
+from shardwise.plan.speed import stack_of
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import groups_of
 
@@ -59,9 +60,10 @@ class _Question:
 class BestFirst:
     """Keeps what it has learnt from one question to the next."""
 
-    def __init__(self, space: Space, limit: int, stack: Stack):
+    def __init__(self, space: Space, limit: int, stack: Stack | None = None):
         self.space, self.limit, self.stack = space, limit, stack
-        self.time, self.memory = TimeFloors(space, stack), MemoryFloors(space)
+        least = stack or space.fastest
+        self.time, self.memory = TimeFloors(space, least), MemoryFloors(space, least)
         self.counts = Counts()
         self.least: tuple[int, Plan] | None = None  # of what did not fit, the smallest that was counted
         self._memory: dict[Plan, int] = {}
@@ -315,7 +317,7 @@ class BestFirst:
         if plan.pp > 1 and plan not in self._memory:
             job, share = self.space.job, rank_share(self.space.model, plan, 0)
             groups = groups_of(share.cut, self.space.model, job.adapter)
-            if rank_memory(share, groups, plan, job.optimizer, self.stack).peak > self.limit:
+            if rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan)).peak > self.limit:
                 return True
         return self.memory_of(plan) > self.limit or not self._fits_on_host(plan)
 

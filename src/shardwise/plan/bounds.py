@@ -120,7 +120,17 @@ class TimeFloors:
         rows = -(-self.batch // grid.dp)
         # Replicas of shards meet once more: not counted, so that all of them have one price.
         dp = grid.dp // states.replicate if states.zero and grid.ep == 1 else grid.dp
-        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, by_layer, grid.ep > 1 and states.replicate)
+        key = (
+            *grid[1:5],
+            grid.ep,
+            size,
+            states.zero,
+            dp,
+            rows > size,
+            by_layer,
+            grid.gpus == 1,
+            grid.ep > 1 and states.replicate,
+        )
         if key not in self._messages:
             self._messages[key] = self._sharing(grid, size, states, dp, by_layer)
         each, once = self._messages[key]
@@ -155,7 +165,16 @@ class TimeFloors:
         shards = grid.dp // states.replicate * grid.cp if states.zero else 1
         rows = -(-self.batch // grid.dp)
         count = -(-rows // size) if offload == "all" else 0
-        key = (grid.tp, grid.ep, grid.pp, shards, grid.ep > 1 and (grid.dp, grid.cp, states), offload, count)
+        key = (
+            grid.tp,
+            grid.ep,
+            grid.pp,
+            shards,
+            grid.ep > 1 and (grid.dp, grid.cp, states),
+            offload,
+            count,
+            grid.gpus == 1,
+        )
         if key not in self._updates:
             space = self.space
             plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("none", offload, False))
@@ -185,7 +204,7 @@ class TimeFloors:
         if not saving.activation_offload or grid.pp > 1:
             return 0.0
         mode, model = saving.recompute, self.space.model
-        key = (*grid[1:5], grid.ep, size, mode)
+        key = (*grid[1:5], grid.ep, size, mode, grid.gpus == 1)
         if key not in self._paged:
             parts = grid.tp if grid.sequence else 1
             spec, times = replace(tensor_slice(model, grid.tp), norm="layer"), self._times(grid, size, mode)
@@ -331,7 +350,7 @@ class TimeFloors:
         return self._turns[key]
 
     def work(self, grid: Grid, size: int, mode: str) -> Work:
-        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode)
+        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode, grid.gpus == 1)
         if key not in self._works:
             self._works[key] = self._add_up(grid, size, mode)
         return self._works[key]
@@ -386,6 +405,7 @@ class TimeFloors:
             cp_kind=grid.cp_kind,
             ep=grid.ep,
             recompute=mode,
+            copies=space.may_copy(grid),
         )
         return layer_times(space.model, space.cluster, space.job, plan, self.stack)
 

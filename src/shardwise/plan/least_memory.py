@@ -16,6 +16,7 @@ from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, state_bytes
 from shardwise.plan.rank_share import expert_parameters, tensor_slice
 from shardwise.plan.schedules import stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.stack import Stack
 
 ROUNDED = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
@@ -35,8 +36,8 @@ class Weights(NamedTuple):
 
 
 class MemoryFloors:
-    def __init__(self, space: Space):
-        self.space = space
+    def __init__(self, space: Space, stack: Stack):
+        self.space, self.stack = space, stack
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self.weight, self.compute = WEIGHT_BYTES[space.precision], COMPUTE_BYTES[space.precision]
         self.state = state_bytes(space.job.optimizer, space.precision)
@@ -206,5 +207,7 @@ class MemoryFloors:
             keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
             parts, routed = grid.tp if grid.sequence else 1, grid.tp if grid.ep > 1 else 1
             is_exchanged = grid.cp > 1 and grid.cp_kind == "ulysses"
-            self._numbers[key] = kept_activations(spec, layers, mode, keys, parts, routed, is_exchanged).between
+            self._numbers[key] = kept_activations(
+                spec, layers, mode, keys, parts, routed, is_exchanged, self.stack
+            ).between
         return self._numbers[key]

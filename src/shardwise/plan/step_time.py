@@ -25,7 +25,8 @@ from shardwise.plan.pipeline_time import pipeline_seconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
 from shardwise.plan.schedules import splits_backward, stage_owners
-from shardwise.plan.stack import OURS, Stack
+from shardwise.plan.speed import stack_of
+from shardwise.plan.stack import Stack
 from shardwise.plan.state_time import StateTime, optimizer_seconds, state_time
 from shardwise.plan.states import groups_of
 
@@ -57,8 +58,11 @@ class StageTime:
         return self.inputs + self.weights
 
 
-def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> dict[str, float]:
+def step_seconds(
+    model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None
+) -> dict[str, float]:
     """Seconds by part; their sum is the step."""
+    stack = stack or stack_of(plan)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times, stack)
     shares = rank_shares(model, plan)
@@ -95,9 +99,10 @@ def step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, s
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
 
 
-def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> float:
+def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None) -> float:
     """The busiest rank computes at least the mean of all. What waits, what travels between ranks and what is computed again in parts of a
     pipeline come on top."""
+    stack = stack or stack_of(plan)
     times = layer_times(model, cluster, job, plan, stack)
     again: set[int] = set()
     if plan.pp == 1 or plan.recompute == "full":
