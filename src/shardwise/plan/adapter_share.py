@@ -78,9 +78,7 @@ def _by_layer(spec: ModelSpec) -> dict[str, Linears]:
     return found
 
 
-def _layer(
-    prefix: str, size: int, targets: Names, trained: Names, spec: ModelSpec, adapter: AdapterConfig
-) -> Held:
+def _layer(prefix: str, size: int, targets: Names, trained: Names, spec: ModelSpec, adapter: AdapterConfig) -> Held:
     mine = _by_layer(spec)[prefix]
     also = sum(out * inputs for name, (out, inputs) in mine.items() if name in trained)
     also += spec.hidden * sum(name.startswith(prefix) and name not in mine for name in trained)  # norms

@@ -118,8 +118,15 @@ def rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
 
 
 def cuts_of(spec: ModelSpec, plan: Plan) -> tuple[Cut, ...]:
-    order = "zbv" if plan.schedule == "zbv" else "zero-bubble"  # all others go round the ranks alike: one of each cut
-    return _cuts(spec, plan.tp, plan.ep, plan.pp, order, plan.virtual_stages, plan.split, plan.seq_len)
+    return cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
+
+
+def cuts(
+    spec: ModelSpec, tp: int, ep: int, pp: int, schedule: str, virtual_stages: int, split: tuple[int, ...], seq_len: int
+) -> tuple[Cut, ...]:
+    """One per rank along the pipeline."""
+    order = "zbv" if schedule == "zbv" else "zero-bubble"  # all others go round the ranks alike: one of each cut
+    return _cuts(spec, tp, ep, pp, order, virtual_stages, split, seq_len)
 
 
 def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
