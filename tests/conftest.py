@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from ranks import RankPool
+
+settings.register_profile("tests", deadline=None)  # how long an example takes depends on who else uses the cores
+settings.load_profile("tests")
 
 
 @pytest.fixture
