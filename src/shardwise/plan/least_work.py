@@ -13,7 +13,7 @@ from shardwise.plan.activations import segments
 from shardwise.plan.layer_time import LayerTime, LayerTimes
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Grid, Space
-from shardwise.plan.speed import loss_of, our_stack
+from shardwise.plan.speed import kernels_of, loss_of, our_stack
 from shardwise.plan.stack import Stack
 from shardwise.plan.step_time import layer_times
 
@@ -48,12 +48,13 @@ class Works:
             found = self._works[key] = self._add_up(self.times(grid, size, mode, slowest), mode)
         return found
 
-    def stack_for(self, tp: int, slowest: bool = False) -> Stack:
-        if self.stack is not None:
-            return self.stack
-        tricks, schedule = self.space.tricks, "zero-bubble" if slowest else "1f1b"
-        loss = loss_of(self.space.speed, tp, 2, schedule)
-        return our_stack(tricks["compile"] != "none", tricks["fuse"], loss == "fused")
+    def stack_for(self, slowest: bool = False) -> Stack:
+        if self.stack is not None or not slowest:
+            return self.stack or self.space.fastest
+        space = self.space
+        kernels = kernels_of(space.speed, space.device, space.model, 2, "zero-bubble")
+        loss = loss_of(space.speed, 2, "gpipe")
+        return our_stack(kernels["compile"] != "none", kernels["fuse"], loss == "fused")
 
     def times(self, grid: Grid, size: int, mode: str, slowest: bool = False) -> LayerTimes:
         key = (
@@ -92,7 +93,7 @@ class Works:
             recompute=mode,
             copies=space.may_copy(grid),
         )
-        return layer_times(space.model, space.cluster, space.job, plan, self.stack_for(grid.tp, slowest))
+        return layer_times(space.model, space.cluster, space.job, plan, self.stack_for(slowest))
 
     @cached_property
     def are_alike(self) -> bool:
