@@ -244,7 +244,7 @@ def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, train
         return 0
     chunk, whole = logit_bytes(spec, tokens, size), max(4, size) * tokens * spec.vocab
     weights = size * spec.vocab * spec.hidden if trains_head else 0
-    copies = 2 if chunk < whole else int(spec.tied and plan.uses_fsdp)
+    copies = 2 if chunk < whole else int(spec.tied and (plan.uses_fsdp or plan.copies))
     return LOSS_TEMPORARIES["cuda"] * chunk + copies * weights
 
 

@@ -12,16 +12,21 @@ from functools import cache
 from typing import Any
 
 from shardwise.config.schema import SpeedConfig
+from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import MIXED, Plan
+from shardwise.plan.schedules import splits_backward
 from shardwise.plan.stack import OURS, Stack
 
 
 def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
     """The plan with its tricks. Called last: what they may do depends on the layout."""
-    common = common_tricks(asked, plan.device, spec)
+    kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
     copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
-    return replace(plan, **common, copies=copies, loss=loss_of(asked, plan.pp, plan.schedule))
+    copies = copies and not plan.rounds_sums
+    if asked.copies is True and not copies:
+        raise _no_copies(plan, spec)
+    return replace(plan, **kernels, copies=copies, loss=loss_of(asked, plan.pp, plan.schedule))
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
@@ -31,11 +36,13 @@ def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
     )
 
 
-def common_tricks(asked: SpeedConfig, device: str, spec: ModelSpec) -> dict[str, Any]:
-    """Those that every layout bears."""
+def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedule: str) -> dict[str, Any]:
+    """A compiled block has one backward: schedules that make the gradients of weights later need it in two."""
     compiled = asked.compile
-    if compiled == "auto":
-        compiled = "blocks" if device == "cuda" and spec.is_ours else "none"
+    if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
+        compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
+    if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
+        compiled = "none"
     fuse = compiled != "none" and spec.is_ours if asked.fuse == "auto" else bool(asked.fuse)
     return {"compile": compiled, "fuse": fuse, "kernels": "torch" if asked.kernels == "auto" else asked.kernels}
 
@@ -46,6 +53,15 @@ def keeps_copies(
     """One rank alone, whose weights are kept in fp32 and used in 16 bits."""
     can = world == 1 and precision in MIXED and zero == 0 and offload == "none" and spec.is_ours
     return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
+
+
+def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:
+    also = f", with gradients summed in {plan.reduce_dtype}" if plan.rounds_sums else ""
+    return UserError(
+        "speed.copies = true is for one rank alone that computes in 16 bits over fp32 weights",
+        why=f"this plan is {plan.layout} in {plan.precision}" + (also if spec.is_ours else ", of transformers' model"),
+        fix="speed.copies=auto, which keeps copies where it can",
+    )
 
 
 def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
