@@ -142,13 +142,12 @@ def _compute(
         if way.meet is not None:
             sums, target = way.meet(sums, target.masked_fill(~is_here, 0))
         loss_N[part] = (sums - target).masked_fill(~is_target, 0)
-        if dx_ND is None and dw_VD is None:
-            continue
         # 2. d loss / d logits: probabilities, less one at the target. The target's is computed apart: near 1, a 16-bit
         # probability less one has lost its digits. Rows without a target get an infinite sum: nothing is probable.
-        _go_over(way, to_probabilities, logits_NV, sums.masked_fill(~is_target, torch.inf))
-        at_target = (torch.expm1(target - sums) * slope).to(logits_NV.dtype)[:, None]
-        logits_NV.scatter_(1, rows_N1, torch.where(is_here[:, None], at_target, logits_NV.gather(1, rows_N1)))
+        if dx_ND is not None or dw_VD is not None:
+            _go_over(way, to_probabilities, logits_NV, sums.masked_fill(~is_target, torch.inf))
+            at_target = (torch.expm1(target - sums) * slope).to(logits_NV.dtype)[:, None]
+            logits_NV.scatter_(1, rows_N1, torch.where(is_here[:, None], at_target, logits_NV.gather(1, rows_N1)))
         # 3. The gradients of both factors.
         if dx_ND is not None:
             way.products.input_gradient(logits_NV, weight_VD, dx_ND[part])
