@@ -49,12 +49,13 @@ class Works:
         return found
 
     def stack_for(self, slowest: bool = False) -> Stack:
-        if self.stack is not None or not slowest:
-            return self.stack or self.space.fastest
-        space = self.space
-        kernels = kernels_of(space.speed, space.device, space.model, 2, "zero-bubble")
-        loss = loss_of(space.speed, 2, "gpipe")
-        return our_stack(kernels["compile"] != "none", kernels["fuse"], loss == "fused")
+        if self.stack is not None:
+            return self.stack
+        if not slowest:
+            return self.space.fastest
+        speed, device, model = self.space.speed, self.space.device, self.space.model
+        kernels = kernels_of(speed, device, model, 2, "zero-bubble")
+        return our_stack(kernels["compile"] != "none", kernels["fuse"], loss_of(speed, 2, "gpipe") == "fused")
 
     def times(self, grid: Grid, size: int, mode: str, slowest: bool = False) -> LayerTimes:
         key = (
