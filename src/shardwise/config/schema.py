@@ -46,7 +46,11 @@ class ModelConfig:
     path: str | None = setting(
         None, "a Hugging Face directory or hub id in the local cache, of any causal language model; replaces `preset`"
     )
-    attention: str = setting("auto", "attention kernel", choices=("auto", "sdpa", "math", "flex"))
+    attention: str = setting(
+        "auto",
+        "attention kernel; cudnn, flash and flex are for CUDA; auto: the fastest there, by measurement, sdpa on CPUs",
+        choices=("auto", "sdpa", "math", "flex", "cudnn", "flash"),
+    )
     overrides: tuple[tuple[str, Any], ...] = setting(
         (), "ModelSpec fields given in [model], for example num_layers = 4"
     )
@@ -237,8 +241,9 @@ class SpeedConfig:
 
     compile: str = setting(
         "auto",
-        "blocks become compiled kernels; `graphs` also replays their launches; auto: blocks on GPUs",
-        choices=("auto", "none", "blocks", "graphs"),
+        "blocks become compiled kernels; `graphs` also replays their launches; `trace` runs their graphs with plain kernels, "
+        "to find where a difference comes from; auto: blocks on GPUs",
+        choices=("auto", "none", "blocks", "graphs", "trace"),
     )
     fuse: bool | Auto = setting(
         "auto", "one matrix product for q, k and v, one for gate and up; auto: where blocks are compiled"

@@ -7,6 +7,7 @@
     expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
     float8        which products are in fp8                               (memory/float8.py)
+    compiled.py   which operations are one kernel
     recompute.py  what backward computes again                            (in memory/; selective.py, activation_offload.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
     data.py       replicas with summed gradients
@@ -31,12 +32,14 @@ from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.float8 import Float8Layers, apply_float8
 from shardwise.memory.recompute import apply_recompute
 from shardwise.model.adapters import Adapters, adapt, adapt_whole, decoder_adapters
+from shardwise.model.attention_choice import Shape, choose
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.parallel.compiled import apply_compile, apply_joined
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
@@ -99,7 +102,19 @@ def parallelize_decoder(
         if plan.precision == "fp8":
             blocks = model.layers.values()
             float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
-        apply_recompute(list(model.layers.values()), plan.recompute, layers.start)
+        if plan.fuse:
+            apply_joined(model.layers.values())
+        if attention == "auto" and device.type == "cuda" and plan.cp == 1:
+            shape = Shape(plan.micro_batch, plan.seq_len, plan.tp)
+            chosen = choose(spec, spec.layers[layers.start : layers.stop], shape, COMPUTED[plan.precision], device)
+            model.use_kernels({index: choice.kernel for index, choice in chosen.items()})
+            model.kernel_reason = "; ".join(sorted({str(choice) for choice in chosen.values()}))
+        recompute = plan.recompute
+        if plan.compile != "none":
+            whole = plan.tp == plan.cp == plan.ep == 1
+            apply_compile(model.layers.values(), plan.compile, selective=recompute == "selective", whole=whole)
+            recompute = "none" if recompute == "selective" else recompute
+        apply_recompute(list(model.layers.values()), recompute, layers.start)
         if plan.activation_offload:
             apply_activation_offload(list(model.layers.values()), device)
         sums = None

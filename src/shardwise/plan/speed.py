@@ -20,9 +20,12 @@ from shardwise.plan.stack import OURS, Stack
 
 def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
     """The plan with its tricks. Called last: what they may do depends on the layout."""
-    common = common_tricks(asked, plan.device, spec)
-    copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
-    return replace(plan, **common, copies=copies, loss=loss_of(asked, plan.tp, plan.pp, plan.schedule))
+    return replace(
+        plan,
+        **kernels_of(asked, plan.device, spec, plan.pp, plan.schedule),
+        copies=keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero),
+        loss=loss_of(asked, plan.tp, plan.pp, plan.schedule),
+    )
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
@@ -32,11 +35,13 @@ def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
     )
 
 
-def common_tricks(asked: SpeedConfig, device: str, spec: ModelSpec) -> dict[str, Any]:
-    """Those that every layout bears."""
+def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedule: str) -> dict[str, Any]:
+    """A compiled block has one backward: schedules that make the gradients of weights later need it in two."""
     compiled = asked.compile
     if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
-        compiled = "blocks" if device == "cuda" and spec.is_ours and asked.kernels != "liger" else "none"
+        compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
+    if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
+        compiled = "none"
     fuse = compiled != "none" and spec.is_ours if asked.fuse == "auto" else bool(asked.fuse)
     return {"compile": compiled, "fuse": fuse, "kernels": "torch" if asked.kernels == "auto" else asked.kernels}
 
