@@ -10,7 +10,7 @@ CORE = ("torch", "numpy", "safetensors", "tokenizers", "rich")
 # distribution(s) that provide it, what it is for, how to get it
 OPTIONAL = (
     (("pyarrow",), "reads .parquet", "pip install 'shardwise[parquet]'"),
-    (("torchao",), "fp8, adamw8bit", "pip install 'shardwise[lowbit]'"),
+    (("torchao",), "adamw8bit", "pip install 'shardwise[lowbit]'"),
     (("liger-kernel",), "GPU kernels", "pip install liger-kernel"),
     (("tensorboard",), "logger", "pip install 'shardwise[tensorboard]'"),
     (("wandb",), "logger", "pip install 'shardwise[wandb]'"),

@@ -29,7 +29,12 @@ def join(linears: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
     weight = torch.cat([linear.weight for linear in linears])
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     sizes = [linear.weight.shape[0] for linear in linears]
-    return F.linear(x, weight, torch.cat(biases) if biases else None).split(sizes, dim=-1)
+    bias = torch.cat(biases) if biases else None
+    product = getattr(linears[0], "product", None)  # of fp8
+    if product is None:
+        return F.linear(x, weight, bias).split(sizes, dim=-1)
+    y = product(x, weight)
+    return (y if bias is None else y + bias.to(y.dtype)).split(sizes, dim=-1)
 
 
 class FeedForward(nn.Module):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shardwise.memory.float8 import Float8Linear
 from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
 
@@ -34,13 +35,18 @@ KEPT_OPERATIONS = (
 
 
 def apply_joined(blocks: Iterable[nn.Module]) -> None:
-    """q, k, v and gate, up as one product each, where they are plain: adapters, slices and fp8 have products of their own."""
+    """q, k, v and gate, up as one product each, where they are plain or all in fp8: adapters and slices have products of their own."""
     for block in blocks:
         for module in block.modules():
             if isinstance(module, Attention):
-                module.joined = all(type(part) is nn.Linear for part in (module.q, module.k, module.v))
+                module.joined = _are_alike(module.q, module.k, module.v)
             elif isinstance(module, FeedForward):
-                module.joined = type(module.gate) is nn.Linear and type(module.up) is nn.Linear
+                module.joined = _are_alike(module.gate, module.up)
+
+
+def _are_alike(*parts: nn.Module | None) -> bool:
+    kinds = {type(part) for part in parts}
+    return kinds in ({nn.Linear}, {Float8Linear})
 
 
 def apply_compile(blocks: Iterable[nn.Module], mode: str, *, selective: bool, whole: bool) -> None:

@@ -103,7 +103,7 @@ class Engine:
                 self._sum_tied()
                 self._sum_partial()
         for shard in self.shards:
-            if shard.local is not shard.parameter:
+            if shard.rows is not None:
                 shard.local.grad = shard.gradient_here
         return self._counted(sums)
 

@@ -31,8 +31,8 @@ def choose_precision(config: Config, machine: Machine, origins: Origins) -> str:
         _check_fp8(machine, origins)
     if asked in ("bf16", "bf16-true"):
         _check_bf16(machine, origins)
-    if "fp8" in asked or config.optimizer.name == "adamw8bit":
-        _check_torchao("memory.precision = fp8" if asked == "fp8" else "optimizer.name = adamw8bit", origins)
+    if config.optimizer.name == "adamw8bit":
+        _check_torchao(origins)
     if asked != "auto":
         return asked
     return "bf16" if machine.gpus and not _without_bf16(machine) else "fp32"
@@ -78,13 +78,13 @@ def _check_fp8(machine: Machine, origins: Origins) -> None:
     )
 
 
-def _check_torchao(key: str, origins: Origins) -> None:
+def _check_torchao(origins: Origins) -> None:
     if importlib.util.find_spec("torchao") is None:
         raise UserError(
-            f"{key} needs torchao, which is not installed",
-            why="8-bit states and fp8 products are torchao's",
-            fix=f"{LOWBIT_INSTALL}, or leave {key.split(' ')[0]} out",
-            where=where_written(origins, key.split(" ")[0]),
+            "optimizer.name = adamw8bit needs torchao, which is not installed",
+            why="8-bit states are torchao's",
+            fix=f"{LOWBIT_INSTALL}, or leave optimizer.name out",
+            where=where_written(origins, "optimizer.name"),
         )
 
 

@@ -126,6 +126,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
     plan = _choose_states(asked, plan, rank_memory_limit(config, machine, plan))
     _check_fill(config, plan, origins)
     _check_fp8_tokens(plan, origins)
+    _check_fp8_head(plan, asked.spec, origins)
     _check_offload(plan, origins)
     _check_profile(config.run.profile, plan.num_steps, origins)
     check_cuda_only(asked, origins)
@@ -242,6 +243,17 @@ def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
             why=f"fp8 products take tokens by {FP8_MULTIPLE}, and a rank has {tokens} of each sequence",
             fix=f"train.seq_len={-(-plan.seq_len // needed) * needed} or memory.precision=bf16",
             where=where_written(origins, "memory.precision", "train.seq_len", "parallel.cp"),
+        )
+
+
+def _check_fp8_head(plan: Plan, spec: ModelSpec, origins: Origins) -> None:
+    if plan.fp8_head and (plan.precision != "fp8" or not spec.is_ours):
+        is_mixed = plan.precision != "fp8"
+        raise UserError(
+            "memory.fp8_head has nothing to do here",
+            why=f"memory.precision is {plan.precision}" if is_mixed else f"the head of {spec.name} is not ours",
+            fix="memory.fp8_head=false" + (" or memory.precision=fp8" if is_mixed else ""),
+            where=where_written(origins, "memory.fp8_head"),
         )
 
 
