@@ -7,8 +7,6 @@ ones, and are not compiled for sizes that nobody trains with. Read next: memory/
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 
@@ -51,7 +49,7 @@ def _taken(engine: Engine, size: int) -> Taken:
     micro = TensorBatch(tokens, torch.full_like(tokens, IGNORE), None)
     clock = Clock(device)
     account = Account(device, holders_of(engine, None), clock, records=True)
-    with torch.compiler.set_stance("force_eager") if engine.plan.compile != "none" else nullcontext(), account:
+    with engine.as_written(), account:
         account.begin()
         before = _allocated(device)
         engine.try_out(micro, clock)
