@@ -40,7 +40,7 @@ class MemoryWatch:
         self.device, self.steps = engine.mesh.device, steps
         self.account = Account(self.device, holders_of(engine, optimizer), clock)
         self.limit, self.clock = limit, clock
-        self.is_compiled, self.accumulates = engine.plan.compile != "none", engine.plan.num_microbatches > 1
+        self.is_compiled, self.accumulates = _compiles(engine, optimizer), engine.plan.num_microbatches > 1
         self.is_open, self.activations = False, 0
 
     @contextmanager
@@ -96,6 +96,12 @@ class MemoryWatch:
                 held["temporary"] += beside  # what kernels take for themselves
             beside = torch.cuda.max_memory_reserved(self.device) - peak
         return [*held.values(), beside, peak]
+
+
+def _compiles(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
+    """Blocks, or torchao's update: on GPUs it is compiled around a learning rate that is a tensor."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return engine.plan.compile != "none" or (engine.mesh.device.type == "cuda" and any(map(torch.is_tensor, rates)))
 
 
 def _process_bytes(device: torch.device, tensors: int) -> int:
