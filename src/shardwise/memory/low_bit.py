@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.plan.resolve import LOWBIT_INSTALL
+from shardwise.plan.hardware import LOWBIT_INSTALL
 
 BLOCK = 256
 SMALLEST = 4096  # numbers: below it, 8 bits save nothing worth their rounding (torchao's rule, and bitsandbytes')

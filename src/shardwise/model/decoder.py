@@ -10,10 +10,10 @@ Shapes: B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -159,8 +159,23 @@ class Decoder(nn.Module):
         builder = MaskBuilder(positions_BT.shape[1], num_past, positions_BT.device, documents_BT)
         layers = tuple(self.spec.layers[int(index)] for index in self.layers)
         # Flex skips blocks of long sequences; a cache grows by one token, which has none and would compile at each step.
-        masks = builder.build(layers, flex=self.kernel == "flex" and cache is None)
-        return {layer.index: AttentionInputs(masks[builder.key(layer)], None, cache) for layer in layers}
+        flex = {index for index, kernel in self.kernels.items() if kernel == "flex" and cache is None}
+        inputs: dict[int, AttentionInputs] = {}
+        for is_flex in (False, True):
+            some = tuple(layer for layer in layers if (layer.index in flex) == is_flex)
+            masks = builder.build(some, flex=is_flex)
+            inputs |= {layer.index: AttentionInputs(masks[builder.key(layer)], None, cache) for layer in some}
+        return inputs
+
+    @property
+    def kernels(self) -> dict[int, str]:
+        """Of attention, by layer."""
+        return {int(index): cast(Attention, block.attention).kernel for index, block in self.layers.items()}
+
+    def use_kernels(self, kernels: Mapping[int, str]) -> None:
+        """Of attention, by layer index."""
+        for index, block in self.layers.items():
+            cast(Attention, block.attention).kernel = kernels[int(index)]
 
     def run_layers(
         self, x_BTD: Tensor, inputs: dict[int, AttentionInputs], target_counts_B: Tensor | None

@@ -26,6 +26,7 @@ from shardwise.plan.states import COMPUTE_BYTES as COMPUTE_BYTES
 from shardwise.plan.states import STATES_PER_PARAMETER as STATES_PER_PARAMETER
 from shardwise.plan.states import WEIGHT_BYTES as WEIGHT_BYTES
 from shardwise.plan.states import gathered_bytes as gathered_bytes
+from shardwise.plan.states import gradient_bytes as gradient_bytes
 from shardwise.plan.states import groups_of
 from shardwise.plan.states import state_bytes as state_bytes
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec
@@ -20,7 +20,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.degrees import tensor_degrees
 from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan
-from shardwise.plan.speed import asked_speed, common_tricks, keeps_copies, loss_of, our_stack
+from shardwise.plan.speed import asked_speed, keeps_copies, kernels_of, loss_of, our_stack
 from shardwise.plan.split import balanced_split, estimated_costs, even_split
 
 SMALL_WORLD = 16
@@ -102,8 +102,8 @@ class Space:
         self.precision = fixed.get("memory.precision", job.precision)
         self.device = cluster.device.kind
         self.speed = asked_speed(fixed)
-        self.tricks = common_tricks(self.speed, self.device, model)
-        self.fastest = our_stack(self.tricks["compile"] != "none", self.tricks["fuse"], self.speed.loss != "recompute")
+        kernels = kernels_of(self.speed, self.device, model, 1, "1f1b")
+        self.fastest = our_stack(kernels["compile"] != "none", kernels["fuse"], self.speed.loss != "recompute")
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._schedules: dict[int, list[tuple[str, int]]] = {}
@@ -236,7 +236,7 @@ class Space:
             return asked if len(asked) == num_stages and sum(asked) == num_layers else None
         if asked == "even":
             return even_split(num_layers, num_stages)
-        return balanced_split(*estimated_costs(self.model, self.job.seq_len), num_stages)
+        return _balanced(self.model, self.job.seq_len, num_stages)
 
     # States and savings --------------------------------------------------------------------------------------------
 
@@ -297,20 +297,16 @@ class Space:
         passed |= {name: fixed[f"comm.{name}"] for name in PASSED_ON if f"comm.{name}" in fixed}
         if self.goes_to_disk:
             passed |= {"offload_to": "nvme", "offload_dir": fixed.get("memory.offload_dir") or "runs"}
-        return (
-            passed
-            | self.tricks
-            | {
-                "device": self.device,
-                "precision": self.precision,
-                "seq_len": job.seq_len,
-                "global_batch": job.global_batch,
-                "num_steps": math.ceil(job.tokens / job.tokens_per_step) if job.tokens else 1,
-                "reason": "planned",
-            }
-        )
+        return passed | {
+            "device": self.device,
+            "precision": self.precision,
+            "seq_len": job.seq_len,
+            "global_batch": job.global_batch,
+            "num_steps": math.ceil(job.tokens / job.tokens_per_step) if job.tokens else 1,
+            "reason": "planned",
+        }
 
-    def plan(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> Plan:
+    def plan(self, grid: Grid, pace: Pace, states: States, saving: Saving, **changes: Any) -> Plan:
         split = self.split(grid.pp * pace.virtual_stages) if grid.pp > 1 else ()
         assert split is not None, (grid, pace)
         return Plan(
@@ -332,8 +328,9 @@ class Space:
             activation_offload=saving.activation_offload,
             threads_per_rank=self.threads(grid.gpus),
             copies=self.may_copy(grid) and saving.offload == "none" and states.zero == 0,
-            loss=loss_of(self.speed, grid.tp, grid.pp, pace.schedule),
-            **self._common,
+            loss=loss_of(self.speed, grid.pp, pace.schedule),
+            **kernels_of(self.speed, self.device, self.model, grid.pp, pace.schedule),
+            **(self._common | changes),
         )
 
     def may_copy(self, grid: Grid) -> bool:
@@ -356,6 +353,11 @@ class Space:
                         for saving in self.savings:
                             if self.go_together(grid, states, saving.offload, saving.activation_offload):
                                 yield grid, pace, states, saving
+
+
+@lru_cache(4096)
+def _balanced(model: ModelSpec, seq_len: int, num_stages: int) -> tuple[int, ...]:
+    return balanced_split(*estimated_costs(model, seq_len), num_stages)
 
 
 @cache

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from shardwise.config.schema import SpeedConfig
+from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.plan import MIXED, Plan
 from shardwise.plan.schedules import splits_backward
@@ -20,9 +21,12 @@ from shardwise.plan.stack import OURS, Stack
 
 def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
     """The plan with its tricks. Called last: what they may do depends on the layout."""
-    common = common_tricks(asked, plan.device, spec)
+    kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
     copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
-    return replace(plan, **common, copies=copies, loss=loss_of(asked, plan.tp, plan.pp, plan.schedule))
+    copies = copies and not plan.rounds_sums
+    if asked.copies is True and not copies:
+        raise _no_copies(plan, spec)
+    return replace(plan, **kernels, copies=copies, loss=loss_of(asked, plan.pp, plan.schedule))
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
@@ -32,11 +36,13 @@ def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
     )
 
 
-def common_tricks(asked: SpeedConfig, device: str, spec: ModelSpec) -> dict[str, Any]:
-    """Those that every layout bears."""
+def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedule: str) -> dict[str, Any]:
+    """A compiled block has one backward: schedules that make the gradients of weights later need it in two."""
     compiled = asked.compile
-    if compiled == "auto":
-        compiled = "blocks" if device == "cuda" and spec.is_ours else "none"
+    if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
+        compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
+    if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
+        compiled = "none"
     fuse = compiled != "none" and spec.is_ours if asked.fuse == "auto" else bool(asked.fuse)
     return {"compile": compiled, "fuse": fuse, "kernels": "torch" if asked.kernels == "auto" else asked.kernels}
 
@@ -49,9 +55,18 @@ def keeps_copies(
     return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
 
 
-def loss_of(asked: SpeedConfig, tp: int, pp: int, schedule: str) -> str:
-    """Not fused where the head's gradient is made in two parts, nor where its vocabulary is cut."""
-    can = tp == 1 and not (pp > 1 and splits_backward(schedule))
+def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:
+    also = f", with gradients summed in {plan.reduce_dtype}" if plan.rounds_sums else ""
+    return UserError(
+        "speed.copies = true is for one rank alone that computes in 16 bits over fp32 weights",
+        why=f"this plan is {plan.layout} in {plan.precision}" + (also if spec.is_ours else ", of transformers' model"),
+        fix="speed.copies=auto, which keeps copies where it can",
+    )
+
+
+def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
+    """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's weights in fp32."""
+    can = pp == 1 or schedule != "gpipe"
     return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
 
 
