@@ -103,6 +103,18 @@ def test_copies_that_stay_take_the_gradients_of_sums_and_the_reduction_away() ->
     assert 4 * head < fsdp.peak - copies.peak < 10 * head
 
 
+def test_with_copies_the_first_layer_is_computed_again_beside_all_other_gradients() -> None:
+    here = plan(global_batch=4, micro_batch=4, recompute="full", copies=True)
+    (stage,) = predict_stages(LLAMA, here, "adamw")
+    assert stage.moment == "backward of layer 0"
+    embedding, tokens = LLAMA.vocab * LLAMA.hidden, 4 * 4096
+    block, counted = (LLAMA.num_parameters - 2 * embedding) // 32, LLAMA.with_overrides({"norm": "layer"})
+    layer = layer_activations(counted, counted.layers[:1], tokens)
+    passing = 2 * LLAMA.ffn + LLAMA.hidden
+    states = 16 * LLAMA.num_parameters - 2 * (embedding + block)
+    assert stage.peak == pytest.approx(states + 2 * tokens * (layer + passing), rel=0.01)
+
+
 def test_long_sequences_that_are_computed_again_are_fullest_in_backward() -> None:
     (stage,) = predict_stages(LLAMA.with_overrides({"num_layers": 2, "vocab": 512}), plan(global_batch=1, micro_batch=1, seq_len=65536, recompute="full"), "adamw")  # fmt: skip
     assert stage.moment.startswith("backward of layer")
