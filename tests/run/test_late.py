@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -170,3 +172,23 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
     for it, lap in started:
         parts = lap.parts()
         assert 0 < it.read().loss < 10 and 0 < parts["compute_s"] <= parts["step_s"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_late_results_of_a_gpu_are_the_same_and_its_steps_add_up(tmp_path: Path) -> None:
+    """The real command. A step lasts from the end of the one before to its own, so all of them are as long as the run."""
+    losses = {}
+    for results in ("at-once", "late"):
+        words = [*SMALL, "train.steps=30", f"run.name={results}", f"speed.results={results}", "speed.compile=none"]
+        words += ["memory.precision=fp32", "train.micro_batch=8", "run.profile=28:29"]
+        command = [sys.executable, "-m", "shardwise", "train", "--nproc", "1", "--no-verify", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == Exit.DONE, done.stdout + done.stderr
+        run = tmp_path / "runs" / results
+        losses[results] = losses_of(run)
+        times, ends = losses_of(run, "step_s"), losses_of(run, "wall_time")
+        assert sum(times[step] for step in range(6, 26)) == pytest.approx(ends[25] - ends[5], rel=0.5)
+        with gzip.open(run / "trace" / "rank-0.json.gz") as stream:
+            kinds = {event.get("cat") for event in json.load(stream)["traceEvents"]}
+        assert {"kernel", "user_annotation", "cpu_op"} <= kinds
+    assert list(losses["late"]) == list(range(1, 31)) and losses["late"] == pytest.approx(losses["at-once"], rel=1e-4)
