@@ -130,6 +130,7 @@ def plan_of(one: dict[str, Any]) -> Plan:
         threads_per_rank=4,
         reason="",
         recompute=one.get("recompute", "none"),
+        loss="recompute",
     )
 
 

@@ -13,7 +13,7 @@ from shardwise.memory.account import Account, Point
 from shardwise.model.spec import ModelSpec
 from shardwise.run.clock import Clock
 from shardwise.run.held import holders_of
-from shardwise.run.optimizer import build_optimizer
+from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.reference import Trial
 from shardwise.run.step import accumulate, update
 from shardwise.run.trial import build_trial, trial_batch, trial_plan
@@ -42,7 +42,7 @@ def three_steps(spec: ModelSpec, trial: Trial, layout: dict[str, Any], watched: 
     device = torch.device(where)
     plan = trial_plan(trial, **layout)
     engine = build_trial(spec, plan, trial, dist.get_rank() if dist.is_initialized() else 0, device)
-    optimizer = build_optimizer(trial.optimizer, engine.locals())
+    optimizer = engine_optimizer(trial.optimizer, engine)
     clock, losses = Clock(device), []
     account = Account(device, holders_of(engine, optimizer), clock)
     first, last, points = dict(account.held), dict(account.held), list[Point]()

@@ -24,7 +24,7 @@ NO_TORCH = (
     "cli/", "config/", "plan/", "explain/", "demo/__init__.py", "demo/perform.py", "cluster/machine.py",
     "cluster/measure.py", "cluster/link.py", "cluster/spec.py", "cluster/changes.py", "cluster/toml.py", "cluster/read.py", "cluster/here.py", "cluster/versions.py", "model/spec.py", "model/presets.py", "model/hf_config.py", "model/hf_directory.py",
     "data/", "run/build.py", "run/rundir.py", "run/start.py", "run/weights.py", "run/guards.py", "run/clock.py", "run/events.py", "run/measured.py", "run/memory_view.py", "run/view.py", "launch/ranks.py",
-    "launch/rank.py", "launch/local.py", "checkpoint/listing.py", "errors.py", "files.py", "__init__.py", "__main__.py",
+    "launch/rank.py", "launch/local.py", "launch/allocator.py", "checkpoint/listing.py", "errors.py", "files.py", "__init__.py", "__main__.py",
 )  # fmt: skip
 MAY_IMPORT_TORCH = ("data/loader.py",)
 

@@ -9,11 +9,13 @@ import pytest
 
 from shardwise.cluster.machine import Machine
 from shardwise.config.load import load_config
+from shardwise.config.schema import SpeedConfig
 from shardwise.errors import UserError
 from shardwise.plan.plan import Plan
 from shardwise.plan.plan_files import config_of, is_ours, row_text, write_rows
 from shardwise.plan.question import ask
 from shardwise.plan.resolve import resolve
+from shardwise.plan.speed import with_speed
 
 LAYOUTS = [
     {},
@@ -41,7 +43,7 @@ def test_a_row_is_resolved_to_the_plan_it_was_made_from(changes, tmp_path):
     same = replace(
         made, num_steps=resolved.num_steps, threads_per_rank=resolved.threads_per_rank, reason=resolved.reason
     )
-    assert resolved == same
+    assert resolved == with_speed(same, SpeedConfig(), question.spec)
 
 
 def test_what_was_typed_is_in_every_row():

@@ -207,6 +207,16 @@ def test_every_zero_stage_holds_what_its_line_of_the_table_says(precision, zero,
     assert held == pytest.approx(P * (sharded / 8 + whole), rel=1e-6)
 
 
+@pytest.mark.parametrize("microbatches, gradients", [(1, 2), (4, 4)])
+def test_copies_that_stay_are_weights_and_gradients_are_as_wide_as_they_must_be(microbatches, gradients):
+    here = plan(dp=1, global_batch=4, micro_batch=4 // microbatches, precision="bf16", copies=True)
+    memory = predict_memory(LLAMA, here, "adamw")
+    assert [memory[name] / P for name in STATES] == [6, 0, gradients, 8]
+    adapted = predict_memory(LLAMA, here, "adamw", AdapterConfig(kind="lora", rank=8))
+    assert adapted["weights"] == pytest.approx(2 * P, rel=0.01)  # what is frozen is there once
+    assert adapted["gradients"] * 8 == adapted["optimizer"] * gradients
+
+
 @pytest.mark.parametrize("precision, size", [("bf16", 2), ("fp32", 4)])
 def test_stage_3_gathers_two_blocks(precision, size):
     here = plan(dp=8, zero=3, precision=precision, micro_batch=1)

@@ -16,7 +16,6 @@ from shardwise.plan.candidate import Candidate, family, rank_of
 from shardwise.plan.job import Job
 from shardwise.plan.prediction import predict
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
-from shardwise.plan.stack import OURS
 
 Layout = tuple[Grid, Pace, States, Saving]
 MOST = 4000
@@ -95,7 +94,7 @@ def test_the_search_finds_what_predicting_everything_finds(question):
     fitting = sorted((c for c in predicted if c.prediction.memory_bytes <= limit), key=rank_of)
     best = list({family(c.plan): c for c in reversed(fitting)}.values())
     best.sort(key=rank_of)
-    found = BestFirst(space, limit, OURS).best(5)
+    found = BestFirst(space, limit).best(5)
     assert [(c.plan, c.prediction.step_s) for c in found] == [(c.plan, c.prediction.step_s) for c in best[:5]]
 
 
@@ -107,7 +106,7 @@ def test_no_floor_is_above_the_prediction(question, random):
     every = layouts(space)
     if not every:
         return
-    engine = BestFirst(space, 0, OURS)
+    engine = BestFirst(space, 0)
     time, memory = engine.time, engine.memory
     some = random.sample(every, min(len(every), 60))
     for (grid, pace, states, saving), candidate in zip(some, all_predicted(space, some), strict=True):

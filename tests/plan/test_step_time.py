@@ -53,6 +53,15 @@ def test_the_rate_of_a_good_step():
     assert 0.45 < done / total(plan(micro_batch=4)) / 989e12 < 0.60
 
 
+def test_copies_that_stay_save_casts_and_the_pass_that_clips():
+    """Bytes per number that are not moved: FSDP2 rounds, copies out and widens; clipping reads and writes fp32. With several micro-batches
+    both add up in fp32."""
+    one, several = (total(plan(micro_batch=n)) - total(plan(micro_batch=n, copies=True)) for n in (8, 1))
+    read_once = LLAMA.num_parameters / 3.35e12
+    assert 20 * read_once < one < 60 * read_once
+    assert 0 < several < one
+
+
 def test_degrees_divide_the_work():
     one = seconds(plan())["compute"]
     assert seconds(plan(dp=2))["compute"] == pytest.approx(one / 2, rel=0.05)

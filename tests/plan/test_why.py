@@ -28,7 +28,7 @@ def test_differences_add_up_to_what_it_is_slower(base):
 
 def test_a_link_at_which_it_would_win_is_where_the_two_change_places(base):
     question, winner = base.question, base.rows[0].candidate
-    made = why_not(base, "tp=4 pp=2")
+    made = why_not(base, "tp=2 pp=4")
     text = next(text for text in made.wins_if if text.startswith("nic below"))
     rate = float(re.search(r"below ([\d.e+-]+) GB/s", text)[1]) * 1e9  # type: ignore[index]
 

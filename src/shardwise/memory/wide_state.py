@@ -1,29 +1,43 @@
-"""Optimizers over fp16 weights that compute, and keep their state, in fp32.
+"""Any optimizer over weights that a model has in 16 bits; it computes, and keeps its state, in fp32.
 
-torch's optimizers keep state in the format of the parameter. In fp16 the second moment of any gradient below 2e-4 is zero, so Adam
-divides by its epsilon, and unscaled gradients vanish before they are used. Here the inner optimizer has stand-ins for the
-parameters: fp32 copies that exist while they are updated, a few at a time. Invariant: between steps a stand-in is empty, and
-`state[parameter]` is the inner optimizer's own entry.
+torch's optimizers keep state in the format of the parameter and want gradients in it. In fp16 the second moment of any gradient below 2e-4
+is zero, so Adam divides by its epsilon, and unscaled gradients vanish before they are used. Two cases, a few parameters at a time:
+
+    fp16 alone      the inner optimizer has stand-ins for the parameters: fp32 copies that exist while they are updated
+    fp32 masters    it has the masters themselves, gets their copies' gradients in fp32, and the copies are written afterwards
+
+Invariant: between steps a stand-in is empty, and `state[parameter]` is the inner optimizer's own entry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Groups = list[dict[str, Any]]
+CopyOf = Mapping[nn.Parameter, nn.Parameter]
+"""By fp32 master: the 16-bit parameter that the model computes with."""
 BUCKET_NUMBERS = 2**24  # of parameters that are copied at a time: 64 MiB of weights and 64 of gradients
 
 
 class WideState(torch.optim.Optimizer):
     grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it in fp32
 
-    def __init__(self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer]):
-        """`build`: the inner optimizer of groups of parameters."""
-        inner = [{**group, "params": [_stand_in(p) for p in group["params"]]} for group in groups]
+    def __init__(
+        self,
+        groups: Groups,
+        build: Callable[[Groups], torch.optim.Optimizer],
+        copy_of: CopyOf = MappingProxyType({}),
+    ):
+        """`build`: the inner optimizer of groups of parameters. A parameter without a copy is narrow itself."""
+        self.copy_of = copy_of
+        inner = [
+            {**group, "params": [p if p in copy_of else _stand_in(p) for p in group["params"]]} for group in groups
+        ]
         self.inner = build(inner)
         super().__init__(groups, dict(self.inner.defaults))
         self._empty()
@@ -33,16 +47,18 @@ class WideState(torch.optim.Optimizer):
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             yield from zip(own["params"], inner["params"], strict=True)
 
-    def _buckets(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-        bucket: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for pair in self._pairs():
-            if pair[0].grad is None:
-                continue
-            bucket.append(pair)
-            if sum(parameter.numel() for parameter, _ in bucket) >= BUCKET_NUMBERS:
-                yield bucket
-                bucket = []
-        if bucket:
+    def _buckets(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter, Tensor]]]:
+        """With gradients, which are taken away from the parameters: the inner optimizer must see a bucket's alone."""
+        found = [
+            (*pair, gradient)
+            for pair in self._pairs()
+            if (gradient := take_gradient(pair[0], self.copy_of)) is not None
+        ]
+        while found:
+            bucket, size = [], 0
+            while found and size < BUCKET_NUMBERS:
+                bucket.append(found.pop(0))
+                size += bucket[-1][0].numel()
             yield bucket
 
     @torch.no_grad()
@@ -53,15 +69,19 @@ class WideState(torch.optim.Optimizer):
             else:
                 inner["lr"] = own["lr"]
         for bucket in self._buckets():
-            for parameter, wide in bucket:
-                assert parameter.grad is not None
-                wide.data = parameter.detach().float()
-                gradient = parameter.grad.float()
+            for parameter, wide, narrow_gradient in bucket:
+                if wide is not parameter:
+                    wide.data = parameter.detach().float()
+                gradient = narrow_gradient.to(wide.dtype)
                 wide.grad = gradient if self.grad_factor is None else gradient * self.grad_factor.to(gradient)
-            self.inner.step()  # passes over stand-ins without a gradient
-            for parameter, wide in bucket:
-                parameter.copy_(wide)
-                wide.grad, wide.data = None, wide.data.new_empty(0)
+            self.inner.step()  # passes over parameters without a gradient
+            for parameter, wide, _ in bucket:
+                wide.grad = None
+                if wide is parameter:
+                    self.copy_of[parameter].copy_(parameter)
+                else:
+                    parameter.copy_(wide)
+                    wide.data = wide.data.new_empty(0)
         self.grad_factor = None
         self._show_state()
 
@@ -69,19 +89,29 @@ class WideState(torch.optim.Optimizer):
         groups = self.inner.state_dict()["param_groups"]
         # torch makes state of the parameter's format; some optimizers look at its shape, too.
         for parameter, wide in self._pairs():
-            wide.data = _stand_in(parameter).data
+            if wide is not parameter:
+                wide.data = _stand_in(parameter).data
         self.inner.load_state_dict({"state": state_dict["state"], "param_groups": groups})
         self._empty()
         self._show_state()
 
     def _empty(self) -> None:
-        for _, wide in self._pairs():
-            wide.data = wide.data.new_empty(0)
+        for parameter, wide in self._pairs():
+            if wide is not parameter:
+                wide.data = wide.data.new_empty(0)
 
     def _show_state(self) -> None:
         for parameter, wide in self._pairs():
             if wide in self.inner.state:
                 self.state[parameter] = self.inner.state[wide]
+
+
+def take_gradient(parameter: nn.Parameter, copy_of: CopyOf) -> Tensor | None:
+    """Of a master it is on its copy, or, summed over micro-batches, on itself. Nobody has it afterwards."""
+    narrow = copy_of.get(parameter, parameter)
+    gradient = parameter.grad if narrow.grad is None else narrow.grad
+    parameter.grad = narrow.grad = None
+    return gradient
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

@@ -103,7 +103,7 @@ class Engine:
                 self._sum_tied()
                 self._sum_partial()
         for shard in self.shards:
-            if shard.local is not shard.parameter:
+            if shard.rows is not None:
                 shard.local.grad = shard.gradient_here
         return self._counted(sums)
 
@@ -172,8 +172,11 @@ class Engine:
 
     def _counted(self, sums: Tensor) -> Tensor:
         """What this rank reports: tensor-parallel ranks have the same losses, but for those of routers whose tokens they share."""
-        reports_routers = self.mesh.counts_loss or self.plan.ep > 1
-        return sums * sums.new_tensor([self.mesh.counts_loss, reports_routers, reports_routers])
+        if not self.mesh.counts_loss:
+            sums[: 1 if self.plan.ep > 1 else 3] = (
+                0.0  # in place: a list of factors would have to be waited for on a GPU
+            )
+        return sums
 
     def _sum_partial(self) -> None:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""

@@ -2,7 +2,8 @@
 
 A parameter of the model may be cut twice: tensor parallelism keeps a slice of one dimension, FSDP2 then keeps rows of that
 slice. `Shard` knows both cuts, so the rest of the program works with plain local tensors and global names. Invariant: `local`
-shares its memory with the module's parameter; whoever updates one updates the other.
+shares its memory with the module's parameter; whoever updates one updates the other. Only where the module computes with 16-bit copies
+(copies.py) it is the fp32 master of one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ class Shard:
 
     @property
     def gradient_here(self) -> Tensor | None:
-        return _plain(self.parameter.grad)
+        gradient = _plain(self.parameter.grad)
+        return self.local.grad if gradient is None else gradient
+
+    @property
+    def narrow(self) -> nn.Parameter | None:
+        """The copy that the module computes with, where `local` is a master."""
+        return None if self.rows is not None or self.local is self.parameter else self.parameter
 
     def forget_gradient(self) -> None:
         self.local.grad = self.parameter.grad = None
@@ -66,6 +73,8 @@ class Shard:
                 self.elsewhere.write(self.take(full))
             else:
                 self.local.copy_(self.take(full))
+            if self.narrow is not None:
+                self.narrow.copy_(self.local)
 
 
 def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shard]:
@@ -85,7 +94,7 @@ def _shard(name: str, parameter: nn.Parameter, mesh: Mesh, spec: ModelSpec | Non
     parts, index = (
         (plan.shard * plan.cp, mesh.state_index) if experts is None else (experts.num_shards, experts.shard_index)
     )
-    rows, local = None, parameter
+    rows, local = None, getattr(parameter, "master", parameter)
     if isinstance(parameter, DTensor):
         rows = row_range(parameter.shape[0], parts, index)
         local = nn.Parameter(parameter._local_tensor, requires_grad=parameter.requires_grad)
@@ -163,8 +172,12 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
     # In 16 bits a norm would be rounded to 8 or 11 of them, and one of scaled fp16 gradients would overflow.
     wide = None if all(gradient.dtype.itemsize > 2 for gradient in gradients) else torch.float32
     norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
-    squares = norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)
-    return squares.sum() + total.to(norms.device)
+    squares = norms.square()
+    if any(count != 1 for count in copies):
+        squares /= torch.tensor(copies, dtype=torch.float64, pin_memory=norms.is_cuda).to(
+            norms.device, non_blocking=True
+        )
+    return squares.sum() + total  # a number on the CPU needs no copy, which a GPU would be waited for
 
 
 # Whole tensors ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.job import Job
 from shardwise.plan.searching import asked_for, memory_limit
 from shardwise.plan.space import Space
-from shardwise.plan.stack import OURS
 
 DAY, HOUR = 86400.0, 3600.0
 
@@ -36,7 +35,7 @@ def training_cost(cluster: ClusterSpec, job: Job, candidate: Candidate) -> float
 
 def best_by_gpus(model: ModelSpec, cluster: ClusterSpec, job: Job) -> dict[int, Candidate]:
     """The fastest layout of each number of GPUs on which anything fits, ascending."""
-    engine = BestFirst(Space(model, cluster, job, asked_for(job.constraints)), memory_limit(cluster, job), OURS)
+    engine = BestFirst(Space(model, cluster, job, asked_for(job.constraints)), memory_limit(cluster, job))
     found = {gpus: engine.best(1, [gpus]) for gpus in sorted(engine.space.gpu_counts)}
     return {gpus: best[0] for gpus, best in found.items() if best}
 

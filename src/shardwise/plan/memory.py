@@ -20,20 +20,22 @@ from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, alike, rank_shares
 from shardwise.plan.rank_share import numbers_of as numbers_of
 from shardwise.plan.rank_share import stages_of as stages_of
-from shardwise.plan.stack import OURS, Stack
+from shardwise.plan.speed import stack_of
+from shardwise.plan.stack import Stack
 from shardwise.plan.states import COMPUTE_BYTES as COMPUTE_BYTES
 from shardwise.plan.states import STATES_PER_PARAMETER as STATES_PER_PARAMETER
 from shardwise.plan.states import WEIGHT_BYTES as WEIGHT_BYTES
 from shardwise.plan.states import gathered_bytes as gathered_bytes
+from shardwise.plan.states import gradient_bytes as gradient_bytes
 from shardwise.plan.states import groups_of
 from shardwise.plan.states import state_bytes as state_bytes
 
 
 def predict_memory(
-    spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack = OURS
+    spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack | None = None
 ) -> dict[str, int]:
     """Bytes of the fullest rank at the peak. Of ranks with the same layers, the one with most in flight is the fullest."""
-    shares = rank_shares(spec, plan)
+    shares, stack = rank_shares(spec, plan), stack or stack_of(plan)
     by_number = plan.recompute.startswith("every-")  # which layers are computed again depends on where they are
     kinds = range(plan.pp) if by_number else alike(tuple(share.cut for share in shares))
     fullest_of: dict[tuple[int, int], RankShare] = {}
@@ -48,9 +50,10 @@ def predict_memory(
 
 
 def predict_stages(
-    spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack = OURS
+    spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack | None = None
 ) -> tuple[StageMemory, ...]:
     """One per rank along the pipeline; all ranks of one stage hold as much."""
+    stack = stack or stack_of(plan)
     return tuple(
         rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack)
         for share in rank_shares(spec, plan)
@@ -67,6 +70,8 @@ def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str, adapter: Adap
         return {"host": 0, "disk": 0}
     stays = replace(plan, offload="none", offload_to="cpu")
     shares = rank_shares(spec, plan)
-    memory = [rank_memory(share, groups_of(share.cut, spec, adapter), stays, optimizer, OURS) for share in shares]
+    memory = [
+        rank_memory(share, groups_of(share.cut, spec, adapter), stays, optimizer, stack_of(plan)) for share in shares
+    ]
     found = [offloaded(one.parts, share, plan)[1] for one, share in zip(memory, shares, strict=True)]
     return {name: max(parts[name] for parts in found) for name in ("host", "disk")}

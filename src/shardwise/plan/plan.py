@@ -74,7 +74,7 @@ class Plan:
     reduce_dtype: str = "auto"  # auto | fp32 | bf16 | fp16: of gradients while data-parallel ranks add them up
     fp8_recipe: str = "rowwise"  # rowwise | tensorwise
     fp8_head: bool = False
-    compile: str = "none"  # none | blocks | graphs
+    compile: str = "none"  # none | blocks | graphs | trace
     fuse: bool = False  # q, k, v are one product; gate and up another
     copies: bool = False  # 16-bit copies of fp32 weights stay between steps
     loss: str = "fused"  # recompute | fused: logits that are too many at once

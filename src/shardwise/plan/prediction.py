@@ -16,7 +16,8 @@ from shardwise.plan.job import Job
 from shardwise.plan.lifetimes import StageMemory
 from shardwise.plan.memory import fullest, predict_elsewhere, predict_stages
 from shardwise.plan.plan import Plan
-from shardwise.plan.stack import OURS, Stack
+from shardwise.plan.speed import stack_of
+from shardwise.plan.stack import Stack
 from shardwise.plan.step_time import step_seconds
 
 
@@ -59,7 +60,9 @@ class Prediction:
         }
 
 
-def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack = OURS) -> Prediction:
+def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None) -> Prediction:
+    """`stack`: of another framework; by default our runtime, with the tricks that the plan says."""
+    stack = stack or stack_of(plan)
     stages = predict_stages(model, plan, job.optimizer, job.adapter, stack)
     elsewhere = predict_elsewhere(model, plan, job.optimizer, job.adapter)
     step = step_seconds(model, cluster, job, plan, stack)

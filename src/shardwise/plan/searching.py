@@ -26,7 +26,7 @@ from shardwise.plan.pareto import pareto
 from shardwise.plan.regions import Region, regions
 from shardwise.plan.remedies import Remedy, remedies
 from shardwise.plan.space import Space
-from shardwise.plan.stack import OURS, Stack
+from shardwise.plan.stack import Stack
 
 __all__ = ["Candidate", "Counts", "Region", "Remedy", "SearchResult", "explore", "memory_limit", "search"]
 
@@ -58,7 +58,13 @@ def search(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 5) -> li
 
 
 def explore(
-    model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 5, *, detail: bool | None = None, stack: Stack = OURS
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    job: Job,
+    top: int = 5,
+    *,
+    detail: bool | None = None,
+    stack: Stack | None = None,
 ) -> SearchResult:
     """`detail`: also what is best per number of GPUs, the Pareto set and the regions; by default if more than one layout is asked for."""
     began = time.perf_counter()
@@ -101,7 +107,7 @@ def memory_limit(cluster: ClusterSpec, job: Job) -> int:
     return int(HEADROOM * cluster.device.memory) if asked == "auto" else int(asked)
 
 
-def _engine(model: ModelSpec, cluster: ClusterSpec, job: Job, stack: Stack = OURS) -> BestFirst:
+def _engine(model: ModelSpec, cluster: ClusterSpec, job: Job, stack: Stack | None = None) -> BestFirst:
     return BestFirst(Space(model, cluster, job, asked_for(job.constraints)), memory_limit(cluster, job), stack)
 
 

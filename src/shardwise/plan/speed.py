@@ -1,36 +1,84 @@
-"""Which of the [speed] tricks a plan uses: fills `auto`, refuses what cannot work. No torch.
+"""Which of the [speed] tricks a plan uses: fills `auto`; and what the planner has to know of them. No torch.
 
-Everything here changes how fast a step is computed, not what. Read next: parallel/apply.py, which applies them.
+Everything here changes how fast a step is computed, not what. Invariant: a trick that the layout cannot bear is off, whatever `auto` would like. Read next:
+parallel/apply.py, which applies them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from shardwise.config.schema import SpeedConfig
+from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import MIXED, Plan
 from shardwise.plan.schedules import splits_backward
+from shardwise.plan.stack import OURS, Stack
 
 
 def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
     """The plan with its tricks. Called last: what they may do depends on the layout."""
-    on_gpu = plan.device == "cuda"
+    kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
+    copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
+    copies = copies and not plan.rounds_sums
+    if asked.copies is True and not copies:
+        raise _no_copies(plan, spec)
+    return replace(plan, **kernels, copies=copies, loss=loss_of(asked, plan.pp, plan.schedule))
+
+
+def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
+    """From `section.key` words."""
+    return SpeedConfig(
+        **{key.removeprefix("speed."): value for key, value in fixed.items() if key.startswith("speed.")}
+    )
+
+
+def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedule: str) -> dict[str, Any]:
+    """A compiled block has one backward: schedules that make the gradients of weights later need it in two."""
     compiled = asked.compile
-    if compiled == "auto":
-        compiled = "blocks" if on_gpu and spec.is_ours else "none"
+    if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
+        compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
+    if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
+        compiled = "none"
     fuse = compiled != "none" and spec.is_ours if asked.fuse == "auto" else bool(asked.fuse)
-    copies = on_gpu and can_copy(plan, spec) if asked.copies == "auto" else bool(asked.copies)
-    loss = ("fused" if can_fuse_loss(plan) else "recompute") if asked.loss == "auto" else asked.loss
-    kernels = "torch" if asked.kernels == "auto" else asked.kernels
-    return replace(plan, compile=compiled, fuse=fuse, copies=copies, loss=loss, kernels=kernels)
+    return {"compile": compiled, "fuse": fuse, "kernels": "torch" if asked.kernels == "auto" else asked.kernels}
 
 
-def can_copy(plan: Plan, spec: ModelSpec) -> bool:
+def keeps_copies(
+    asked: SpeedConfig, device: str, precision: str, spec: ModelSpec, world: int, offload: str, zero: int
+) -> bool:
     """One rank alone, whose weights are kept in fp32 and used in 16 bits."""
-    return plan.world == 1 and plan.is_mixed and plan.zero == 0 and plan.offload == "none" and spec.is_ours
+    can = world == 1 and precision in MIXED and zero == 0 and offload == "none" and spec.is_ours
+    return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
 
 
-def can_fuse_loss(plan: Plan) -> bool:
-    """Not where the head's gradient is split in two, nor where its vocabulary is cut."""
-    return plan.tp == 1 and not (plan.pp > 1 and splits_backward(plan.schedule))
+def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:
+    also = f", with gradients summed in {plan.reduce_dtype}" if plan.rounds_sums else ""
+    return UserError(
+        "speed.copies = true is for one rank alone that computes in 16 bits over fp32 weights",
+        why=f"this plan is {plan.layout} in {plan.precision}" + (also if spec.is_ours else ", of transformers' model"),
+        fix="speed.copies=auto, which keeps copies where it can",
+    )
+
+
+def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
+    """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's weights in fp32."""
+    can = pp == 1 or schedule != "gpipe"
+    return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
+
+
+def stack_of(plan: Plan) -> Stack:
+    """How our runtime executes a plan."""
+    return our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused")
+
+
+@cache
+def our_stack(compiled: bool, fuse: bool, fused_loss: bool) -> Stack:
+    if not (compiled or fuse or fused_loss):
+        return OURS
+    return replace(
+        OURS, compiled=compiled, joined=fuse, logits_again=not fused_loss, fused_loss=compiled and fused_loss
+    )

@@ -18,7 +18,7 @@ from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
 from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import SLOWED
-from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, state_bytes
+from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, gradient_bytes, state_bytes
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare
 from shardwise.plan.stack import Stack
@@ -148,7 +148,11 @@ def _reduce_bytes(plan: Plan, weight: int) -> int:
 
 def _casts(held: Held, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float, float, float]:
     """FSDP2's copies: parameters are rounded into a send buffer and copied out of the receive buffer, gradients are widened into a buffer and
-    added to what is there. Per forward, per backward, per step. Other frameworks keep a 16-bit copy, which the optimizer writes."""
+    added to what is there. Per forward, per backward, per step. Other frameworks keep a 16-bit copy, which the optimizer writes, and so do we
+    with `Plan.copies`: then several micro-batches are added up in fp32, and that is all."""
+    if plan.copies and plan.num_microbatches > 1:
+        size = COMPUTE_BYTES[plan.precision] + (2 - 1 / plan.num_microbatches) * WEIGHT_BYTES[plan.precision]
+        return 0.0, pricer.pass_(held.trained * size), 0.0
     if not plan.uses_fsdp or not stack.copies_parameters:
         return 0.0, 0.0, 0.0
     weight, compute = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision]
@@ -174,10 +178,13 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     """The norm, clipping and the update of what a rank owns."""
     weight = WEIGHT_BYTES[plan.precision]
     numbers = trained / shards
-    update = numbers * (3 * weight + 2 * state_bytes(job.optimizer, plan.precision)) / OPTIMIZER_RATE
+    gradient = gradient_bytes(plan)
+    copy = COMPUTE_BYTES[plan.precision] if plan.copies else 0
+    moved = 2 * weight + gradient + copy + 2 * state_bytes(job.optimizer, plan.precision)
+    update = numbers * moved / OPTIMIZER_RATE
     update *= 1.0 if stack.fused_optimizer else FOREACH
     update *= LOW_BIT if job.optimizer.endswith("8bit") else 1.0
     if not stack.copies_parameters:
         update += numbers * 6  # the 16-bit copy
-    norm = numbers * weight / NORM_RATE + numbers * 2 * weight
+    norm = numbers * gradient / NORM_RATE + (0 if plan.copies else numbers * 2 * weight)  # the update itself clips
     return pricer.pass_(update) + pricer.pass_(norm) if numbers else 0.0

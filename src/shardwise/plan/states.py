@@ -6,7 +6,8 @@
     2       16 P / N + P gathered           every micro-batch's gradients go to their owners at once
     3       16 P / N + two blocks gathered  a tied embedding stays gathered as well
 
-Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too. What is frozen beside
+Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too. On one rank it may stay
+(`Plan.copies`): 6 P of weights, 8 P of moments, and gradients of 2 P, or 4 P where micro-batches add up. What is frozen beside
 adapters is kept in that format at once, and has neither gradients nor states. Read next: lifetimes.py.
 """
 
@@ -89,6 +90,8 @@ def gathered_bytes(held: Held, compute: int) -> int:
 def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> States:
     if stack.half_weights and plan.zero < 3:
         return _with_masters(share, groups, plan, optimizer, stack)
+    if plan.copies:
+        return _with_copies(groups.whole, plan, optimizer)
     weight, compute, whole = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], groups.whole
     is_frozen = whole.trained < share.num_parameters
     spread = share.spread_parameters * (compute if is_frozen else weight)
@@ -116,6 +119,26 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
         reduced=reduced,
         stepping=int(stack.step_bytes * own_trained / weight),
     )
+
+
+def _with_copies(whole: Held, plan: Plan, optimizer: str) -> States:
+    """On one rank: both formats of every trained weight. A gradient is as wide as the copy until several have to be added up."""
+    weight, compute, several = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], plan.num_microbatches > 1
+    gradients = whole.trained * gradient_bytes(plan)
+    return States(
+        weights=(weight + compute) * whole.trained + compute * whole.frozen + whole.packed_bytes,
+        gathered=compute * whole.largest,
+        gradients=gradients,
+        accumulated=gradients if several else 0,
+        optimizer=int(whole.trained * state_bytes(optimizer, plan.precision)),
+        reduced=0,
+    )
+
+
+def gradient_bytes(plan: Plan) -> int:
+    """Per number, when the update reads it."""
+    is_narrow = plan.copies and plan.num_microbatches == 1
+    return (COMPUTE_BYTES if is_narrow else WEIGHT_BYTES)[plan.precision]
 
 
 def _uses_ddp(plan: Plan) -> bool:

@@ -23,7 +23,7 @@ from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import tensor_slice
 from shardwise.plan.split import estimated_costs
-from shardwise.run.optimizer import build_optimizer
+from shardwise.run.optimizer import TakesFactor, build_optimizer
 
 MOST_BLOCKS = {"cpu": 8, "cuda": 1}  # on a GPU caches make no difference, and memory may be short
 MOST_NUMBERS = 2**23  # that the optimizer updates
@@ -56,7 +56,7 @@ def block_times(
     shapes *= max(1, min(count, MOST_NUMBERS // sum(shape.numel() for shape in shapes)))
     del chain
     is_here = plan.offload == "none" and not optimizer.name.endswith("8bit")
-    update = _optimizer_seconds(shapes, KEPT[plan.precision], optimizer, device) if is_here else None
+    update = _optimizer_seconds(shapes, plan, optimizer, device) if is_here else None
     return BlockTimes(part, alone, short + blocks, update, sum(shape.numel() for shape in shapes))
 
 
@@ -126,24 +126,27 @@ def _filled(kind: Callable, *arguments: object, dtype: torch.dtype, device: torc
     return module
 
 
-def _optimizer_seconds(
-    shapes: list[torch.Size], dtype: torch.dtype, config: OptimizerConfig, device: torch.device
-) -> float:
+def _optimizer_seconds(shapes: list[torch.Size], plan: Plan, config: OptimizerConfig, device: torch.device) -> float:
     """The norm of the gradients, clipping and the update."""
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
-    optimizer = build_optimizer(config, parameters)
+    kept, computed = KEPT[plan.precision], COMPUTED[plan.precision]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=kept, device=device)) for shape in shapes]
+    copy_of = {p: nn.Parameter(p.detach().to(computed)) for p in parameters if plan.copies}
+    with_gradient = list(copy_of.values()) if copy_of and plan.num_microbatches == 1 else parameters
+    optimizer = build_optimizer(config, parameters, copy_of)
+
+    def gradients_only() -> list[Tensor]:
+        for parameter in with_gradient:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        return [parameter.grad for parameter in with_gradient if parameter.grad is not None]
 
     def once() -> None:
-        gradients = [torch.full_like(parameter, 1e-3) for parameter in parameters]
-        norm = torch.stack(torch._foreach_norm(gradients)).norm()
-        torch._foreach_mul_(gradients, 1 / (1 + norm))  # clipping
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        gradients = gradients_only()
+        factor = 1 / (1 + torch.stack(torch._foreach_norm(gradients, dtype=kept)).norm())
+        if isinstance(optimizer, TakesFactor):
+            optimizer.grad_factor = factor
+        else:
+            torch._foreach_mul_(gradients, factor)  # clipping
         optimizer.step()
-
-    def gradients_only() -> None:
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1e-3)
 
     whole, without = _seconds([once, gradients_only], device)
     return max(whole - without, 1e-9)

@@ -23,6 +23,8 @@ def holders_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Holde
     def held(everything: bool) -> Iterator[Held]:
         for shard in engine.shards if everything else ():
             yield Held("parameters", shard.name, shard.local.detach())
+            if shard.narrow is not None:
+                yield Held("parameters", f"copy of {shard.name}", shard.narrow.detach())
         for group in groups:
             yield from _gathered(group)
         for model in engine.models if everything else ():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
+from shardwise.memory.fused_update import CopyAdamW, has_kernel
 from shardwise.memory.low_bit import adamw8bit
 from shardwise.memory.offload import offloaded_optimizer
-from shardwise.memory.wide_state import WideState
+from shardwise.memory.wide_state import CopyOf, WideState
 from shardwise.parallel.engine import Engine
 
 
@@ -27,13 +29,15 @@ def engine_optimizer(config: OptimizerConfig, engine: Engine) -> torch.optim.Opt
     """Of what this rank holds of a model, where its plan says."""
     build = partial(build_optimizer, config)
     if engine.plan.offload == "none":
-        return build(engine.locals())
+        return build(engine.locals(), {s.local: s.narrow for s in engine.shards if s.narrow is not None})
     optimizer = offloaded_optimizer(engine.shards, build, engine.plan, engine.mesh.device)
     engine.stream_gradients(optimizer)
     return optimizer
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimizerConfig, parameters: Iterable[nn.Parameter], copy_of: CopyOf = MappingProxyType({})
+) -> torch.optim.Optimizer:
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -42,8 +46,10 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     groups = [group for group in groups if group["params"]]
     if not groups:  # a stage may be frozen as a whole; torch wants something to do
         groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
-    if any(p.dtype == torch.float16 for p in trained):
-        return WideState(groups, lambda wide: _build(config, wide))
+    if copy_of and config.name == "adamw" and trained[0].is_cuda and has_kernel():
+        return CopyAdamW(groups, config.lr, config.betas, config.eps, copy_of)
+    if copy_of or any(p.dtype == torch.float16 for p in trained):
+        return WideState(groups, lambda wide: _build(config, wide), copy_of)
     return _build(config, groups)
 
 

@@ -17,10 +17,11 @@ from shardwise.data.corpus import Corpus
 from shardwise.errors import Exit
 from shardwise.files import write_atomically
 from shardwise.launch.ranks import Ranks
+from shardwise.memory.fused_update import has_kernel
 from shardwise.memory.low_bit import kept_wide
 from shardwise.model.adapter_names import same_kinds
 from shardwise.parallel.engine import Engine
-from shardwise.plan.memory import WEIGHT_BYTES, state_bytes
+from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gradient_bytes, state_bytes
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import Prediction
 from shardwise.run.agreement import from_all
@@ -156,8 +157,13 @@ def header(view: View, session: Session, plan: Plan, engine: Engine, corpus: Cor
 
 
 def _states(engine: Engine, plan: Plan, optimizer: str, which: str) -> str:
-    weight, state = WEIGHT_BYTES[plan.precision], state_bytes(optimizer, plan.precision)
-    text = f"{2 * weight + state:.3g} bytes per {which}: weights {weight}, gradients {weight}, {optimizer} {state:.3g}"
+    weight, gradient, state = WEIGHT_BYTES[plan.precision], gradient_bytes(plan), state_bytes(optimizer, plan.precision)
+    copy = COMPUTE_BYTES[plan.precision] if plan.copies else 0
+    kept = f"weights {weight}" + (f" and their copies {copy}" if copy else "")
+    total = weight + copy + gradient + state
+    text = f"{total:.3g} bytes per {which}: {kept}, gradients {gradient}, {optimizer} {state:.3g}"
+    if plan.copies and plan.device == "cuda" and not (optimizer == "adamw" and has_kernel()):
+        text += "; updated a bucket at a time (one pass over all of it is for adamw, with Triton and a C compiler)"
     if optimizer == "adamw8bit":
         count, numbers = kept_wide(engine.locals())
         share = numbers / max(sum(p.numel() for p in engine.locals()), 1)

@@ -170,7 +170,8 @@ def proof_key(spec: ModelSpec, plan: Plan, adapter: AdapterConfig = AdapterConfi
     shape = replace(shrink_spec(spec, small), name="any")
     kind = " ".join(f"{name}={value}" for name, value in shape.to_dict().items())
     batch = f"{small.global_batch}/{small.micro_batch}"
-    way = ("mixed" if plan.uses_fsdp else "plain") + (" scaled" if plan.scales_loss else "")
+    way = "mixed" if plan.uses_fsdp else "copies" if plan.copies else "plain"
+    way += " scaled" if plan.scales_loss else ""
     if adapter.kind != "none":
         way += f" {asdict(shrink_adapter(adapter, spec))}"
     way += " activation_offload" if plan.activation_offload else ""

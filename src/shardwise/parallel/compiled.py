@@ -1,0 +1,83 @@
+"""Blocks as compiled kernels: torch.compile once for each kind of block, not for the whole model.
+
+Owns the wrapping of a block's forward. All blocks of a kind share one graph, so compiling takes as long for 80 layers as for two, and what hooks do around a block (FSDP2
+gathering, messages of other axes, recomputation of whole blocks) stays outside of it. Invariants: a graph has no breaks but for messages to other ranks, and it is made for the shapes of training;
+generation, which grows by one token, runs as it is written. Selective recomputation is part of the graph: products and attention are kept, all else is made again.
+
+Compiled kernels round where a fused chain ends, not after every operation: bf16 results differ from those of plain operations in the last bit, and are closer to fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise.memory.float8 import Float8Linear
+from shardwise.model.attention import Attention, AttentionInputs
+from shardwise.model.feedforward import FeedForward
+
+MODES: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "graphs": {"mode": "reduce-overhead"},
+    "trace": {"backend": "aot_eager"},
+}
+KEPT_OPERATIONS = (
+    "mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
+)  # fmt: skip
+"""What selective recomputation keeps the results of."""
+
+
+def apply_joined(blocks: Iterable[nn.Module]) -> None:
+    """q, k, v and gate, up as one product each, where they are plain or all in fp8: adapters and slices have products of their own."""
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, Attention):
+                module.joined = _are_alike(module.q, module.k, module.v)
+            elif isinstance(module, FeedForward):
+                module.joined = _are_alike(module.gate, module.up)
+
+
+def _are_alike(*parts: nn.Module | None) -> bool:
+    kinds = {type(part) for part in parts}
+    return kinds in ({nn.Linear}, {Float8Linear})
+
+
+def apply_compile(blocks: Iterable[nn.Module], mode: str, *, selective: bool, whole: bool) -> None:
+    """In place, before recomputation of whole blocks and FSDP2. `whole`: nothing in a block talks to other ranks, else its graph ends at every message."""
+    # One line per block about in-place operations, of which blocks have none.
+    logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
+    for block in blocks:
+        block.forward = _compiled(block.forward, mode, selective, whole)
+
+
+def _compiled(forward: Callable[..., Any], mode: str, selective: bool, whole: bool) -> Callable[..., Any]:
+    def kept(*args: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts)
+
+    fast = torch.compile(kept if selective else forward, fullgraph=whole, **MODES[mode])
+
+    @wraps(forward)
+    def run(x: torch.Tensor, inputs: AttentionInputs, *args: Any) -> Any:
+        return (fast if inputs.cache is None else forward)(x, inputs, *args)
+
+    return run
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep)
+
+
+def _keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    is_kept = getattr(operation, "overloadpacket", operation) in _kept_operations()
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _kept_operations() -> set[Any]:
+    return {getattr(torch.ops.aten, name) for name in KEPT_OPERATIONS if hasattr(torch.ops.aten, name)}
