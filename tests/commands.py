@@ -120,10 +120,8 @@ def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
     if dist.get_world_size() > 1:
         os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     else:
-        dist.destroy_process_group()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]
-    with _caught(1, sys.stdout) as out, _caught(2, sys.stderr) as err, forked_ranks():
+        be_no_rank()
+    with caught(1, sys.stdout) as out, caught(2, sys.stderr) as err, forked_ranks():
         try:
             code = main(words)
         except SystemExit as ended:
@@ -131,8 +129,17 @@ def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
     return int(code), out[0], err[0]
 
 
+def be_no_rank() -> None:
+    """What the pool has made of this process is undone: it may start ranks of its own."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+
+
 @contextmanager
-def _caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
+def caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
     """What this process and those that it starts write there."""
     said: list[str] = []
     with ExitStack() as held:

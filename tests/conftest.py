@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("tests", deadline=None)  # how long an example takes depends on who else uses the cores
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def same_chance() -> None:
+    """A test draws the same numbers, whatever ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture
