@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from ranks import RankPool
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 # spins, and on a busy machine a training step of milliseconds takes seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-settings.register_profile("tests", deadline=None)  # how long an example takes depends on who else uses the cores
+# How long an example takes, or its making, depends on who else uses the cores.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
 
