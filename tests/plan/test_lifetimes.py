@@ -94,13 +94,28 @@ def test_one_micro_batch_is_fullest_where_the_heads_gradient_is_reduced() -> Non
 
 def test_copies_that_stay_take_the_gradients_of_sums_and_the_reduction_away() -> None:
     """One micro-batch: what FSDP2 has beyond weights and moments is the copies, 2 bytes, and 10 of the head where that is reduced."""
-    spec, here = LLAMA.with_overrides({"num_layers": 8}), plan(global_batch=1)
+    spec, here = (
+        LLAMA.with_overrides({"num_layers": 8}),
+        plan(global_batch=1, loss="recompute"),
+    )  # a fused one keeps more of the head
     (fsdp,), (copies,) = (predict_stages(spec, replace(here, copies=kept), "adamw") for kept in (False, True))
     assert "reduction" not in copies.moment
     assert copies.parts["weights"] == fsdp.parts["weights"] + 2 * spec.num_parameters and not copies.parts["gathered"]
     assert copies.parts["gradients"] * 2 == fsdp.parts["gradients"]
     head = LLAMA.vocab * LLAMA.hidden
     assert 4 * head < fsdp.peak - copies.peak < 10 * head
+
+
+def test_with_copies_the_first_layer_is_computed_again_beside_all_other_gradients() -> None:
+    here = plan(global_batch=4, micro_batch=4, recompute="full", copies=True)
+    (stage,) = predict_stages(LLAMA, here, "adamw")
+    assert stage.moment == "backward of layer 0"
+    embedding, tokens = LLAMA.vocab * LLAMA.hidden, 4 * 4096
+    block, counted = (LLAMA.num_parameters - 2 * embedding) // 32, LLAMA.with_overrides({"norm": "layer"})
+    layer = layer_activations(counted, counted.layers[:1], tokens)
+    passing = 2 * LLAMA.ffn + LLAMA.hidden
+    states = 16 * LLAMA.num_parameters - 2 * (embedding + block)
+    assert stage.peak == pytest.approx(states + 2 * tokens * (layer + passing), rel=0.01)
 
 
 def test_long_sequences_that_are_computed_again_are_fullest_in_backward() -> None:

@@ -128,12 +128,27 @@ def _moments(
     if not states.reduced:
         # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
         moments["end of a backward"] = complete + before + states.arriving
+        if plan.copies and not states.accumulated:
+            for name, size in _while_gradients_stay(share, groups, plan, held, again, complete).items():
+                moments[name] = max(moments.get(name, 0), gathered + size)
     else:
         # Stages 0 and 1 of a pipeline reduce in the last backward, when no other micro-batch is in flight.
         others = before if plan.zero > 1 else 0
         moments |= _while_reducing(share, groups, plan, states, activations, parts, held - before, others)
     moments["optimizer step"] = complete + states.stepping
     return moments
+
+
+def _while_gradients_stay(
+    share: RankShare, groups: Groups, plan: Plan, held: int, again: int, complete: int
+) -> dict[str, int]:
+    """The two ends of a backward that leaves its gradients where it makes them, in the format of the computation."""
+    size, (embedding, block, *_, head) = COMPUTE_BYTES[plan.precision], (group.trained for group in groups.blocks)
+    by_head = embedding if share.spec.tied else head  # a tied table's waits for the embedding's
+    to_come = block + (0 if share.spec.tied else embedding)
+    layer, first, last = held // len(share.layers), share.layers[0].index, share.layers[-1].index
+    moments = {f"backward of layer {last}": held + size * by_head + again}
+    return moments | {f"backward of layer {first}": complete - size * to_come + layer + again}
 
 
 def _while_reducing(
