@@ -80,7 +80,7 @@ def all_predicted(space: Space, every: list[Layout]) -> list[Candidate]:
     return [Candidate(plan, predict(model, cluster, job, plan)) for plan in plans]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(questions())
 def test_the_search_finds_what_predicting_everything_finds(question):
     model, cluster, job, fixed, share = question
@@ -98,7 +98,7 @@ def test_the_search_finds_what_predicting_everything_finds(question):
     assert [(c.plan, c.prediction.step_s) for c in found] == [(c.plan, c.prediction.step_s) for c in best[:5]]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(questions(), st.randoms(use_true_random=False))
 def test_no_floor_is_above_the_prediction(question, random):
     model, cluster, job, fixed, _ = question
