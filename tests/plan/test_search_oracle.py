@@ -13,6 +13,7 @@ from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.best_first import BestFirst
 from shardwise.plan.candidate import Candidate, family, rank_of
+from shardwise.plan.effort import effort
 from shardwise.plan.job import Job
 from shardwise.plan.prediction import predict
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
@@ -118,8 +119,10 @@ def test_no_floor_is_above_the_prediction(question, random):
         sharing = time.of_states(grid, pace.micro_batch, states, saving.offload)
         assert time.of_gpus(grid.gpus) <= seconds, said
         assert time.of_size(grid, pace.micro_batch) <= seconds, said
-        paging = time.paging(grid, pace.micro_batch, saving)
-        assert time.of_mode(grid, pace.micro_batch, saving.recompute, sharing) + paging <= seconds, said
+        assert time.of_saving(grid, pace.micro_batch, saving, sharing) <= seconds, said
+        room = engine.within(candidate.prediction.memory_bytes).branches
+        place = (saving.offload, saving.activation_offload)
+        assert room.size(grid, pace.micro_batch, place) <= seconds * effort(candidate.plan), said
         assert time.of_pace(grid, pace, saving.recompute, sharing) <= seconds, said
         assert time.of_plan(candidate.plan) <= seconds, said
         several = candidate.plan.num_microbatches > 1

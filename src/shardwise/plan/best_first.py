@@ -104,6 +104,10 @@ class BestFirst:
             ask.push(max(bound, floor), (), self._open_size, grid, size, place)
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
+        floor = self.branches.size(grid, size, place)
+        if floor > bound:  # others may come first
+            ask.push(floor, (), self._open_size, grid, size, place)
+            return
         for states, sharing, savings in self.branches.states(grid, size, place):
             if not ask.is_told(grid, states) and ask.accept(grid, None, states, None):
                 chain = [one for one in savings if ask.accept(grid, None, states, one[2])]
@@ -160,9 +164,11 @@ class BestFirst:
         """One layout: a better bound first."""
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
-        floor, plan = self.branches.layout(grid, pace, states, saving)
-        order = (self.branches.order[saving],)
-        ask.push(max(bound, floor), order, self._open_layout, grid, states, saving, plan, fitting)
+        found = self.branches.layout(grid, pace, states, saving)
+        if found is not None:
+            floor, plan = found
+            order = (self.branches.order[saving],)
+            ask.push(max(bound, floor), order, self._open_layout, grid, states, saving, plan, fitting)
 
     def _open_layout(
         self,

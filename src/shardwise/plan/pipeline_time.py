@@ -27,6 +27,7 @@ def _steps(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -
     none, backwards = -1, stages * count  # results are numbered: forwards, gradients of inputs, gradients of weights
     done, waiting = bytearray(3 * stages * count), {}  # type: ignore[var-annotated]
     steps: list[Step] = []
+    price, add = {"F": 0, "B": 1, "I": 2, "W": 3}, steps.append
     position, awake = [0] * pp, list(range(pp))
     while awake:
         rank = awake.pop()
@@ -49,7 +50,7 @@ def _steps(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -
             if missing >= 0:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            steps.append((rank, stage * 4 + "FBIW".index(kind), own, far, crosses, near))
+            add((rank, stage * 4 + price[kind], own, far, crosses, near))
             done[own] = 1
             at += 1
             if own in waiting:
