@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.cluster.read import read_cluster
 from shardwise.cluster.spec import ClusterSpec
+from shardwise.config.schema import AdapterConfig
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.best_first import BestFirst
@@ -50,6 +51,7 @@ def questions(draw: st.DrawFn) -> tuple[ModelSpec, ClusterSpec, Job, dict[str, o
         global_batch=draw(st.integers(1, 12)),
         precision=draw(st.sampled_from(["bf16", "fp32", "bf16-true"])),
         optimizer=draw(st.sampled_from(["adamw", "sgd"])),
+        adapter=AdapterConfig(kind=draw(st.sampled_from(["none", "none", "lora", "qlora"])), targets=("all-linear",)),
     )
     fixed: dict[str, object] = {}
     if draw(st.booleans()):
@@ -125,6 +127,7 @@ def test_no_floor_is_above_the_prediction(question, random):
         assert room.size(grid, pace.micro_batch, place) <= seconds * effort(candidate.plan), said
         assert time.of_pace(grid, pace, saving.recompute, sharing) <= seconds, said
         assert time.of_plan(candidate.plan) <= seconds, said
+        assert engine.layouts.seconds(candidate.plan) <= candidate.prediction.step_s, said
         several = candidate.plan.num_microbatches > 1
         kept = 0.0 if saving.activation_offload else memory.kept(grid, pace.micro_batch, saving.recompute)
         assert memory.of_grid(grid, pace.micro_batch, states, saving.offload).beside(kept, several) <= size, said

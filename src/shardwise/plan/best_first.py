@@ -22,6 +22,7 @@ from typing import Any
 from shardwise.plan.bounds import TimeFloors
 from shardwise.plan.branches import Branches, Place
 from shardwise.plan.candidate import Candidate, Counts, family, plainness, rank_of
+from shardwise.plan.effort import effort
 from shardwise.plan.layouts import Layouts
 from shardwise.plan.least_memory import MemoryFloors
 from shardwise.plan.least_sharing import Sharing
@@ -186,6 +187,13 @@ class BestFirst:
             self.counts.too_large += 1
             return
         fitting.append(saving)
+        floor = self.layouts.seconds(plan) * effort(plan)
+        ask.push(max(bound, floor), (self.branches.order[saving],), self._open_fitting, grid, states, plan)
+
+    def _open_fitting(self, ask: _Question, bound: float, grid: Grid, states: States, plan: Plan) -> None:
+        """The prediction in all its parts takes longer than its sum."""
+        if ask.is_told(grid, states):
+            return
         candidate = self.layouts.predicted(plan)
         ask.push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
 

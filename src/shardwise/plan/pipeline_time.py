@@ -64,6 +64,13 @@ def pipeline_seconds(
     schedule: str, pp: int, virtual_stages: int, num_microbatches: int, prices: Sequence[float], transfer: float
 ) -> float:
     """`prices`: seconds of F, B, I and W of every stage, one after another. `transfer`: of a message between ranks."""
+    return _simulated(schedule, pp, virtual_stages, num_microbatches, tuple(prices), transfer)
+
+
+@lru_cache(1024)
+def _simulated(
+    schedule: str, pp: int, virtual_stages: int, num_microbatches: int, prices: tuple[float, ...], transfer: float
+) -> float:
     few = ENOUGH * pp
     if num_microbatches > few + 2 * pp:
         rest = (num_microbatches - few) // pp * pp
