@@ -126,8 +126,8 @@ class TimeFloors:
     def of_states(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
         return self.sharings.of(grid, size, states, offload)
 
-    def of_mode(self, grid: Grid, size: int, mode: str, sharing: Sharing) -> float:
-        return self.course(grid, size, mode).floor(sharing)
+    def of_saving(self, grid: Grid, size: int, saving: Saving, sharing: Sharing) -> float:
+        return self.course(grid, size, saving.recompute).floor(sharing) + self.paging(grid, size, saving)
 
     def of_pace(self, grid: Grid, pace: Pace, mode: str, sharing: Sharing) -> float:
         return self.courses(grid, pace.micro_batch, mode)[pace].floor(sharing)
