@@ -123,7 +123,7 @@ def _caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
             said.append(file.read())
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> str:
+def finish(process: subprocess.Popen[str], timeout: float = 180.0) -> str:
     """The output of a process that was told to stop; one that does not is killed, and the test fails with what it said."""
     try:
         return process.communicate(timeout=timeout)[0]
@@ -133,9 +133,9 @@ def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> str:
 
 
 def losses_of(run: Path, key: str = "loss") -> dict[int, float]:
-    """The loss (or another metric) of each step, the later line winning."""
+    """The loss (or another metric) of each step, the later line winning. A line that is just being written does not count."""
     found = {}
-    for line in (run / "metrics.jsonl").read_text().splitlines():
+    for line in (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines():
         values = json.loads(line)
         if "loss" in values and "event" not in values:
             found[values["step"]] = values[key]

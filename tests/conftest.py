@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from ranks import RankPool
+
+# Before torch is loaded, for everything that tests start too: a thread that waits for another one gives its core away. By default it
+# spins, and on a busy machine a training step of milliseconds takes seconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+settings.register_profile("tests", deadline=None)  # how long an example takes depends on who else uses the cores
+settings.load_profile("tests")
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ ENVIRONMENT = {
 }
 PATHS = [str(TESTS), str(TESTS.parent)]
 TEMPLATE = f"import sys; sys.path[:0] = {PATHS!r}; import rank_process; rank_process.be_template(*sys.argv[1:])"
-START_LIMIT_S = 55.0  # importing torch on a busy machine
+START_LIMIT_S = 180.0  # importing torch on a busy machine
 GRACE_S = 3.0  # from the first error until ranks that still wait for the failed one are killed
 STACK_LIMIT_S = 3.0
 CONTROL = (
@@ -70,7 +70,7 @@ class RankPool:
         self._num_jobs = 0
 
     def run(
-        self, function: Callable, world: int, *args: Any, timeout: float = 55.0, fresh: bool = False, **kwargs: Any
+        self, function: Callable, world: int, *args: Any, timeout: float = 120.0, fresh: bool = False, **kwargs: Any
     ) -> list[Any]:
         """`function(*args, **kwargs)` on each of `world` ranks; `fresh`: that have run nothing before, so that it may fork. The start
         of new ranks does not count as time of the job."""

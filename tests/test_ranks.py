@@ -20,6 +20,8 @@ from ranks import PATHS, RankFailure, RankHang, RankPool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+AT_ONCE_S = 45.0  # on busy cores; whoever waited for a rank that sleeps would wait for 50 s
+
 
 @dataclass
 class Parcel:
@@ -46,7 +48,7 @@ def alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until_gone(pids: list[int], limit_s: float = 20.0) -> list[int]:
+def wait_until_gone(pids: list[int], limit_s: float = AT_ONCE_S) -> list[int]:
     """Those that are still there at the end."""
     end = time.monotonic() + limit_s
     while any(map(alive, pids)) and time.monotonic() < end:
@@ -116,6 +118,7 @@ def thousand_tensors() -> list[torch.Tensor]:
 
 
 def test_many_tensors_need_no_file_descriptors(ranks):
+    ranks.run(os.getpid, 4)  # each rank has a channel
     before = len(os.listdir("/proc/self/fd"))
     answers = ranks.run(thousand_tensors, 4)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -160,7 +163,7 @@ def test_an_error_on_one_rank_is_told_at_once_while_others_wait_for_it(ranks):
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         ranks.run(raise_on, 4, 2)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < AT_ONCE_S
     first, *sections = str(caught.value).split("\n\nrank ")
     assert first.startswith("test_ranks.raise_on on 4 ranks failed") and first.endswith(
         "rank 2: ValueError: the loss is a pear"
@@ -206,7 +209,7 @@ def test_ranks_that_do_not_notice_an_error_are_shown_and_killed(ranks):
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         ranks.run(raise_while_others_sleep, 2)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < AT_ONCE_S
     text = str(caught.value)
     assert "rank 0: KeyError: 'missing'" in text.splitlines()[0]
     assert "rank 1: had not finished 3 s later" in text and "in raise_while_others_sleep" in text
@@ -230,7 +233,7 @@ def test_a_rank_that_dies_is_named_at_once(ranks, how, named):
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         ranks.run(end_abruptly, 3, 1, int(how))
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < AT_ONCE_S
     first, section, *_ = str(caught.value).split("\n\nrank ")
     assert first.endswith(f"rank 1: {named}") and section.startswith(f"1: {named}")
     assert ("in end_abruptly" in section) == (how == signal.SIGILL)  # Python's own last words
@@ -250,7 +253,7 @@ def test_a_hang_shows_the_stack_of_every_rank(ranks):
     start = time.monotonic()
     with pytest.raises(RankHang) as caught:
         ranks.run(sleep_on, 4, 1, timeout=5)
-    assert 5 <= time.monotonic() - start < 20
+    assert 5 <= time.monotonic() - start < AT_ONCE_S
     first, *sections = str(caught.value).split("\n\nrank ")
     assert first.endswith("rank 0, rank 1, rank 2 had not finished")
     assert [section[:2] for section in sections] == ["0:", "1:", "2:", "3:"]

@@ -292,7 +292,7 @@ def test_words_that_mean_nothing(refused, words, said):
 # Ctrl-C ----------------------------------------------------------------------------------------------------------------
 
 
-def wait_until(what: str, happened: Callable[[], object], process: subprocess.Popen, deadline_s: float = 60.0) -> None:
+def wait_until(what: str, happened: Callable[[], object], process: subprocess.Popen, deadline_s: float = 180.0) -> None:
     end = time.monotonic() + deadline_s
     while not happened():
         if process.poll() is not None:

@@ -80,4 +80,4 @@ def test_gpus_agree_with_torch():
     import torch
 
     expected = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    assert [gpu.name for gpu in find_gpus()] == expected
+    assert [gpu.name for gpu in find_gpus()[0]] == expected

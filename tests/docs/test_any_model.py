@@ -20,7 +20,7 @@ def losses(script: Path, *launcher: str) -> list[list[float]]:
         cwd=script.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,14 +17,14 @@ from shardwise.run.reference import Trial
 from shardwise.run.trial import trial_plan
 
 SPEC = preset("tiny").with_overrides(
-    {"num_layers": 8, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 64}
+    {"num_layers": 4, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 64}
 )
 TRIAL = Trial(global_batch=4, micro_batch=1, seq_len=16, precision="fp32")
 STAGES: list[dict[str, Any]] = [{"dp": 2, "zero": zero} for zero in range(4)]
 OTHERS: list[dict[str, Any]] = [
     {"tp": 2, "sequence": True},
-    {"pp": 2, "split": (4, 4)},
-    {"pp": 2, "split": (2, 2, 2, 2), "schedule": "zbv", "virtual_stages": 2},
+    {"pp": 2, "split": (2, 2)},
+    {"pp": 2, "split": (1, 1, 1, 1), "schedule": "zbv", "virtual_stages": 2},
 ]
 LAYOUTS = [*STAGES, *OTHERS]
 

@@ -35,6 +35,7 @@ TRIALS = {
     "fp16-true": Trial(precision="fp16-true", clip=0.0),
     "bf16-true": Trial(precision="bf16-true", clip=0.0),
     "fp8": Trial(precision="fp8", clip=0.0),
+    "fp8 head": Trial(precision="fp8", clip=0.0, fp8_head=True, fp8_recipe="tensorwise"),
     "adamw8bit": Trial(precision="fp32", optimizer=LOW_BIT),
     "sums in bf16": Trial(precision="fp32", clip=0.0, reduce_dtype="bf16"),
     "sums in fp32": Trial(precision="bf16-true", clip=0.0, reduce_dtype="fp32"),
@@ -51,6 +52,7 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
     "bf16-true": {"dp=2 zero=2": (1e-3, 8 * 2**-8), "dp=2 zero=3": (1e-3, 8 * 2**-8), "tp=2": (1e-3, 8 * 2**-8)},
     # An e4m3 gradient has three bits, and slices have scales of their own.
     "fp8": {"tp=2": (5e-3, 4 * 2**-4)},
+    "fp8 head": {"tp=2": (5e-3, 4 * 2**-4)},
     # Blocks of 256 are cut from what a rank holds, and what is below 4096 numbers there stays in fp32.
     "adamw8bit": {"dp=2 zero=2": (2e-4, 1e-6), "dp=2 zero=3": (2e-4, 1e-6), "tp=2": (2e-4, 1e-6)},
     # FSDP2 rounds the gradients of every micro-batch, in one process too; the truth rounds none.

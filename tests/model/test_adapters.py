@@ -161,20 +161,20 @@ def test_dropout_depends_on_row_position_channel_and_layer_only() -> None:
     chance, x_BTI = Chance(seed=0, rate=0.25), torch.ones(64, 16, 32)
     rows_B, positions_BT = torch.arange(64) + 3 * 2**32, torch.arange(16)[None]
     chance.begin(rows_B, positions_BT)
-    kept_BTI = chance.drop(x_BTI, "q", 0)
+    kept_BTI = chance.drop(x_BTI, chance.salt("q"), 0)
     assert float((kept_BTI == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert float(kept_BTI.max()) == pytest.approx(1 / 0.75)
     for dim in range(3):  # no row, position or channel is favoured
         others = [d for d in range(3) if d != dim]
         assert float((kept_BTI == 0).float().mean(others).sub(0.25).abs().max()) < 0.08
     chance.begin(rows_B[5:9], positions_BT[:, 4:7])
-    assert torch.equal(chance.drop(x_BTI[5:9, 4:7, 10:20], "q", 10), kept_BTI[5:9, 4:7, 10:20])
+    assert torch.equal(chance.drop(x_BTI[5:9, 4:7, 10:20], chance.salt("q"), 10), kept_BTI[5:9, 4:7, 10:20])
     chance.begin(rows_B, positions_BT)
-    assert not torch.equal(chance.drop(x_BTI, "k", 0), kept_BTI)
+    assert not torch.equal(chance.drop(x_BTI, chance.salt("k"), 0), kept_BTI)
     chance.begin(rows_B + 2**32, positions_BT)
-    assert not torch.equal(chance.drop(x_BTI, "q", 0), kept_BTI)
+    assert not torch.equal(chance.drop(x_BTI, chance.salt("q"), 0), kept_BTI)
     chance.begin(None, positions_BT)
-    assert torch.equal(chance.drop(x_BTI, "q", 0), x_BTI)
+    assert torch.equal(chance.drop(x_BTI, chance.salt("q"), 0), x_BTI)
 
 
 # PEFT -----------------------------------------------------------------------------------------------------------------

@@ -64,6 +64,27 @@ def test_grouped_matmul_equals_the_loop_over_experts(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 * other.abs().max().item())
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_compiled_experts_never_make_the_host_wait(joined: bool) -> None:
+    """Other tokens, other counts: the same kernels, and nothing that asks the GPU for a number."""
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(VARIANTS["moe"].with_overrides({"hidden": 64, "ffn": 96})).cuda().bfloat16()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    inputs = [torch.randn(2, 33, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    counts_B = torch.ones(2, dtype=torch.int64, device="cuda")
+    expected = [layer(x_BTD, counts_B)[0].detach() for x_BTD in inputs]
+    if joined:
+        layer.experts.join()
+    compiled = torch.compile(layer.forward, fullgraph=True)
+    for number, (x_BTD, out_BTD) in enumerate(zip(inputs, expected, strict=True)):
+        torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first time it compiles
+        found_BTD, routing = compiled(x_BTD, counts_B)
+        (found_BTD.float().sum() + routing.aux).backward()
+        torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(found_BTD, out_BTD, rtol=0, atol=0.02 * out_BTD.abs().max().item())
+
+
 def test_first_weights_are_those_of_the_cpu() -> None:
     model = make("moe", dtype=torch.float32)
     with torch.device("meta"):

@@ -200,7 +200,7 @@ def test_flex_is_refused_off_cuda_and_unknown_kernels_always() -> None:
     with pytest.raises(UserError, match="flex does not run on cpu"):
         make("llama", "flex")(some_tokens())
     with pytest.raises(UserError, match="unknown attention"):
-        Decoder(VARIANTS["llama"], "flash")
+        Decoder(VARIANTS["llama"], "turbo")
 
 
 def test_soft_capped_attention_says_why_it_is_not_sdpa() -> None:

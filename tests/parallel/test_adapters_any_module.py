@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from any_models import LR, STEPS, batch, build, loss_sum
-from foreign_models import write_model
+from foreign_models import MODULES, write_model
 
 from shardwise import UserError, parallelize
 from shardwise.config.schema import AdapterConfig, CommConfig
@@ -72,6 +72,7 @@ def train_foreign(directory: Path, kind: str, layouts: list[dict[str, int]]) -> 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_a_foreign_model_trains_adapters(kind: str, tmp_path: Path, ranks: Any) -> None:
+    ranks.preload(*MODULES)
     directory = write_model("gpt_neox", tmp_path / "neox")
     [(truth, names)] = ranks.run(train_foreign, 1, directory, kind, [{}])[0]
     assert len(names) == 3 * 2 * 2 and all(".lora_" in name for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from shardwise.data.loader import TensorBatch, cut_microbatches
 from shardwise.data.sequences import IGNORE
 from shardwise.model.decoder import Decoder
-from shardwise.model.experts import moe_layers
+from shardwise.model.experts import MixtureOfExperts
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
@@ -68,7 +69,62 @@ def plain_model(spec: ModelSpec) -> Decoder:
     return model
 
 
+# One engine for each layout and model, which all tests look at -----------------------------------------------------------
+
+PROMPT, SAMPLING = [5, 17, 3, 40, 41], Sampling(temperature=1.5, top_p=0.9, seed=3)
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What one rank saw."""
+
+    evaluated: list[float]  # of all ranks
+    tokens: list[int]
+    is_training: bool  # after a generation
+    norm: float
+    gradients: dict[str, Tensor]
+    counts: dict[str, Tensor]
+
+
+def look(spec: ModelSpec, plan: Plan, largest_norm: float) -> Looked:
+    """Evaluates, generates, and then does a step; the first two leave nothing behind that the step would show."""
+    engine = build_trial(spec, plan, TRIAL, dist.get_rank(), CPU)
+    engine.train(False)
+    sums = engine.evaluate(trial_batch(spec, plan, TRIAL, 7, engine.mesh.at.dp)[0].microbatches)
+    dist.all_reduce(sums)
+    engine.train(True)
+    tokens = generate_together(engine, PROMPT, 12, SAMPLING, frozenset())
+    is_training = all(model.training for model in engine.models)
+    batch, num_targets = trial_batch(spec, plan, TRIAL, 1, engine.mesh.at.dp)
+    norm, *_ = accumulate(engine, batch, num_targets, Clock(CPU))
+    counts = {
+        name: module.tokens_per_expert.clone()
+        for model in engine.models
+        for name, module in model.named_modules()
+        if isinstance(module, MixtureOfExperts)
+    }
+    factor = engine.factor(norm, largest_norm)
+    if factor is not None:
+        engine.multiply(factor)
+    gradients = collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
+    return Looked(sums.tolist(), tokens, is_training, float(norm), gradients, counts)
+
+
+@pytest.fixture(scope="module")
+def looked(ranks: Any) -> Any:
+    @cache
+    def run(layout: str, model: str) -> list[Looked]:
+        plan = make_plan(layout)
+        return ranks.run(look, plan.world, SPECS[model], plan, true_norm(model) / 3)
+
+    return run
+
+
 # Norm and clipping ----------------------------------------------------------------------------------------------------
+
+
+def true_norm(name: str) -> float:
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in true_gradients(name).values()))
 
 
 @cache
@@ -78,25 +134,14 @@ def true_gradients(name: str) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def clipped(spec: ModelSpec, plan: Plan, largest: float) -> tuple[float, dict[str, Tensor]]:
-    engine = build_trial(spec, plan, TRIAL, dist.get_rank(), CPU)
-    batch, num_targets = trial_batch(spec, plan, TRIAL, 1, engine.mesh.at.dp)
-    norm, *_ = accumulate(engine, batch, num_targets, Clock(CPU))
-    factor = engine.factor(norm, largest)
-    if factor is not None:
-        engine.multiply(factor)
-    return float(norm), collect(engine, lambda s: {} if s.gradient is None else {s.name: s.gradient.clone()})
-
-
 @pytest.mark.parametrize("model", ["untied", "tied", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_norm_and_clipping_are_global(layout: str, model: str, ranks: Any) -> None:
+def test_norm_and_clipping_are_global(layout: str, model: str, looked: Any) -> None:
     """A tied weight on two stages, a replicated vector, a key-value head on two ranks: all count once."""
-    truth, plan = true_gradients(model), make_plan(layout)
-    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in truth.values()))
-    found = ranks.run(clipped, plan.world, SPECS[model], plan, norm / 3)
-    assert [rank[0] for rank in found] == pytest.approx([norm] * plan.world, rel=1e-12)
-    gradients = found[0][1]
+    truth, norm = true_gradients(model), true_norm(model)
+    found = looked(layout, model)
+    assert [rank.norm for rank in found] == pytest.approx([norm] * len(found), rel=1e-12)
+    gradients = found[0].gradients
     assert gradients.keys() == truth.keys()
     for name, gradient in truth.items():
         assert torch.allclose(gradients[name], gradient / 3, rtol=1e-5, atol=0), name  # clipping adds 1e-6 to the norm
@@ -105,7 +150,7 @@ def test_norm_and_clipping_are_global(layout: str, model: str, ranks: Any) -> No
 
 def test_a_small_norm_is_not_clipped(ranks: Any) -> None:
     truth, plan = true_gradients("untied"), make_plan("dp=2 zero=3")
-    _, gradients = ranks.run(clipped, 2, SPECS["untied"], plan, 1e6)[0]
+    gradients = ranks.run(look, 2, SPECS["untied"], plan, 1e6)[0].gradients
     for name, gradient in truth.items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-15), name
 
@@ -113,43 +158,31 @@ def test_a_small_norm_is_not_clipped(ranks: Any) -> None:
 # Evaluation -----------------------------------------------------------------------------------------------------------
 
 
-def evaluated(spec: ModelSpec, plan: Plan) -> list[float]:
-    engine = build_trial(spec, plan, TRIAL, dist.get_rank(), CPU)
-    batch, _ = trial_batch(spec, plan, TRIAL, 7, engine.mesh.at.dp)
-    engine.train(False)
-    sums = engine.evaluate(batch.microbatches)
-    dist.all_reduce(sums)
-    return sums.tolist()
-
-
 @pytest.mark.parametrize("model", ["tied", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_evaluation_equals_plain_evaluation(layout: str, model: str, ranks: Any) -> None:
-    spec, plan = SPECS[model], make_plan(layout)
+def test_evaluation_equals_plain_evaluation(layout: str, model: str, looked: Any) -> None:
+    spec = SPECS[model]
     with torch.no_grad():
         truth = plain_sums(plain_model(spec).eval())([TRIAL.batch(spec, 7)]).tolist()
-    for sums in ranks.run(evaluated, plan.world, spec, plan):
-        assert sums == pytest.approx(truth, rel=1e-11)
+    for rank in looked(layout, model):
+        assert rank.evaluated == pytest.approx(truth, rel=1e-11)
 
 
 # Generation -----------------------------------------------------------------------------------------------------------
 
-PROMPT = [5, 17, 3, 40, 41]
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_generation_gives_the_same_tokens(layout: str, looked: Any) -> None:
+    model = "experts" if make_plan(layout).ep > 1 else "tied"
+    truth = list(generate(plain_model(SPECS[model]), PROMPT, 12, SAMPLING))
+    assert len(truth) == 12 and len(set(truth)) > 3
+    assert all(rank.tokens == truth and rank.is_training for rank in looked(layout, model))
 
 
 def generated(spec: ModelSpec, plan: Plan, sampling: Sampling, stop: frozenset[int]) -> tuple[list[int], bool]:
     engine = build_trial(spec, plan, TRIAL, dist.get_rank(), CPU)
     tokens = generate_together(engine, PROMPT, 12, sampling, stop)
     return tokens, all(model.training for model in engine.models)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_generation_gives_the_same_tokens(layout: str, ranks: Any) -> None:
-    plan, sampling = make_plan(layout), Sampling(temperature=1.5, top_p=0.9, seed=3)
-    spec = SPECS["experts" if plan.ep > 1 else "tied"]
-    truth = list(generate(plain_model(spec), PROMPT, 12, sampling))
-    assert len(truth) == 12 and len(set(truth)) > 3
-    assert ranks.run(generated, plan.world, spec, plan, sampling, frozenset()) == [(truth, True)] * plan.world
 
 
 def test_generation_stops_on_all_ranks_together(ranks: Any) -> None:
@@ -181,26 +214,12 @@ def test_rows_that_fill_a_pipelines_shape_have_no_targets() -> None:
     assert [int((part.targets != IGNORE).sum()) for part in parts] == [8, 4, 0]
 
 
-def counted(spec: ModelSpec, plan: Plan) -> dict[str, Tensor]:
-    engine = build_trial(spec, plan, TRIAL, dist.get_rank(), CPU)
-    batch, num_targets = trial_batch(spec, plan, TRIAL, 1, engine.mesh.at.dp)
-    accumulate(engine, batch, num_targets, Clock(CPU))
-    counts = {}
-    for model in engine.models:
-        names = {id(module): name for name, module in model.named_modules()}
-        for layer in moe_layers(model):
-            counts[names[id(layer)]] = layer.tokens_per_expert.clone()
-    return counts
-
-
-@pytest.mark.parametrize(
-    "layout", ["dp=2", "dp=2 zero=2 pp=2 interleaved", "tp=2 sp", "dp=2 ep=2", "dp=2 zero=3 tp=2 sp ep=4"]
-)
-def test_padding_is_not_counted_by_routers(layout: str, ranks: Any) -> None:
-    spec, plan = SPECS["experts"], make_plan(layout)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_is_not_counted_by_routers(layout: str, looked: Any) -> None:
+    spec = SPECS["experts"]
     model, batch = plain_model(spec), TRIAL.batch(spec, 1)
     model(batch.tokens, batch.targets, documents_BT=batch.documents)
     truth = {f"layers.{index}.feedforward": model.layers[str(index)].feedforward.tokens_per_expert for index in (1, 3)}
-    found = ranks.run(counted, plan.world, spec, plan)
+    found = [rank.counts for rank in looked(layout, "experts")]
     assert {name for counts in found for name in counts} == truth.keys()
     assert all(torch.equal(value, truth[name]) for counts in found for name, value in counts.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initial_value
 from shardwise.model.presets import preset
 from shardwise.parallel.collect import collect
@@ -36,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def look(plan: Plan) -> dict[str, Any]:
     """After weights were put: what this rank has, what `take` cuts, what `gather` and `collect` put together."""
     engine = build_trial(SPEC, plan, TRIAL, dist.get_rank(), torch.device("cpu"))
-    full = {shard.name: initial_value(SPEC, shard.name, full_shape(shard.name), TRIAL.seed) for shard in engine.shards}
+    full = {s.name: initial_value(SPEC, s.name, full_shapes()[s.name], TRIAL.seed) for s in engine.shards}
     return {
         "local is taken": [torch.equal(s.local, s.take(full[s.name])) for s in engine.shards],
         "gathered is full": [torch.equal(gather(s, s.local, engine.mesh), full[s.name]) for s in engine.shards],
@@ -46,11 +48,10 @@ def look(plan: Plan) -> dict[str, Any]:
     }
 
 
-def full_shape(name: str) -> tuple[int, ...]:
-    from shardwise.model.decoder import Decoder
-
+@cache
+def full_shapes() -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
-        return tuple(Decoder(SPEC).get_parameter(name).shape)
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(SPEC).named_parameters()}
 
 
 def shares_memory(local: Tensor, parameter: Any) -> bool:
@@ -66,18 +67,11 @@ def test_take_put_gather_and_collect_belong_together(layout: str, ranks: Any) ->
         assert all(rank["local is taken"]) and rank["local is taken"]
         assert all(rank["gathered is full"]) and rank["shares memory"]
     names = [name.removesuffix("/x") for name in found[0]["collected"]]
-    assert set(names) == set(all_names()) and not any(rank["collected"] for rank in found[1:])
+    assert set(names) == set(full_shapes()) and not any(rank["collected"] for rank in found[1:])
     for name, value in found[0]["collected"].items():
         name = name.removesuffix("/x")
-        assert torch.equal(value, 2 * initial_value(SPEC, name, full_shape(name), TRIAL.seed)), name
+        assert torch.equal(value, 2 * initial_value(SPEC, name, full_shapes()[name], TRIAL.seed)), name
     assert sum(rank["numel / copies"] for rank in found) == pytest.approx(SPEC.num_parameters, rel=1e-12)
-
-
-def all_names() -> list[str]:
-    from shardwise.model.decoder import Decoder
-
-    with torch.device("meta"):
-        return [name for name, _ in Decoder(SPEC).named_parameters()]
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(7, 3), (61, 4), (2, 4), (8, 2), (1, 1)])

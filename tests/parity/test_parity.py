@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -84,21 +85,17 @@ def test_clipping_is_at_work_in_every_step() -> None:
 # The rows -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cover(), ids=str)
+@pytest.mark.parametrize("case", [*cover(), *EIGHT_RANKS], ids=str)
 def test_same_loss(case: Case, matrix: Matrix) -> None:
-    found = matrix.measure(case)
-    assert not found.over(case.limits), f"{case}: {found}{matrix.flips(case)}"
-
-
-@pytest.mark.parametrize("case", EIGHT_RANKS, ids=str)
-def test_same_loss_on_eight_ranks(case: Case, matrix: Matrix) -> None:
+    """Eight steps are promised in fp64. What else differs in fp32 and bf16 are roundings: four steps, eight in `make parity`."""
+    case = case if case.precision == "fp64" else replace(case, num_steps=4)
     found = matrix.measure(case)
     assert not found.over(case.limits), f"{case}: {found}{matrix.flips(case)}"
 
 
 def test_a_token_that_goes_to_other_experts_is_named(matrix: Matrix) -> None:
     """What a row that differs says: the first token that was routed differently, and how close its logits were."""
-    case = Case("tp=2 sp ep=2", "mixtral", "fp64", "odd")
+    case = Case("tp=2 sp ep=2", "mixtral", "fp64", "odd", num_steps=2)
     assert "no token" in matrix.flips(case)
     said = matrix.flips(case, job=nudged)
     assert "step 2, layer 1, row 3, token 9" in said and "gap" in said, said

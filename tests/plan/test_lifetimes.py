@@ -13,13 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.config.schema import SpeedConfig
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.plan.activations import kept_activations, layer_activations
-from shardwise.plan.lifetimes import APART, RESERVED_SHARE
+from shardwise.plan.lifetimes import APART, RESERVED_SHARE, activations_of
 from shardwise.plan.memory import predict_memory, predict_stages
 from shardwise.plan.plan import Plan
+from shardwise.plan.rank_share import rank_share
+from shardwise.plan.speed import with_speed
 from shardwise.plan.split import even_split
 from shardwise.plan.stack import OURS, Stack
 
@@ -91,7 +94,10 @@ def test_one_micro_batch_is_fullest_where_the_heads_gradient_is_reduced() -> Non
 
 def test_copies_that_stay_take_the_gradients_of_sums_and_the_reduction_away() -> None:
     """One micro-batch: what FSDP2 has beyond weights and moments is the copies, 2 bytes, and 10 of the head where that is reduced."""
-    spec, here = LLAMA.with_overrides({"num_layers": 8}), plan(global_batch=1)
+    spec, here = (
+        LLAMA.with_overrides({"num_layers": 8}),
+        plan(global_batch=1, loss="recompute"),
+    )  # a fused one keeps more of the head
     (fsdp,), (copies,) = (predict_stages(spec, replace(here, copies=kept), "adamw") for kept in (False, True))
     assert "reduction" not in copies.moment
     assert copies.parts["weights"] == fsdp.parts["weights"] + 2 * spec.num_parameters and not copies.parts["gathered"]
@@ -128,13 +134,13 @@ def test_a_block_that_is_computed_again_finds_the_ones_after_it_gone() -> None:
 
 
 def test_the_saving_of_every_mode_is_what_was_measured_on_an_h200() -> None:
-    """benchmarks/recompute.py: bf16, 8 layers of 2048 x 8192, 4 sequences of 4096 tokens."""
+    """benchmarks/recompute.py: bf16, 8 layers of 2048 x 8192, 4 sequences of 4096 tokens; logits were computed again then."""
     case = json.loads((RESULTS / "recompute_h200.json").read_text())["cases"]["2048 wide, 4 x 4096"]
     shape = {"hidden": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 8192, "num_layers": 8}
     spec = preset("tiny").with_overrides(shape | {"vocab": 32768})
 
     def peak(mode: str) -> int:
-        here = plan(global_batch=4, micro_batch=4, recompute=mode, precision="bf16-true")
+        here = plan(global_batch=4, micro_batch=4, recompute=mode, precision="bf16-true", loss="recompute")
         (stage,) = predict_stages(spec, here, "sgd")
         return stage.peak
 
@@ -152,12 +158,53 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_2_percent(name: str) -> None:
-    """benchmarks/gpu/prediction.py measured them; whoever changes the prediction must keep to it."""
+    """benchmarks/gpu/prediction.py measured them; whoever changes the prediction must keep to it. Logits were computed again then."""
     case = CASES[name]
-    here = plan(global_batch=case["micro_batch"] * case.get("micro_batches", 1), micro_batch=case["micro_batch"],
+    here = plan(global_batch=case["micro_batch"] * case.get("micro_batches", 1), micro_batch=case["micro_batch"], loss="recompute",
                 seq_len=case["seq_len"], precision=case.get("precision", "bf16"), recompute=case.get("recompute", "none"))  # fmt: skip
     (stage,) = predict_stages(spec_of(case), here, case.get("optimizer", "adamw"), adapter_of(case))
     assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.02)
+
+
+def test_a_fused_loss_keeps_two_gradients_and_lets_one_chunk_pass() -> None:
+    """llama3-8b, 8,192 tokens: 2.1 GB of logits in bf16 are one chunk on a GPU; what backward hands on is less, 1.1 GB."""
+    share = rank_share(LLAMA, plan(global_batch=2, micro_batch=2, compile="blocks"), 0)
+    norm, x, head = 2 * 2 * 8192 * LLAMA.hidden, 2 * 8192 * LLAMA.hidden, LLAMA.vocab * LLAMA.hidden
+
+    def of_loss(trains: bool = True, **changes: Any) -> int:
+        here = plan(**dict(global_batch=2, micro_batch=2, compile="blocks") | changes)
+        return activations_of(share, here, OURS, trains_head=trains).head
+
+    logits = 2 * 8192 * LLAMA.vocab
+    assert of_loss() == norm + x + 4 * head + max(logits, x + 2 * head) == norm + x + 4 * head + logits
+    assert of_loss(trains=False) == norm + x + logits  # a frozen head
+    block = 256 * 2**20  # in fp32, and its copy, where nothing compiles the passes
+    assert of_loss(compile="none") == of_loss() + 2 * block
+    # Four chunks of 8,192 tokens are as large as the one; a few tokens' logits fit and are not fused at all.
+    four = 4 * (norm + x) + 4 * head + logits
+    assert of_loss(global_batch=8, micro_batch=8) == pytest.approx(four, rel=1e-6)
+    few = dict(global_batch=1, micro_batch=1, seq_len=512)
+    assert of_loss(**few) == of_loss(**few, loss="recompute")
+
+
+def test_a_fused_loss_on_a_cpu_keeps_the_gradient_of_the_heads_weights_besides_a_chunk() -> None:
+    here = plan(device="cpu", precision="fp32", global_batch=1)
+    share = rank_share(LLAMA, here, 0)
+    fused, again = (activations_of(share, replace(here, loss=word), OURS).head for word in ("fused", "recompute"))
+    chunks = -(-4 * 4096 * LLAMA.vocab // 2**28)
+    waiting = 4 * LLAMA.hidden * (4096 + LLAMA.vocab)
+    assert fused - again == waiting + 4 * 4096 * LLAMA.vocab // chunks - 2**28
+
+
+def test_gpipe_would_keep_a_gradient_of_the_heads_weights_for_each_micro_batch() -> None:
+    """So `auto` has it compute logits again; whoever asks for it is told."""
+    here = plan(pp=2, split=(16, 16), schedule="gpipe")
+    fused, again = (predict_stages(LLAMA, replace(here, loss=word), "adamw")[1].peak for word in ("fused", "recompute"))
+    assert fused - again > 6 * 4 * LLAMA.vocab * LLAMA.hidden
+    assert with_speed(here, SpeedConfig(), LLAMA).loss == "recompute"
+    for other in (plan(), plan(tp=2), plan(pp=2, split=(16, 16)), plan(pp=2, split=(16, 16), schedule="zero-bubble")):
+        assert with_speed(other, SpeedConfig(), LLAMA).loss == "fused"
+        assert with_speed(other, SpeedConfig(loss="recompute"), LLAMA).loss == "recompute"
 
 
 # What other frameworks keep ----------------------------------------------------------------------------------------
@@ -214,11 +261,13 @@ def test_a_prediction_takes_a_fraction_of_a_millisecond() -> None:
     """The search asks a hundred thousand times. Generous, for a busy machine; 0.05 to 0.15 ms on an idle one."""
     spec = preset("llama3-70b")
     here = plan(dp=16, zero=1, tp=4, sequence=True, pp=8, split=(10,) * 8, global_batch=512)
-    predict_memory(spec, here, "adamw")
-    start = time.process_time()
-    for _ in range(200):
-        predict_memory(spec, here, "adamw")
-    assert (time.process_time() - start) / 200 < 0.6e-3
+    took = []
+    for _ in range(10):  # the best of a few: the garbage of all tests is collected now and then
+        start = time.process_time()
+        for _ in range(20):
+            predict_memory(spec, here, "adamw")
+        took.append((time.process_time() - start) / 20)
+    assert min(took) < 0.6e-3
 
 
 def test_a_model_that_transformers_builds_is_predicted_on_gpus_too() -> None:

@@ -162,7 +162,10 @@ def test_another_layout_chooses_recomputation_anew(tmp_path):
 
 
 def test_small_machines_are_planned_at_once():
-    resolved()
-    began = time.perf_counter()
-    resolved()
-    assert time.perf_counter() - began < 0.3
+    """The best of a few: others use the cores too, and the garbage of all tests is collected now and then."""
+    took = []
+    for _ in range(5):
+        began = time.process_time()
+        resolved()
+        took.append(time.process_time() - began)
+    assert min(took) < 0.3

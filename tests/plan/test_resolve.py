@@ -102,6 +102,13 @@ def test_a_pipeline_gets_enough_micro_batches(words, sizes):
     assert plan_of(*words).micro_batch == sizes[0]
 
 
+def test_steps_to_trace_are_steps_of_the_run():
+    assert resolved("run.profile=10:12", "train.steps=12").config.run.profile == "10:12"
+    problem = refusal("run.profile=10:13", "train.steps=12")
+    assert problem.why == "this run has 12 steps" and problem.fix == "run.profile=9:12"
+    assert refusal("run.profile=3:30", "train.steps=12").fix == "run.profile=1:12"
+
+
 # ZeRO by memory ---------------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ MODELS = {
     "experts": preset("tiny-moe"),
 }
 CORES = known_cluster("cpu", 1, 4)
-DEADLINE_S = 40.0  # of one layout on busy cores; a layout that hangs is named, with the stack of every rank
+DEADLINE_S = 120.0  # of one layout on busy cores; a layout that hangs is named, with the stack of every rank
 ALWAYS_THE_SAME = settings(
     max_examples=32,
     deadline=None,

@@ -74,6 +74,7 @@ def examine(run_directory: str) -> dict[str, Any]:
         "memory_bytes": memory,
         "memory_limit_bytes": memory_limit(),
         "devices": [asdict(device) for device in devices],
+        "gpu_problem": this_machine().gpu_problem,
         "disk": asdict(disk),
         "link": link,
         "libraries": [asdict(library) for library in core_libraries()],
@@ -106,7 +107,8 @@ def render(report: dict[str, Any]) -> str:
         gpus += device.device != "cpu"
         lines.append(_device_line(device))
     if not gpus:
-        lines.append("gpu       none that torch can use")
+        problem = report.get("gpu_problem")
+        lines.append(f"gpu       {problem}; runs are on CPUs" if problem else "gpu       none that torch can use")
     lines.append(_disk_line(DiskRates(**report["disk"])))
     lines += _link_lines(report["link"])
     lines.append(_versions("libraries", report["libraries"]))

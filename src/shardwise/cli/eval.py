@@ -43,11 +43,10 @@ def run(args: argparse.Namespace) -> int:
     )
     sequences = corpus.validation if args.split == "validation" else corpus.train
 
-    import torch
-
+    from shardwise.run.device import best_device
     from shardwise.run.evaluate import evaluate, perplexity, plain_sums
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     batch = min(8, max(1, sequences.num_sequences))
     model = weights.load(device)
     loss = evaluate(

@@ -39,11 +39,10 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     weights = find_weights(args.source, args.runs)
     tokenizer = weights.tokenizer()
-    import torch
-
+    from shardwise.run.device import best_device
     from shardwise.run.generate import Sampling
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = best_device()
     model = weights.load(device)
     if not getattr(model, "remembers", True):  # a model of transformers
         print(f"note     {weights.name}: no cache fits, so each token computes all before it again", file=sys.stderr)

@@ -6,7 +6,9 @@ import argparse
 
 from shardwise.errors import Exit, UserError
 
-HELP = "Go on from the newest good checkpoint. parallel, memory, comm, run and checkpoint keys may change freely."
+HELP = (
+    "Go on from the newest good checkpoint. parallel, memory, speed, comm, run and checkpoint keys may change freely."
+)
 CONFIG = True
 
 

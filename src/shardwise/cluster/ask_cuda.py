@@ -1,4 +1,5 @@
-"""Asks the CUDA driver which GPUs there are; one line per GPU: memory, capability, peers, name. Run by machine.py as a process.
+"""Asks the CUDA driver which GPUs there are. The first line is the newest CUDA it runs, or what it failed with; then one line per GPU: memory,
+capability, peers, name. Run by machine.py as a process.
 
 Uses only ctypes and the driver's own library, so it needs neither torch nor nvidia-smi and sees exactly the devices that
 torch would see.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
+NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE: none, or none that CUDA_VISIBLE_DEVICES allows
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CUdevice_attribute values of the driver interface
 
 
@@ -17,9 +19,17 @@ def main() -> int:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
         return 1
-    count = ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    count, version = ctypes.c_int(), ctypes.c_int()
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if failed == NO_DEVICE:
         return 1
+    if failed:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(failed, ctypes.byref(text))
+        print("error", failed, (text.value or b"").decode(), sep="\t")
+        return 0
+    driver.cuDriverGetVersion(ctypes.byref(version))  # 12040 is CUDA 12.4
+    print("cuda", version.value // 1000, version.value % 1000 // 10, sep="\t")
     for index in range(count.value):
         device, memory = ctypes.c_int(), ctypes.c_size_t()
         major, minor = ctypes.c_int(), ctypes.c_int()

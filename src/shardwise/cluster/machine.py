@@ -11,11 +11,14 @@ import ctypes
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from shardwise.cluster.usable import TorchBuild, torch_build, why_unusable
 
 ROOT = Path("/")
 
@@ -34,10 +37,12 @@ class Machine:
     memory_bytes: int
     gpus: tuple[Gpu, ...]
     platform: str
+    gpu_problem: str = ""  # why GPUs that are here are not in `gpus`
 
 
 def this_machine() -> Machine:
-    return Machine(usable_cores(), usable_memory(), find_gpus(), sys.platform)
+    gpus, problem = find_gpus()
+    return Machine(usable_cores(), usable_memory(), gpus, sys.platform, problem)
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -90,8 +95,8 @@ def cpu_model(root: Path = ROOT) -> str:
     return platform.processor() or platform.machine() or "unknown"
 
 
-def find_gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs this process may use, in CUDA's order, honouring CUDA_VISIBLE_DEVICES as CUDA does.
+def find_gpus() -> tuple[tuple[Gpu, ...], str]:
+    """The NVIDIA GPUs this process may use, in CUDA's order, honouring CUDA_VISIBLE_DEVICES as CUDA does; and why others cannot be used.
 
     A child process asks the driver: a process that has initialised CUDA cannot fork usable children, and ours may
     still have to.
@@ -100,13 +105,25 @@ def find_gpus() -> tuple[Gpu, ...]:
         (ROOT / place).exists() for place in ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
     )
     if not has_driver or sys.platform == "darwin":
-        return ()
+        return (), ""
     answer = _output([sys.executable, "-I", "-S", str(Path(__file__).with_name("ask_cuda.py"))])
-    gpus = []
-    for line in (answer or "").splitlines():
-        memory, major, minor, peers, name = line.split("\t")
-        gpus.append(Gpu(name, int(memory), (int(major), int(minor)), int(peers)))
-    return tuple(gpus)
+    version = re.search(r"Module\s+([\d.]+)", _text(ROOT / "proc/driver/nvidia/version") or "")
+    return read_gpus(answer or "", torch_build(), version[1] if version else "")
+
+
+def read_gpus(answer: str, build: TorchBuild | None, driver: str = "") -> tuple[tuple[Gpu, ...], str]:
+    """From what ask_cuda.py has said, for the torch that is installed."""
+    if not answer:
+        return (), ""
+    (word, *about), *lines = (line.split("\t") for line in answer.splitlines())
+    if word == "error":
+        name = f"the NVIDIA driver {driver}".strip()
+        return (), f"{name} does not start: {about[1] or 'no reason given'} (error {about[0]})"
+    gpus = tuple(
+        Gpu(name, int(memory), (int(major), int(minor)), int(peers)) for memory, major, minor, peers, name in lines
+    )
+    why = why_unusable(build, (int(about[0]), int(about[1])), driver) if gpus else ""
+    return ((), f"{len(gpus)} x {gpus[0].name} cannot be used: {why}") if why else (gpus, "")
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

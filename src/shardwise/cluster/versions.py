@@ -10,6 +10,8 @@ CORE = ("torch", "numpy", "safetensors", "tokenizers", "rich")
 # distribution(s) that provide it, what it is for, how to get it
 OPTIONAL = (
     (("pyarrow",), "reads .parquet", "pip install 'shardwise[parquet]'"),
+    (("torchao",), "adamw8bit", "pip install 'shardwise[lowbit]'"),
+    (("liger-kernel",), "GPU kernels", "pip install liger-kernel"),
     (("tensorboard",), "logger", "pip install 'shardwise[tensorboard]'"),
     (("wandb",), "logger", "pip install 'shardwise[wandb]'"),
     (("mlflow-skinny", "mlflow"), "logger", "pip install 'shardwise[mlflow]'"),

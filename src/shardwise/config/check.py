@@ -12,7 +12,7 @@ from pathlib import PurePath
 from shardwise.config.check_layout import check_layout
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config
-from shardwise.config.units import parse_seconds
+from shardwise.config.units import parse_seconds, parse_steps
 from shardwise.errors import UserError
 
 
@@ -27,8 +27,11 @@ def check_config(config: Config, origins: Origins) -> None:
     _data(config, origins)
     check_layout(config, origins)
     _offload(config, origins)
+    _results(config, origins)
+    _kernels(config, origins)
     _checkpoint(config, origins)
     _run(config, origins)
+    _profile(config, origins)
 
 
 def _one_of(config: Config, origins: Origins, section: str, names: tuple[str, ...], meaning: str) -> None:
@@ -168,6 +171,39 @@ def _offload(config: Config, origins: Origins) -> None:
         )
 
 
+def _results(config: Config, origins: Origins) -> None:
+    """What must be known before the next step cannot be read after it was queued."""
+    if config.speed.results != "late":
+        return
+    needed = {
+        "run.on_nan": ("skip", "whether a step is passed over must be known before its update"),
+        "memory.precision": ("fp16", "whether a step has overflowed must be known before its update"),
+        "parallel.fill_bubbles": ("eval", "a step's times decide how the next one is filled"),
+    }
+    for key, (value, why) in needed.items():
+        section, name = key.split(".")
+        found = getattr(getattr(config, section), name)
+        if found.removesuffix("-true") == value:
+            raise UserError(
+                f"`speed.results = late` does not go with `{key} = {found}`",
+                why=why,
+                fix="speed.results=auto",
+                where=where_written(origins, "speed.results", key),
+            )
+
+
+def _kernels(config: Config, origins: Origins) -> None:
+    speed = config.speed
+    if speed.kernels == "liger" and (speed.compile not in ("auto", "none") or speed.fuse is True):
+        key = "speed.fuse = true" if speed.compile in ("auto", "none") else f"speed.compile = {speed.compile}"
+        raise UserError(
+            f"`speed.kernels = liger` does not go with `{key}`",
+            why="a compiler fuses norms and activations with what stands around them; kernels from elsewhere would cut that apart",
+            fix="speed.kernels=torch, or speed.compile=none speed.fuse=false",
+            where=where_written(origins, "speed.kernels", key.split(" ")[0]),
+        )
+
+
 def _checkpoint(config: Config, origins: Origins) -> None:
     every = config.checkpoint.every
     where = where_written(origins, "checkpoint.every")
@@ -196,3 +232,17 @@ def _run(config: Config, origins: Origins) -> None:
             fix="use letters, digits, `-` and `_`; set `run.dir` to put it elsewhere",
             where=where_written(origins, "run.name"),
         )
+
+
+def _profile(config: Config, origins: Origins) -> None:
+    if config.run.profile is None:
+        return
+    try:
+        parse_steps(config.run.profile)
+    except ValueError as problem:
+        raise UserError(
+            f'`run.profile` cannot be read from "{config.run.profile}"',
+            why=str(problem),
+            fix='for example `run.profile = "10:13"`',
+            where=where_written(origins, "run.profile"),
+        ) from None

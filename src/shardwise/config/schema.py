@@ -46,7 +46,11 @@ class ModelConfig:
     path: str | None = setting(
         None, "a Hugging Face directory or hub id in the local cache, of any causal language model; replaces `preset`"
     )
-    attention: str = setting("auto", "attention kernel", choices=("auto", "sdpa", "math", "flex"))
+    attention: str = setting(
+        "auto",
+        "attention kernel; cudnn, flash and flex are for CUDA; auto: the fastest there, by measurement, sdpa on CPUs",
+        choices=("auto", "sdpa", "math", "flex", "cudnn", "flash"),
+    )
     overrides: tuple[tuple[str, Any], ...] = setting(
         (), "ModelSpec fields given in [model], for example num_layers = 4"
     )
@@ -257,6 +261,12 @@ class SpeedConfig:
     kernels: str = setting(
         "auto", "norms and activations by torch, or by liger-kernel (CUDA)", choices=("auto", "torch", "liger")
     )
+    results: str = setting(
+        "auto",
+        "when a step's loss is read: `at-once`, or `late`, with the next step already queued; auto: late on GPUs, "
+        "unless fp16 or on_nan=skip must look before every update",
+        choices=("auto", "at-once", "late"),
+    )
     allocator: str = setting(
         "auto",
         "GPU memory in segments that grow (`expandable`), or torch's default; auto: expandable",
@@ -314,7 +324,9 @@ class RunConfig:
     max_restarts: int = setting(0, "automatic restarts after a failure", low=0, later=True)
     replan: bool = setting(False, "plan again when machines are lost", later=True)
     spares: int = setting(0, "processes kept ready", low=0, later=True)
-    profile: str | None = setting(None, "steps to trace, such as 10:13", later=True)
+    profile: str | None = setting(
+        None, "first and last step to trace, such as 10:13; a file per rank in trace/, for ui.perfetto.dev"
+    )
     events_every: int = setting(10, "steps between sampled events; 0: none", low=0)
 
 

@@ -51,6 +51,17 @@ def parse_bytes(text: str) -> int:
     return _whole(text, _scaled(text, BYTES, "a size such as 6GiB, 512MiB or 25MB"))
 
 
+def parse_steps(text: str) -> range:
+    """`10:13` is steps 10, 11, 12 and 13."""
+    match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    if match is None:
+        raise ValueError("expected a first and a last step such as 10:13")
+    first, last = map(int, match.groups())
+    if not 1 <= first <= last:
+        raise ValueError("steps count from 1, and the last one is not before the first")
+    return range(first, last + 1)
+
+
 def parse_rate(text: str) -> float:
     """`50GB/s` in bytes per second; `400Gbit/s` and `400Gb/s` are bits."""
     expected = "a rate such as 50GB/s or 400Gbit/s"

@@ -1,24 +1,26 @@
-"""fp8: the matrix products of blocks in 8 bits, over bf16 copies of fp32 weights (torchao's float8 training).
+"""fp8: the matrix products of blocks in 8 bits, over bf16 copies of fp32 weights.
 
-Both factors of every product, forward and backward, are rounded to fp8 with scales that are taken from their numbers at that moment:
-one scale per row, or one for the whole tensor. Everything else is as with bf16. Layers that would lose stay in bf16 and are
-named: those whose sides no fp8 kernel takes, and small ones, where finding the scales costs more than the product saves. Weights,
-names and shapes stay what they are, so ZeRO, tensor parallelism and checkpoints see plain linears.
+Both factors of every product, forward and backward, are rounded to fp8 (`float8_product.py`); everything else is as with bf16. Layers that
+would lose stay in bf16 and are named: those whose sides no fp8 kernel takes, and small ones, where rounding costs more than the product
+saves. Weights, names and shapes stay what they are, so ZeRO, tensor parallelism and checkpoints see plain linears.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.memory.low_bit import load_torchao
+from shardwise.memory.float8_product import MULTIPLE, Float8Products, float8_product
+from shardwise.model.decoder import Decoder
 
-MULTIPLE = 16  # of both sides of a matrix: what the hardware's products take
+JOINED = (("q", "k", "v"), ("gate", "up"))  # children that `speed.fuse` makes one product of
+WORTH = {"rowwise": 1000, "tensorwise": 600}
+"""Of outputs * inputs / (outputs + inputs): from here on fp8 gains. For every token the three products save 6 O I / rate of the product, and rounding
+both sides both ways moves 6 (O + I) bytes. On an H200 (bf16 700, fp8 1250 TFLOP/s with one scale and 1000 with one per row, 4 TB/s) that is even at
+400 and 580; half as much again pays for launches and for sums that are refreshed."""
 
 
 @dataclass
@@ -28,60 +30,83 @@ class Float8Layers:
     recipe: str
     num_converted: int = 0
     kept: dict[str, str] = field(default_factory=dict)  # name, layers as *: why it stays in bf16
+    has_head: bool = False  # in fp8
 
     def __str__(self) -> str:
         reasons = sorted(set(self.kept.values()))
         lists = [f"{', '.join(n for n, why in self.kept.items() if why == reason)} ({reason})" for reason in reasons]
-        bf16 = "; ".join(["head, embeddings, norms, routers and experts (always)", *lists])
-        return f"{self.num_converted} matrices in fp8, {self.recipe} scales; in bf16: {bf16}"
+        always = "embeddings, norms, routers and experts (always)"
+        bf16 = "; ".join([always if self.has_head or "head" in self.kept else f"head, {always}", *lists])
+        matrices = f"{self.num_converted} matrices{' and the head' if self.has_head else ''}"
+        return f"{matrices} in fp8, {self.recipe} scales; in bf16: {bf16}"
 
 
 def apply_float8(
-    model: nn.Module, blocks: Iterable[nn.Module], recipe: str, *, emulate: bool, found: Float8Layers | None = None
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    recipe: str,
+    *,
+    emulate: bool,
+    joined: bool = False,
+    found: Float8Layers | None = None,
 ) -> Float8Layers:
-    """In place, on `meta` or with weights. `emulate`: the same roundings where the hardware has no fp8; slow, for tests."""
-    load_torchao()
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    """In place, on `meta` or with weights. `emulate`: the same roundings where the hardware has no fp8; slow, for tests, whatever the size.
+    `joined`: q, k and v are one product and gate and up another, so that it is their sum which has a size."""
     found = found or Float8Layers(recipe)
     names = {id(module): name for name, module in model.named_modules()}
     for block in blocks:
-        for parent in list(block.modules()):
-            for child, linear in list(parent.named_children()):
+        for parent in block.modules():
+            for child, linear in parent.named_children():
                 if not isinstance(linear, nn.Linear):
                     continue
                 outputs, inputs = linear.weight.shape
-                why = why_not(outputs, inputs, recipe, any_size=emulate)
+                together = outputs
+                if joined:
+                    group = next((group for group in JOINED if child in group), (child,))
+                    parts = [getattr(parent, name, None) for name in group]
+                    together = sum(part.weight.shape[0] for part in parts if isinstance(part, nn.Linear))
+                why = why_not(outputs, inputs, recipe, together=None if emulate else together)
                 if why:
                     found.kept.setdefault(re.sub(r"\.\d+\.", ".*.", f"{names[id(parent)]}.{child}"), why)
                     continue
                 found.num_converted += 1
-                fast = Float8Linear.from_float(linear, config)
-                if hasattr(linear, "product"):  # a slice by input: what comes after the product stays
-                    linear.product = _product(fast.linear_mm_config, fast.config)  # type: ignore[assignment]
-                else:
-                    setattr(parent, child, fast)
+                if not hasattr(linear, "product"):  # a slice by input has one, and what comes after it stays
+                    linear.__class__ = Float8Linear
+                linear.product = float8_product(recipe)  # type: ignore[assignment]
     return found
 
 
-def why_not(outputs: int, inputs: int, recipe: str, *, any_size: bool = False) -> str | None:
-    """Why a matrix stays in bf16, or None. The sizes are those from which on torchao measured a gain on an H100."""
+def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) -> None:
+    """The head's products too, on whatever part of a model has one. `compiled`: it is outside of the blocks, so its roundings are kernels of
+    their own."""
+    if model.head is None:
+        return
+    weight = model.embed.weight if model.head.weight is None and model.embed is not None else model.head.weight
+    assert weight is not None, "a tied head has the embedding beside it"
+    outputs, inputs = weight.shape
+    why = why_not(outputs, inputs, found.recipe, together=None)
+    if why:
+        found.kept["head"] = why
+        return
+    found.has_head = True
+    model.head.product = float8_product(found.recipe, compiled=compiled)
+    model.head.products = Float8Products(found.recipe, compiled=compiled)
+
+
+class Float8Linear(nn.Linear):
+    """An nn.Linear whose product is in fp8."""
+
+    product: Callable[[Tensor, Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x, self.weight)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+def why_not(outputs: int, inputs: int, recipe: str, *, together: int | None) -> str | None:
+    """Why a matrix stays in bf16, or None. `together`: outputs of the product that it takes part in; None: any size will do."""
     if outputs % MULTIPLE or inputs % MULTIPLE:
         return f"{outputs} x {inputs} does not divide by {MULTIPLE}"
-    if recipe == "rowwise":
-        is_small = outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
-    else:
-        is_small = inputs <= 4096 and outputs <= 1024
-    return f"{outputs} x {inputs} is too small to gain" if is_small and not any_size else None
-
-
-def _product(mm_config: Any, config: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """torchao's product for a weight that somebody else holds."""
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return matmul_with_hp_or_float8_args.apply(x, weight.t(), mm_config, config)
-
-    return product
+    if together is None or together * inputs >= WORTH[recipe] * (together + inputs):
+        return None
+    return f"{together} x {inputs} is too small to gain"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.plan.resolve import LOWBIT_INSTALL
+from shardwise.plan.hardware import LOWBIT_INSTALL
 
 BLOCK = 256
 SMALLEST = 4096  # numbers: below it, 8 bits save nothing worth their rounding (torchao's rule, and bitsandbytes')
@@ -68,9 +68,7 @@ def load_torchao() -> None:
     try:
         import torchao.optim  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            "torchao is not installed", why=f"8-bit states and fp8 are its: {error}", fix=LOWBIT_INSTALL
-        ) from None
+        raise UserError("torchao is not installed", why=f"8-bit states are its: {error}", fix=LOWBIT_INSTALL) from None
     finally:
         for logger, level in zip(noise, levels, strict=True):
             logger.setLevel(level)

@@ -11,7 +11,7 @@ Read next: adapter_names.py (which layers), nf4.py (the base in four bits), peft
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from shardwise.errors import UserError
 from shardwise.model.adapter_names import Settings, find_targets, find_trained, linears_of, modules_of, their_modules
 from shardwise.model.decoder import Block
 from shardwise.model.experts import moe_layers
-from shardwise.model.nf4 import LEAVES, PAIR, Nf4Product, Packed, dequantize, quantize
+from shardwise.model.nf4 import LEAVES, PAIR, Packed, dequantize, nf4_product, quantize, tables
 from shardwise.model.peft_format import read_adapter
 from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
@@ -135,7 +135,7 @@ def adapt(module: nn.Module, adapters: Adapters | None) -> None:
     for name, layer in list(module.named_modules()):
         if isinstance(layer, nn.Linear) and name in adapters.targets | adapters.quantized:
             layer.__class__ = AdaptedLinear
-            layer.name, layer.scale, layer.chance = name, adapters.scale, chance  # type: ignore[assignment]
+            layer.salt, layer.scale, layer.chance = chance.salt(name), adapters.scale, chance  # type: ignore[assignment]
             if name in adapters.targets:
                 _add_product(layer, name, adapters)
             if name in adapters.quantized:
@@ -187,6 +187,8 @@ def _put_into_four_bits(layer: nn.Linear, frozen_dtype: torch.dtype | None) -> N
     format_ = frozen_dtype or layer.weight.dtype
     container = format_ if format_.itemsize == 2 else torch.bfloat16
     packed = quantize(layer.weight, container)
+    if not layer.weight.is_meta:
+        tables(layer.weight.device)
     layer.register_parameter("weight", None)
     for leaf, value in zip(LEAVES, packed, strict=True):
         layer.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
@@ -195,7 +197,7 @@ def _put_into_four_bits(layer: nn.Linear, frozen_dtype: torch.dtype | None) -> N
 class AdaptedLinear(nn.Linear):
     """An nn.Linear with a product beside it, or a weight in four bits, or both."""
 
-    name: str
+    salt: Tensor  # of its dropout; a tensor, so that compiled blocks differ in nothing but tensors
     scale: float
     chance: Chance
     first_input: int = 0  # tensor parallelism may keep a slice of the inputs
@@ -206,6 +208,15 @@ class AdaptedLinear(nn.Linear):
         y = product(self, x)
         return y if self.bias is None else y + self.bias
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """The salt goes with the parameters, and keeps its value where they lose theirs."""
+        super()._apply(fn, recurse)
+        device = next(self.parameters()).device
+        if device.type != "meta":
+            self.salt = self.salt.to(device)
+            tables(device)
+        return self
+
 
 def product(layer: Any, x: Tensor) -> Tensor:
     """What a linear layer adds up, without its bias. Also for layers without an adapter."""
@@ -213,12 +224,12 @@ def product(layer: Any, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight)
     if layer.weight is None:
         bits = (layer.weight_nf4, layer.weight_absmax, layer.weight_scale)
-        y = Nf4Product.apply(x, *bits, layer.first_input % PAIR)
+        y = nf4_product(x, Packed(*bits), layer.first_input % PAIR)
     else:
         y = F.linear(x, layer.weight)
     if getattr(layer, "lora_a", None) is None:
         return y
-    kept = layer.chance.drop(x, layer.name, layer.first_input)
+    kept = layer.chance.drop(x, layer.salt, layer.first_input)
     return y + F.linear(F.linear(kept, layer.lora_a), layer.lora_b) * layer.scale
 
 
@@ -267,12 +278,14 @@ class Chance:
     def begin(self, rows_B: Tensor | None, positions_BT: Tensor) -> None:
         self.rows_B, self.positions_BT = rows_B, positions_BT
 
-    def drop(self, x_BTI: Tensor, layer: str, first_input: int) -> Tensor:
+    def salt(self, layer: str) -> Tensor:
+        digest = hashlib.sha256(f"{self.seed}/{layer}".encode()).digest()
+        return torch.tensor(int.from_bytes(digest[:8], "little", signed=True), device="cpu")
+
+    def drop(self, x_BTI: Tensor, salt: Tensor, first_input: int) -> Tensor:
         if not self.rate or self.rows_B is None:
             return x_BTI
         assert self.positions_BT is not None
-        digest = hashlib.sha256(f"{self.seed}/{layer}".encode()).digest()
-        salt = int.from_bytes(digest[:8], "little", signed=True)
         tokens_BT = _mixed(_mixed(self.rows_B[:, None] ^ salt) + self.positions_BT)
         inputs_I = torch.arange(first_input, first_input + x_BTI.shape[-1], device=x_BTI.device)
         draw_BTI = _mixed(tokens_BT[..., None] + inputs_I * ODD)

@@ -16,15 +16,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import UserError
 from shardwise.model.cache import KeyValueCache
+from shardwise.model.feedforward import join
 from shardwise.model.masking import Mask
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, rotate, softmax_scale
 from shardwise.model.spec import LayerSpec, ModelSpec
 
-KERNELS = ("auto", "sdpa", "math", "flex")
+KERNELS = ("auto", "sdpa", "math", "flex", "cudnn", "flash")
+FUSED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+"""Kernels of torch's scaled_dot_product_attention for 16 bits on CUDA. `sdpa` leaves the choice to torch."""
 
 
 def attend(
@@ -39,7 +43,7 @@ def attend(
     elif kernel == "flex":
         out = _flex(q, k, v, mask, scale, softcap)
     else:
-        out = _sdpa(q, k, v, mask, scale)
+        out = _sdpa(q, k, v, mask, scale, kernel)
     return out.transpose(1, 2)
 
 
@@ -61,6 +65,8 @@ class AttentionInputs:
 class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key-value heads."""
 
+    joined = False  # queries, keys and values are one product
+
     def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: str):
         super().__init__()
         self.index, self.head_dim = layer.index, spec.head_dim
@@ -75,9 +81,13 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, inputs: AttentionInputs) -> Tensor:
         # Heads are counted from the tensors (-1), so that a slice of the heads works the same way.
-        q_BTHC = self.q_norm(self.q(x_BTD).unflatten(-1, (-1, self.head_dim)))
-        k_BTKC = self.k_norm(self.k(x_BTD).unflatten(-1, (-1, self.head_dim)))
-        v_BTKC = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if self.joined:
+            q_BTX, k_BTX, v_BTX = join([self.q, self.k, self.v], x_BTD)
+        else:
+            q_BTX, k_BTX, v_BTX = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
+        q_BTHC = self.q_norm(q_BTX.unflatten(-1, (-1, self.head_dim)))
+        k_BTKC = self.k_norm(k_BTX.unflatten(-1, (-1, self.head_dim)))
+        v_BTKC = v_BTX.unflatten(-1, (-1, self.head_dim))
         if inputs.rotation is not None:
             q_BTHC, k_BTKC = rotate(q_BTHC, inputs.rotation), rotate(k_BTKC, inputs.rotation)
         k_BSKC, v_BSKC = k_BTKC, v_BTKC
@@ -87,7 +97,7 @@ class Attention(nn.Module):
         return self.o(out_BTHC.flatten(-2))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str = "sdpa") -> Tensor:
     # CUDA's flash and cuDNN kernels take grouped heads as they are, in 16 bits and without a mask. Everything else there
     # (fp32, masks) is for the memory-efficient kernel, which knows no grouped heads: asked for them, torch falls back to
     # building the whole score matrix. On a CPU grouped heads cost what repeated ones cost and spare two copies (12.7 ms
@@ -95,6 +105,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
     grouped = mask.allowed_1TS is None and (not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16))
     if not grouped:
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
+    if kernel in FUSED and mask.is_causal and grouped:
+        with sdpa_kernel(FUSED[kernel]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask.allowed_1TS, is_causal=mask.is_causal, scale=scale, enable_gqa=grouped
     )
@@ -144,18 +157,21 @@ def choose_kernel(spec: ModelSpec, attention: str) -> tuple[str, str]:
             why=f"kernels are: {', '.join(KERNELS)}",
             fix='use model.attention = "auto"',
         )
-    if spec.attention_softcap and attention in ("auto", "sdpa"):
+    if spec.attention_softcap and attention in ("auto", "sdpa", *FUSED):
         reason = f"{spec.name} caps its attention scores softly, which SDPA cannot do"
-        if attention == "sdpa":
-            raise UserError("attention sdpa does not fit this model", why=reason, fix='use model.attention = "auto"')
+        if attention != "auto":
+            raise UserError(
+                f"attention {attention} does not fit this model", why=reason, fix='use model.attention = "auto"'
+            )
         return "math", f"attention: math instead of sdpa, because {reason}"
     return ("sdpa" if attention == "auto" else attention), ""
 
 
 def check_kernel_device(kernel: str, device_type: str) -> None:
-    if kernel == "flex" and device_type != "cuda":
+    if kernel in ("flex", *FUSED) and device_type != "cuda":
+        why = "FlexAttention has no backward pass there" if kernel == "flex" else "it is a kernel of CUDA"
         raise UserError(
-            f"attention flex does not run on {device_type}",
-            why="FlexAttention has no backward pass there; it is for CUDA",
+            f"attention {kernel} does not run on {device_type}",
+            why=why,
             fix='use model.attention = "auto"',
         )

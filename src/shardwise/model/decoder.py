@@ -10,9 +10,10 @@ Shapes: B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,9 @@ from shardwise.model.attention import Attention, AttentionInputs, check_kernel_d
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.experts import MixtureOfExperts, Routing
 from shardwise.model.feedforward import FeedForward
+from shardwise.model.fused_loss import Meet, Products, Way, fused_cross_entropy
 from shardwise.model.latent_attention import LatentAttention
-from shardwise.model.loss import IGNORE, cross_entropy_sum
+from shardwise.model.loss import IGNORE, cross_entropy_sum, fused_rows, rows_at_once
 from shardwise.model.masking import MaskBuilder
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, make_rotation
@@ -157,8 +159,23 @@ class Decoder(nn.Module):
         builder = MaskBuilder(positions_BT.shape[1], num_past, positions_BT.device, documents_BT)
         layers = tuple(self.spec.layers[int(index)] for index in self.layers)
         # Flex skips blocks of long sequences; a cache grows by one token, which has none and would compile at each step.
-        masks = builder.build(layers, flex=self.kernel == "flex" and cache is None)
-        return {layer.index: AttentionInputs(masks[builder.key(layer)], None, cache) for layer in layers}
+        flex = {index for index, kernel in self.kernels.items() if kernel == "flex" and cache is None}
+        inputs: dict[int, AttentionInputs] = {}
+        for is_flex in (False, True):
+            some = tuple(layer for layer in layers if (layer.index in flex) == is_flex)
+            masks = builder.build(some, flex=is_flex)
+            inputs |= {layer.index: AttentionInputs(masks[builder.key(layer)], None, cache) for layer in some}
+        return inputs
+
+    @property
+    def kernels(self) -> dict[int, str]:
+        """Of attention, by layer."""
+        return {int(index): cast(Attention, block.attention).kernel for index, block in self.layers.items()}
+
+    def use_kernels(self, kernels: Mapping[int, str]) -> None:
+        """Of attention, by layer index."""
+        for index, block in self.layers.items():
+            cast(Attention, block.attention).kernel = kernels[int(index)]
 
     def run_layers(
         self, x_BTD: Tensor, inputs: dict[int, AttentionInputs], target_counts_B: Tensor | None
@@ -178,6 +195,13 @@ class Decoder(nn.Module):
 class Head(nn.Module):
     """Scores over the vocabulary, or the summed cross-entropy of their targets. A tied head has no weight of its own."""
 
+    fused = (
+        True  # where logits are too many at once, forward takes their gradients too; else backward computes them again
+    )
+    compiled = False  # fused, on a GPU: the passes over the logits are one kernel each
+    products = Products()  # fused: how the three products are computed
+    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)  # otherwise
+
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.vocab, self.softcap = spec.vocab, spec.logit_softcap
@@ -188,13 +212,30 @@ class Head(nn.Module):
         assert weight is not None, "a tied head is given the embedding's weight"
         if targets_BT is None:
             return self.logits(x_BTD, weight)
-        return cross_entropy_sum(
-            partial(self.logits, weight=weight), x_BTD.flatten(0, 1), targets_BT.flatten(), self.vocab
-        )
+        x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+        if not self.fused or x_ND.shape[0] <= rows_at_once(self.vocab):
+            return cross_entropy_sum(partial(self.logits, weight=weight), x_ND, targets_N, self.vocab)
+        is_target_N = targets_N != IGNORE
+        rows_N = targets_N.masked_fill(~is_target_N, 0)
+        return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_target_N, self.vocab)
+
+    def fused_loss(
+        self,
+        x_ND: Tensor,
+        weight: Tensor,
+        rows_N: Tensor,
+        is_target_N: Tensor,
+        is_here_N: Tensor,
+        num_logits: int,
+        meet: Meet | None = None,
+    ) -> Tensor:
+        rows, block = fused_rows(x_ND, num_logits), rows_at_once(num_logits)
+        way = Way(rows, block, self.softcap or 0.0, self.products, self.compiled and x_ND.is_cuda, meet)
+        return fused_cross_entropy(x_ND, weight, rows_N, is_target_N, is_here_N, way)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """From normalised hidden states of any leading shape."""
-        logits = F.linear(x, weight)
+        logits = self.product(x, weight)
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 

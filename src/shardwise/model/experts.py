@@ -47,9 +47,10 @@ class MixtureOfExperts(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         choice = self.router(x_ND)
         # 1. Bring each expert's tokens together: copy m is token m // K for its choice m % K.
-        order_M = choice.experts_NK.flatten().argsort(stable=True)
+        order_M = sorting(choice.experts_NK.flatten(), self.num_experts)
         back_M = inverse(order_M)
-        counts_E = count_experts(choice.experts_NK.flatten()[None], self.num_experts)[0]
+        counts_BE = count_experts(choice.experts_NK.view(x_BTD.shape[0], -1), self.num_experts)
+        counts_E = counts_BE.sum(0)
         sorted_MD = arrange(x_ND, order_M, back_M, copies=self.experts_per_token)
         # 2. Every expert works on its own rows.
         out_MD = self.experts(sorted_MD, counts_E)
@@ -59,13 +60,11 @@ class MixtureOfExperts(nn.Module):
         out_BTD = out_ND.view_as(x_BTD)
         if self.shared is not None:
             out_BTD = out_BTD + self.shared(x_BTD)
-        return out_BTD, None if target_counts_B is None else self._report(choice, target_counts_B)
+        return out_BTD, None if target_counts_B is None else self._report(choice, counts_BE, target_counts_B)
 
-    def _report(self, choice: Choice, target_counts_B: Tensor) -> Routing:
+    def _report(self, choice: Choice, counts_BE: Tensor, target_counts_B: Tensor) -> Routing:
         """`target_counts_B` is that of whole sequences. The losses are the part of them that these tokens bring in."""
         batch = target_counts_B.shape[0]
-        experts_BM = choice.experts_NK.view(batch, -1)
-        counts_BE = count_experts(experts_BM, self.num_experts)
         counts_whole_BE = self.sum_over_sequence(counts_BE)
         probabilities_BTE = choice.probabilities_NE.unflatten(0, (batch, -1))
         logits_BTE = choice.logits_NE.unflatten(0, (batch, -1))
@@ -144,6 +143,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """E feed-forward networks as stacked weights. Rows come sorted by expert, `counts_E` says how many each has."""
 
+    joined_E2FD: Tensor | None = None  # gate and up in one piece of memory, see `join`
+
     def __init__(self, spec: ModelSpec):
         super().__init__()
         shape = (spec.num_experts, spec.expert_ffn, spec.hidden)
@@ -154,7 +155,7 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         # The kernel reads rows of 16 bytes, and wants some.
-        if can_group(x_MD) and self.up.shape[1] % 8 == 0 and x_MD.shape[0]:
+        if can_group(x_MD) and x_MD.shape[1] % 8 == self.up.shape[1] % 8 == 0 and x_MD.shape[0]:
             return self._grouped(x_MD, counts_E)
         sizes = even_sizes(x_MD.shape[0], counts_E.shape[0]) if x_MD.is_meta else counts_E.tolist()
         # unbind, not indexing: its backward stacks the experts' gradients once instead of adding E stacks of zeros.
@@ -168,14 +169,49 @@ class Experts(nn.Module):
         return F.linear(self.activation(F.linear(x, gate)) * F.linear(x, up), down)
 
     def _grouped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """One kernel for all experts: no loop, and no wait for the counts to reach the CPU."""
+        """One kernel for all experts: no loop, and no wait for the counts to reach the CPU. Rows need no padding: in bf16 an
+        expert's may begin anywhere, because what is read in pieces of 16 bytes are the rows themselves."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
-        h_MF = F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E)
         if self.gate is None:
-            h_MF = self.activation(h_MF)
+            h_MF = self.activation(F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E))
+        elif self.joined_E2FD is not None:
+            gate_MF, up_MF = _GateAndUp.apply(x_MD, self.gate, self.up, self.joined_E2FD, ends_E).chunk(2, dim=1)
+            h_MF = self.activation(gate_MF) * up_MF
         else:
-            h_MF = self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * h_MF
+            up_MF = F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E)
+            h_MF = self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * up_MF
         return F.grouped_mm(h_MF, self.down.transpose(1, 2), offs=ends_E)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Move gate and up into one piece of memory, of which both are views from then on, so that one product reads both.
+        For whoever keeps the weights that are computed with: joining them anew in every pass would copy more than it saves."""
+        if self.gate is not None:
+            self.joined_E2FD = torch.cat([self.gate, self.up], 1)
+            self.gate.data, self.up.data = self.joined_E2FD.chunk(2, dim=1)
+
+
+class _GateAndUp(torch.autograd.Function):
+    """Both products of gated experts as one, over weights that lie together. Their gradients are two products, because what
+    comes of one would have to be cut apart, which is a copy; the input's is one, and nothing has to be added."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, gate: Tensor, up: Tensor, joined_E2FD: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_MD, joined_E2FD, ends_E)
+        return F.grouped_mm(x_MD, joined_E2FD.transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_M2F: Tensor) -> tuple[Tensor | None, ...]:
+        x_MD, joined_E2FD, ends_E = ctx.saved_tensors
+        grad_x_MD = F.grouped_mm(grad_M2F, joined_E2FD, offs=ends_E) if ctx.needs_input_grad[0] else None
+        halves = zip(grad_M2F.chunk(2, dim=1), ctx.needs_input_grad[1:3], strict=True)
+        weights = [F.grouped_mm(half_MF.t(), x_MD, offs=ends_E) if needed else None for half_MF, needed in halves]
+        return grad_x_MD, *weights, None, None
+
+
+def sorting(experts_M: Tensor, num_experts: int) -> Tensor:
+    """The stable order by expert. Numbers of one byte are sorted in one pass; of eight, a GPU makes eight."""
+    return experts_M.to(torch.uint8 if num_experts <= 256 else torch.int16).argsort(stable=True)
 
 
 def inverse(order_M: Tensor) -> Tensor:
@@ -206,8 +242,9 @@ class _Arrange(torch.autograd.Function):
 
 
 def can_group(x: Tensor) -> bool:
-    """torch's grouped matmul is for bf16 on CUDA; elsewhere (and in fp64) the loop is exact and plain."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
+    """torch's grouped matmul is for bf16 on CUDA; elsewhere (and in fp64) the loop is exact and plain. On a CPU it is that loop, which
+    a compiler cannot see through: the lengths of its slices are numbers in memory."""
+    return x.dtype == torch.bfloat16 and (x.is_cuda or torch.compiler.is_compiling()) and hasattr(F, "grouped_mm")
 
 
 def even_sizes(num_rows: int, num_parts: int) -> list[int]:

@@ -7,9 +7,10 @@ Shapes: B batch, T tokens, D model width, F feed-forward width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,7 +24,22 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def join(linears: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
+    """Several projections of the same states as one matrix product. The weights stay apart; putting them side by side costs a copy of them."""
+    weight = torch.cat([linear.weight for linear in linears])
+    biases = tuple(linear.bias for linear in linears if linear.bias is not None)
+    sizes = [linear.weight.shape[0] for linear in linears]
+    bias = torch.cat(biases) if biases else None
+    product = getattr(linears[0], "product", None)  # of fp8
+    if product is None:
+        return F.linear(x, weight, bias).split(sizes, dim=-1)
+    y = product(x, weight)
+    return (y if bias is None else y + bias.to(y.dtype)).split(sizes, dim=-1)
+
+
 class FeedForward(nn.Module):
+    joined = False  # gate and up are one product
+
     def __init__(self, spec: ModelSpec, ffn: int):
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
@@ -34,4 +50,8 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(self.activation(self.up(x_BTD)))
-        return self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
+        if self.joined:
+            gate_BTF, up_BTF = join([self.gate, self.up], x_BTD)
+        else:
+            gate_BTF, up_BTF = self.gate(x_BTD), self.up(x_BTD)
+        return self.down(self.activation(gate_BTF) * up_BTF)

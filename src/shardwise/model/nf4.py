@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 BLOCK = 64
 PAIR = 2 * BLOCK  # two magnitudes of 8 bits make one number of 16: columns are cut here
@@ -76,28 +77,44 @@ def quantize(weight_OI: Tensor, container: torch.dtype) -> Packed:
 @torch.no_grad()
 def dequantize(packed: Packed, inputs: int, dtype: torch.dtype, first: int = 0) -> Tensor:
     """`inputs` columns from column `first` on: a slice may begin inside a pair of blocks."""
-    outputs, columns = packed.codes.shape[0], 4 * packed.codes.shape[1]
+    columns = slice(first, first + inputs)
+    if torch.compiler.is_compiling():  # one kernel, with nothing beside its result
+        return _read(packed)[:, columns].to(dtype, memory_format=torch.contiguous_format)
+    outputs, rows = packed.codes.shape[0], max(1, CHUNK // max(4 * packed.codes.shape[1], 1))
     result_OI = torch.empty(outputs, inputs, dtype=dtype, device=packed.codes.device)
-    rows = max(1, CHUNK // max(columns, 1))
     for start in range(0, outputs, rows):
-        codes, absmax, scale = (part[start : start + rows] for part in packed)
-        scale_O2 = scale.contiguous().view(torch.float32)
-        bytes_OK = absmax.contiguous().view(torch.uint8)
-        absmax_OK = _look_up(table(), bytes_OK) * scale_O2[:, :1] + scale_O2[:, 1:]
-        values_OP = _look_up(_pairs(), codes.contiguous().view(torch.uint8)).flatten(1)
-        values_OP.unflatten(1, (-1, BLOCK)).mul_(absmax_OK[..., None])
-        result_OI[start : start + rows] = values_OP[:, first : first + inputs]
+        part = Packed(*(tensor[start : start + rows] for tensor in packed))
+        result_OI[start : start + rows] = _read(part)[:, columns]
     return result_OI
 
 
-class Nf4Product(torch.autograd.Function):
-    """x W^T. Backward reads W again, so that nothing but the bits is kept."""
+def _read(packed: Packed) -> Tensor:
+    scale_O2 = packed.scale.contiguous().view(torch.float32)
+    magnitudes, pairs = tables(packed.codes.device)
+    absmax_OK = _look_up(magnitudes, packed.absmax.contiguous().view(torch.uint8)) * scale_O2[:, :1] + scale_O2[:, 1:]
+    values_OP = _look_up(pairs, packed.codes.contiguous().view(torch.uint8)).flatten(1)
+    values_OP.unflatten(1, (-1, BLOCK)).mul_(absmax_OK[..., None])
+    return values_OP
 
+
+def nf4_product(x: Tensor, packed: Packed, first: int) -> Tensor:
+    """x W^T. Backward reads W again, so that nothing but the bits is kept. A compiler would see that it has read W before, and keep it,
+    unless it is told not to."""
+    if torch.compiler.is_compiling():
+        return checkpoint(_linear, x, *packed, first, use_reentrant=False, preserve_rng_state=False)
+    return _Nf4Product.apply(x, *packed, first)
+
+
+def _linear(x: Tensor, codes: Tensor, absmax: Tensor, scale: Tensor, first: int) -> Tensor:
+    return F.linear(x, dequantize(Packed(codes, absmax, scale), x.shape[-1], x.dtype, first))
+
+
+class _Nf4Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, absmax: Tensor, scale: Tensor, first: int) -> Tensor:
         ctx.save_for_backward(codes, absmax, scale)
         ctx.inputs, ctx.first, ctx.dtype = x.shape[-1], first, x.dtype
-        return F.linear(x, dequantize(Packed(codes, absmax, scale), x.shape[-1], x.dtype, first))
+        return _linear(x, codes, absmax, scale, first)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -131,11 +148,18 @@ def _nearest(x: Tensor, values: Tensor) -> Tensor:
     return torch.bucketize(x, middles, out_int32=True).to(torch.uint8)
 
 
-@cache
-def _on(device: torch.device, name: str) -> Tensor:
-    return (table() if name == "table" else _pairs()).to(device)
+_TABLES: dict[str, tuple[Tensor, Tensor]] = {}  # by device: the 256 values, and the pairs of every byte
+
+
+def tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Made once. Who compiles asks before: a compiled block takes what is there and keeps nothing."""
+    if str(device) in _TABLES:
+        return _TABLES[str(device)]
+    made = table().to(device), _pairs().to(device)
+    if not torch.compiler.is_compiling():
+        _TABLES[str(device)] = made
+    return made
 
 
 def _look_up(values: Tensor, bytes_: Tensor) -> Tensor:
-    values = _on(bytes_.device, "table" if values.ndim == 1 else "pairs")
     return values.index_select(0, bytes_.flatten().int()).view(*bytes_.shape, *values.shape[1:])

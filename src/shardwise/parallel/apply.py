@@ -2,6 +2,7 @@
 
     mesh.py       where this rank stands, and with whom it talks
     pipeline.py   which layers this rank has                              (mailbox.py, deferred.py)
+    liger.py      norms and activations by liger-kernel, where asked for
     context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
     expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
@@ -29,21 +30,23 @@ import torch
 
 from shardwise.config.schema import AdapterConfig, CommConfig
 from shardwise.memory.activation_offload import apply_activation_offload
-from shardwise.memory.float8 import Float8Layers, apply_float8
+from shardwise.memory.float8 import Float8Layers, apply_float8, apply_float8_head
 from shardwise.memory.recompute import apply_recompute
 from shardwise.model.adapters import Adapters, adapt, adapt_whole, decoder_adapters
+from shardwise.model.attention_choice import Shape, choose
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.parallel.compiled import apply_compile
+from shardwise.parallel.compiled import apply_compile, apply_joined
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.copies import Copies
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import apply_expert_parallel
+from shardwise.parallel.liger import apply_liger
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline import Stage
 from shardwise.parallel.shards import shards_of
@@ -89,6 +92,8 @@ def parallelize_decoder(
         with torch.device("meta"):
             model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
         adapt(model, adapters)
+        if plan.kernels == "liger":
+            apply_liger(model)
         tp = TensorParallel(mesh.tp, plan.sequence, traffic.on("tp")) if plan.tp > 1 else None
         if plan.cp > 1:
             apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind, traffic.on("cp")))
@@ -96,9 +101,20 @@ def parallelize_decoder(
             apply_expert_parallel(model, mesh, tp, traffic)
         if tp is not None:
             apply_tensor_parallel(model, tp)
+        if model.head is not None:
+            model.head.fused, model.head.compiled = plan.loss == "fused", plan.compile != "none"
         if plan.precision == "fp8":
-            blocks = model.layers.values()
-            float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", found=float8)
+            blocks, emulate = model.layers.values(), device.type == "cpu"
+            float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=emulate, joined=plan.fuse, found=float8)
+            if plan.fp8_head:
+                apply_float8_head(model, float8, compiled=plan.compile != "none" and not emulate)
+        if plan.fuse:
+            apply_joined(model.layers.values())
+        if attention == "auto" and device.type == "cuda" and plan.cp == 1:
+            shape = Shape(plan.micro_batch, plan.seq_len, plan.tp)
+            chosen = choose(spec, spec.layers[layers.start : layers.stop], shape, COMPUTED[plan.precision], device)
+            model.use_kernels({index: choice.kernel for index, choice in chosen.items()})
+            model.kernel_reason = "; ".join(sorted({str(choice) for choice in chosen.values()}))
         recompute = plan.recompute
         if plan.compile != "none":
             whole = plan.tp == plan.cp == plan.ep == 1

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.model.attention import AttentionInputs
+from shardwise.memory.float8 import Float8Linear
+from shardwise.model.attention import Attention, AttentionInputs
+from shardwise.model.feedforward import FeedForward
 
 MODES: dict[str, dict[str, Any]] = {
     "blocks": {},
@@ -30,6 +32,21 @@ KEPT_OPERATIONS = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
 """What selective recomputation keeps the results of."""
+
+
+def apply_joined(blocks: Iterable[nn.Module]) -> None:
+    """q, k, v and gate, up as one product each, where they are plain or all in fp8: adapters and slices have products of their own."""
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, Attention):
+                module.joined = _are_alike(module.q, module.k, module.v)
+            elif isinstance(module, FeedForward):
+                module.joined = _are_alike(module.gate, module.up)
+
+
+def _are_alike(*parts: nn.Module | None) -> bool:
+    kinds = {type(part) for part in parts}
+    return kinds in ({nn.Linear}, {Float8Linear})
 
 
 def apply_compile(blocks: Iterable[nn.Module], mode: str, *, selective: bool, whole: bool) -> None:

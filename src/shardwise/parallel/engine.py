@@ -7,6 +7,7 @@ gradients ready for the optimizer. Which axes are at work behind it is nobody's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -86,6 +87,10 @@ class Engine:
         self.plan = plan
         self.pipeline.follow(plan)
 
+    def as_written(self) -> AbstractContextManager[Any]:
+        """Inside of it compiled blocks run operation by operation, for whoever must see them."""
+        return torch.compiler.set_stance("force_eager") if self.plan.compile != "none" else nullcontext()
+
     def try_out(self, micro: Any, clock: Any) -> None:
         """Collective. One micro-batch forward and backward, of which nothing is left."""
         self.pipeline.try_out(micro, clock)
@@ -146,13 +151,14 @@ class Engine:
 
     def first_overflow(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Overflow | None:
         """Collective. What is not finite first when these micro-batches are computed again; gradients are gone afterwards."""
-        found = first_overflow(
-            [(stage.index, stage.model) for stage in self.stages],
-            lambda: self.gradients(microbatches, num_targets, clock),
-            lambda: [(shard.name, shard.gradient) for shard in self.shards if shard.gradient is not None],
-            self.mesh.device,
-            self.plan.world,
-        )
+        with self.as_written():
+            found = first_overflow(
+                [(stage.index, stage.model) for stage in self.stages],
+                lambda: self.gradients(microbatches, num_targets, clock),
+                lambda: [(shard.name, shard.gradient) for shard in self.shards if shard.gradient is not None],
+                self.mesh.device,
+                self.plan.world,
+            )
         self.zero_grad()
         return found
 
@@ -172,9 +178,11 @@ class Engine:
 
     def _counted(self, sums: Tensor) -> Tensor:
         """What this rank reports: tensor-parallel ranks have the same losses, but for those of routers whose tokens they share."""
-        if self.mesh.counts_loss:
-            return sums
-        return sums * sums.new_tensor([0.0, self.plan.ep > 1, self.plan.ep > 1])
+        if not self.mesh.counts_loss:
+            sums[: 1 if self.plan.ep > 1 else 3] = (
+                0.0  # in place: a list of factors would have to be waited for on a GPU
+            )
+        return sums
 
     def _sum_partial(self) -> None:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""

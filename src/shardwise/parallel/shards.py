@@ -173,9 +173,11 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
     wide = None if all(gradient.dtype.itemsize > 2 for gradient in gradients) else torch.float32
     norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
     squares = norms.square()
-    if max(copies) > 1:
-        squares = squares / torch.tensor(copies, dtype=torch.float64).to(norms.device, non_blocking=True)
-    return squares.sum() + total.to(norms.device) if away else squares.sum()  # a GPU would be waited for
+    if any(count != 1 for count in copies):
+        squares /= torch.tensor(copies, dtype=torch.float64, pin_memory=norms.is_cuda).to(
+            norms.device, non_blocking=True
+        )
+    return squares.sum() + total  # a number on the CPU needs no copy, which a GPU would be waited for
 
 
 # Whole tensors ------------------------------------------------------------------------------------------------------

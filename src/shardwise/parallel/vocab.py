@@ -1,7 +1,8 @@
 """The vocabulary split over tensor-parallel ranks: embedding, head and cross-entropy, each rank with its own rows.
 
 Invariant: during training no rank ever holds a token's logits for the whole vocabulary; three numbers per token (largest
-logit, sum of exponentials, the target's logit) meet instead. Ids outside the vocabulary fail as they do on one device.
+logit, sum of exponentials, the target's logit) meet instead; of a fused loss two, the first ones as one. Ids outside the
+vocabulary fail as they do on one device.
 Read next: `regions.py`, and `model/loss.py` for what is computed.
 
 Shapes: B batch, T tokens, N = B*T, D model width, V this rank's rows of the vocabulary.
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.decoder import Head
-from shardwise.model.loss import IGNORE, sum_in_chunks
+from shardwise.model.loss import IGNORE, rows_at_once, sum_in_chunks
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.regions import TensorParallel, all_gather, all_reduce, enter, leave, share
 
@@ -50,8 +51,19 @@ class VocabHead(Head):
         x_BTD = enter(x_BTD, self.tp)
         if targets_BT is None:
             return _GatherLogits.apply(self.logits(x_BTD, weight), self.vocab, self.tp)
+        x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
         most_rows = -(-self.vocab // self.tp.size)  # not this rank's own number: all ranks must make the same chunks
-        return sum_in_chunks(partial(self._loss, weight), x_BTD.flatten(0, 1), targets_BT.flatten(), most_rows)
+        if not self.fused or x_ND.shape[0] <= rows_at_once(most_rows):
+            return sum_in_chunks(partial(self._loss, weight), x_ND, targets_N, most_rows)
+        is_target_N = targets_N != IGNORE
+        rows_N, is_elsewhere_N = find_rows(targets_N.masked_fill(~is_target_N, 0), self.vocab, self.tp)
+        is_here_N = is_target_N & ~is_elsewhere_N
+        return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_here_N, most_rows, self._meet)
+
+    def _meet(self, sums_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        """One message: every rank's log-sum-exp, and the target's logit, which one of them has."""
+        all_P2N = all_gather(torch.stack((sums_N, target_N)), self.tp.group, self.tp.wait)
+        return torch.logsumexp(all_P2N[:, 0], 0), all_P2N[:, 1].sum(0)
 
     def _loss(self, weight: Tensor, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _CrossEntropy.apply(self.logits(x_ND, weight), targets_N, self.vocab, self.tp)

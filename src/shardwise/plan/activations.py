@@ -21,7 +21,8 @@ from shardwise.errors import UserError
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.stack import OURS, Stack
 
-MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks and again in backward
+MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks: fused, or again in backward
+CUDA_TIMES = 8  # so many times larger are the chunks of a fused loss on a GPU, in the logits' own format
 
 
 def activation_bytes(spec: ModelSpec, num_sequences: int, seq_len: int, bytes_per_number: int) -> int:
@@ -75,7 +76,13 @@ def head_activation_bytes(
     logits = logit_bytes(spec, num_tokens, bytes_per_number) * (
         2 if spec.logit_softcap else 1
     )  # before and after the cap
-    return num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_number + logits
+    return last_norm_bytes(spec, num_tokens, bytes_per_number, token_parts, stack) + logits
+
+
+def last_norm_bytes(
+    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1, stack: Stack = OURS
+) -> int:
+    return num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_number
 
 
 def loss_bytes(
@@ -83,7 +90,7 @@ def loss_bytes(
 ) -> int:
     """The last norm and the logits of others, who compute them all at once. `is_cut`: a rank has a part of the vocabulary."""
     per_logit = stack.cut_logit_bytes if is_cut and stack.cut_logit_bytes else stack.logit_bytes
-    norm = num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_number
+    norm = last_norm_bytes(spec, num_tokens, bytes_per_number, token_parts, stack)
     return norm + int(per_logit * num_tokens * spec.vocab)
 
 
@@ -91,6 +98,18 @@ def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int) -> int:
     """Of one chunk, in fp32 or wider."""
     size = max(4, bytes_per_number)
     return min(num_tokens * spec.vocab * size, MAX_LOGITS_BYTES * size // 4)
+
+
+def has_chunks(num_logits: int) -> bool:
+    """Whether so many are too many at once."""
+    return 4 * num_logits > MAX_LOGITS_BYTES
+
+
+def fused_chunks(num_logits: int, bytes_per_number: int, device: str) -> int:
+    """Of a fused loss; they are even."""
+    if device == "cuda":
+        return -(-num_logits * bytes_per_number // (CUDA_TIMES * MAX_LOGITS_BYTES))
+    return -(-num_logits * 4 // MAX_LOGITS_BYTES)
 
 
 def _layer(

@@ -6,6 +6,7 @@ Invariant: without adapters everything is trained, and the counts are those of r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.adapter_names import find_targets, find_trained, linears_of, modules_of, their_modules
@@ -45,9 +46,7 @@ def held_by(share: RankShare | Cut, whole: ModelSpec, adapter: AdapterConfig) ->
         if adapter.kind == "lora":
             return [Held(added * (i in in_blocks), size) for i, size in enumerate(sizes)]
         return [Held(added, 0, size * 66 // 128) if i in in_blocks else Held(0, size) for i, size in enumerate(sizes)]
-    theirs = their_modules(whole)
-    targets = set(find_targets(adapter, linears_of(whole), theirs, whole.name))
-    trained = set(find_trained(adapter, modules_of(whole), theirs, whole.name))
+    targets, trained = _chosen(whole, adapter)
     ends = [Held(sizes[0], 0) if "embed" in trained else Held(0, sizes[0])]
     for layer, size in zip(share.layers, sizes[1:-1], strict=True):
         ends.append(_layer(f"layers.{layer.index}.", size, targets, trained, share.spec, adapter))
@@ -55,10 +54,32 @@ def held_by(share: RankShare | Cut, whole: ModelSpec, adapter: AdapterConfig) ->
     return ends
 
 
-def _layer(
-    prefix: str, size: int, targets: set[str], trained: set[str], spec: ModelSpec, adapter: AdapterConfig
-) -> Held:
-    mine = {name: shape for name, shape in linears_of(spec).items() if name.startswith(prefix)}
+Names = frozenset[str]
+
+
+@lru_cache(64)
+def _chosen(whole: ModelSpec, adapter: AdapterConfig) -> tuple[Names, Names]:
+    """Modules that have adapters, and those that are trained themselves."""
+    theirs = their_modules(whole)
+    targets = find_targets(adapter, linears_of(whole), theirs, whole.name)
+    return frozenset(targets), frozenset(find_trained(adapter, modules_of(whole), theirs, whole.name))
+
+
+Linears = dict[str, tuple[int, int]]
+
+
+@lru_cache(64)
+def _by_layer(spec: ModelSpec) -> dict[str, Linears]:
+    """Linear modules by their layer's prefix."""
+    found: dict[str, Linears] = {}
+    for name, shape in linears_of(spec).items():
+        layers, number, _ = name.split(".", 2)
+        found.setdefault(f"{layers}.{number}.", {})[name] = shape
+    return found
+
+
+def _layer(prefix: str, size: int, targets: Names, trained: Names, spec: ModelSpec, adapter: AdapterConfig) -> Held:
+    mine = _by_layer(spec)[prefix]
     also = sum(out * inputs for name, (out, inputs) in mine.items() if name in trained)
     also += spec.hidden * sum(name.startswith(prefix) and name not in mine for name in trained)  # norms
     added = adapter.rank * sum(out + inputs for name, (out, inputs) in mine.items() if name in targets)

@@ -4,10 +4,11 @@ A heap holds regions of the space, each with a floor of the step time of everyth
 regions, until single layouts are left and predicted. A predicted layout that comes out of the heap is the next best one: no region that
 is still inside can hold a faster one. So nothing that could win is skipped, and nothing is cut finer than it must be:
 
-    grid -> pace -> states -> saving -> bound of the layout -> memory, then the prediction itself
+    grid -> size and place -> states and saving -> pace -> bound of the layout -> memory, then the prediction itself
 
 A region is dropped when its smallest layout does not fit, or when a layout that does less extra work fits already (space.never_faster).
 Invariant: the same answer as predicting everything and sorting by `rank_of`, one layout of each family. A test compares.
+Read next: branches.py, which cuts; layouts.py.
 """
 
 from __future__ import annotations
@@ -18,25 +19,18 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from shardwise.plan.bounds import Sharing, TimeFloors
+from shardwise.plan.bounds import TimeFloors
+from shardwise.plan.branches import Branches, Place
 from shardwise.plan.candidate import Candidate, Counts, family, plainness, rank_of
-from shardwise.plan.effort import effort, effort_of
-from shardwise.plan.least_memory import MemoryFloors, Weights
-from shardwise.plan.lifetimes import rank_memory
-from shardwise.plan.memory import WEIGHT_BYTES, predict_elsewhere, predict_memory, state_bytes
+from shardwise.plan.layouts import Layouts
+from shardwise.plan.least_memory import MemoryFloors
+from shardwise.plan.least_sharing import Sharing
 from shardwise.plan.plan import Plan
-from shardwise.plan.prediction import predict
-from shardwise.plan.rank_share import rank_share
 from shardwise.plan.space import Grid, Pace, Saving, Space, States, never_faster
-from shardwise.plan.speed import stack_of
 from shardwise.plan.stack import Stack
-from shardwise.plan.states import groups_of
 
 FEW = 8
 """Grids that are looked at when the smallest layout is asked for."""
-
-Place = tuple[str, bool]
-"""Where states wait, and whether activations do."""
 
 Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
 """Whether a region may hold what is asked for, by what is known of it so far."""
@@ -61,17 +55,17 @@ class BestFirst:
     """Keeps what it has learnt from one question to the next."""
 
     def __init__(self, space: Space, limit: int, stack: Stack | None = None):
-        self.space, self.limit, self.stack = space, limit, stack
-        least = stack or space.fastest
-        self.time, self.memory = TimeFloors(space, least), MemoryFloors(space, least)
+        self.space, self.limit = space, limit
         self.counts = Counts()
-        self.least: tuple[int, Plan] | None = None  # of what did not fit, the smallest that was counted
-        self._memory: dict[Plan, int] = {}
-        self._activations: dict[tuple[Grid, int, str, bool], list[tuple[Pace, float]]] = {}
-        self._predicted: dict[Plan, Candidate] = {}
-        self._places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
-        self._order = {saving: place for place, saving in enumerate(space.savings)}
-        self._modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
+        self.time, self.memory = TimeFloors(space, stack), MemoryFloors(space, stack or space.fastest)
+        self.branches = Branches(space, limit, self.time, self.memory, self.counts)
+        self.layouts = Layouts(space, stack, self.counts)
+
+    def within(self, limit: int) -> BestFirst:
+        """The same with less memory, and with what was learnt so far."""
+        other = copy(self)
+        other.limit, other.branches = limit, self.branches.within(limit)
+        return other
 
     def best(self, top: int, counts: Iterable[int] | None = None, accept: Accept = anything) -> list[Candidate]:
         """At most `top`, best first. `counts`: numbers of GPUs, else all. `accept`: whether a region may hold what is asked for."""
@@ -106,45 +100,14 @@ class BestFirst:
                 ask.push(bound, (), self._open_grid, grid)
 
     def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
-        """Into sizes of micro-batches and places where states wait."""
-        rows, least = -(-self.space.job.global_batch // grid.dp), self._least_states(grid)
-        each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
-        for place in self._places:
-            if not self.space.go_together(grid, least, "none", place[1]):
-                continue
-            if place[0] != "none" and self._least_on_host(grid) > self.space.cluster.host_share:
-                self.counts.too_large += each * len(self.space.sizes(grid))
-                continue
-            for size in self.space.sizes(grid):
-                weights = self.memory.of_grid(grid, size, least, place[0])
-                if weights.beside(self._least_kept(grid, size, place[1]), rows > size) > self.limit:
-                    self.counts.too_large += each
-                else:
-                    floor = self.time.of_size(grid, size) * effort_of(grid, *place)
-                    ask.push(max(bound, floor), (), self._open_size, grid, size, place)
+        for floor, size, place in self.branches.sizes(grid):
+            ask.push(max(bound, floor), (), self._open_size, grid, size, place)
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
-        """Into ZeRO stages and replicas. How much is computed again at least follows from the memory that they leave."""
-        several = -(-self.space.job.global_batch // grid.dp) > size
-        modes = self._modes_of(grid, size, place[1])
-        for states in self.space.states(grid):
-            if ask.is_told(grid, states) or not ask.accept(grid, None, states, None):
-                continue
-            if not self.space.go_together(grid, states, *place):
-                continue
-            weights = self.memory.of_grid(grid, size, states, place[0])
-            fitting = [(mean, mode) for mean, kept, mode in modes if weights.beside(kept, several) <= self.limit]
-            self.counts.too_large += (len(modes) - len(fitting)) * len(self.space.pipelines(grid.pp))
-            if not fitting:
-                continue
-            sharing, chain = self.time.of_states(grid, size, states, place[0]), []
-            for _, mode in fitting:
-                saving = Saving(mode, *place)
-                if ask.accept(grid, None, states, saving):
-                    floor = self.time.of_mode(grid, size, mode, sharing) + self.time.paging(grid, size, saving)
-                    chain.append((floor * effort_of(grid, *place), self._order[saving], saving))
-            chain.sort(reverse=True)
-            self._next_mode(ask, bound, grid, size, states, sharing, chain)
+        for states, sharing, savings in self.branches.states(grid, size, place):
+            if not ask.is_told(grid, states) and ask.accept(grid, None, states, None):
+                chain = [one for one in savings if ask.accept(grid, None, states, one[2])]
+                self._next_mode(ask, bound, grid, size, states, sharing, chain)
 
     def _next_mode(
         self, ask: _Question, bound: float, grid: Grid, size: int, states: States, sharing: Sharing, chain: list[Any]
@@ -153,23 +116,6 @@ class BestFirst:
         if chain and not ask.is_told(grid, states):
             floor, order, saving = chain.pop()
             ask.push(max(bound, floor), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
-
-    def _least_kept(self, grid: Grid, size: int, away: bool) -> float:
-        return 0.0 if away else min(self.memory.kept(grid, size, mode) for mode in self._modes)
-
-    def _modes_of(self, grid: Grid, size: int, away: bool) -> list[tuple[float, float, str]]:
-        """What is computed again: floors of the mean rank's time and of activations, the quickest first."""
-        rows = -(-self.space.job.global_batch // grid.dp)
-        count = rows / size if grid.pp == 1 else -(-rows // size)
-        found = [
-            (
-                self.time.work(grid, size, mode).total * count / grid.pp,
-                0.0 if away else self.memory.kept(grid, size, mode),
-                mode,
-            )
-            for mode in self._modes
-        ]
-        return sorted(found)
 
     def _open_mode(
         self,
@@ -182,38 +128,16 @@ class BestFirst:
         sharing: Sharing,
         others: list[Any],
     ) -> None:
-        """Into schedules, the quickest first."""
         self._next_mode(ask, bound, grid, size, states, sharing, others)
-        if ask.is_told(grid, states):
-            return
-        several, chain = -(-self.space.job.global_batch // grid.dp) > size, []
-        weights: dict[tuple[bool, int], Weights] = {}
-        for pace, kept in self._kept_of(grid, size, saving):
-            if not ask.accept(grid, pace, states, saving):
-                continue
-            shape = (pace.schedule == "zbv", pace.virtual_stages)
-            if shape not in weights:
-                weights[shape] = self.memory.weights(grid, pace, states, saving.offload)
-            if weights[shape].beside(kept, several) > self.limit:
-                self.counts.too_large += 1
-                continue
-            floor = self.time.of_pace(grid, pace, saving.recompute, sharing)
-            chain.append((floor * effort_of(grid, saving.offload, saving.activation_offload, pace.schedule), pace))
-        chain.sort(reverse=True)
-        self._open_next(ask, bound, grid, states, saving, chain)
-
-    def _kept_of(self, grid: Grid, size: int, saving: Saving) -> list[tuple[Pace, float]]:
-        """Floors of activations by schedule."""
-        key = (grid, size, saving.recompute, saving.activation_offload)
-        if key not in self._activations:
-            paces = (Pace(size, *pipeline) for pipeline in self.space.pipelines(grid.pp))
-            self._activations[key] = [(pace, self.memory.activations(grid, pace, *key[2:])) for pace in paces]
-        return self._activations[key]
+        if not ask.is_told(grid, states):
+            paces = self.branches.paces(grid, size, states, saving, sharing)
+            chain = [one for one in paces if ask.accept(grid, one[1], states, saving)]
+            self._open_next(ask, bound, grid, states, saving, chain)
 
     def _open_next(
         self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, chain: list[tuple[float, Pace]]
     ) -> None:
-        """One after the other, so that the heap stays small."""
+        """One schedule after the other, so that the heap stays small."""
         if ask.is_told(grid, states):
             return
         while chain and chain[-1][0] <= bound:
@@ -221,7 +145,7 @@ class BestFirst:
             fitting = ask.fitting.setdefault((grid, pace, states), [])
             self._open_saving(ask, max(bound, floor), grid, pace, states, saving, fitting)
         if chain:
-            ask.push(chain[-1][0], (self._order[saving],), self._open_next, grid, states, saving, chain)
+            ask.push(chain[-1][0], (self.branches.order[saving],), self._open_next, grid, states, saving, chain)
 
     def _open_saving(
         self,
@@ -236,9 +160,9 @@ class BestFirst:
         """One layout: a better bound first."""
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
-        plan = self.space.plan(grid, pace, states, saving)
-        floor = max(bound, self.time.of_plan(plan) * effort(plan))
-        ask.push(floor, (self._order[saving],), self._open_layout, grid, states, saving, plan, fitting)
+        floor, plan = self.branches.layout(grid, pace, states, saving)
+        order = (self.branches.order[saving],)
+        ask.push(max(bound, floor), order, self._open_layout, grid, states, saving, plan, fitting)
 
     def _open_layout(
         self,
@@ -252,41 +176,36 @@ class BestFirst:
     ) -> None:
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
-        if self._is_too_large(plan):
+        if self.layouts.is_too_large(plan, self.limit):
             self.counts.too_large += 1
             return
         fitting.append(saving)
-        candidate = self.predicted(plan)
+        candidate = self.layouts.predicted(plan)
         ask.push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
 
-    def _least_states(self, grid: Grid) -> States:
-        """The highest stage with the most shards holds the least."""
-        return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
-
-    def within(self, limit: int) -> BestFirst:
-        """The same with less memory, and with what was learnt so far."""
-        other = copy(self)
-        other.limit = limit
-        return other
+    # When nothing fits ---------------------------------------------------------------------------------------------
 
     def smallest(self, counts: Iterable[int], accept: Accept = anything) -> Candidate | None:
         """What needs the least memory, found among the layouts whose floors are lowest."""
         floors = []
         for gpus in counts:
             for grid in self.space.grids(gpus):
-                size, states = self.space.sizes(grid)[-1], self._least_states(grid)
-                for place in self._places:
-                    if accept(grid, None, None, None) and self.space.go_together(grid, states, *place):
+                if not accept(grid, None, None, None):
+                    continue
+                size, states = self.space.sizes(grid)[-1], self.branches.least_states(grid)
+                for place in self.branches.places:
+                    if self.space.go_together(grid, states, *place):
                         floors.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0, True), grid))
         floors.sort(key=lambda entry: (entry[0], entry[1]))
         best: tuple[int, Plan] | None = None
         for grid in list(dict.fromkeys(grid for _, grid in floors))[:FEW]:
             for plan in self._small_plans(grid, accept):
-                if not self._fits_on_host(plan):
+                if not self.layouts.fits_on_host(plan):
                     continue
-                if best is None or self.memory_of(plan) < best[0]:
-                    best = self.memory_of(plan), plan
-        return self.predicted(best[1]) if best else None
+                needed = self.layouts.memory_of(plan)
+                if best is None or needed < best[0]:
+                    best = needed, plan
+        return self.layouts.predicted(best[1]) if best else None
 
     def _small_plans(self, grid: Grid, accept: Accept) -> Iterator[Plan]:
         """The least of every axis that is left open: the smallest micro-batch, the most shards, the most moved out."""
@@ -309,47 +228,3 @@ class BestFirst:
                         grid, one, saving.offload, saving.activation_offload
                     ):
                         yield self.space.plan(grid, pace, one, saving)
-
-    # Single layouts ------------------------------------------------------------------------------------------------
-
-    def _is_too_large(self, plan: Plan) -> bool:
-        """One rank is enough to know it, and the first is most often the fullest."""
-        if plan.pp > 1 and plan not in self._memory:
-            job, share = self.space.job, rank_share(self.space.model, plan, 0)
-            groups = groups_of(share.cut, self.space.model, job.adapter)
-            if rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan)).peak > self.limit:
-                return True
-        return self.memory_of(plan) > self.limit or not self._fits_on_host(plan)
-
-    def _least_on_host(self, grid: Grid) -> float:
-        """Masters, gradients and optimizer state, shared out over all ranks."""
-        job, precision = self.space.job, self.space.precision
-        if job.adapter.kind != "none" or self.space.device == "cpu":
-            return 0.0
-        each = 2 * WEIGHT_BYTES[precision] + state_bytes(job.optimizer, precision)
-        return 0.99 * each * self.space.model.num_parameters / grid.gpus
-
-    def _fits_on_host(self, plan: Plan) -> bool:
-        """What is offloaded must find room beside the devices."""
-        if plan.offload == "none" or plan.device == "cpu":
-            return True
-        job = self.space.job
-        away = predict_elsewhere(self.space.model, plan, job.optimizer, job.adapter)
-        return away["host"] <= self.space.cluster.host_share
-
-    def memory_of(self, plan: Plan) -> int:
-        if plan not in self._memory:
-            job = self.space.job
-            parts = predict_memory(self.space.model, plan, job.optimizer, job.adapter)
-            self._memory[plan] = needed = sum(parts.values())
-            if needed > self.limit and (self.least is None or needed < self.least[0]):
-                self.least = needed, plan
-        return self._memory[plan]
-
-    def predicted(self, plan: Plan) -> Candidate:
-        if plan not in self._predicted:
-            self.counts.evaluated += 1
-            space = self.space
-            prediction = predict(space.model, space.cluster, space.job, plan, self.stack)
-            self._predicted[plan] = Candidate(plan, prediction)
-        return self._predicted[plan]

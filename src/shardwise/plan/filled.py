@@ -78,7 +78,11 @@ def _reasons(plan: Plan) -> dict[str, str]:
         "parallel.virtual_stages": f"usual for {plan.schedule}" if plan.pp > 1 else "no pipeline",
         "parallel.ep": "fits without",
         "parallel.layout": "its words are the keys above",
-        "memory.precision": "what GPUs compute fastest" if plan.device == "cuda" else "what CPUs compute fastest",
+        "memory.precision": "what CPUs compute fastest"
+        if plan.device == "cpu"
+        else "what GPUs compute fastest"
+        if plan.precision == "bf16"
+        else "a GPU here has no bf16",
         "memory.recompute": "fits without" if plan.recompute == "none" else saved,
         "memory.offload": "fits without"
         if plan.offload == "none" and plan.device == "cuda"

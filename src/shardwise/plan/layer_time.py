@@ -81,6 +81,8 @@ class LayerTimes:
             rank=job.adapter.rank if job.adapter.kind != "none" else 0,
         )
         self.known: dict[object, LayerTime] = {}
+        self.are_alike = len({(layer.window, layer.is_moe, layer.ffn) for layer in model.layers}) == 1
+        self.stages: dict[tuple[tuple[int, ...], str], Any] = {}  # by split and recomputation: step_time.py's
 
     def layer(self, layer: LayerSpec, again: bool) -> LayerTime:
         """`again`: recomputed as a whole."""

@@ -1,22 +1,26 @@
 """Floors of memory: what a layout holds at least, told in microseconds. No torch.
 
 Two counts. Of a whole grid: the mean over the pipeline's ranks, with one micro-batch in flight, because the fullest rank has no less. Of one
-layout: the first rank, which holds the most micro-batches of most schedules. Invariant, held by a test on random layouts: no floor is above
-the prediction. Read next: memory.py, which predicts; best_first.py, which asks.
+layout: the first rank, which holds the most micro-batches of most schedules, and the first of those with most parameters. Invariant, held by
+a test on random layouts: no floor is above the prediction. Read next: memory.py, which predicts; branches.py, which asks.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.model.spec import LayerSpec, ModelSpec
-from shardwise.plan.activations import kept_activations
-from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, state_bytes
-from shardwise.plan.rank_share import expert_parameters, tensor_slice
+from shardwise.plan.activations import kept_activations, segments
+from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, state_bytes
+from shardwise.plan.rank_share import Cut, cuts, stages_of_cut, tensor_slice
 from shardwise.plan.schedules import stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.stack import Stack
+from shardwise.plan.states import groups_of
+
+Layers = tuple[LayerSpec, ...]
 
 ROUNDED = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
@@ -35,33 +39,47 @@ class Weights(NamedTuple):
         return ROUNDED * (self.always + (rest + self.gradients if several else max(rest, self.gradients)))
 
 
+class Counted(NamedTuple):
+    """Parameters of a rank. Beside adapters: bytes."""
+
+    dense: float  # all but spread experts
+    spread: float
+    block: float  # of the smallest layer, where there are several
+    frozen: float = 0.0  # bytes of all, as they lie there
+    used: float = 0.0  # and as they are gathered
+
+
+NOTHING = Weights(0.0, 0.0, 0.0)
+
+
 class MemoryFloors:
     def __init__(self, space: Space, stack: Stack):
         self.space, self.stack = space, stack
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self.weight, self.compute = WEIGHT_BYTES[space.precision], COMPUTE_BYTES[space.precision]
         self.state = state_bytes(space.job.optimizer, space.precision)
-        self.adapter = space.job.adapter.kind
-        self._slices: dict[int, ModelSpec] = {}
-        self._parameters: dict[tuple[object, ...], tuple[int, int, int]] = {}
-        self._numbers: dict[tuple[object, ...], float] = {}
+        self.adapter = space.job.adapter
+        self._saved: dict[int, ModelSpec] = {}
+        self._grids: dict[tuple[int, int, int], Counted] = {}
+        self._ranks: dict[tuple[object, ...], list[tuple[int, Counted, list[Layers]]]] = {}
+        self._numbers: dict[tuple[object, ...], list[int]] = {}
         self._least: dict[int, int] = {}
-        self._first: dict[tuple[object, ...], list[tuple[LayerSpec, ...]]] = {}
 
     # Of a grid -----------------------------------------------------------------------------------------------------
 
     def of_grid(self, grid: Grid, size: int, states: States, offload: str) -> Weights:
         """The mean over the ranks of a pipeline: the fullest has no less."""
-        dense, spread, _ = self._count(grid, self._slice(grid.tp).layers, ends=True)
-        several = -(-self.batch // grid.dp) > size
-        return self._weights(grid, states, offload, several, dense / grid.pp, spread / grid.pp, 0)
+        key = (grid.tp, grid.ep, grid.pp)
+        counted = self._grids.get(key)
+        if counted is None:
+            (cut,) = cuts(self.space.model, grid.tp, grid.ep, 1, "1f1b", 1, (), self.seq_len)
+            counted = self._grids[key] = Counted(*(part / grid.pp for part in self._count(cut)._replace(block=0.0)))
+        return self._weights(grid, states, offload, -(-self.batch // grid.dp) > size, counted)
 
     def kept(self, grid: Grid, size: int, mode: str) -> float:
         """Activations, whatever the schedule. Its first rank holds at least one micro-batch per rank of the pipeline; where layers are
         not alike, the last rank of an interleaved one holds the fewest, half of that."""
-        if self.adapter != "none":
-            return 0.0
-        layers = self._slice(grid.tp).layers
+        layers = self.space.model.layers
         kept = self._kept(grid, mode, layers) * self._tokens(grid, size)
         if grid.pp == 1:
             return kept
@@ -91,33 +109,33 @@ class MemoryFloors:
     def of_layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> float:
         several = -(-self.batch // grid.dp) > pace.micro_batch
         kept = self.activations(grid, pace, saving.recompute, saving.activation_offload)
-        return self.weights(grid, pace, states, saving.offload).beside(kept, several)
+        weights = self.weights(grid, pace, states, saving.offload)
+        return max(one.beside(held, several) for one, held in zip(weights, kept, strict=True))
 
-    def weights(self, grid: Grid, pace: Pace, states: States, offload: str) -> Weights:
-        key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
-        if key not in self._parameters:
-            mine = tuple(layer for chunk in self._chunks(grid, pace) for layer in chunk)
-            self._parameters[key] = self._count(grid, mine, ends=False)
+    def weights(self, grid: Grid, pace: Pace, states: States, offload: str) -> list[Weights]:
+        """Of ranks that may be the fullest."""
         several = -(-self.batch // grid.dp) > pace.micro_batch
-        return self._weights(grid, states, offload, several, *self._parameters[key])
+        return [self._weights(grid, states, offload, several, counted) for _, counted, _ in self._fullest(grid, pace)]
 
-    def activations(self, grid: Grid, pace: Pace, mode: str, away: bool) -> float:
-        if away or self.adapter != "none":
-            return 0.0
-        kept = sum(self._kept(grid, mode, chunk) for chunk in self._chunks(grid, pace)) / pace.virtual_stages
-        return kept * self._in_flight(grid, pace) * self._tokens(grid, pace.micro_batch)
+    def activations(self, grid: Grid, pace: Pace, mode: str, away: bool) -> list[float]:
+        """Of the same ranks."""
+        found, tokens = [], self._tokens(grid, pace.micro_batch)
+        for rank, _, chunks in self._fullest(grid, pace):
+            kept = 0.0 if away else sum(self._kept(grid, mode, chunk) for chunk in chunks) / pace.virtual_stages
+            found.append(kept * self._in_flight(grid, pace, rank) * tokens)
+        return found
 
-    def _in_flight(self, grid: Grid, pace: Pace) -> int:
-        """Activations of a stage that the first rank holds at most, as rank_share.py has them; of split backwards, only what is certain."""
+    def _in_flight(self, grid: Grid, pace: Pace, rank: int) -> int:
+        """Activations of a stage that a rank holds at most, as rank_share.py has them; of split backwards, only what is certain."""
         if grid.pp == 1:
             return 1
         rows, pp, v = -(-self.batch // grid.dp), grid.pp, pace.virtual_stages
         count = -(-rows // pace.micro_batch)
         group = -(-count // max(1, count // pp))
         if pace.schedule == "1f1b":
-            most = pp
+            most = pp - rank
         elif pace.schedule == "interleaved":
-            most = (v - 1) * group + 2 * (pp - 1) + 1
+            most = (v - 1) * group + 2 * (pp - 1 - rank) + 1
         elif pace.schedule == "zero-bubble":
             most = (v - 1) * group + pp
         elif pace.schedule == "zbv":
@@ -126,32 +144,42 @@ class MemoryFloors:
             most = count
         return min(count * v, most)
 
-    def _chunks(self, grid: Grid, pace: Pace) -> list[tuple[LayerSpec, ...]]:
-        """Layers of each stage of the first rank."""
-        key = (grid.tp, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
-        if key not in self._first:
-            layers = self._slice(grid.tp).layers
-            if grid.pp == 1:
-                self._first[key] = [layers]
-            else:
-                split = self.space.split(grid.pp * pace.virtual_stages)
-                assert split is not None, (grid, pace)
-                owners = stage_owners(pace.schedule, grid.pp, pace.virtual_stages)
-                mine = [stage for stage, owner in enumerate(owners) if owner == 0]
-                ends = [sum(split[: stage + 1]) for stage in mine]
-                self._first[key] = [layers[end - split[stage] : end] for end, stage in zip(ends, mine, strict=True)]
-        return self._first[key]
+    def _fullest(self, grid: Grid, pace: Pace) -> list[tuple[int, Counted, list[Layers]]]:
+        """The first rank, and the first of those with most parameters: what they have, and the layers of each of their stages."""
+        key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
+        found = self._ranks.get(key)
+        if found is None:
+            split = self.space.split(grid.pp * pace.virtual_stages) if grid.pp > 1 else ()
+            assert split is not None, (grid, pace)
+            every = cuts(
+                self.space.model, grid.tp, grid.ep, grid.pp, pace.schedule, pace.virtual_stages, split, self.seq_len
+            )
+            most = max(range(grid.pp), key=lambda rank: every[rank].num_parameters)
+            found = self._ranks[key] = [
+                (rank, self._count(every[rank]), list(stages_of_cut(every[rank], split))) for rank in sorted({0, most})
+            ]
+        return found
 
     # What both are made of -----------------------------------------------------------------------------------------
 
-    def _weights(
-        self, grid: Grid, states: States, offload: str, several: bool, dense: float, spread: float, block: int
-    ) -> Weights:
-        """`block`: parameters of one layer."""
-        if offload == "all" or self.adapter != "none":
-            return Weights(0.0, 0.0, 0.0)
+    def _count(self, cut: Cut) -> Counted:
+        if self.adapter.kind != "none":
+            whole = groups_of(cut, self.space.model, self.adapter).whole
+            used = gathered_bytes(whole, self.compute)
+            return Counted(0.0, 0.0, 0.0, self.weight * whole.trained + used - self.compute * whole.trained, used)
+        spread = cut.spread_parameters
+        block = min(cut.layer_parameters) if len(cut.layers) > 1 and not spread else 0
+        return Counted(cut.num_parameters - spread, spread, block)
+
+    def _weights(self, grid: Grid, states: States, offload: str, several: bool, counted: Counted) -> Weights:
+        if offload == "all":
+            return NOTHING
         shards = grid.dp // states.replicate * grid.cp if states.zero else 1
         copies = grid.dp * grid.cp * grid.tp // grid.ep
+        dense, spread, block, frozen, used = counted
+        if self.adapter.kind != "none":  # what is trained is small
+            parts = max(shards, copies) if states.zero else 1
+            return Weights(frozen / parts, used if states.zero in (1, 2) else 0.0, 0.0)
         own = dense / shards + (spread / copies if states.zero else spread)
         gathered = 0.0
         if states.zero in (1, 2) or (states.zero == 0 and self.compute != self.weight):
@@ -168,46 +196,36 @@ class MemoryFloors:
     def _tokens(self, grid: Grid, size: int) -> int:
         return size * self.seq_len // grid.cp * self.compute
 
-    def _slice(self, tp: int) -> ModelSpec:
-        if tp not in self._slices:
-            self._slices[tp] = tensor_slice(self.space.model, tp)
-        return self._slices[tp]
-
-    def _saved(self, tp: int) -> ModelSpec:
+    def _spec(self, tp: int) -> ModelSpec:
         """As lifetimes.py has it: CUDA's norms keep their input alone."""
-        if -tp not in self._slices:
-            spec = self._slice(tp)
-            self._slices[-tp] = spec.with_overrides({"norm": "layer"}) if self.space.device == "cuda" else spec
-        return self._slices[-tp]
+        if tp not in self._saved:
+            spec = tensor_slice(self.space.model, tp)
+            self._saved[tp] = replace(spec, norm="layer") if self.space.device == "cuda" else spec
+        return self._saved[tp]
 
-    def _count(self, grid: Grid, layers: tuple[LayerSpec, ...], ends: bool) -> tuple[int, int, int]:
-        """Parameters: all but spread experts, spread experts, the smallest layer. With the embedding, and with both ends of the model if asked for."""
-        key = (grid.tp, grid.ep, len(layers), ends, layers[0].index)
-        if ends and key in self._parameters:
-            return self._parameters[key]
-        spec, model = self._slice(grid.tp), self.space.model
-        routed = sum(layer.is_moe for layer in layers) if grid.ep > 1 else 0
-        outside = spec.num_attention_parameters + 2 * spec.num_norm_parameters
-        sizes = [outside + spec.num_feedforward_parameters(one) for one in layers]
-        dense = spec.num_embedding_parameters + sum(sizes)
-        dense += spec.vocab * spec.hidden if ends and not spec.tied else 0
-        dense -= routed * spec.num_experts * expert_parameters(spec)
-        spread = routed * (model.num_experts // grid.ep) * expert_parameters(model)
-        block = min(sizes) if len(layers) > 1 and grid.ep == 1 else 0
-        if ends:
-            self._parameters[key] = dense, spread, block
-        return dense, spread, block
+    def _kept(self, grid: Grid, mode: str, layers: Layers) -> int:
+        """Numbers per token that these layers keep of one micro-batch, as activations.py counts them: of what is computed again its input."""
+        how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1, mode)
+        found = self._numbers.get(how)
+        if found is None:
+            found = self._numbers[how] = self._up_to(grid, mode)
+        if mode == "sqrt":
+            return len(segments(mode, range(len(layers)))) * found[1]
+        return found[layers[-1].index + 1] - found[layers[0].index]
 
-    def _kept(self, grid: Grid, mode: str, layers: tuple[LayerSpec, ...]) -> float:
-        """Numbers per token that these layers keep of one micro-batch."""
-        how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1)
-        key = (*how, mode, layers[0].index, len(layers))
-        if key not in self._numbers:
-            spec = self._saved(grid.tp)
-            keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
-            parts, routed = grid.tp if grid.sequence else 1, grid.tp if grid.ep > 1 else 1
-            is_exchanged = grid.cp > 1 and grid.cp_kind == "ulysses"
-            self._numbers[key] = kept_activations(
-                spec, layers, mode, keys, parts, routed, is_exchanged, self.stack
-            ).between
-        return self._numbers[key]
+    def _up_to(self, grid: Grid, mode: str) -> list[int]:
+        """Of the layers before each."""
+        spec, parts = self._spec(grid.tp), grid.tp if grid.sequence else 1
+        keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
+        exchanged, routed = grid.cp > 1 and grid.cp_kind == "ulysses", grid.tp if grid.ep > 1 else 1
+        again = {index for part in segments(mode, range(len(spec.layers))) for index in part}
+        one = "selective" if mode == "selective" else "none"
+        known: dict[object, int] = {}
+        found = [0]
+        for layer in spec.layers:
+            kind = (layer.window, layer.is_moe, layer.ffn)
+            if kind not in known:
+                kept = kept_activations(spec, (layer,), one, keys, parts, routed, exchanged, self.stack)
+                known[kind] = kept.between
+            found.append(found[-1] + (spec.hidden // parts if layer.index in again else known[kind]))
+        return found

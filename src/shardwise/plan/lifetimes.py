@@ -14,7 +14,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import Kept, head_activation_bytes, kept_activations, logit_bytes, loss_bytes, segments
+from shardwise.plan.activations import (
+    Kept,
+    fused_chunks,
+    has_chunks,
+    head_activation_bytes,
+    kept_activations,
+    last_norm_bytes,
+    logit_bytes,
+    loss_bytes,
+    segments,
+)
 from shardwise.plan.offloaded import offloaded
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import Cut, RankShare, numbers_of, stages_of_cut
@@ -215,10 +225,31 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     spec = _as_saved(share.cut, plan.device)
     if stack.logit_bytes:
         head = losses * loss_bytes(spec, tokens, size, token_parts, plan.tp > 1, stack)
+    elif is_fused(spec, plan, tokens):
+        norm = last_norm_bytes(spec, tokens, size, token_parts, stack)
+        waiting, passing = _fused_loss(spec, plan, tokens, size, trains_head)
+        head = losses * (norm + waiting) + passing
     else:
         head = losses * head_activation_bytes(spec, tokens, size, token_parts, stack)
         head += _loss_temporaries(spec, plan, tokens, size, trains_head)
     return Activations(held, head, repeated, working, most.at)
+
+
+def is_fused(spec: ModelSpec, plan: Plan, tokens: int) -> bool:
+    return plan.loss == "fused" and spec.is_ours and has_chunks(tokens * spec.vocab)
+
+
+def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> tuple[int, int]:
+    """(what waits from the head's forward to its backward, what passes): the gradients of the head's input and, in fp32, of its weights wait. First
+    a chunk's logits pass, and where nothing compiles them a block of it in fp32; then both gradients as backward hands them on."""
+    inputs, numbers = size * tokens * spec.hidden, spec.vocab * spec.hidden if trains_head else 0
+    waiting = inputs + max(4, size) * numbers
+    logits = tokens * spec.vocab
+    chunk = size * logits // fused_chunks(logits, size, plan.device)
+    if plan.device == "cpu":  # the gradients that backward hands on are counted as such
+        return waiting, chunk
+    block = 0 if plan.compile != "none" else logit_bytes(spec, tokens, size)
+    return waiting, max(chunk + LOSS_TEMPORARIES["cuda"] * block, inputs + size * numbers)
 
 
 def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> int:

@@ -118,7 +118,15 @@ def rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
 
 
 def cuts_of(spec: ModelSpec, plan: Plan) -> tuple[Cut, ...]:
-    return _cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
+    return cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
+
+
+def cuts(
+    spec: ModelSpec, tp: int, ep: int, pp: int, schedule: str, virtual_stages: int, split: tuple[int, ...], seq_len: int
+) -> tuple[Cut, ...]:
+    """One per rank along the pipeline."""
+    order = "zbv" if schedule == "zbv" else "zero-bubble"  # all others go round the ranks alike: one of each cut
+    return _cuts(spec, tp, ep, pp, order, virtual_stages, split, seq_len)
 
 
 def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
@@ -207,17 +215,33 @@ def _cuts(
 def _weights_waiting(plan: Plan, rank: int) -> int:
     if plan.pp == 1 or not splits_backward(plan.schedule):
         return 0
-    return _waiting(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)[rank]
+    return weights_waiting(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)[rank]
 
 
-@lru_cache(256)
+ENOUGH = 3
+"""Times pp: with more micro-batches of a split backward, the same happens again and again."""
+
+
+def weights_waiting(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> list[int]:
+    """Per rank: most activations whose backward has run but for the weights' gradients. With several stages per rank the groups that pass them
+    are alike where pp divides the micro-batches; only then some stand for all (a test counts)."""
+    repeats = schedule == "zbv" or virtual_stages == 1 or num_microbatches % pp == 0
+    if repeats and num_microbatches > ENOUGH * pp:
+        num_microbatches = ENOUGH * pp + num_microbatches % pp
+    return _waiting(schedule, pp, virtual_stages, num_microbatches)
+
+
+@lru_cache(1024)
 def _waiting(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> list[int]:
     found = []
     for actions in schedule_actions(schedule, pp, virtual_stages, num_microbatches):
         waiting = most = 0
-        for action in actions:
-            waiting += {"I": 1, "W": -1}.get(action.kind, 0)
-            most = max(most, waiting)
+        for kind, _, _ in actions:
+            if kind == "I":
+                waiting += 1
+                most = max(most, waiting)
+            elif kind == "W":
+                waiting -= 1
         found.append(most)
     return found
 

@@ -6,7 +6,6 @@ fit, or on several GPUs could be faster, the search decides (planned.py). What w
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.check_layout import degree
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.schema import Config, ParallelConfig
+from shardwise.config.units import parse_steps
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import no_document_mask
@@ -26,6 +26,7 @@ from shardwise.plan.adapter_choice import settle_adapter
 from shardwise.plan.degrees import choose_degrees, global_batch_of
 from shardwise.plan.filled import fill
 from shardwise.plan.fit import does_not_fit, needed_memory, rank_memory_limit
+from shardwise.plan.hardware import check_cuda_only, choose_precision, why_precision
 from shardwise.plan.plan import Plan
 from shardwise.plan.planned import Saving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.refusal import Asked
@@ -33,8 +34,6 @@ from shardwise.plan.speed import with_speed
 
 DEFAULT_STEPS = 340
 FP8_MULTIPLE = 16
-FP8_CAPABILITY, BF16_CAPABILITY = (8, 9), (8, 0)
-LOWBIT_INSTALL = "pip install 'shardwise[lowbit]'"
 HEADROOM = 0.9  # of the limit, where there is a choice; what is asked for outright may use all of it
 
 
@@ -94,13 +93,13 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
     saving = possible_savings(asked)[0]
     plan = Plan(
         device=asked.device,
-        precision=_choose_precision(config, machine, origins),
+        precision=choose_precision(config, machine, origins),
         seq_len=train.seq_len,
         global_batch=global_batch,
         micro_batch=1,
         num_steps=_num_steps(config, global_batch, num_sequences),
         threads_per_rank=threads if asked.device == "cpu" else min(4, threads),
-        reason=degrees.reason + _why_bf16(config, machine),
+        reason=degrees.reason + why_precision(config, machine),
         dp=degrees.dp,
         tp=degrees.tp,
         sequence=degrees.sequence,
@@ -127,7 +126,10 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
     plan = _choose_states(asked, plan, rank_memory_limit(config, machine, plan))
     _check_fill(config, plan, origins)
     _check_fp8_tokens(plan, origins)
+    _check_fp8_head(plan, asked.spec, origins)
     _check_offload(plan, origins)
+    _check_profile(config.run.profile, plan.num_steps, origins)
+    check_cuda_only(asked, origins)
     return with_speed(plan, config.speed, asked.spec)
 
 
@@ -171,6 +173,17 @@ def _check_offload(plan: Plan, origins: Origins) -> None:
             why="they were only ever tried on CPUs; the optimizer's state may lie on a disk",
             fix="memory.offload=nvme, or memory.offload=all memory.offload_to=cpu",
             where=where_written(origins, "memory.offload", "memory.offload_to"),
+        )
+
+
+def _check_profile(steps: str | None, num_steps: int, origins: Origins) -> None:
+    if steps is not None and parse_steps(steps)[-1] > num_steps:
+        length = len(parse_steps(steps))
+        raise UserError(
+            f'`run.profile = "{steps}"` goes beyond the last step',
+            why=f"this run has {num_steps} steps",
+            fix=f"run.profile={max(1, num_steps - length + 1)}:{num_steps}",
+            where=where_written(origins, "run.profile"),
         )
 
 
@@ -220,42 +233,6 @@ def micro_batch_sizes(plan: Plan) -> list[int]:
     return [size for size in range(most, 0, -1) if rows % size == 0]
 
 
-def _choose_precision(config: Config, machine: Machine, origins: Origins) -> str:
-    asked = config.memory.precision
-    if asked == "fp64" and machine.gpus:
-        raise UserError(
-            "memory.precision = fp64 is for CPUs only",
-            why="it exists for proofs",
-            fix="memory.precision=fp32",
-            where=where_written(origins, "memory.precision"),
-        )
-    if asked == "fp8":
-        _check_fp8(machine, origins)
-    if "fp8" in asked or config.optimizer.name == "adamw8bit":
-        _check_torchao("memory.precision = fp8" if asked == "fp8" else "optimizer.name = adamw8bit", origins)
-    if asked != "auto":
-        return asked
-    return "bf16" if machine.gpus and all(gpu.capability >= BF16_CAPABILITY for gpu in machine.gpus) else "fp32"
-
-
-def _why_bf16(config: Config, machine: Machine) -> str:
-    chosen = config.memory.precision == "auto" and _choose_precision(config, machine, {}) == "bf16"
-    return "; bf16 over fp32 weights, which GPUs compute fastest" if chosen else ""
-
-
-def _check_fp8(machine: Machine, origins: Origins) -> None:
-    old = [gpu for gpu in machine.gpus if gpu.capability < FP8_CAPABILITY]
-    if machine.gpus and not old:
-        return
-    found = f"{old[0].name} has {old[0].capability[0]}.{old[0].capability[1]}" if old else "there is no GPU here"
-    raise UserError(
-        "memory.precision = fp8 needs a GPU that multiplies in fp8",
-        why=f"that begins with compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, Hopper); {found}",
-        fix=f"memory.precision={'bf16' if not old or old[0].capability >= BF16_CAPABILITY else 'fp32'}",
-        where=where_written(origins, "memory.precision", "parallel.layout"),
-    )
-
-
 def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
     """The gradient of a weight multiplies over tokens."""
     tokens = plan.seq_len // plan.cp
@@ -269,13 +246,14 @@ def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
         )
 
 
-def _check_torchao(key: str, origins: Origins) -> None:
-    if importlib.util.find_spec("torchao") is None:
+def _check_fp8_head(plan: Plan, spec: ModelSpec, origins: Origins) -> None:
+    if plan.fp8_head and (plan.precision != "fp8" or not spec.is_ours):
+        is_mixed = plan.precision != "fp8"
         raise UserError(
-            f"{key} needs torchao, which is not installed",
-            why="8-bit states and fp8 products are torchao's",
-            fix=f"{LOWBIT_INSTALL}, or leave {key.split(' ')[0]} out",
-            where=where_written(origins, key.split(" ")[0]),
+            "memory.fp8_head has nothing to do here",
+            why=f"memory.precision is {plan.precision}" if is_mixed else f"the head of {spec.name} is not ours",
+            fix="memory.fp8_head=false" + (" or memory.precision=fp8" if is_mixed else ""),
+            where=where_written(origins, "memory.fp8_head"),
         )
 
 

@@ -213,23 +213,39 @@ def _fill_with_weights(orders: Sequence[Sequence[Action]], num_stages: int, limi
 
     Every action counts as one unit of time, as in the published schedules.
     """
-    open_orders = [deque(order) for order in orders]
+    count = 1 + max(action.microbatch for action in orders[0])
+    forwards = [bytearray(count) for _ in range(num_stages)]  # by stage and micro-batch: whether it is done
+    gradients = [bytearray(count) for _ in range(num_stages)]
     weights: list[deque[Action]] = [deque() for _ in orders]
-    held = [0] * len(orders)
+    position, held, left = [0] * len(orders), [0] * len(orders), sum(map(len, orders))
     filled: list[list[Action]] = [[] for _ in orders]
-    done: set[Action] = set()
-    while any(open_orders) or any(weights):
+    while left or any(weights):
         now = []
-        for rank, order in enumerate(open_orders):
-            if order and done.issuperset(needs(order[0], num_stages)) and (order[0].kind == "I" or held[rank] < limit):
-                now.append((rank, order.popleft()))
-            elif weights[rank]:
+        for rank, order in enumerate(orders):
+            at = position[rank]
+            if at < len(order):
+                kind, stage, microbatch = action = order[at]
+                # The forward that an I needs as well stands before it in the same list.
+                if kind == "I":
+                    is_ready = stage == num_stages - 1 or gradients[stage + 1][microbatch]
+                else:
+                    is_ready = held[rank] < limit and (stage == 0 or forwards[stage - 1][microbatch])
+                if is_ready:
+                    now.append((rank, action))
+                    position[rank], left = at + 1, left - 1
+                    continue
+            if weights[rank]:
                 now.append((rank, weights[rank].popleft()))
-        assert now, f"no rank can move: {[str(order[0]) for order in open_orders if order]}"
+        assert now, f"no rank can move: {[str(o[at]) for o, at in zip(orders, position, strict=True) if at < len(o)]}"
         for rank, action in now:  # only now: what ends in this unit can be used in the next
+            kind, stage, microbatch = action
             filled[rank].append(action)
-            done.add(action)
-            held[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
-            if action.kind == "I":
-                weights[rank].append(action._replace(kind="W"))
+            if kind == "F":
+                forwards[stage][microbatch] = 1
+                held[rank] += 1
+            elif kind == "I":
+                gradients[stage][microbatch] = 1
+                weights[rank].append(Action("W", stage, microbatch))
+            else:
+                held[rank] -= 1
     return tuple(map(tuple, filled))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec
@@ -33,7 +33,15 @@ LEAST_PIECE = 512
 """Tokens: context parallelism does not cut sequences finer than this."""
 
 FP8_MULTIPLE = 16
-PASSED_ON = ("loss_scale", "reduce_dtype", "fp8_recipe", "offload_buffer", "quantize_weights", "quantize_gradients")
+PASSED_ON = (
+    "loss_scale",
+    "reduce_dtype",
+    "fp8_recipe",
+    "fp8_head",
+    "offload_buffer",
+    "quantize_weights",
+    "quantize_gradients",
+)
 """Settings that are as the user has them, else the default: they change numbers, not the layout."""
 
 
@@ -228,7 +236,7 @@ class Space:
             return asked if len(asked) == num_stages and sum(asked) == num_layers else None
         if asked == "even":
             return even_split(num_layers, num_stages)
-        return balanced_split(*estimated_costs(self.model, self.job.seq_len), num_stages)
+        return _balanced(self.model, self.job.seq_len, num_stages)
 
     # States and savings --------------------------------------------------------------------------------------------
 
@@ -298,7 +306,7 @@ class Space:
             "reason": "planned",
         }
 
-    def plan(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> Plan:
+    def plan(self, grid: Grid, pace: Pace, states: States, saving: Saving, **changes: Any) -> Plan:
         split = self.split(grid.pp * pace.virtual_stages) if grid.pp > 1 else ()
         assert split is not None, (grid, pace)
         return Plan(
@@ -320,9 +328,9 @@ class Space:
             activation_offload=saving.activation_offload,
             threads_per_rank=self.threads(grid.gpus),
             copies=self.may_copy(grid) and saving.offload == "none" and states.zero == 0,
-            loss=loss_of(self.speed, grid.tp, grid.pp, pace.schedule),
+            loss=loss_of(self.speed, grid.pp, pace.schedule),
             **kernels_of(self.speed, self.device, self.model, grid.pp, pace.schedule),
-            **self._common,
+            **(self._common | changes),
         )
 
     def may_copy(self, grid: Grid) -> bool:
@@ -345,6 +353,11 @@ class Space:
                         for saving in self.savings:
                             if self.go_together(grid, states, saving.offload, saving.activation_offload):
                                 yield grid, pace, states, saving
+
+
+@lru_cache(4096)
+def _balanced(model: ModelSpec, seq_len: int, num_stages: int) -> tuple[int, ...]:
+    return balanced_split(*estimated_costs(model, seq_len), num_stages)
 
 
 @cache

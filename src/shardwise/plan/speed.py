@@ -26,7 +26,7 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
     copies = copies and not plan.rounds_sums
     if asked.copies is True and not copies:
         raise _no_copies(plan, spec)
-    return replace(plan, **kernels, copies=copies, loss=loss_of(asked, plan.tp, plan.pp, plan.schedule))
+    return replace(plan, **kernels, copies=copies, loss=loss_of(asked, plan.pp, plan.schedule))
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
@@ -39,8 +39,8 @@ def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
 def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedule: str) -> dict[str, Any]:
     """A compiled block has one backward: schedules that make the gradients of weights later need it in two."""
     compiled = asked.compile
-    if compiled == "auto":
-        compiled = "blocks" if device == "cuda" else "none"
+    if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
+        compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
     if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
         compiled = "none"
     fuse = compiled != "none" and spec.is_ours if asked.fuse == "auto" else bool(asked.fuse)
@@ -64,9 +64,9 @@ def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:
     )
 
 
-def loss_of(asked: SpeedConfig, tp: int, pp: int, schedule: str) -> str:
-    """Not fused where the head's gradient is made in two parts, nor where its vocabulary is cut."""
-    can = tp == 1 and not (pp > 1 and splits_backward(schedule))
+def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
+    """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's weights in fp32."""
+    can = pp == 1 or schedule != "gpipe"
     return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.cluster.spec import ClusterSpec
-from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
@@ -64,7 +64,7 @@ def step_seconds(
     """Seconds by part; their sum is the step."""
     stack = stack or stack_of(plan)
     times = layer_times(model, cluster, job, plan, stack)
-    stages = stage_times(model, plan, times, stack)
+    stages = stage_times(model, plan, times)
     shares = rank_shares(model, plan)
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages) if plan.pp > 1 else (0,)
     mine = [[stage for stage, owner in zip(stages, owners, strict=True) if owner == rank] for rank in range(plan.pp)]
@@ -171,20 +171,27 @@ def _network(cluster: ClusterSpec, world: int) -> Network:
     return found[1]
 
 
-def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> list[StageTime]:
-    """In model order."""
+def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes) -> list[StageTime]:
+    """In model order. Layouts that split layers alike share them; who changes the list makes a copy."""
+    known = times.stages.get((plan.split, plan.recompute))
+    if known is not None:
+        return known
     ranges = [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(model.num_layers)]
     first, last = times.ends()
     found: list[StageTime] = []
+    sums: dict[object, LayerTime] = {}
     for number, layers in enumerate(ranges):
         again = {index for part in segments(plan.recompute, layers) for index in part}
-        chosen: list[tuple[LayerSpec, bool]] = [(model.layers[index], index in again) for index in layers]
+        key = (len(layers), len(again)) if times.are_alike else layers
+        if key not in sums:
+            sums[key] = times.stage([(model.layers[index], index in again) for index in layers])
         ends = [first] * (number == 0) + [last] * (number == len(ranges) - 1)
-        found.append(_stage(add((times.stage(chosen), *ends)) if ends else times.stage(chosen), plan, stack))
+        found.append(_stage(add((sums[key], *ends)) if ends else sums[key]))
+    times.stages[plan.split, plan.recompute] = found
     return found
 
 
-def _stage(layers: LayerTime, plan: Plan, stack: Stack) -> StageTime:
+def _stage(layers: LayerTime) -> StageTime:
     sent_forward = layers.tensor_forward + layers.context_forward + layers.expert_forward
     sent_backward = layers.tensor_backward + layers.context_backward + layers.expert_backward
     forward, backward = layers.forward + sent_forward, layers.backward + layers.again + sent_backward

@@ -124,10 +124,11 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
 
 def check_attention(config: ModelConfig, device_type: str) -> None:
-    if config.attention == "flex" and device_type != "cuda":
+    if config.attention in ("flex", "cudnn", "flash") and device_type != "cuda":
+        why = "FlexAttention has no backward pass on a CPU" if config.attention == "flex" else "it is a kernel of CUDA"
         raise UserError(
-            "model.attention = flex needs a CUDA GPU",
-            why="FlexAttention has no backward pass on a CPU",
+            f"model.attention = {config.attention} needs a CUDA GPU",
+            why=why,
             fix="model.attention=sdpa, which is exact everywhere",
         )
 

@@ -4,13 +4,15 @@
     parts = clock.finish()      # {"data_wait_s": …, "compute_s": …, …, "other_s": …}; the values sum to step_s
 
 Invariant: every moment counts for the innermost span it lies in, so waiting inside a forward pass is not compute. Kind "other" is for
-spans that are only told, not counted. On CUDA a span is what the current stream did between its ends; nothing here synchronises, and
-times are read after the step's results have been. Waiting for data happens on the host, so that kind is always measured there.
+spans that are only told, not counted. On CUDA a span is what the current stream did between its ends, and so is a step; no call but
+`Lap.parts` synchronises. Waiting for data happens on the host: it counts there as far as the stream stood still for it.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,16 +41,56 @@ class Span:
     device_events: tuple[Any, Any] | None = None
 
 
+class Lap(NamedTuple):
+    """A step's time, to be read when the device is through with it."""
+
+    origin: Moment
+    end: Moment
+    spans: list[Span]
+
+    @property
+    def start(self) -> float:
+        return self.origin.at_s
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by kind. Waits for the device."""
+        step_s = self.end.at_s - self.origin.at_s
+        if self.end.event is not None:
+            self.end.event.synchronize()
+            step_s = self.origin.event.elapsed_time(self.end.event) / 1e3
+        parts = dict.fromkeys((*KINDS, "other"), 0.0)
+        for span in self.spans:
+            if span.device_events:
+                first, last = span.device_events
+                span.start_s = self.origin.event.elapsed_time(first) / 1e3
+                span.duration_s = first.elapsed_time(last) / 1e3
+            parts[span.kind] += span.duration_s
+            if span.parent is not None:
+                parts[span.parent.kind] -= span.duration_s
+        del parts["other"]  # it is what is left
+        named = sum(parts.values())
+        if named > step_s:  # a device's clock has ticks: keep the shares, fit the sum
+            parts = {kind: seconds * step_s / named for kind, seconds in parts.items()}
+            named = step_s
+        result = {f"{kind}_s": seconds for kind, seconds in parts.items()}
+        return {**result, "other_s": step_s - named, "step_s": step_s}
+
+
 class Clock:
+    mark: Callable[[str], AbstractContextManager[Any]] | None = None
+    """A range in a profiler's trace (profile.py); None: nobody traces."""
+
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
         self.begin()
 
     def begin(self) -> None:
+        self._begin_at(self.moment())
+
+    def _begin_at(self, origin: Moment) -> None:
         self.spans: list[Span] = []
         self.open: list[Span] = []
-        self.origin = self.moment()
-        self.start = self.origin.at_s
+        self.origin, self.start = origin, origin.at_s
 
     def moment(self) -> Moment:
         if not self.on_cuda:
@@ -80,48 +122,49 @@ class Clock:
 
     def close(self, span: Span, start: Moment, end: Moment) -> None:
         span.start_s, span.duration_s = start.at_s - self.start, end.at_s - start.at_s
-        if start.event is not None and span.kind != "data_wait":
+        if start.event is not None:
             span.device_events = start.event, end.event
         self.spans.append(span)
 
+    def lap(self) -> Lap:
+        """The step that ends here; the next one begins here."""
+        lap = Lap(self.origin, self.moment(), self.spans)
+        self._begin_at(lap.end)
+        return lap
+
     def finish(self) -> dict[str, float]:
-        """Seconds by kind. Call it after the step's results have been read, so that device work is complete."""
-        step_s = time.perf_counter() - self.start
-        parts = dict.fromkeys((*KINDS, "other"), 0.0)
-        for span in self.spans:
-            if span.device_events:
-                first, last = span.device_events
-                span.start_s = self.origin.event.elapsed_time(first) / 1e3
-                span.duration_s = first.elapsed_time(last) / 1e3
-            parts[span.kind] += span.duration_s
-            if span.parent is not None:
-                parts[span.parent.kind] -= span.duration_s
-        del parts["other"]  # it is what is left
-        named = sum(parts.values())
-        if named > step_s:  # device time of work queued in the step before: keep the shares, fit the sum
-            parts = {kind: seconds * step_s / named for kind, seconds in parts.items()}
-            named = step_s
-        result = {f"{kind}_s": seconds for kind, seconds in parts.items()}
-        return {**result, "other_s": step_s - named, "step_s": step_s}
+        """Seconds by kind since `begin`. Waits for the device."""
+        return Lap(self.origin, self.moment(), self.spans).parts()
 
 
 class _Open:
     """A span that is open between `with` and its end."""
 
-    __slots__ = ("clock", "span", "start")
+    __slots__ = ("clock", "mark", "span", "start")
 
     def __init__(self, clock: Clock, span: Span):
         self.clock, self.span = clock, span
+        self.mark = clock.mark and clock.mark(_title(span))
 
     def __enter__(self) -> Span:
+        if self.mark:
+            self.mark.__enter__()
         self.clock.open.append(self.span)
         self.start = self.clock.moment()
         return self.span
 
     def __exit__(self, *trouble: object) -> None:
         end = self.clock.moment()
+        if self.mark:
+            self.mark.__exit__(None, None, None)
         self.clock.open.pop()
         self.clock.close(self.span, self.start, end)
+
+
+def _title(span: Span) -> str:
+    """Of a span in a trace: `compute: forward, micro-batch 0, stage 1`."""
+    about = {"micro-batch": span.microbatch, "stage": span.stage, "over": span.group}
+    return ", ".join([f"{span.kind}: {span.name}", *(f"{word} {of}" for word, of in about.items() if of is not None)])
 
 
 def verdict(parts: dict[str, float]) -> str:

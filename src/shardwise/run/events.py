@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.run.clock import Clock, Span
+from shardwise.run.clock import Clock, Lap, Span
 
 _KIND = {
     "data_wait": "data",
@@ -31,7 +31,7 @@ class Events:
         self.chunk_of = {stage: chunk for chunk, stage in enumerate(stages)} if len(stages) > 1 else {}
         self.file = open(folder / f"rank{rank}.jsonl", "a", encoding="utf-8") if every else None  # noqa: SIM115
 
-    def record(self, step: int, clock: Clock) -> None:
+    def record(self, step: int, clock: Clock | Lap) -> None:
         """Write the spans of a finished step, if it is one of the sampled."""
         if self.file is None or step % self.every:
             return

@@ -1,16 +1,18 @@
 """The training loop. Read `train` top to bottom: it is the program.
 
 One rank's view of a run; every rank executes this file. Numerics of a step are in step.py, its timing in clock.py, what is
-printed in report.py and view.py. Ranks decide nothing alone: stopping and checkpointing are agreed on at every step.
+printed in tell.py, report.py and view.py. Ranks decide nothing alone: stopping and checkpointing are agreed on at every step.
+
+Where results are read late (`speed.results`, the rule on GPUs), a step's numbers are waited for when the next step has been queued, so the
+device never waits for the host. Whatever looks at the model (evaluation, samples, checkpoints, the end) waits for every step before it.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from collections import deque
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -35,19 +37,20 @@ from shardwise.run.agreement import answer, largest, summed, wishes
 from shardwise.run.balance import measured_split
 from shardwise.run.build import corpus_of, weights_of
 from shardwise.run.calibrate import measured_cluster
-from shardwise.run.clock import KINDS, Clock
-from shardwise.run.compared import CHECK_AFTER
+from shardwise.run.clock import Clock
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
-from shardwise.run.fill import held_out_filler, side_seconds
+from shardwise.run.fill import held_out_filler
 from shardwise.run.guards import StopRequests
 from shardwise.run.memory_watch import MemoryWatch
-from shardwise.run.metrics import Metrics, expert_load
+from shardwise.run.metrics import Metrics
 from shardwise.run.optimizer import engine_optimizer
+from shardwise.run.profile import Profile
 from shardwise.run.rundir import RunDir
-from shardwise.run.schedule import LearningRate, learning_rate
+from shardwise.run.schedule import learning_rate
 from shardwise.run.state import collect_state, restore_state
-from shardwise.run.step import StepResult, find_overflow, run_step
+from shardwise.run.step import find_overflow, start_step
+from shardwise.run.tell import Teller, Untold, is_finite
 from shardwise.run.try_out import measured_micro_batch
 from shardwise.run.view import View
 
@@ -139,34 +142,60 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         report.header(view, session, plan, engine, corpus, prediction)
         metrics = opened.enter_context(closing(Metrics(run, config.run, plan.to_dict(), view.say)))
         metrics.write({"event": "resumed" if done else "started", "step": done, "wall_time": time.time()})
-    history = report.History()
     watched = range(done + 1, done + (1 if fills else 2) + 1) if config.run.events_every else range(0)
     memory = MemoryWatch(engine, optimizer, clock, watched, session.memory_limit)
+    profile = opened.enter_context(Profile(config.run.profile, run.trace(ranks.rank), clock, device, view))
+    teller = Teller(run, plan, spec, device, prediction, peak_flops, done, view, metrics, events, memory, filler)
     checkpoint = _CheckpointClock(config.checkpoint.every, done)
-    step, stop, overflow, measured = done, Exit.DONE, "", None
-    batch: StepBatch | None = None
+
+    # Steps that were started and not told yet, and what was agreed on: at most `ahead` of each.
+    ahead = 2 if reads_late(config, plan) else 1
+    untold: deque[Untold] = deque()
+    agreed: deque[tuple[Exit, int, bool]] = deque()  # what follows the next step: stop, its successor's targets, save
+    batches: deque[StepBatch | None] = deque()
+    about = done - 1  # the step after which what was last asked is settled
 
     def ask() -> list[int]:
-        """Get this rank's rows of the next step; say how many targets they have, and what this rank wishes."""
-        nonlocal batch
+        """Get this rank's rows of a step to come; say how many targets they have, and what this rank wishes before that step."""
+        nonlocal about
+        about += 1
+        memory.gradients_are_here()
         with clock.span("data_wait", "next batch"):
-            batch = loader.next() if step < plan.num_steps else None
+            batches.append(loader.next() if about < plan.num_steps else None)
+        batch = batches[-1]
         targets = batch.num_targets if batch and engine.mesh.counts_targets else 0
-        return [*wishes(stops.check()), targets, int(ranks.is_first and checkpoint.due(step))]
+        return [*wishes(stops.check()), targets, int(ranks.is_first and checkpoint.due(about))]
+
+    def tell_all_but(newest: int) -> tuple[Exit, str]:
+        """Wait for steps and tell of them. DIVERGED if the last one told must be the last, with the overflow if it was one."""
+        while len(untold) > newest:
+            it = untold.popleft()
+            result = teller.tell(it)
+            agreed.append(answer(result.answers))
+            if config.run.on_nan != "stop":
+                continue
+            if engine.scaler.is_stuck:
+                return Exit.DIVERGED, find_overflow(engine, it.batch, it.started.num_targets, clock)
+            # With loss scaling such a step was passed over, and a smaller scale is tried.
+            if not is_finite(result) and not engine.scaler.is_active:
+                return Exit.DIVERGED, ""
+        return Exit.DONE, ""
 
     clock.begin()
-    stop, num_targets, save = answer(summed(ask(), device, plan))
+    agreed.extend(answer(summed(ask(), device, plan)) for _ in range(ahead))
+    stop, num_targets, _ = agreed.popleft()
+    overflow = ""
     for step in range(done + 1, plan.num_steps + 1) if not stop else ():
-        # Train. The one small message of a step also settles how the next one starts.
-        assert batch is not None
+        # Train. The one small message of a step also settles how a later one starts.
         if filler:
             filler.before_step()
-        trained = batch  # `ask` fetches the next one
-        with memory.during(step):
-            result = run_step(
+        batch = batches.popleft()
+        assert batch is not None
+        with profile.during(step), memory.during(step):
+            started = start_step(
                 engine,
                 optimizer,
-                trained,
+                batch,
                 num_targets=num_targets,
                 lr=rate(step),
                 clip=config.train.clip,
@@ -174,39 +203,30 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
                 skip_non_finite=config.run.on_nan == "skip",
                 ask=ask,
             )
+        is_timed = (step not in watched or plan.num_steps - done <= len(watched) + 1) and step not in profile.steps
+        untold.append(Untold(step, started, clock.lap(), rate(step), batch, is_timed))
 
-        # Tell.
-        parts = clock.finish()
-        line = _metrics_line(step, result, rate, num_targets, parts, plan, spec, peak_flops, device)
-        if filler:
-            line["bubble_filled_s"] = side_seconds(clock.spans)
-        history.add(line, timed=step not in watched or plan.num_steps - done <= len(watched) + 1)
-        events.record(step, clock)
-        events.record_memory(step, memory.curve(step), clock.start)
-        if metrics:
-            events.record_experts(step, result.expert_tokens)
-            metrics.write(line)
-        view.step(line)
-        side_line = filler.after_step(step, clock.spans, parts["step_s"]) if filler else None
-        if metrics and side_line:
-            metrics.write(side_line)
-        if step == done + CHECK_AFTER:
-            measured = history.compared(prediction, memory, plan, device)
-            if metrics:
-                report.compared(view, run, plan, prediction, measured)
-        if engine.scaler.is_stuck and config.run.on_nan == "stop":
-            stop, overflow = Exit.DIVERGED, find_overflow(engine, trained, num_targets, clock)
+        # Tell, and see what follows this step.
+        stop, overflow = tell_all_but(ahead - 1)
+        if stop:
             break
-        # With loss scaling such a step was passed over, and a smaller scale is tried.
-        if not math.isfinite(result.loss) and config.run.on_nan == "stop" and not engine.scaler.is_active:
-            stop = Exit.DIVERGED
-            break
-        if config.train.eval_every and step % config.train.eval_every == 0 and step < plan.num_steps:
+        stop, num_targets, save = agreed.popleft()
+        evaluates, samples = (
+            every and step % every == 0 for every in (config.train.eval_every, config.train.sample_every)
+        )
+        if evaluates or samples or save or stop or step == plan.num_steps or profile.ends_with(step):
+            diverged, overflow = tell_all_but(0)
+            if diverged:
+                stop = diverged
+                break
+        if profile.ends_with(step):
+            profile.finish()
+        if evaluates and step < plan.num_steps:
             report.evaluation(view, metrics, step, _evaluate(engine, corpus, session))
-        if config.train.sample_every and step % config.train.sample_every == 0 and step < plan.num_steps:
+        if samples and step < plan.num_steps:
             report.sample(view, engine, corpus, config, ranks)
-        clock.begin()
-        stop, num_targets, save = answer(result.answers)
+        if not untold:  # else the device is busy, and its next step began where this one ended
+            clock.begin()
         if save and step < plan.num_steps:
             _save(session, step, engine, optimizer)
             checkpoint.done(step)
@@ -215,14 +235,16 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
 
     # Commit, and say how it went.
     loader.close()
+    step = teller.last
     if (stop != Exit.DIVERGED or overflow) and step > checkpoint.last_step:  # what overflowed was never applied
         _save(session, step, engine, optimizer)
     if fills:
         report.filled(view, metrics, step, filler.result() if filler else None)
     peak = int(largest(peak_bytes(device), device, plan))
-    was_short = measured is None and step > done
+    was_short = teller.measured is None and step > done
     if was_short:
-        measured = history.compared(prediction, memory, plan, device)
+        teller.compare()
+    measured = teller.measured
     if not stop:
         stop, *_ = answer(summed([*wishes(stops.check()), 0, 0], device, plan))
     if not stop:
@@ -232,7 +254,9 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         held = measured and measured["memory"]
         report.stopped(view, metrics, run, step, stop, stops.why or "another rank's request", held, overflow)
     elif metrics:
-        is_right = report.finished(view, metrics, session, plan, corpus, prediction, history, measured, peak, stops)
+        is_right = report.finished(
+            view, metrics, session, plan, corpus, prediction, teller.history, measured, peak, stops
+        )
         if measured and was_short:
             report.compared(view, run, plan, prediction, measured)
         report.farewell(view, session, plan)
@@ -240,39 +264,13 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     return stop or Exit.DONE
 
 
-def _metrics_line(
-    step: int,
-    result: StepResult,
-    rate: LearningRate,
-    num_targets: int,
-    parts: dict[str, float],
-    plan: Plan,
-    spec: ModelSpec,
-    peak_flops: float,
-    device: torch.device,
-) -> dict[str, Any]:
-    tokens_per_s = plan.tokens_per_step / parts["step_s"]
-    line: dict[str, Any] = {
-        "step": step,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "lr": rate(step),
-        "tokens": plan.tokens_per_step,
-        "target_tokens": num_targets,
-        "step_s": parts["step_s"],
-        "tokens_per_s": tokens_per_s,
-        "mfu": tokens_per_s * spec.flops_per_token(plan.seq_len) / peak_flops,
-        "peak_memory_bytes": peak_bytes(device),
-        "wall_time": time.time(),
-        **{f"{kind}_s": parts[f"{kind}_s"] for kind in (*KINDS, "other")},
-    }
-    if spec.num_experts:
-        line |= {"aux_loss": result.aux_loss, "z_loss": result.z_loss, **expert_load(result.expert_tokens)}
-    if plan.scales_loss:
-        line["scale"] = result.scale
-    if result.skipped:
-        line["skipped"] = True
-    return line
+def reads_late(config: Config, plan: Plan) -> bool:
+    """Whether a step's numbers are read when the next one has been queued. Not where they decide about the update itself, nor where what was
+    measured plans the next step."""
+    if config.speed.results != "auto":
+        return config.speed.results == "late"
+    needs_norm = config.run.on_nan == "skip" or plan.scales_loss
+    return plan.device == "cuda" and not needs_norm and config.parallel.fill_bubbles == "none"
 
 
 def _evaluate(engine: Engine, corpus: Corpus, session: Session) -> float | None:
@@ -306,7 +304,10 @@ class _CheckpointClock:
     def due(self, step: int) -> bool:
         if self.steps:
             return step > 0 and step % self.steps == 0
-        return self.seconds is not None and time.monotonic() - self.last_time >= self.seconds
+        is_due = self.seconds is not None and time.monotonic() - self.last_time >= self.seconds
+        if is_due:  # said once: what is asked before the checkpoint is written is not due again
+            self.last_time = time.monotonic()
+        return is_due
 
     def done(self, step: int) -> None:
         self.last_step, self.last_time = step, time.monotonic()

@@ -7,7 +7,7 @@ import torch
 from shardwise.config.schema import Config
 from shardwise.data.corpus import Corpus
 from shardwise.data.loader import Loader
-from shardwise.memory.float8 import apply_float8
+from shardwise.memory.float8 import apply_float8, apply_float8_head
 from shardwise.model.precision import KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
@@ -27,7 +27,9 @@ def single_process_losses(
     model = adapted_model(config, spec, plan.precision, KEPT[plan.precision], device)
     if plan.precision == "fp8":
         blocks = model.blocks() if isinstance(model, TransformersModel) else model.layers.values()
-        apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu")
+        found = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", joined=plan.fuse)
+        if plan.fp8_head:
+            apply_float8_head(model, found, compiled=False)
     optimizer = build_optimizer(config.optimizer, model.parameters())
     scaler = plain_scaler(plan.precision, plan.loss_scale)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)

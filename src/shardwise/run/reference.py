@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.config.schema import AdapterConfig, OptimizerConfig
 from shardwise.data.loader import TensorBatch, cut_microbatches, number_rows
 from shardwise.data.sequences import IGNORE
-from shardwise.memory.float8 import apply_float8
+from shardwise.memory.float8 import apply_float8, apply_float8_head
 from shardwise.memory.scaler import LossScaler, scaler_of, unscaled
 from shardwise.model.adapters import adapt_whole
 from shardwise.model.decoder import Decoder, Losses
@@ -51,6 +51,7 @@ class Trial:
     loss_scale: float | str = "auto"  # as in Plan
     reduce_dtype: str = "auto"  # the same; one process has nothing to reduce and rounds nothing
     fp8_recipe: str = "rowwise"
+    fp8_head: bool = False
 
     def batch(self, spec: ModelSpec, step: int) -> TensorBatch:
         """The rows of a step: random tokens; some targets, and one whole row in five, have no loss."""
@@ -77,7 +78,9 @@ class Record:
 def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Record:
     model = _plain_model(spec, trial).to(device)
     if trial.precision == "fp8":
-        apply_float8(model, model.layers.values(), trial.fp8_recipe, emulate=device.type == "cpu")
+        found = apply_float8(model, model.layers.values(), trial.fp8_recipe, emulate=device.type == "cpu")
+        if trial.fp8_head:
+            apply_float8_head(model, found, compiled=False)
     optimizer = build_optimizer(trial.optimizer, model.parameters())
     scaler = plain_scaler(trial.precision, trial.loss_scale)
     record = Record()

@@ -1,6 +1,6 @@
 """The run directory: the one record of a run, append-only, readable while the run goes on.
 
-    config.toml  plan.json  metrics.jsonl  events/rank*.jsonl  checkpoints/step-N/  crash/  log/
+    config.toml  plan.json  metrics.jsonl  events/rank*.jsonl  checkpoints/step-N/  crash/  log/  trace/
 
 `metrics.jsonl` holds a line per step and lines with an "event" key (started, resumed, stopped, finished, failed). After a
 resume some steps appear twice; the later line counts. Whoever trains holds `lock` from before the first file is written;
@@ -54,6 +54,10 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.path / "events"
+
+    def trace(self, rank: int) -> Path:
+        """Steps of one rank, as `run.profile` asks for them."""
+        return self.path / "trace" / f"rank-{rank}.json.gz"
 
     @property
     def checkpoints(self) -> Path:

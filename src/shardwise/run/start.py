@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -24,6 +25,7 @@ from shardwise.config.schema import TrainConfig
 from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
 from shardwise.files import cannot_write, write_atomically
+from shardwise.launch.allocator import set_allocator
 from shardwise.launch.ranks import ranks_from_environment
 from shardwise.memory.disk import check_directory
 from shardwise.plan.memory import predict_elsewhere
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from shardwise.model.spec import ModelSpec
 
 FIRST_WORD_S = 1.0  # torchrun ends everybody when one rank exits: the first one gets time to say why
-FREE_TO_CHANGE = ("parallel", "memory", "comm", "run", "checkpoint")
+FREE_TO_CHANGE = ("parallel", "memory", "speed", "comm", "run", "checkpoint")
 """Sections that do not change what a run computes; anything else needs `--allow KEY` on resume."""
 
 
@@ -66,6 +68,8 @@ def make_job(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | N
     """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result. `cluster`: a file with what was measured
     of this machine."""
     machine = this_machine()
+    if machine.gpu_problem:
+        print(f"gpu      {machine.gpu_problem}; this run is on CPUs", file=sys.stderr)
     measured = None if cluster is None else measured_file(cluster, machine)
     spec = model_spec(loaded.config.model)
     corpus = corpus_of(loaded.config, spec, progress=progress)
@@ -130,6 +134,8 @@ def write_run(run: RunDir, job: Job) -> None:
 def start(run: RunDir, job: Job, from_step: int | None = None, verify: bool = True) -> int:
     """Hold the run, bring its files up to date, train."""
     plan = job.plan
+    if plan.device == "cuda":
+        set_allocator(job.resolved.config.speed.allocator, os.environ)
     with run.lock():
         write_run(run, job)
         from shardwise.launch.local import start_ranks
@@ -185,6 +191,7 @@ def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
 
 def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]], loaded: Loaded, *, verify: bool = True) -> int:
     """This process is one rank of a job that torchrun started: rank 0 prepares, all agree on the run directory, train."""
+    set_allocator(loaded.config.speed.allocator, os.environ)
     import torch
 
     from shardwise.config.schema import CommConfig

@@ -3,6 +3,9 @@
 The sum rule: a micro-batch's loss is its token *sum* over the step's *global* target-token count, which is known before the
 first forward pass. Then gradients only ever need adding, over micro-batches and over ranks, and any split of the same
 batch gives the same step.
+
+On a GPU a step is only queued by `start_step`. Nothing in it waits for the device, unless its update depends on the norm being finite (fp16,
+`on_nan=skip`), and its numbers may be read when more is queued behind it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,53 @@ class StepResult:
     expert_tokens: list[list[float]] = field(default_factory=list)  # of every routed layer, over all ranks
 
 
+@dataclass(frozen=True)
+class StartedStep:
+    """A step that has been computed, or on a GPU queued."""
+
+    num_targets: int
+    scale: float
+    skipped: bool
+    num_answers: int
+    shape_of_experts: tuple[int, ...]
+    numbers: Callable[[], list[float]]  # waits for the device: norm, losses, answers, tokens of experts
+
+    def read(self) -> StepResult:
+        norm, cross_entropy, aux, z, *rest = self.numbers()
+        targets = max(self.num_targets, 1)
+        answers = [round(answer) for answer in rest[: self.num_answers]]
+        tokens = torch.tensor(rest[self.num_answers :], dtype=torch.float64).view(self.shape_of_experts).tolist()
+        losses = (cross_entropy / targets, aux / targets, z / targets)
+        return StepResult(*losses, norm, self.scale, self.skipped, answers, tokens)
+
+
 def run_step(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    batch: StepBatch,
+    *,
+    num_targets: int,
+    lr: float,
+    clip: float | None,
+    clock: Clock,
+    skip_non_finite: bool = False,
+    ask: Ask = lambda: (),
+) -> StepResult:
+    """`start_step`, and wait for it."""
+    return start_step(
+        engine,
+        optimizer,
+        batch,
+        num_targets=num_targets,
+        lr=lr,
+        clip=clip,
+        clock=clock,
+        skip_non_finite=skip_non_finite,
+        ask=ask,
+    ).read()
+
+
+def start_step(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
@@ -45,17 +94,34 @@ def run_step(
     clock: Clock,
     skip_non_finite: bool = False,
     ask: Ask = lambda: (),
-) -> StepResult:
+) -> StartedStep:
     scale = engine.scaler.scale
     norm, finish = accumulate(engine, batch, num_targets, clock, ask)
     skip = skip_non_finite and not bool(torch.isfinite(norm))
     skip = update(engine, optimizer, norm, lr=lr, clip=clip, clock=clock, skip=skip)
     with clock.span("optimizer", "losses"):
-        cross_entropy, aux, z, *answers = finish().tolist()
-    targets = max(num_targets, 1)
-    losses = (cross_entropy / targets, aux / targets, z / targets)
-    asked = [round(answer) for answer in answers]
-    return StepResult(*losses, float(norm), scale, skip, asked, engine.expert_counts.tolist())
+        sums, experts = finish(), engine.expert_counts
+        parts = [norm.view(1).double(), sums, *([experts.flatten()] if experts.numel() else [])]
+        numbers = to_host(torch.cat(parts))
+    return StartedStep(num_targets, scale, skip, len(sums) - 3, experts.shape, numbers)
+
+
+def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
+    """What to call for these numbers. From a GPU they travel behind what was queued so far, and only the call waits for them: for this
+    copy, not for what is queued later."""
+    if not values.is_cuda:
+        found = values.tolist()
+        return lambda: found
+    here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    here.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event(blocking=True)
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return here.tolist()
+
+    return read
 
 
 def accumulate(
@@ -64,9 +130,11 @@ def accumulate(
     """Forward and backward of every micro-batch; the global gradient norm, and later the loss sums and the answers over all ranks."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
-    questions = torch.tensor(ask(), dtype=torch.float64).to(sums.device, non_blocking=True)
+    if asked := ask():
+        questions = torch.tensor(asked, dtype=torch.float64, pin_memory=sums.is_cuda)
+        sums = torch.cat([sums, questions.to(sums.device, non_blocking=True)])
     with clock.span("optimizer", "norm and loss"):
-        return engine.norm_and_sums(torch.cat([sums, questions]))
+        return engine.norm_and_sums(sums)
 
 
 def find_overflow(engine: Engine, batch: StepBatch, num_targets: int, clock: Clock) -> str:

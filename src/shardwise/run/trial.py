@@ -27,6 +27,7 @@ def trial_plan(trial: Trial, **layout: object) -> Plan:
         loss_scale=trial.loss_scale,
         reduce_dtype=trial.reduce_dtype,
         fp8_recipe=trial.fp8_recipe,
+        fp8_head=trial.fp8_head,
         seq_len=trial.seq_len,
         global_batch=trial.global_batch,
         micro_batch=trial.micro_batch,

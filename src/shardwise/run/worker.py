@@ -136,6 +136,8 @@ def _set_up(run: RunDir, ranks: Ranks, config: Config, from_step: int | None) ->
             fix=f"start {plan.world} processes, or set parallel.dp={ranks.world}",
         )
     check_torch(plan, torch.__version__)
+    if plan.device == "cuda":
+        check_cuda(run)
     device = torch.device("cuda", ranks.local_rank) if plan.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(plan.threads_per_rank)
     if device.type == "cpu" and COMPUTED[plan.precision].itemsize == 2:
@@ -166,6 +168,23 @@ def check_torch(plan: Plan, version: str) -> None:
             why="on older versions a split model is not proven to compute what one process computes",
             fix=f"install torch >= {needed}, or parallel.layout=dp={plan.world}",
         )
+
+
+def check_cuda(run: RunDir) -> None:
+    """A run that was planned for GPUs meets a torch that cannot use them, for a reason that only torch knows."""
+    if torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.init()
+        why = "torch finds none"
+    except (RuntimeError, AssertionError) as error:  # its ways to say that CUDA does not start, or was left out
+        why = str(error).splitlines()[0]
+    raise UserError(
+        "this run was planned for a GPU that torch cannot use",
+        why=why,
+        fix=f"`shardwise doctor` looks closer; CUDA_VISIBLE_DEVICES= shardwise resume {run.path}   trains on CPUs",
+        code=Exit.HARDWARE,
+    )
 
 
 def start_process_group(comm: CommConfig, device: torch.device) -> None:

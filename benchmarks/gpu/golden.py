@@ -1,0 +1,149 @@
+"""No trick moves the loss: the same short training with each trick alone, with all of them and with none, from one seed on one text.
+
+`none` is the plain eager run. `again` repeats it: what the device itself does not repeat. `halves` cuts its batch in two: the same sums in another order,
+so its distance is what bf16's roundings make of nothing. A trick holds if the mean loss of the last tenth is within 0.5 % of the eager run's (the bound
+that runs have for bf16), fp8 within 1 %.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu.shapes import SHAPES, Shape, case_of
+from gpu.with_ours import plan_of
+
+from shardwise.config.schema import CommConfig, OptimizerConfig
+from shardwise.data.loader import StepBatch, TensorBatch
+from shardwise.model.initialize import initialize
+from shardwise.parallel.apply import parallelize_decoder
+from shardwise.run.clock import Clock
+from shardwise.run.optimizer import engine_optimizer
+from shardwise.run.step import accumulate, update
+
+LIMIT, FP8_LIMIT = 0.005, 0.01
+OFF = {"compile": "none", "fuse": "false", "copies": "false", "loss": "recompute", "kernels": "torch"}
+ALONE = {"compile": "blocks", "fuse": "true", "copies": "true", "loss": "fused", "kernels": "liger"}
+CHANGES = {
+    "num_layers": 4,
+    "hidden": 1024,
+    "ffn": 4096,
+    "num_heads": 16,
+    "num_kv_heads": 4,
+    "vocab": 65536,
+    "tied": False,
+}
+GOLDEN = Shape("4 layers of 1024 x 4096, 65536 words, 8 x 1024", "llama3.2-1b", CHANGES, 8, 1024)
+WORDS = 4096  # of the smoke's model; few, but more than bytes
+
+
+def contender(**settings: str) -> str:
+    return "ours:" + ",".join(f"{key}={value}" for key, value in settings.items())
+
+
+RUNS = {
+    "none": contender(**OFF),
+    "again": contender(**OFF),
+    "halves": contender(**OFF),
+    **{f"{name} alone": contender(**{**OFF, name: value}) for name, value in ALONE.items()},
+    "all": "ours",
+    "fp8 rowwise": "ours:precision=fp8,fp8_recipe=rowwise",
+    "fp8 tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",
+    "fp8 tensorwise, head too": "ours:precision=fp8,fp8_recipe=tensorwise,fp8_head=true",
+}
+SMOKE_RUNS = ("none", "again", "halves", "fuse alone", "loss alone")
+
+
+def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: float) -> dict[str, Any]:
+    """The losses of a run. Weights are drawn by name, so that every layout of them starts from the same numbers."""
+    case = replace(case_of("1.5b", RUNS[name], device=device), shape=shape)
+    plan, values = plan_of(case), OptimizerConfig(lr=lr)
+    if name == "halves":
+        plan = replace(plan, micro_batch=plan.global_batch // 2)
+    place = torch.device(device)
+    engine = parallelize_decoder(shape.spec, plan, 0, place, CommConfig(), "auto", lambda model: initialize(model, 0))
+    optimizer, clock, losses = engine_optimizer(values, engine), Clock(place), []
+    for number, batch in enumerate(steps, 1):
+        micro = [batch.rows(first, first + plan.micro_batch) for first in range(0, plan.global_batch, plan.micro_batch)]
+        num_targets = batch.targets.numel()
+        clock.begin()
+        norm, finish = accumulate(engine, StepBatch(number, micro, num_targets), num_targets, clock)
+        update(engine, optimizer, norm, lr=lr * min(1.0, number / 10), clip=1.0, clock=clock)
+        losses.append(float(finish()[0]) / num_targets)
+    return {"contender": RUNS[name], "losses": losses}
+
+
+def compared(losses: list[float], truth: list[float], limit: float) -> dict[str, Any]:
+    last = max(1, len(truth) // 10)
+    off = statistics.mean(losses[-last:]) / statistics.mean(truth[-last:]) - 1
+    distances = [abs(one - other) for one, other in zip(losses, truth, strict=True)]
+    return {
+        "first_difference": distances[0],
+        "max_difference": max(distances),
+        "last_tenth_off": off,
+        "limit": limit,
+        "holds": abs(off) <= limit,
+    }
+
+
+def golden(
+    path: Path | None, *, steps: int, shape: str | None = None, smoke: bool = False, only: list[str] | None = None
+) -> None:
+    from precision import batches, text  # here, because it sets what oneDNN may use
+
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {"runs": {}}
+    device = "cpu" if smoke else "cuda"
+    taken = SHAPES[shape] if shape else GOLDEN
+    if smoke:
+        taken = replace(
+            taken, changes={**CHANGES, "num_layers": 2, "hidden": 64, "ffn": 160, "vocab": WORDS}, seq_len=64
+        )
+    data = batches(text(), steps, taken.micro_batch, taken.seq_len)
+    found |= {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "model": taken.title if not smoke else "tiny",
+        "steps": steps,
+    }
+    for name in only or (SMOKE_RUNS if smoke else RUNS):
+        if "losses" in found["runs"].get(name, {}):
+            continue
+        try:
+            found["runs"][name] = train(taken, name, data, device, 3e-3 if smoke else 3e-4)
+        except Exception as error:  # one trick that fails must not take the others' figures with it
+            found["runs"][name] = {"contender": RUNS[name], "error": f"{type(error).__name__}: {error}"[:500]}
+        gc.collect()
+        torch._dynamo.reset()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        judge(found)
+        print(line_of(name, found["runs"][name]), flush=True)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def judge(found: dict[str, Any]) -> None:
+    truth = found["runs"].get("none", {}).get("losses")
+    for name, run in found["runs"].items():
+        if truth and "losses" in run and name != "none":
+            run |= compared(run["losses"], truth, FP8_LIMIT if name.startswith("fp8") else LIMIT)
+
+
+def line_of(name: str, run: dict[str, Any]) -> str:
+    if name == "none" and "losses" in run:
+        return f"{name:<26}last loss {run['losses'][-1]:.4f}   what the others are compared with"
+    if "holds" not in run:
+        return f"{name:<26}{run.get('error', 'nothing to compare with yet: run `none` first')}"
+    return (
+        f"{name:<26}last loss {run['losses'][-1]:.4f}   off by {run['last_tenth_off']:+.3%} (limit {run['limit']:.1%})   "
+        f"largest difference {run['max_difference']:.5f}, first {run['first_difference']:.6f}   {'holds' if run['holds'] else 'MOVES THE LOSS'}"
+    )

@@ -1,0 +1,117 @@
+"""torchtitan 0.2.2: its Llama 3 model, its parallelize function, its loss, clipping and optimizer, in the order of its train.py for one GPU.
+
+There it keeps fp32 parameters and computes under autocast, because it shards only over two or more devices. Compiled, as its documentation advises;
+attention is its own choice (SDPA with its list of kernels). `recompute=selective` is its default; without it the model fits and is faster,
+so that is what is compared. Unpack its wheel and tyro's, typeguard's, docstring_parser's, shtab's, einops's and torchdata's into
+build/peers/torchtitan, or install it. Of what it imports, `datasets` and tensorboard have no part in a step: where they are missing, names that cannot be called stand in for them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from gpu.contender import Contender, draw_weights, same_weights
+from gpu.shapes import Case
+from torch import Tensor
+
+UNUSED = {
+    "datasets": ("Dataset", "load_dataset"),
+    "datasets.distributed": ("split_dataset_by_node",),
+    "torch.utils.tensorboard": ("SummaryWriter",),
+}
+
+
+def stand_in() -> list[str]:
+    """Names instead of packages that only reading data and logging need; those that were missing."""
+    gone = {"datasets": importlib.util.find_spec("datasets"), "torch": importlib.util.find_spec("tensorboard")}
+    missing = [name for name in UNUSED if gone[name.partition(".")[0]] is None]
+    for name in missing:
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        for part in UNUSED[name]:
+            setattr(module, part, None)
+        sys.modules[name] = module
+    return missing
+
+
+def build(case: Case) -> Contender:
+    missing = stand_in()
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.models.llama3 import Transformer, parallelize_llama
+    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+
+    os.environ.setdefault("LOCAL_RANK", "0")
+    job: Any = JobConfig()
+    job.training.seq_len, job.training.local_batch_size = case.shape.seq_len, case.micro_batch
+    job.training.max_norm = case.clip
+    job.compile.enable = case.compiles
+    job.activation_checkpoint.mode = case.options.get("recompute", "none")
+    job.optimizer.lr, job.optimizer.beta2, job.optimizer.weight_decay = case.lr, 0.95, 0.1
+    dims = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    arguments = arguments_of(case)
+    arguments.update_from_config(job)
+    with torch.device("meta"):
+        model: Any = Transformer(arguments)
+    names = [name for name, _ in model.named_parameters()]
+    loss_of = build_cross_entropy_loss(job)
+    model = parallelize_llama(model, dims, job)
+    model.to_empty(device=case.device)
+    with torch.no_grad():
+        model.init_weights()
+    if case.seed is not None:
+        theirs = Llama3StateDictAdapter(arguments, None).from_hf(same_weights(case))
+        with torch.no_grad():
+            for name, parameter in zip(names, model.parameters(), strict=True):
+                parameter.copy_(theirs[name])
+    else:
+        draw_weights(model)
+    model.train()
+    optimizers = build_optimizers([model], job.optimizer, dims)
+    autocast = dist_utils.maybe_enable_amp(dims, "bfloat16" if case.is_bf16 else "float32", case.device)
+    parameters = list(model.parameters())
+
+    def step(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        optimizers.zero_grad()
+        with autocast:
+            logits = model(tokens_BT)
+            loss = loss_of(logits, targets_BT) / targets_BT.numel()
+        del logits
+        loss.backward()
+        dist_utils.clip_grad_norm_(parameters, job.training.max_norm, foreach=True)
+        optimizers.step()
+        return loss.detach()
+
+    return Contender(step, sum(p.numel() for p in parameters), {"stood in for": missing})
+
+
+def arguments_of(case: Case) -> Any:
+    """Its arguments for our shape. It derives the feed-forward width as 2/3 of 4 h times a factor, up to a multiple."""
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+
+    spec = case.shape.spec
+    if spec.is_moe or spec.tied:
+        raise NotImplementedError("only dense models whose head is not the embedding are written down here")
+    derived = int(2 * 4 * spec.hidden / 3)
+    return TransformerModelArgs(
+        dim=spec.hidden,
+        n_layers=spec.num_layers,
+        n_heads=spec.num_heads,
+        n_kv_heads=spec.num_kv_heads,
+        vocab_size=spec.vocab,
+        multiple_of=spec.ffn,
+        ffn_dim_multiplier=min(1.0, (spec.ffn - 0.5) / derived),
+        norm_eps=spec.norm_eps,
+        rope_theta=spec.rope_theta,
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
+    )

@@ -1,0 +1,79 @@
+"""transformers as people use it on one GPU: fp32 weights, autocast to bf16, torch's fused AdamW; compiled whole, or with liger-kernel, or peft's LoRA on it.
+
+LoRA's frozen weights are bf16, as its users have them; peft keeps the adapters in fp32.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from gpu.contender import Contender, adamw, clip, draw_weights, same_weights
+from gpu.shapes import Case
+from torch import Tensor, nn
+
+from shardwise.model.huggingface import config_from_spec
+
+
+def config_of(case: Case) -> Any:
+    spec = case.shape.spec
+    if not spec.is_moe:
+        return transformers.AutoConfig.for_model(**config_from_spec(spec), use_cache=False)
+    return transformers.OlmoeConfig(
+        vocab_size=spec.vocab,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.expert_ffn,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        num_experts=spec.num_experts,
+        num_experts_per_tok=spec.experts_per_token,
+        use_cache=False,
+    )
+
+
+def build(case: Case) -> Contender:
+    if case.options.get("liger"):
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    is_frozen = case.base == "peft"
+    dtype = torch.bfloat16 if is_frozen and case.is_bf16 else torch.float32
+    with torch.device(case.device):
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            config_of(case), dtype=dtype, attn_implementation="sdpa"
+        )
+    if case.seed is not None:
+        model.load_state_dict(same_weights(case))
+    else:
+        draw_weights(model)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if is_frozen:
+        model = with_lora(model, case)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = adamw(case, trained)
+    call: Any = torch.compile(model) if case.compiles and case.options.get("compile") else model
+
+    def step(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16) if case.is_bf16 else nullcontext():
+            # `shift_labels`: targets are already one token ahead
+            loss = call(input_ids=tokens_BT, labels=targets_BT, shift_labels=targets_BT).loss
+        loss.backward()
+        clip(case, trained)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Contender(step, num_parameters, {"transformers": transformers.__version__})
+
+
+def with_lora(model: nn.Module, case: Case) -> nn.Module:
+    import peft
+
+    assert case.shape.adapter is not None
+    config = peft.LoraConfig(r=case.shape.adapter["rank"], lora_alpha=2 * case.shape.adapter["rank"], lora_dropout=0.0,
+                             target_modules="all-linear", task_type="CAUSAL_LM")  # fmt: skip
+    return peft.get_peft_model(model, config)

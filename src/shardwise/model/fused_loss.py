@@ -1,0 +1,200 @@
+"""Linear layer and cross-entropy in one: the loss of a chunk of rows, and at once its gradients. No product twice.
+
+Owns the three products of a head and the two passes over a chunk's logits between them. Invariant: only one chunk's
+logits exist, and their gradient takes their place. What stays until backward is the gradient of the input and that of the
+weight, summed over chunks in at least fp32; backward multiplies both by one number. Read next: `loss.py`, which says when
+this is used.
+
+Shapes: N rows (tokens), D model width, V vocabulary, or this rank's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.errors import UserError
+
+Meet = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""log-sum-exp and target's logit of each row, by a part of the vocabulary -> the same by all of it."""
+
+
+class Products:
+    """The three products of a head. A subclass may compute them in another format."""
+
+    def logits(self, x_ND: Tensor, weight_VD: Tensor) -> Tensor:
+        return F.linear(x_ND, weight_VD)
+
+    def input_gradient(self, grad_NV: Tensor, weight_VD: Tensor, out_ND: Tensor) -> None:
+        torch.mm(grad_NV, weight_VD, out=out_ND)
+
+    def weight_gradient(self, grad_NV: Tensor, x_ND: Tensor, sum_VD: Tensor, is_first: bool) -> None:
+        """Added to the sum, which holds nothing yet when it `is_first`. Inside, a GPU's 16-bit products are in fp32: they stay so."""
+        beta = 0 if is_first else 1
+        if sum_VD.dtype == grad_NV.dtype:
+            sum_VD.addmm_(grad_NV.t(), x_ND, beta=beta)
+        elif not grad_NV.is_cuda:
+            sum_VD.addmm_(grad_NV.t().to(sum_VD.dtype), x_ND.to(sum_VD.dtype), beta=beta)
+        elif adds_in_place(grad_NV.device, grad_NV.dtype):
+            torch.ops.aten.addmm.dtype_out(sum_VD, grad_NV.t(), x_ND, sum_VD.dtype, beta=beta, out=sum_VD)
+        else:  # two more passes over the sum
+            product_VD = torch.ops.aten.mm.dtype(grad_NV.t(), x_ND, sum_VD.dtype)
+            sum_VD.copy_(product_VD) if is_first else sum_VD.add_(product_VD)
+
+
+@cache
+def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether 16-bit products can be added to an fp32 sum in place: tried, because torch's versions differ."""
+    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones.t(), ones, torch.float32, out=total)
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return bool((total == 17).all())
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a head computes."""
+
+    rows: int  # of a chunk
+    block: int  # rows of a chunk whose logits may be there in fp32, where nothing compiles the passes
+    softcap: float = 0.0
+    products: Products = Products()  # noqa: RUF009  (it has no state)
+    compiled: bool = False
+    meet: Meet | None = None  # where ranks have parts of the vocabulary
+
+
+def fused_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, rows_N: Tensor, is_target_N: Tensor, is_here_N: Tensor, way: Way
+) -> Tensor:
+    """Sum of -log p(target) over rows that have one. rows_N: targets as rows of this weight, any where `is_here_N` is false."""
+    wants = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in (x_ND, weight_VD))
+    if not any(wants):
+        return _compute(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, None, None)
+    return _FusedCrossEntropy.apply(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, wants)
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        rows_N: Tensor,
+        is_target_N: Tensor,
+        is_here_N: Tensor,
+        way: Way,
+        wants: tuple[bool, bool],
+    ) -> Tensor:
+        dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if wants[0] else None
+        dw_VD = torch.empty_like(weight_VD, dtype=wide(weight_VD.dtype)) if wants[1] else None
+        loss = _compute(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, dx_ND, dw_VD)
+        ctx.save_for_backward(dx_ND, dw_VD)
+        ctx.dtypes = x_ND.dtype, weight_VD.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph
+            raise UserError(
+                "the fused loss has no second derivative",
+                why="its gradients are computed in forward, where autograd does not look",
+                fix="speed.loss=recompute",
+            )
+        gradients = [_times(one, factor, dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return *gradients, None, None, None, None, None
+
+
+def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """In one pass. A factor without dimensions would be rounded to 16 bits first: every gradient off by the same share."""
+    if gradient is None:
+        return None
+    return torch.mul(gradient, factor.view(1, 1), out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _compute(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    rows_N: Tensor,
+    is_target_N: Tensor,
+    is_here_N: Tensor,
+    way: Way,
+    dx_ND: Tensor | None,
+    dw_VD: Tensor | None,
+) -> Tensor:
+    """The loss. The gradients of its sum are written where there is room for them."""
+    loss_N = x_ND.new_empty(x_ND.shape[0], dtype=wide(x_ND.dtype))
+    for start in range(0, x_ND.shape[0], way.rows):
+        part = slice(start, start + way.rows)
+        x, rows_N1, is_target, is_here = x_ND[part], rows_N[part, None], is_target_N[part], is_here_N[part]
+        # 1. Logits; how large all of a row are together, and the target's.
+        logits_NV = way.products.logits(x, weight_VD)
+        sums = loss_N.new_empty(len(x))
+        _go_over(way, log_sums, logits_NV, sums)
+        target, slope = _cap(logits_NV.gather(1, rows_N1)[:, 0].to(sums.dtype), way.softcap)
+        if way.meet is not None:
+            sums, target = way.meet(sums, target.masked_fill(~is_here, 0))
+        loss_N[part] = (sums - target).masked_fill(~is_target, 0)
+        # 2. d loss / d logits: probabilities, less one at the target. The target's is computed apart: near 1, a 16-bit
+        # probability less one has lost its digits. Rows without a target get an infinite sum: nothing is probable.
+        if dx_ND is not None or dw_VD is not None:
+            _go_over(way, to_probabilities, logits_NV, sums.masked_fill(~is_target, torch.inf))
+            at_target = (torch.expm1(target - sums) * slope).to(logits_NV.dtype)[:, None]
+            logits_NV.scatter_(1, rows_N1, torch.where(is_here[:, None], at_target, logits_NV.gather(1, rows_N1)))
+        # 3. The gradients of both factors.
+        if dx_ND is not None:
+            way.products.input_gradient(logits_NV, weight_VD, dx_ND[part])
+        if dw_VD is not None:
+            way.products.weight_gradient(logits_NV, x, dw_VD, is_first=start == 0)
+        del logits_NV  # before the next ones are made
+    return loss_N.sum()
+
+
+# The passes over a chunk's logits, one kernel each when compiled. Two functions, because ranks may meet in between -----
+
+
+def log_sums(logits_NV: Tensor, sums_N: Tensor, softcap: float) -> None:
+    """Of each row's exponentials, into `sums_N`. Written as the compiler knows it, which then reads logits once for both."""
+    capped_NV, _ = _cap(logits_NV.to(sums_N.dtype), softcap)
+    largest_N1 = capped_NV.amax(-1, keepdim=True)
+    exponentials_N1 = (capped_NV - largest_N1).exp_().sum(-1, keepdim=True)
+    sums_N.copy_((exponentials_N1.log() + largest_N1)[:, 0])
+
+
+def to_probabilities(logits_NV: Tensor, sums_N: Tensor, softcap: float) -> None:
+    """In the logits' place; with a soft cap times its slope."""
+    capped_NV, slope_NV = _cap(logits_NV.to(sums_N.dtype), softcap)
+    probabilities_NV = (capped_NV - sums_N[:, None]).exp_()
+    logits_NV.copy_(probabilities_NV.mul_(slope_NV) if softcap else probabilities_NV)
+
+
+def _cap(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
+    """And the slope."""
+    if not softcap:
+        return logits, 1.0
+    tanh = torch.tanh(logits / softcap)
+    return tanh * softcap, 1 - tanh * tanh
+
+
+def _go_over(way: Way, run: Callable[[Tensor, Tensor, float], None], logits_NV: Tensor, sums_N: Tensor) -> None:
+    if way.compiled:
+        return _compiled(run)(logits_NV, sums_N, way.softcap)
+    for logits, sums in zip(logits_NV.split(way.block), sums_N.split(way.block), strict=True):
+        run(logits, sums, way.softcap)
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """At least fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

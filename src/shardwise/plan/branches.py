@@ -1,0 +1,185 @@
+"""How regions of the space are cut into smaller ones, each with a floor of its time; what cannot fit is left out. No torch.
+
+    grid -> size and place -> states and saving -> pace -> one layout
+
+Every cut is made once and kept, so that a further question over the same space walks over what others have cut. Invariant: a floor is at most the
+predicted step time of every layout in its region, times its effort; what is left out is above the limit. Read next: best_first.py, which walks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardwise.plan.bounds import TimeFloors
+from shardwise.plan.candidate import Counts
+from shardwise.plan.effort import effort, effort_of
+from shardwise.plan.least_memory import MemoryFloors, Weights
+from shardwise.plan.least_sharing import Sharing
+from shardwise.plan.memory import WEIGHT_BYTES, state_bytes
+from shardwise.plan.plan import Plan
+from shardwise.plan.space import Grid, Pace, Saving, Space, States
+
+Place = tuple[str, bool]
+"""Where states wait, and whether activations do."""
+
+
+class Sized(NamedTuple):
+    """Part of a grid."""
+
+    floor: float
+    size: int
+    place: Place
+
+
+class Shared(NamedTuple):
+    """Part of a size: one kind of states with all kinds of recomputation that may fit."""
+
+    states: States
+    sharing: Sharing
+    savings: list[tuple[float, int, Saving]]  # floor, plainness; the lowest last
+
+
+class Branches:
+    def __init__(self, space: Space, limit: int, time: TimeFloors, memory: MemoryFloors, counts: Counts):
+        self.space, self.limit, self.time, self.memory, self.counts = space, limit, time, memory, counts
+        self.places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
+        self.order = {saving: place for place, saving in enumerate(space.savings)}
+        self._modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
+        self._on_host = self._host_bytes()
+        self._sizes: dict[Grid, list[Sized]] = {}
+        self._states: dict[tuple[Grid, int, Place], list[Shared]] = {}
+        self._paces: dict[tuple[Grid, int, States, Saving], list[tuple[float, Pace]]] = {}
+        self._layouts: dict[tuple[Grid, Pace, States, Saving], tuple[float, Plan]] = {}
+        self._activations: dict[tuple[Grid, int, str, bool], list[tuple[Pace, list[float]]]] = {}
+
+    def within(self, limit: int) -> Branches:
+        """The same with another limit; what does not depend on it stays."""
+        other = Branches(self.space, limit, self.time, self.memory, self.counts)
+        other._layouts, other._activations = self._layouts, self._activations
+        return other
+
+    def least_states(self, grid: Grid) -> States:
+        """The highest stage with the most shards holds the least."""
+        return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
+
+    def _several(self, grid: Grid, size: int) -> bool:
+        """Micro-batches."""
+        return -(-self.space.job.global_batch // grid.dp) > size
+
+    # Of a grid: sizes of micro-batches and places where states wait ------------------------------------------------
+
+    def sizes(self, grid: Grid) -> list[Sized]:
+        found = self._sizes.get(grid)
+        if found is None:
+            found = self._sizes[grid] = self._cut_grid(grid)
+        return found
+
+    def _cut_grid(self, grid: Grid) -> list[Sized]:
+        found, least, sizes = [], self.least_states(grid), self.space.sizes(grid)
+        each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
+        kept = [min(self.memory.kept(grid, size, mode) for mode in self._modes) for size in sizes]
+        for place in self.places:
+            if not self.space.go_together(grid, least, "none", place[1]):
+                continue
+            if place[0] != "none" and self._on_host > self.space.cluster.host_share * grid.gpus:
+                self.counts.too_large += each * len(sizes)
+                continue
+            for size, held in zip(sizes, kept, strict=True):
+                weights = self.memory.of_grid(grid, size, least, place[0])
+                if weights.beside(0.0 if place[1] else held, self._several(grid, size)) > self.limit:
+                    self.counts.too_large += each
+                else:
+                    found.append(Sized(self.time.of_size(grid, size) * effort_of(grid, *place), size, place))
+        return found
+
+    def _host_bytes(self) -> float:
+        """Masters, gradients and optimizer state of all ranks together, where they are offloaded."""
+        job, precision = self.space.job, self.space.precision
+        if job.adapter.kind != "none" or self.space.device == "cpu":
+            return 0.0
+        each = 2 * WEIGHT_BYTES[precision] + state_bytes(job.optimizer, precision)
+        return 0.99 * each * self.space.model.num_parameters
+
+    # Of a size: ZeRO stages and replicas; how much is computed again at least follows from the memory that they leave -------
+
+    def states(self, grid: Grid, size: int, place: Place) -> list[Shared]:
+        key = (grid, size, place)
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = self._cut_size(grid, size, place)
+        return found
+
+    def _cut_size(self, grid: Grid, size: int, place: Place) -> list[Shared]:
+        several, slow, each = self._several(grid, size), effort_of(grid, *place), len(self.space.pipelines(grid.pp))
+        modes = []
+        for mode in self._modes:
+            saving, course = Saving(mode, *place), self.time.course(grid, size, mode)
+            kept = 0.0 if place[1] else self.memory.kept(grid, size, mode)
+            modes.append((kept, self.order[saving], saving, course, self.time.paging(grid, size, saving)))
+        least, most = min(mode[0] for mode in modes), max(mode[0] for mode in modes)
+        found = []
+        for states in self.space.states(grid):
+            if not self.space.go_together(grid, states, *place):
+                continue
+            weights, fitting = self.memory.of_grid(grid, size, states, place[0]), modes
+            if weights.beside(least, several) > self.limit:
+                self.counts.too_large += len(modes) * each
+                continue
+            if weights.beside(most, several) > self.limit:
+                fitting = [mode for mode in modes if weights.beside(mode[0], several) <= self.limit]
+                self.counts.too_large += (len(modes) - len(fitting)) * each
+            sharing = self.time.of_states(grid, size, states, place[0])
+            chain = [
+                ((course.floor(sharing) + paging) * slow, order, saving) for _, order, saving, course, paging in fitting
+            ]
+            chain.sort(reverse=True)
+            found.append(Shared(states, sharing, chain))
+        return found
+
+    # Of states and a saving: schedules -----------------------------------------------------------------------------
+
+    def paces(
+        self, grid: Grid, size: int, states: States, saving: Saving, sharing: Sharing
+    ) -> list[tuple[float, Pace]]:
+        """The quickest last."""
+        key = (grid, size, states, saving)
+        found = self._paces.get(key)
+        if found is None:
+            found = self._paces[key] = self._cut_states(grid, size, states, saving, sharing)
+        return found
+
+    def _cut_states(
+        self, grid: Grid, size: int, states: States, saving: Saving, sharing: Sharing
+    ) -> list[tuple[float, Pace]]:
+        several, found = self._several(grid, size), []
+        courses = self.time.courses(grid, size, saving.recompute)
+        weights: dict[tuple[bool, int], list[Weights]] = {}
+        for pace, kept in self._kept_of(grid, size, saving):
+            shape = (pace.schedule == "zbv", pace.virtual_stages)
+            if shape not in weights:
+                weights[shape] = self.memory.weights(grid, pace, states, saving.offload)
+            if any(one.beside(held, several) > self.limit for one, held in zip(weights[shape], kept, strict=True)):
+                self.counts.too_large += 1
+                continue
+            slow = effort_of(grid, saving.offload, saving.activation_offload, pace.schedule)
+            found.append((courses[pace].floor(sharing) * slow, pace))
+        found.sort(reverse=True)
+        return found
+
+    def _kept_of(self, grid: Grid, size: int, saving: Saving) -> list[tuple[Pace, list[float]]]:
+        """Floors of activations by schedule."""
+        key = (grid, size, saving.recompute, saving.activation_offload)
+        if key not in self._activations:
+            paces = (Pace(size, *pipeline) for pipeline in self.space.pipelines(grid.pp))
+            self._activations[key] = [(pace, self.memory.activations(grid, pace, *key[2:])) for pace in paces]
+        return self._activations[key]
+
+    # One layout ----------------------------------------------------------------------------------------------------
+
+    def layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> tuple[float, Plan]:
+        key = (grid, pace, states, saving)
+        found = self._layouts.get(key)
+        if found is None:
+            plan = self.space.plan(grid, pace, states, saving)
+            found = self._layouts[key] = self.time.of_plan(plan) * effort(plan), plan
+        return found

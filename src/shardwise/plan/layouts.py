@@ -1,0 +1,63 @@
+"""Single layouts of a space: the memory they need, whether they fit, what is predicted of them. Kept from question to question. No torch.
+
+Read next: memory.py, prediction.py.
+"""
+
+from __future__ import annotations
+
+from shardwise.plan.candidate import Candidate, Counts
+from shardwise.plan.lifetimes import rank_memory
+from shardwise.plan.memory import predict_elsewhere, predict_memory
+from shardwise.plan.plan import Plan
+from shardwise.plan.prediction import predict
+from shardwise.plan.rank_share import rank_share
+from shardwise.plan.space import Space
+from shardwise.plan.speed import stack_of
+from shardwise.plan.stack import Stack
+from shardwise.plan.states import groups_of
+
+
+class Layouts:
+    """`stack`: of another framework; None: ours."""
+
+    def __init__(self, space: Space, stack: Stack | None, counts: Counts):
+        self.space, self.stack, self.counts = space, stack, counts
+        self._first: dict[Plan, int] = {}
+        self._memory: dict[Plan, int] = {}
+        self._predicted: dict[Plan, Candidate] = {}
+
+    def is_too_large(self, plan: Plan, limit: int) -> bool:
+        """One rank is enough to know it, and the first is most often the fullest."""
+        if plan.pp > 1 and plan not in self._memory and self._of_first(plan) > limit:
+            return True
+        return self.memory_of(plan) > limit or not self.fits_on_host(plan)
+
+    def _of_first(self, plan: Plan) -> int:
+        if plan not in self._first:
+            job, share = self.space.job, rank_share(self.space.model, plan, 0)
+            groups = groups_of(share.cut, self.space.model, job.adapter)
+            memory = rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan))
+            self._first[plan] = memory.peak
+        return self._first[plan]
+
+    def memory_of(self, plan: Plan) -> int:
+        if plan not in self._memory:
+            job = self.space.job
+            self._memory[plan] = sum(predict_memory(self.space.model, plan, job.optimizer, job.adapter).values())
+        return self._memory[plan]
+
+    def fits_on_host(self, plan: Plan) -> bool:
+        """What is offloaded must find room beside the devices."""
+        if plan.offload == "none" or plan.device == "cpu":
+            return True
+        job = self.space.job
+        away = predict_elsewhere(self.space.model, plan, job.optimizer, job.adapter)
+        return away["host"] <= self.space.cluster.host_share
+
+    def predicted(self, plan: Plan) -> Candidate:
+        if plan not in self._predicted:
+            self.counts.evaluated += 1
+            space = self.space
+            prediction = predict(space.model, space.cluster, space.job, plan, self.stack)
+            self._predicted[plan] = Candidate(plan, prediction)
+        return self._predicted[plan]

@@ -1,0 +1,172 @@
+"""Results that are read one step late leave the same run directory as those that are read at once; and steps that are traced."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import SMALL, losses_of, warm_command
+from ranks import RankPool
+
+from shardwise.errors import Exit
+from shardwise.run.loop import _CheckpointClock
+
+TOLD = ("event", "step", "loss", "grad_norm", "lr", "tokens", "target_tokens", "eval_loss", "aux_loss", "expert_load_max", "exit", "skipped")  # fmt: skip
+BUSY = ["train.steps=7", "train.eval_every=3", "train.sample_every=2", "checkpoint.every=2", "checkpoint.keep=9", "data.packing=whole"]  # fmt: skip
+"""Something follows almost every step; rows have different numbers of targets."""
+
+
+def told_of(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in TOLD if key in line} for line in lines]
+
+
+def saved_by(run: Path) -> dict[str, bytes]:
+    files = sorted((run / "checkpoints").glob("step-*/*.safetensors"))
+    return {f"{file.parent.name}/{file.name}": file.read_bytes() for file in files}
+
+
+def train_both(run_here: Callable[..., int], *words: str) -> list[tuple[int, Path]]:
+    """Exit code and directory of a run whose results are read at once, and of one that reads late."""
+    found = []
+    for results in ("at-once", "late"):
+        code = run_here("train", "--nproc", 1, *SMALL, f"speed.results={results}", f"run.name={results}", *words)
+        found.append((code, Path("runs") / results))
+    return found
+
+
+@pytest.mark.parametrize("model", [[], ["model.preset=tiny-moe", "model.expert_ffn=32"]], ids=["plain", "experts"])
+def test_late_results_leave_the_same_files(run_here: Callable[..., int], model: list[str]) -> None:
+    (code, now), (late_code, late) = train_both(run_here, *BUSY, *model)
+    assert code == late_code == Exit.DONE
+    assert [line["step"] for line in told_of(late) if "loss" in line and "event" not in line] == [1, 2, 3, 4, 5, 6, 7]
+    assert told_of(late) == told_of(now)
+    assert len(saved_by(late)) >= 4 and saved_by(late) == saved_by(now)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_divergence_that_is_read_late_is_never_committed(run_here: Callable[..., int], every: int) -> None:
+    wild = ["train.steps=9", "optimizer.name=sgd", "optimizer.lr=1e30", "train.clip=0", "optimizer.warmup=0"]
+    (code, now), (late_code, late) = train_both(run_here, *wild, f"checkpoint.every={every}")
+    assert code == late_code == Exit.DIVERGED
+    assert told_of(late) == told_of(now)
+    steps = [line["step"] for line in told_of(late) if "loss" in line]
+    assert steps[-1] < 9 and all(int(name[5:].split("/")[0]) < steps[-1] for name in saved_by(late))
+    assert saved_by(late) == saved_by(now)
+
+
+def test_a_run_that_reads_late_stops_where_it_says_and_goes_on(run_here: Callable[..., int]) -> None:
+    words = [*SMALL, "speed.results=late", "optimizer.schedule=constant", "optimizer.warmup=0"]
+    for limit in ("1s", "10s", "100s"):  # a busy machine may need longer for its first step
+        name = f"run.name=cut-{limit}"
+        assert (
+            run_here("train", "--nproc", 1, *words, name, "train.steps=100000", f"train.time_limit={limit}")
+            == Exit.STOPPED
+        )
+        run = Path(f"runs/cut-{limit}")
+        if losses_of(run):
+            break
+    done = max(losses_of(run))
+    assert list(losses_of(run)) == list(range(1, done + 1))
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{done}"]
+    steps = f"train.steps={done + 3}"
+    assert run_here("resume", run, "--allow", "train.steps", steps, "--allow", "train.time_limit", "train.time_limit=1h") == Exit.DONE  # fmt: skip
+    assert run_here("train", "--nproc", 1, *words, "run.name=straight", steps) == Exit.DONE
+    assert losses_of(run) == losses_of(Path("runs/straight"))
+
+
+def test_the_blocks_of_a_run_that_is_watched_are_compiled(run_here: Callable[..., int]) -> None:
+    """What looks at every operation of the first two steps would keep torch from ever compiling them."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    words = [*SMALL, "train.steps=4", "speed.compile=trace", "run.name=compiled", "train.sample_tokens=0"]
+    assert run_here("train", "--nproc", 1, *words) == Exit.DONE
+    assert counters["stats"]["unique_graphs"] >= 1
+    held = json.loads(Path("runs/compiled/metrics.jsonl").read_text().splitlines()[-1])["memory"]["fullest"]
+    numbers = held["parameters"]
+    assert held["gradients"] == numbers and held["optimizer"] >= 2 * numbers > 0
+
+
+def test_a_checkpoint_that_is_due_by_the_clock_is_asked_for_once() -> None:
+    """The question is asked again before it is written, where results are read late."""
+    clock = _CheckpointClock("50ms", 0)
+    assert not clock.due(1)
+    time.sleep(0.06)
+    assert [clock.due(2), clock.due(3)] == [True, False]
+    by_steps = _CheckpointClock(2, 0)
+    assert [by_steps.due(step) for step in (1, 2, 2, 3, 4)] == [False, True, True, False, True]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """A run of two ranks that reads at once, one that reads late and traces steps 2 and 3, and what that one said."""
+    folder, said = tmp_path_factory.mktemp("late"), ""
+    for results, more in (("at-once", []), ("late", ["run.profile=2:3"])):
+        words = [*SMALL, *BUSY, "parallel.zero=2", f"speed.results={results}", f"run.name={results}", *more]
+        done = warm_command(ranks, "train", "--nproc", 2, "--no-verify", *words, cwd=folder)
+        assert done.returncode == Exit.DONE, done.stdout + done.stderr
+        said = done.stdout
+    return folder / "runs" / "at-once", folder / "runs" / "late", said
+
+
+def test_late_results_of_two_ranks_leave_the_same_files(on_two_ranks: tuple[Path, Path, str]) -> None:
+    """Their targets differ from step to step, and are agreed on before they are needed."""
+    now, late, _ = on_two_ranks
+    assert len({line["target_tokens"] for line in told_of(late) if "target_tokens" in line}) > 1
+    assert told_of(late) == told_of(now) and saved_by(late) == saved_by(now)
+
+
+def test_every_rank_writes_a_trace_of_the_steps_asked_for(on_two_ranks: tuple[Path, Path, str]) -> None:
+    now, late, said = on_two_ranks
+    assert not (now / "trace").exists()
+    assert "trace    runs/late/trace/rank-0.json.gz" in said and "ui.perfetto.dev" in said
+    assert sorted(file.name for file in (late / "trace").iterdir()) == ["rank-0.json.gz", "rank-1.json.gz"]
+    for file in (late / "trace").iterdir():
+        with gzip.open(file) as stream:
+            events = json.load(stream)["traceEvents"]
+        ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+        assert [name for name in ranges if name.startswith("step ")] == ["step 2", "step 3"]
+        for name in ("compute: forward, micro-batch 0, stage 0", "optimizer: clip and update", "data_wait: next batch"):
+            assert ranges.count(name) == 2, name
+        assert any(name.startswith("comm_exposed: ") and name.endswith("over shard") for name in ranges)
+        assert any(event.get("cat") == "cpu_op" and event["name"] == "aten::mm" for event in events)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
+    """From the third on: torch raises at whatever would make the host wait for the device inside of a step."""
+    from shardwise.config.schema import OptimizerConfig, SpeedConfig
+    from shardwise.model.presets import preset
+    from shardwise.plan.speed import with_speed
+    from shardwise.run.clock import Clock
+    from shardwise.run.optimizer import engine_optimizer
+    from shardwise.run.reference import Trial
+    from shardwise.run.step import start_step
+    from shardwise.run.trial import build_trial, trial_batch, trial_plan
+
+    device, spec = torch.device("cuda", 0), preset("tiny")
+    trial = Trial(global_batch=4, micro_batch=2, seq_len=128, precision="bf16")
+    plan = with_speed(replace(trial_plan(trial), device="cuda"), SpeedConfig(), spec)
+    engine = build_trial(spec, plan, trial, 0, device)
+    optimizer, clock, started = engine_optimizer(OptimizerConfig(), engine), Clock(device), []
+    for step in range(1, 7):
+        batch, targets = trial_batch(spec, plan, trial, step, 0)
+        batch = type(batch)(batch.step, [micro.pinned() for micro in batch.microbatches], batch.num_targets)
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        try:
+            it = start_step(engine, optimizer, batch, num_targets=targets, lr=1e-3, clip=1.0, clock=clock, ask=lambda: [0, 0, 1, 0])  # fmt: skip
+            started.append((it, clock.lap()))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for it, lap in started:
+        parts = lap.parts()
+        assert 0 < it.read().loss < 10 and 0 < parts["compute_s"] <= parts["step_s"]
