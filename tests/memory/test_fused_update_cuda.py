@@ -14,7 +14,7 @@ from shardwise.run.optimizer import build_optimizer, engine_optimizer
 from shardwise.run.reference import Trial
 from shardwise.run.step import update
 from shardwise.run.trial import build_trial, train_in_layout, trial_batch, trial_plan
-from shardwise.run.verify import compare
+from shardwise.run.verify import compare, prove
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -157,3 +157,8 @@ def test_a_step_of_an_engine_with_copies_waits_for_nothing() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert all(shard.gradient is None for shard in engine.shards) and bool(torch.isfinite(norm))
+
+
+def test_the_way_of_copies_is_proven_in_fp64_on_a_gpu() -> None:
+    plan = trial_plan(Trial(precision="bf16", micro_batch=3), copies=True)
+    assert prove(preset("tiny").with_overrides(SMALL), plan, OptimizerConfig(), 0, torch.device("cuda", 0)).holds

@@ -1,6 +1,6 @@
 """AdamW over fp32 masters in one pass over memory: gradient, master and moments are read once, master, moments and 16-bit copy written once.
 
-torch's fused AdamW would need the gradient in fp32 and leave the copy to a second pass: 36 bytes per number instead of 28, and 4 more at
+torch's fused AdamW would need the gradient widened before and the copy rounded after: 40 bytes per number instead of 28, and 4 more at
 once. The numbers are those of torch's kernel (adamw_kernel.py), the state has its names, so checkpoints do not know who wrote them. Nothing waits for
 the device: the learning rate and the number of steps are the host's, clipping's factor is read where it is. Elsewhere than on CUDA, and for other
 optimizers, wide_state.py does the same bucket by bucket.
@@ -24,6 +24,11 @@ def has_kernel() -> bool:
     """Whether masters on CUDA can be updated here. torch's wheels for CUDA bring Triton along; it needs a C compiler for its launches."""
     has_compiler = any(which(name) for name in ("gcc", "clang"))
     return torch.cuda.is_available() and has_compiler and find_spec("triton") is not None
+
+
+def can_update(master: nn.Parameter) -> bool:
+    """A proof's masters are fp64."""
+    return master.is_cuda and master.dtype == torch.float32 and has_kernel()
 
 
 class CopyAdamW(torch.optim.AdamW):
