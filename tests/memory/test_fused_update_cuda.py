@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
-from shardwise.memory.fused_update import CopyAdamW
+from shardwise.memory.fused_update import CopyAdamW, _scalars, plain_update
 from shardwise.model.presets import preset
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import build_optimizer, engine_optimizer
@@ -22,6 +24,12 @@ SHAPES = [(1000, 333), (2048, 2048), (7,), (4096,), (3, 16, 40)]
 CONFIG = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 EPSILON = torch.finfo(torch.float32).eps
 SMALL = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
+
+
+def update_by_kernel(*arguments: Any) -> None:
+    from shardwise.memory.adamw_kernel import update  # there is no Triton where there is no GPU
+
+    update(*arguments)
 
 
 def masters(scale: float = 1.0) -> list[nn.Parameter]:
@@ -76,6 +84,24 @@ def test_every_step_is_torchs_own_to_one_ulp(gradient_dtype: torch.dtype, clips:
             assert our.grad is None and copy_of[our].grad is None
             with torch.no_grad():
                 our.copy_(their)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_the_kernel_computes_what_its_plain_twin_does(clips: bool) -> None:
+    """To the rounding of a product that is added: the kernel does both at once."""
+    factor = torch.tensor(0.37, dtype=torch.float64, device="cuda") if clips else None
+    group = {"betas": (0.9, 0.95), "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
+    for master, gradient in zip(masters(), gradients(1, torch.bfloat16), strict=True):
+        draw = torch.Generator("cuda").manual_seed(7)
+        first, second = (torch.rand(master.shape, device="cuda", generator=draw) for _ in range(2))
+        ours = [tensor.detach().clone() for tensor in (master, master.bfloat16(), gradient, first, second)]
+        theirs = [tensor.clone() for tensor in ours]
+        scalars = _scalars(group, 3).cuda()
+        update_by_kernel(*ours, scalars, factor)
+        plain_update(*theirs, scalars, factor)
+        assert ulps(ours[3], theirs[3]) <= 1 and ulps(ours[4], theirs[4]) <= 1
+        assert bool(((ours[0] - theirs[0]).abs() <= EPSILON * (theirs[0].abs() + 2 * group["lr"])).all())
+        assert torch.equal(ours[1], ours[0].bfloat16())
 
 
 def test_a_copy_may_lie_between_pieces_of_another() -> None:

@@ -40,8 +40,9 @@ class CopyAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        from shardwise.memory.adamw_kernel import update  # Triton takes seconds to load
-
+        update = plain_update
+        if self.param_groups[0]["params"][0].is_cuda:
+            from shardwise.memory.adamw_kernel import update  # Triton takes seconds to load
         factor, self.grad_factor = self.grad_factor, None
         for group in self.param_groups:
             scalars: dict[int, Tensor] = {}
@@ -60,6 +61,26 @@ class CopyAdamW(torch.optim.AdamW):
         moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
         self.state[master] = {"step": torch.zeros((), dtype=torch.float32), **moments}
         return self.state[master]
+
+
+def plain_update(
+    master: Tensor,
+    copy: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    scalars: Tensor,
+    factor: Tensor | None,
+) -> None:
+    """What the kernel computes, one operation after the other: to read, and to compare it with."""
+    decay, beta1, rest1, beta2, rest2, rate, root, eps = scalars.tolist()
+    g = gradient.float() if factor is None else gradient.float() * factor.float()
+    w = (master.double() - decay * master.double()).float()
+    first.copy_(beta1 * first.double() + rest1 * g.double())
+    second.copy_(beta2 * second.double() + rest2 * g.double() * g.double())
+    below = ((second.sqrt() / root).double() + eps).float()
+    master.copy_(w - rate * first / below)
+    copy.copy_(master)
 
 
 def _scalars(group: dict[str, Any], count: int) -> Tensor:
