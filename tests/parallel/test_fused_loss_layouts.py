@@ -94,6 +94,25 @@ def test_a_step_in_chunks_is_the_step_of_one_process(layout: str, model: str, ra
     assert max(calls for _, calls in found) == TRIAL.num_steps * plan.num_microbatches
 
 
+def train_both_ways(spec: ModelSpec, plans: list[Plan], trial: Trial) -> list[Record]:
+    """By the engine, then by one process."""
+    found = [in_chunks(4 * 53 * 5, train_in_layout, spec, plan, trial, dist.get_rank(), CPU) for plan in plans]
+    return [*found, in_chunks(4 * 53 * 5, train_plain, spec, trial)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("model", SPECS)
+def test_mixed_precision_rounds_as_one_process_does(model: str, precision: str, ranks: Any) -> None:
+    """FSDP2 hands the head a 16-bit weight; its gradient comes back in 16 bits and is summed in fp32. fp16 has a loss scale of 65,536, which
+    multiplies what is there already: no probability has to be as small as 1 / targets."""
+    trial = Trial(num_steps=2, global_batch=4, micro_batch=4, seq_len=12, precision=precision, clip=0.0)
+    plans = [trial_plan(trial), trial_plan(trial, loss="recompute")]
+    fused, again, plain = ranks.run(train_both_ways, 1, SPECS[model], plans, trial)[0]
+    for record, most_losses, most_gradients in ((fused, 1e-6, 1e-6), (again, 2e-3, 2e-2)):
+        (losses, _, gradients, _), worst = compare(record, plain)
+        assert losses <= most_losses and gradients <= most_gradients, (losses, gradients, worst)
+
+
 # A vocabulary over ranks -----------------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,20 @@ def test_a_run_that_reads_late_stops_where_it_says_and_goes_on(run_here: Callabl
     assert losses_of(run) == losses_of(Path("runs/straight"))
 
 
+def test_the_blocks_of_a_run_that_is_watched_are_compiled(run_here: Callable[..., int]) -> None:
+    """What looks at every operation of the first two steps would keep torch from ever compiling them."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    words = [*SMALL, "train.steps=4", "speed.compile=trace", "run.name=compiled", "train.sample_tokens=0"]
+    assert run_here("train", "--nproc", 1, *words) == Exit.DONE
+    assert counters["stats"]["unique_graphs"] >= 1
+    held = json.loads(Path("runs/compiled/metrics.jsonl").read_text().splitlines()[-1])["memory"]["fullest"]
+    numbers = held["parameters"]
+    assert held["gradients"] == numbers and held["optimizer"] >= 2 * numbers > 0
+
+
 def test_a_checkpoint_that_is_due_by_the_clock_is_asked_for_once() -> None:
     """The question is asked again before it is written, where results are read late."""
     clock = _CheckpointClock("50ms", 0)

@@ -1,8 +1,9 @@
-"""Linear layer and cross-entropy in one: the loss of a chunk of rows, and at once its gradients. No product is computed twice.
+"""Linear layer and cross-entropy in one: the loss of a chunk of rows, and at once its gradients. No product twice.
 
-Owns the three products of a head and the two passes over a chunk's logits between them. Invariant: only one chunk's logits exist, and their
-gradient takes their place. What stays until backward is the gradient of the input and the gradient of the weight, the latter summed over
-chunks in at least fp32; backward multiplies both by one number. Read next: `loss.py`, which says when this is used.
+Owns the three products of a head and the two passes over a chunk's logits between them. Invariant: only one chunk's
+logits exist, and their gradient takes their place. What stays until backward is the gradient of the input and that of the
+weight, summed over chunks in at least fp32; backward multiplies both by one number. Read next: `loss.py`, which says when
+this is used.
 
 Shapes: N rows (tokens), D model width, V vocabulary, or this rank's part of it.
 """
@@ -34,7 +35,7 @@ class Products:
         torch.mm(grad_NV, weight_VD, out=out_ND)
 
     def weight_gradient(self, grad_NV: Tensor, x_ND: Tensor, sum_VD: Tensor, is_first: bool) -> None:
-        """Added to the sum, which holds nothing yet when it `is_first`. A GPU's products of 16-bit numbers are in fp32 inside, and stay so."""
+        """Added to the sum, which holds nothing yet when it `is_first`. Inside, a GPU's 16-bit products are in fp32: they stay so."""
         beta = 0 if is_first else 1
         if sum_VD.dtype == grad_NV.dtype:
             sum_VD.addmm_(grad_NV.t(), x_ND, beta=beta)
@@ -73,7 +74,7 @@ class Way:
 def fused_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, rows_N: Tensor, is_target_N: Tensor, is_here_N: Tensor, way: Way
 ) -> Tensor:
-    """Sum of -log p(target) over rows that have one. rows_N: the targets as rows of this weight, any row where `is_here_N` is false."""
+    """Sum of -log p(target) over rows that have one. rows_N: targets as rows of this weight, any where `is_here_N` is false."""
     wants = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in (x_ND, weight_VD))
     if not any(wants):
         return _compute(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, None, None)
@@ -112,7 +113,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """In one pass. The factor has dimensions, or it would be rounded to 16 bits first and every gradient be off by the same share."""
+    """In one pass. A factor without dimensions would be rounded to 16 bits first: every gradient off by the same share."""
     if gradient is None:
         return None
     return torch.mul(gradient, factor.view(1, 1), out=torch.empty_like(gradient, dtype=dtype))
@@ -141,13 +142,12 @@ def _compute(
         if way.meet is not None:
             sums, target = way.meet(sums, target.masked_fill(~is_here, 0))
         loss_N[part] = (sums - target).masked_fill(~is_target, 0)
-        if dx_ND is None and dw_VD is None:
-            continue
-        # 2. d loss / d logits: probabilities, less one at the target. That one is computed apart and exactly: near 1, a 16-bit
-        # probability less one has lost its digits. Rows without a target have an infinite sum, so that nothing is probable.
-        _go_over(way, to_probabilities, logits_NV, sums.masked_fill(~is_target, torch.inf))
-        at_target = (torch.expm1(target - sums) * slope).to(logits_NV.dtype)[:, None]
-        logits_NV.scatter_(1, rows_N1, torch.where(is_here[:, None], at_target, logits_NV.gather(1, rows_N1)))
+        # 2. d loss / d logits: probabilities, less one at the target. The target's is computed apart: near 1, a 16-bit
+        # probability less one has lost its digits. Rows without a target get an infinite sum: nothing is probable.
+        if dx_ND is not None or dw_VD is not None:
+            _go_over(way, to_probabilities, logits_NV, sums.masked_fill(~is_target, torch.inf))
+            at_target = (torch.expm1(target - sums) * slope).to(logits_NV.dtype)[:, None]
+            logits_NV.scatter_(1, rows_N1, torch.where(is_here[:, None], at_target, logits_NV.gather(1, rows_N1)))
         # 3. The gradients of both factors.
         if dx_ND is not None:
             way.products.input_gradient(logits_NV, weight_VD, dx_ND[part])
@@ -157,11 +157,11 @@ def _compute(
     return loss_N.sum()
 
 
-# The passes over a chunk's logits. Compiled, each is one kernel. They are two functions, because ranks may meet in between -------
+# The passes over a chunk's logits, one kernel each when compiled. Two functions, because ranks may meet in between -----
 
 
 def log_sums(logits_NV: Tensor, sums_N: Tensor, softcap: float) -> None:
-    """Of each row's exponentials, into `sums_N`. Written out, because so the compiler knows it: it finds largest and sum in one reading."""
+    """Of each row's exponentials, into `sums_N`. Written as the compiler knows it, which then reads logits once for both."""
     capped_NV, _ = _cap(logits_NV.to(sums_N.dtype), softcap)
     largest_N1 = capped_NV.amax(-1, keepdim=True)
     exponentials_N1 = (capped_NV - largest_N1).exp_().sum(-1, keepdim=True)

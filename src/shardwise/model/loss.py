@@ -1,8 +1,8 @@
 """Cross-entropy as a sum over target tokens, in fp32 or better, without ever holding all logits of a large batch.
 
-Owns IGNORE and the chunking rule: few logits are computed at once, many in chunks, whose logits either exist once and leave their gradients
-behind (`fused_loss.py`) or are computed again in backward (`sum_in_chunks`). Invariant: the sum is over targets that are not IGNORE; nobody
-divides here, because only the training loop knows the step's global count. Read next: `decoder.py`.
+Owns IGNORE and the chunking rule: few logits are computed at once, many in chunks, which either leave their gradients
+behind (`fused_loss.py`) or are computed again in backward (`sum_in_chunks`). Invariant: the sum is over targets that are
+not IGNORE; nobody divides here, because only the training loop knows the step's global count. Read next: `decoder.py`.
 
 Shapes: N = batch * tokens, D model width, V vocabulary.
 """
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 IGNORE = -100
 MAX_LOGITS_BYTES = 256 * 2**20  # of fp32 logits alive at once; a 128k vocabulary reaches it at 512 tokens
 CUDA_TIMES = 8
-"""A GPU's chunks have as many bytes more, in the logits' own format: each reads and writes the whole gradient of the weight. A 128k vocabulary
-in bf16 has 8,372 tokens in a chunk."""
+"""So many times as many bytes has a fused chunk on a GPU, of logits in their own format: each chunk reads and writes the
+whole gradient of the weight. A 128k vocabulary in bf16 has up to 8,372 tokens in a chunk."""
 
 
 def rows_at_once(num_logits: int) -> int:

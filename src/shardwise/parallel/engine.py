@@ -7,6 +7,7 @@ gradients ready for the optimizer. Which axes are at work behind it is nobody's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -86,6 +87,10 @@ class Engine:
         self.plan = plan
         self.pipeline.follow(plan)
 
+    def as_written(self) -> AbstractContextManager[Any]:
+        """Inside of it compiled blocks run operation by operation, for whoever must see them."""
+        return torch.compiler.set_stance("force_eager") if self.plan.compile != "none" else nullcontext()
+
     def try_out(self, micro: Any, clock: Any) -> None:
         """Collective. One micro-batch forward and backward, of which nothing is left."""
         self.pipeline.try_out(micro, clock)
@@ -146,13 +151,14 @@ class Engine:
 
     def first_overflow(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Overflow | None:
         """Collective. What is not finite first when these micro-batches are computed again; gradients are gone afterwards."""
-        found = first_overflow(
-            [(stage.index, stage.model) for stage in self.stages],
-            lambda: self.gradients(microbatches, num_targets, clock),
-            lambda: [(shard.name, shard.gradient) for shard in self.shards if shard.gradient is not None],
-            self.mesh.device,
-            self.plan.world,
-        )
+        with self.as_written():
+            found = first_overflow(
+                [(stage.index, stage.model) for stage in self.stages],
+                lambda: self.gradients(microbatches, num_targets, clock),
+                lambda: [(shard.name, shard.gradient) for shard in self.shards if shard.gradient is not None],
+                self.mesh.device,
+                self.plan.world,
+            )
         self.zero_grad()
         return found
 

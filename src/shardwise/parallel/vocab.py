@@ -1,7 +1,8 @@
 """The vocabulary split over tensor-parallel ranks: embedding, head and cross-entropy, each rank with its own rows.
 
 Invariant: during training no rank ever holds a token's logits for the whole vocabulary; three numbers per token (largest
-logit, sum of exponentials, the target's logit) meet instead. Ids outside the vocabulary fail as they do on one device.
+logit, sum of exponentials, the target's logit) meet instead; of a fused loss two, the first ones as one. Ids outside the
+vocabulary fail as they do on one device.
 Read next: `regions.py`, and `model/loss.py` for what is computed.
 
 Shapes: B batch, T tokens, N = B*T, D model width, V this rank's rows of the vocabulary.

@@ -108,7 +108,7 @@ class TimeFloors:
     @cached_property
     def _products(self) -> float:
         space = self.space
-        pricer = Pricer(space.cluster.device, space.precision, self.works.stack_for(1), space.threads(1))
+        pricer = Pricer(space.cluster.device, space.precision, self.works.stack_for(), space.threads(1))
         rate, best = max(pricer.peak, pricer.exact_peak), pricer.generation
         if not pricer.curves:  # measured rates may be higher than the table's
             rate *= max(space.cluster.device.achievable * best.sustained, *map(max, best.attention.values()))

@@ -81,7 +81,7 @@ class Sharings:
         if by_layer:
             number = space.model.num_layers
             forward, backward = number * longest.forward, number * (longest.backward + longest.more)
-        stack = self.works.stack_for(grid.tp)
+        stack = self.works.stack_for()
         found = state_time(share, [whole], forward, backward, space.cluster, times.network, times.pricer, plan, stack)
         return found.each_forward + found.each_backward + found.casts_forward + found.casts_backward, found.once
 
@@ -91,7 +91,7 @@ class Sharings:
         share, whole = self._share(plan)
         experts = share.spread_parameters if space.job.adapter.kind == "none" else 0
         mine = ((whole.trained - experts) / plan.state_shards + experts / plan.expert_shards) / grid.pp
-        pricer, stack = self.works.times(grid, size, "none").pricer, self.works.stack_for(grid.tp)
+        pricer, stack = self.works.times(grid, size, "none").pricer, self.works.stack_for()
         update = optimizer_seconds(mine, 1, pricer, plan, space.job, stack)
         return update + offload_seconds(mine, plan, space.cluster.per_node)
 

@@ -13,7 +13,7 @@ from shardwise.plan.activations import segments
 from shardwise.plan.layer_time import LayerTime, LayerTimes
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Grid, Space
-from shardwise.plan.speed import loss_of, our_stack
+from shardwise.plan.speed import kernels_of, loss_of, our_stack
 from shardwise.plan.stack import Stack
 from shardwise.plan.step_time import layer_times
 
@@ -48,12 +48,14 @@ class Works:
             found = self._works[key] = self._add_up(self.times(grid, size, mode, slowest), mode)
         return found
 
-    def stack_for(self, tp: int, slowest: bool = False) -> Stack:
+    def stack_for(self, slowest: bool = False) -> Stack:
         if self.stack is not None:
             return self.stack
-        tricks, schedule = self.space.tricks, "zero-bubble" if slowest else "1f1b"
-        loss = loss_of(self.space.speed, tp, 2, schedule)
-        return our_stack(tricks["compile"] != "none", tricks["fuse"], loss == "fused")
+        if not slowest:
+            return self.space.fastest
+        speed, device, model = self.space.speed, self.space.device, self.space.model
+        kernels = kernels_of(speed, device, model, 2, "zero-bubble")
+        return our_stack(kernels["compile"] != "none", kernels["fuse"], loss_of(speed, 2, "gpipe") == "fused")
 
     def times(self, grid: Grid, size: int, mode: str, slowest: bool = False) -> LayerTimes:
         key = (
@@ -92,7 +94,7 @@ class Works:
             recompute=mode,
             copies=space.may_copy(grid),
         )
-        return layer_times(space.model, space.cluster, space.job, plan, self.stack_for(grid.tp, slowest))
+        return layer_times(space.model, space.cluster, space.job, plan, self.stack_for(slowest))
 
     @cached_property
     def are_alike(self) -> bool:

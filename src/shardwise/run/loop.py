@@ -159,6 +159,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         """Get this rank's rows of a step to come; say how many targets they have, and what this rank wishes before that step."""
         nonlocal about
         about += 1
+        memory.gradients_are_here()
         with clock.span("data_wait", "next batch"):
             batches.append(loader.next() if about < plan.num_steps else None)
         batch = batches[-1]

@@ -1,13 +1,16 @@
 """Watches the memory of a run's first two steps, and of these alone: what a rank holds at its fullest moment, and the course of it.
 
 The second step is the first one with everything in place (optimizer state, DDP's final buckets), so it is the one that is drawn and
-reported. `run.events_every=0` turns it off. Invariant: a run that is watched computes the same bits.
+reported. `run.events_every=0` turns it off. Invariant: a run that is watched computes the same bits, with the same kernels.
+
+What watches every operation keeps torch from compiling, for good: a block that is first called under it is never compiled. So compiled blocks
+are not looked into. There the allocator says how much there was, and the owners how much of it is theirs when all gradients are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -37,6 +40,8 @@ class MemoryWatch:
         self.device, self.steps = engine.mesh.device, steps
         self.account = Account(self.device, holders_of(engine, optimizer), clock)
         self.limit, self.clock = limit, clock
+        self.is_compiled, self.accumulates = _compiles(engine, optimizer), engine.plan.num_microbatches > 1
+        self.is_open, self.activations = False, 0
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
@@ -48,10 +53,11 @@ class MemoryWatch:
         account.label(everything=True)
         self.process = _process_bytes(self.device, sum(account.held.values()))
         account.limit = None if self.limit is None else self.limit - self.process
-        account.records = step == self.steps[-1]
+        account.records = step == self.steps[-1] and not self.is_compiled
         account.begin()
+        self.is_open = True
         try:
-            with account:
+            with nullcontext() if self.is_compiled else account:
                 yield
         except OverLimit as error:
             raise error.beside(self.process) from None
@@ -59,6 +65,19 @@ class MemoryWatch:
             largest = account.largest()
             total = account.peak.total
             raise OverLimit(total, self.limit or total, account.now(), largest, str(error).splitlines()[0]) from None
+        finally:
+            self.is_open = False
+
+    def gradients_are_here(self) -> None:
+        """Called in every step between backward and update: in a watched one with compiled blocks, the moment to look."""
+        if not (self.is_open and self.is_compiled):
+            return
+        self.account.label(everything=True)
+        self.account.peak = self.account.now()
+        held = self.account.peak.by_category()
+        # The fullest moment was at a backward's start, when the gradients of earlier micro-batches were there, if any.
+        others = sum(held.values()) - (0 if self.accumulates else held["gradients"])
+        self.activations = max(0, peak_bytes(self.device) - others)
 
     def curve(self, step: int) -> list[Point]:
         """Of the step that was recorded; empty for others."""
@@ -71,9 +90,18 @@ class MemoryWatch:
         peak, held = peak_bytes(self.device), self.account.fullest()
         beside = max(0, peak - self.account.peak.total)
         if self.device.type == "cuda":
-            held["temporary"] += beside  # what kernels take for themselves
+            if self.is_compiled:
+                held["activations"] = self.activations
+            else:
+                held["temporary"] += beside  # what kernels take for themselves
             beside = torch.cuda.max_memory_reserved(self.device) - peak
         return [*held.values(), beside, peak]
+
+
+def _compiles(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
+    """Blocks, or torchao's update: on GPUs it is compiled around a learning rate that is a tensor."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return engine.plan.compile != "none" or (engine.mesh.device.type == "cuda" and any(map(torch.is_tensor, rates)))
 
 
 def _process_bytes(device: torch.device, tensors: int) -> int:

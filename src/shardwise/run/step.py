@@ -130,9 +130,11 @@ def accumulate(
     """Forward and backward of every micro-batch; the global gradient norm, and later the loss sums and the answers over all ranks."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
-    questions = torch.tensor(ask(), dtype=torch.float64, pin_memory=sums.is_cuda).to(sums.device, non_blocking=True)
+    if asked := ask():
+        questions = torch.tensor(asked, dtype=torch.float64, pin_memory=sums.is_cuda)
+        sums = torch.cat([sums, questions.to(sums.device, non_blocking=True)])
     with clock.span("optimizer", "norm and loss"):
-        return engine.norm_and_sums(torch.cat([sums, questions]))
+        return engine.norm_and_sums(sums)
 
 
 def find_overflow(engine: Engine, batch: StepBatch, num_targets: int, clock: Clock) -> str:

@@ -1,7 +1,8 @@
 """`micro_batch = "auto"` on every layout: small micro-batches go through the real engine, and what they take is counted.
 
 Tokens without targets cost what real ones cost and leave no trace: no gradient, no router count, nothing for DDP to reduce. All ranks
-take part in every pass and take the smallest answer. Read next: memory/micro_batch.py.
+take part in every pass and take the smallest answer. Blocks that are to be compiled run as they are written: they keep more than compiled
+ones, and are not compiled for sizes that nobody trains with. Read next: memory/micro_batch.py.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _taken(engine: Engine, size: int) -> Taken:
     micro = TensorBatch(tokens, torch.full_like(tokens, IGNORE), None)
     clock = Clock(device)
     account = Account(device, holders_of(engine, None), clock, records=True)
-    with account:
+    with engine.as_written(), account:
         account.begin()
         before = _allocated(device)
         engine.try_out(micro, clock)
