@@ -38,9 +38,6 @@ HELD = {
     "train.seq_len": 256,
     "memory.offload": "none",
     "memory.offload_to": "cpu",
-    "speed.kernels": "torch",
-    "speed.results": "at-once",
-    "run.profile": "10:13",
 }
 LAYOUTS = [
     {},
