@@ -246,7 +246,7 @@ class SpeedConfig:
         choices=("auto", "none", "blocks", "graphs", "trace"),
     )
     fuse: bool | Auto = setting(
-        "auto", "one matrix product for q, k and v, one for gate and up; auto: where blocks are compiled"
+        "auto", "one matrix product for q, k and v, one for gate and up; auto: no, compiled blocks lose by it"
     )
     copies: bool | Auto = setting(
         "auto",

@@ -43,7 +43,8 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
         compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
     if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
         compiled = "none"
-    fuse = compiled != "none" and spec.is_ours if asked.fuse == "auto" else bool(asked.fuse)
+    # Joined gradients are put side by side by a kernel that reads its inputs twice (docs/log.md); so not by itself.
+    fuse = asked.fuse is True and spec.is_ours
     return {"compile": compiled, "fuse": fuse, "kernels": "torch" if asked.kernels == "auto" else asked.kernels}
 
 
