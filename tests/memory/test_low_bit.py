@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from shardwise.config.load import load_config
 from shardwise.config.schema import OptimizerConfig
 from shardwise.errors import UserError
 from shardwise.memory.low_bit import is_narrow, kept_wide, wide_state
+from shardwise.memory.low_bit_update import update_narrow, update_wide
 from shardwise.plan.memory import STATES_PER_PARAMETER, WEIGHT_BYTES, state_bytes
 from shardwise.run.optimizer import build_optimizer
 
@@ -95,6 +97,38 @@ def test_on_a_cpu_chunks_compute_what_torchao_computes() -> None:
         with torch.compiler.set_stance("force_eager"):
             step(peer, theirs, number)
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_pass_that_is_compiled_on_gpus_computes_the_same(backend: str) -> None:
+    """Traced once for every length; with a gradient in 16 bits, its factor, and a copy that is written on the way."""
+    torch.compiler.reset()
+    counters.clear()
+    updates = [torch.compile(f, backend=backend, dynamic=True, fullgraph=True) for f in (update_narrow, update_wide)]
+    ours, twins = parameters(), parameters()
+    copy_of = {p: nn.Parameter(p.detach().bfloat16()) for p in ours}
+    optimizer: Any = build_optimizer(OptimizerConfig(name="adamw8bit", lr=1e-2), ours)
+    twin: Any = build_optimizer(OptimizerConfig(name="adamw8bit", lr=1e-2), twins)
+    optimizer.copy_of = copy_of
+    factor = torch.tensor(0.37)
+    for number in (1, 2, 3):
+        draw = torch.Generator().manual_seed(number)
+        for p, q in zip(ours, twins, strict=True):
+            copy_of[p].grad = torch.randn(p.shape, generator=draw).bfloat16() * 1e-2
+            q.grad = copy_of[p].grad.float()
+        for group in optimizer.param_groups:
+            optimizer._step_at_once(group, factor, *updates)
+        twin.grad_factor = factor
+        twin.step()
+        for p, q in zip(ours, twins, strict=True):
+            assert torch.allclose(p, q, rtol=1e-6, atol=1e-7), (number, p.shape)  # fp32, summed in another order
+            assert torch.equal(copy_of[p], p.bfloat16()) and copy_of[p].grad is None
+            for key in ("exp_avg", "exp_avg_sq"):
+                one, other = (wide_state(o.state[x][key]) for o, x in ((optimizer, p), (twin, q)))
+                differs = ~torch.isclose(one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max()))
+                # A number in the middle between two codes may fall either way.
+                assert float(differs.float().mean()) < 1e-3, (number, key)
+    assert twin.grad_factor is None and counters["stats"]["unique_graphs"] == 2
 
 
 def saved(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> dict[int, dict[str, Tensor]]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from shardwise.config.schema import OptimizerConfig
+from shardwise.memory.float8_product import GRADIENTS, float8_mm, rounded
+from shardwise.memory.low_bit import wide_state
 from shardwise.model.presets import preset
+from shardwise.run.optimizer import build_optimizer
 from shardwise.run.reference import Trial, train_plain
 from shardwise.run.trial import train_in_layout, trial_plan
 from shardwise.run.verify import compare
@@ -29,3 +35,45 @@ def test_one_gpu_computes_what_the_plain_model_computes(name: str) -> None:
     (losses, _, gradients, _), worst = compare(record, train_plain(SPEC, trial, device))
     # The same kernels on the same numbers; only the order of fp32 sums of micro-batches may differ.
     assert losses <= 1e-4 and gradients <= 1e-3, worst
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_the_gpus_products_are_those_that_a_cpu_emulates(recipe: str, compiled: bool) -> None:
+    """The same 8 bits; sums in another order, and in forward with fewer digits inside."""
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=draw).bfloat16() for shape in ((64, 1030), (48, 1030)))
+    for kind, fast in ((torch.float8_e4m3fn, True), (GRADIENTS[recipe], False)):
+        assert torch.equal(rounded(a.cuda(), kind, recipe)[0].cpu().float(), rounded(a, kind, recipe)[0].float())
+        expected = float8_mm(a, b, recipe, kind).float()
+        for turn in (False, True):
+            x, y = (tensor.t().contiguous().t().cuda() if turn else tensor.cuda() for tensor in (a, b))
+            found = float8_mm(x, y, recipe, kind, fast=fast, compiled=compiled).cpu().float()
+            assert float((found - expected).abs().max()) < 2**-7 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_8_bit_states_are_updated_in_one_pass_that_waits_for_nothing(has_copies: bool) -> None:
+    shapes, config = [(64, 256), (128, 48), (37, 111), (256,)], OptimizerConfig(name="adamw8bit", lr=1e-2)
+    there, here = (
+        [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(device)) for n, shape in enumerate(shapes)]
+        for device in ("cuda", "cpu")
+    )  # fmt: skip
+    copy_of = {p: nn.Parameter(p.detach().bfloat16()) for p in there} if has_copies else {}
+    optimizer: Any = build_optimizer(config, there, copy_of)
+    twin: Any = build_optimizer(config, here)
+    for number in (1, 2, 3):
+        draw = torch.Generator().manual_seed(10 + number)
+        for p, q in zip(there, here, strict=True):
+            q.grad = torch.randn(q.shape, generator=draw).bfloat16().float() * 2**-6
+            copy_of.get(p, p).grad = q.grad.to("cuda", copy_of.get(p, p).dtype)
+        optimizer.grad_factor, twin.grad_factor = torch.tensor(0.37, device="cuda"), torch.tensor(0.37)
+        torch.cuda.set_sync_debug_mode("error" if number == 3 else "default")
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+        twin.step()
+        for p, q in zip(there, here, strict=True):
+            assert torch.allclose(p.cpu(), q, rtol=1e-5, atol=1e-6), (number, p.shape)
+            assert not has_copies or torch.equal(copy_of[p], p.bfloat16())
+            one, other = wide_state(optimizer.state[p]["exp_avg_sq"]).cpu(), wide_state(twin.state[q]["exp_avg_sq"])
+            assert float((one - other).abs().mean()) < 1e-4 * float(other.abs().max())

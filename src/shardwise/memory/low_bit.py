@@ -1,4 +1,4 @@
-"""AdamW whose two states take one byte per number: torchao's AdamW8bit on plain local shards.
+"""AdamW whose two states take one byte per number: torchao's AdamW8bit on plain local shards, updated in one pass (low_bit_update.py).
 
 A state is cut into blocks of 256 numbers, each stored as 8-bit codes and one fp32 scale: 2.03 bytes per parameter instead of 8. The
 update itself is computed in fp32. Blocks are cut from what a rank holds, so another layout may round its states at other places.
@@ -11,15 +11,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.memory.low_bit_update import BLOCK, compiled, flat, scalars_of
+from shardwise.memory.wide_state import CopyOf, take_gradient
 from shardwise.plan.hardware import LOWBIT_INSTALL
 
-BLOCK = 256
+PARTS = ("codes", "scale", "qmap")  # of a narrow state
 SMALLEST = 4096  # numbers: below it, 8 bits save nothing worth their rounding (torchao's rule, and bitsandbytes')
 CHUNK = 2**18
 """Numbers that are updated at a time on a CPU: the codes' lookups take 8 bytes each while they are computed."""
@@ -41,11 +44,20 @@ def wide_state(value: Tensor) -> Tensor:
     return value.dequantize() if hasattr(value, "codes") else value
 
 
-def adamw8bit(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+def adamw8bit(
+    groups: list[dict[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    copy_of: CopyOf = MappingProxyType({}),
+) -> torch.optim.Optimizer:
+    """`copy_of`: on CUDA the update writes the 16-bit copies of fp32 weights too."""
     for group in groups:
         for parameter in group["params"]:
             _check_format(parameter)
-    return _adamw8bit_class()(groups, lr=lr, betas=betas, eps=eps)
+    optimizer = _adamw8bit_class()(groups, lr=lr, betas=betas, eps=eps)
+    optimizer.copy_of = copy_of
+    return optimizer
 
 
 def _check_format(parameter: nn.Parameter) -> None:
@@ -84,6 +96,9 @@ def _adamw8bit_class() -> Any:
     class BlockAdamW(AdamW8bit):
         """torchao's, but for what is said at each method."""
 
+        grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
+        copy_of: CopyOf = MappingProxyType({})
+
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
             """Whoever is not in 8 bits is in fp32, also for weights in 16 bits."""
             if not is_narrow(p):
@@ -92,30 +107,53 @@ def _adamw8bit_class() -> Any:
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
-            """On CUDA torchao compiles one kernel per shape. On a CPU that takes longer than most runs here and needs a C++
+            """On CUDA one compiled pass over each tensor. On a CPU compiling takes longer than most runs here and needs a C++
             compiler: the same arithmetic, chunk by chunk."""
+            factor, self.grad_factor = self.grad_factor, None
             for group in self.param_groups:
                 if group["params"][0].is_cuda:
-                    super().step()
-                    return
+                    self._step_at_once(group, factor, *compiled())
+                    continue
                 for p in group["params"]:
                     if p.grad is not None:
-                        self._step_on_cpu(p, group)
+                        self._step_on_cpu(p, group, factor)
 
-        def _step_on_cpu(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        def _step_at_once(self, group: dict[str, Any], factor: Tensor | None, narrow: Any, wide: Any) -> None:
+            scalars: dict[int, Tensor] = {}
+            for p in group["params"]:
+                gradient, copy = take_gradient(p, self.copy_of), self.copy_of.get(p)
+                if gradient is None:
+                    continue
+                state = self._state_of(p)
+                count = int(state["step"])
+                if count not in scalars:
+                    scalars[count] = scalars_of(group, count, p.device)
+                given = (flat(p), None if copy is None else flat(copy), flat(gradient), factor, scalars[count])
+                both: Any = state["exp_avg"], state["exp_avg_sq"]
+                if is_narrow(p):
+                    narrow(*given, *(tuple(flat(getattr(one, name)) for one in both) for name in PARTS))
+                else:
+                    wide(*given, tuple(flat(one) for one in both))
+
+        def _state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
             state = self.state[p]
             if not state:
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"], state["exp_avg_sq"] = self._new_buffer(p, True), self._new_buffer(p, False)
             state["step"] += 1
+            return state
+
+        def _step_on_cpu(self, p: nn.Parameter, group: dict[str, Any], factor: Tensor | None) -> None:
+            state = self._state_of(p)
             assert p.grad is not None
             flat, gradient = p.detach().view(-1), p.grad.reshape(-1)
             for first in range(0, flat.numel(), CHUNK):
                 part = slice(first, first + CHUNK)
                 moments = [_part(state[key], part) for key in ("exp_avg", "exp_avg_sq")]
                 wide = [wide_state(moment) for moment in moments]
+                g = gradient[part] if factor is None else gradient[part] * factor.to(gradient)
                 single_param_adam(
-                    flat[part], gradient[part], state["step"], *wide, None,
+                    flat[part], g, state["step"], *wide, None,
                     group["lr"], *group["betas"], group["weight_decay"], group["eps"], True, False,
                 )  # fmt: skip
                 for moment, value in zip(moments, wide, strict=True):

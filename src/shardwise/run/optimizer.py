@@ -46,8 +46,9 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     if not groups:  # a stage may be frozen as a whole; torch wants something to do
         groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
-    if copy_of and config.name == "adamw" and can_update(trained[0]):
-        return CopyAdamW(groups, config.lr, config.betas, config.eps, copy_of)
+    if copy_of and config.name in ("adamw", "adamw8bit") and can_update(trained[0]):
+        build = CopyAdamW if config.name == "adamw" else adamw8bit
+        return build(groups, config.lr, config.betas, config.eps, copy_of)
     if copy_of or any(p.dtype == torch.float16 for p in trained):
         return WideState(groups, lambda wide: _build(config, wide), copy_of)
     return _build(config, groups)

@@ -162,8 +162,8 @@ def _states(engine: Engine, plan: Plan, optimizer: str, which: str) -> str:
     kept = f"weights {weight}" + (f" and their copies {copy}" if copy else "")
     total = weight + copy + gradient + state
     text = f"{total:.3g} bytes per {which}: {kept}, gradients {gradient}, {optimizer} {state:.3g}"
-    if plan.copies and plan.device == "cuda" and not (optimizer == "adamw" and has_kernel()):
-        text += "; updated a bucket at a time (one pass over all of it is for adamw, with Triton and a C compiler)"
+    if plan.copies and plan.device == "cuda" and not (optimizer in ("adamw", "adamw8bit") and has_kernel()):
+        text += "; updated a bucket at a time (one pass over all of it is for adamw and adamw8bit, with Triton and a C compiler)"
     if optimizer == "adamw8bit":
         count, numbers = kept_wide(engine.locals())
         share = numbers / max(sum(p.numel() for p in engine.locals()), 1)
