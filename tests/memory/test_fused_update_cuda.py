@@ -119,19 +119,6 @@ def test_the_kernel_computes_what_its_plain_twin_does(clips: bool) -> None:
         assert torch.equal(ours[1], ours[0].bfloat16())
 
 
-def test_a_copy_may_lie_between_pieces_of_another() -> None:
-    """As gate and up of experts do, where one product reads both."""
-    draw = torch.Generator("cuda").manual_seed(1)
-    gate, up = (nn.Parameter(torch.randn(3, 100, 72, device="cuda", generator=draw)) for _ in range(2))
-    joined = torch.zeros(3, 200, 72, device="cuda", dtype=torch.bfloat16)
-    copy_of = dict(zip((gate, up), map(nn.Parameter, joined.chunk(2, dim=1)), strict=True))
-    optimizer = build_optimizer(CONFIG, [gate, up], copy_of)
-    for master, copy in copy_of.items():
-        copy.grad = torch.ones_like(master, dtype=torch.bfloat16)
-    optimizer.step()
-    assert torch.equal(joined, torch.cat([gate, up], 1).bfloat16())
-
-
 def test_states_continue_in_torchs_optimizer_and_back() -> None:
     ours = masters()
     copy_of = copied(ours)
