@@ -93,21 +93,23 @@ def test_states_have_torchs_names_and_go_on_after_torch() -> None:
 
 def test_a_step_is_the_formula_in_fp64_rounded() -> None:
     ours = masters()
-    found, (beta1, beta2), lr = optimizer_of(ours), CONFIG.betas, CONFIG.lr
+    found, lr = optimizer_of(ours), CONFIG.lr
+    beta1, beta2 = torch.tensor(CONFIG.betas, dtype=torch.float32).tolist()  # a kernel's constants are fp32
     for step in (1, 2, 3):
         exact = []
         for our, gradient in zip(ours, gradients(step), strict=True):
             w, g, state = our.detach().double(), gradient.double(), found.state[our] or {}
             m, v = (state.get(name, torch.zeros_like(our)).double() for name in ("exp_avg", "exp_avg_sq"))
+            terms = beta1 * m.abs() + (1 - beta1) * g.abs()  # a sum that cancels is not exact to its own size
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
             w = w * (1 - lr * (CONFIG.weight_decay if our.ndim > 1 else 0.0))
             mean, spread = m / (1 - beta1**step), v / (1 - beta2**step)
-            exact.append((w - lr * mean / (spread.sqrt() + CONFIG.eps), m, v))
+            exact.append((w - lr * mean / (spread.sqrt() + CONFIG.eps), m, v, terms))
         one_step(found, ours, step, None, summed=False)
-        for our, (w, m, v) in zip(ours, exact, strict=True):
+        for our, (w, m, v, terms) in zip(ours, exact, strict=True):
             assert within(our, w, 1), step
-            assert torch.equal(found.state[our]["exp_avg"], m.float())  # rounded once, at the end
-            assert torch.equal(found.state[our]["exp_avg_sq"], v.float())
+            assert bool(((found.state[our]["exp_avg"] - m).abs() <= ROUNDED * terms).all())  # rounded twice
+            assert bool(((found.state[our]["exp_avg_sq"] - v).abs() <= 1.5 * ROUNDED * v).all())  # three times
 
 
 def test_a_master_without_a_gradient_stays() -> None:

@@ -26,6 +26,12 @@ EPSILON = torch.finfo(torch.float32).eps
 SMALL = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
 
 
+def pow_error(step: int) -> float:
+    """Of a weight's change: torch's kernel raises betas in fp32, by CUDA's `powf`, which may be 4 ulps off, and takes that from 1."""
+    beta1, beta2 = CONFIG.betas
+    return EPSILON * (4 / (1 - beta1**step) + 2 / (1 - beta2**step) + 4)
+
+
 def update_by_kernel(*arguments: Any) -> None:
     from shardwise.memory.adamw_kernel import update  # there is no Triton where there is no GPU
 
@@ -56,17 +62,21 @@ def ulps(found: Tensor, truth: Tensor) -> int:
 @pytest.mark.parametrize("clips", [True, False])
 @pytest.mark.parametrize("copy_dtype", [torch.bfloat16, torch.float16])
 def test_every_step_is_torchs_own_to_one_ulp(gradient_dtype: torch.dtype, clips: bool, copy_dtype: torch.dtype) -> None:
-    """Each step begins with torch's numbers, so that nothing adds up: it shows the rounding of one. A weight may be a rounding of
-    its own and one of its change away, which is about the learning rate."""
+    """Each step begins with torch's numbers, so that nothing adds up: it shows the rounding of one. A first moment is a sum that may cancel, which is
+    exact to the size of its terms and not to its own; in the first step there is one term."""
     theirs, ours = masters(), masters()
     copy_of = copied(ours, copy_dtype)
     truth, found = build_optimizer(CONFIG, theirs), build_optimizer(CONFIG, ours, copy_of)
     assert isinstance(found, CopyAdamW) and isinstance(truth, torch.optim.AdamW)
     for step in range(1, 6):
         factor = torch.tensor(0.37, dtype=torch.float64, device="cuda") if clips else None
+        terms, before = {}, {}
         for their, our, gradient in zip(theirs, ours, gradients(step, gradient_dtype), strict=True):
             wide = gradient.float()
             their.grad = wide if factor is None else wide * factor.float()
+            moment, beta1 = truth.state[their].get("exp_avg", torch.zeros_like(their)), CONFIG.betas[0]
+            terms[our] = beta1 * moment.abs() + (1 - beta1) * their.grad.abs()
+            before[our] = their.detach().clone()
             if gradient.dtype == copy_dtype:
                 copy_of[our].grad = gradient
             else:  # as after several micro-batches
@@ -75,11 +85,16 @@ def test_every_step_is_torchs_own_to_one_ulp(gradient_dtype: torch.dtype, clips:
         truth.step()
         found.step()
         for their, our in zip(theirs, ours, strict=True):
-            for name in ("exp_avg", "exp_avg_sq"):
-                assert ulps(found.state[our][name], truth.state[their][name]) <= 1, (name, step)
-                found.state[our][name].copy_(truth.state[their][name])
+            for name, term in (("exp_avg", terms[our]), ("exp_avg_sq", None)):
+                ours_now, theirs_now = found.state[our][name], truth.state[their][name]
+                if term is None or step == 1:  # nothing cancels: exact to the result's own size
+                    assert ulps(ours_now, theirs_now) <= 1, (name, step)
+                else:
+                    assert bool(((ours_now - theirs_now).abs() <= EPSILON * term).all()), step
+                ours_now.copy_(theirs_now)
             assert float(found.state[our]["step"]) == float(truth.state[their]["step"]) == step
-            assert bool(((our - their).abs() <= EPSILON * (their.abs() + 2 * CONFIG.lr)).all()), step
+            change = (their - before[our]).abs()
+            assert bool(((our - their).abs() <= EPSILON * their.abs() + pow_error(step) * change).all()), step
             assert torch.equal(copy_of[our], our.to(copy_dtype))
             assert our.grad is None and copy_of[our].grad is None
             with torch.no_grad():
@@ -102,19 +117,6 @@ def test_the_kernel_computes_what_its_plain_twin_does(clips: bool) -> None:
         assert ulps(ours[3], theirs[3]) <= 1 and ulps(ours[4], theirs[4]) <= 1
         assert bool(((ours[0] - theirs[0]).abs() <= EPSILON * (theirs[0].abs() + 2 * group["lr"])).all())
         assert torch.equal(ours[1], ours[0].bfloat16())
-
-
-def test_a_copy_may_lie_between_pieces_of_another() -> None:
-    """As gate and up of experts do, where one product reads both."""
-    draw = torch.Generator("cuda").manual_seed(1)
-    gate, up = (nn.Parameter(torch.randn(3, 100, 72, device="cuda", generator=draw)) for _ in range(2))
-    joined = torch.zeros(3, 200, 72, device="cuda", dtype=torch.bfloat16)
-    copy_of = dict(zip((gate, up), map(nn.Parameter, joined.chunk(2, dim=1)), strict=True))
-    optimizer = build_optimizer(CONFIG, [gate, up], copy_of)
-    for master, copy in copy_of.items():
-        copy.grad = torch.ones_like(master, dtype=torch.bfloat16)
-    optimizer.step()
-    assert torch.equal(joined, torch.cat([gate, up], 1).bfloat16())
 
 
 def test_states_continue_in_torchs_optimizer_and_back() -> None:

@@ -19,7 +19,8 @@ from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan
 from shardwise.plan.split import even_split
 from shardwise.plan.stack import OURS, Stack
-from shardwise.plan.step_time import step_bound, step_seconds
+from shardwise.plan.state_time import COPY_RATE, NORM_RATE, OPTIMIZER_RATE
+from shardwise.plan.step_time import layer_times, step_bound, step_seconds
 
 LLAMA = preset("llama2-7b")
 H100 = known_cluster("h100", 1, 8)
@@ -54,12 +55,16 @@ def test_the_rate_of_a_good_step():
 
 
 def test_copies_that_stay_save_casts_and_the_pass_that_clips():
-    """Bytes per number that are not moved: FSDP2 rounds, copies out and widens; clipping reads and writes fp32. With several micro-batches
-    both add up in fp32."""
-    one, several = (total(plan(micro_batch=n)) - total(plan(micro_batch=n, copies=True)) for n in (8, 1))
-    read_once = LLAMA.num_parameters / 3.35e12
-    assert 20 * read_once < one < 60 * read_once
-    assert 0 < several < one
+    """Bytes per number that are not moved. FSDP2 rounds (6), copies out (4), widens (6, at half the rate) and puts away (12). Clipping reads and writes
+    fp32 (8), the norm reads 4 instead of 2, and the update of 28 runs at another rate. With several micro-batches both add up in fp32."""
+    here = plan(micro_batch=8)
+    moved = 6 + 4 + 2 * 6 + 12 + 8 + (4 - 2) / NORM_RATE + 28 / OPTIMIZER_RATE - 28 / COPY_RATE
+    before, after = (seconds(replace(here, copies=copies)) for copies in (False, True))
+    saved = before["compute"] + before["optimizer"] - after["compute"] - after["optimizer"]
+    about = Job(here.seq_len, here.global_batch, None, here.precision)
+    pricer = layer_times(LLAMA, H100, about, here, OURS).pricer
+    assert saved == pytest.approx(pricer.pass_(moved * LLAMA.num_parameters), rel=0.02)
+    assert 0 < total(plan()) - total(plan(copies=True)) < saved
 
 
 def test_degrees_divide_the_work():

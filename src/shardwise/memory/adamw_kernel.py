@@ -3,8 +3,8 @@
     w <- w - lr decay w        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g g
     w <- w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)        copy <- w, rounded
 
-Invariant: torch's fused AdamW rounds at the same places, so one continues what the other began. Like there, what has a constant in it is
-computed in fp64: memory is waited for longer. Division and root are the exact ones.
+Invariant: torch's fused AdamW rounds at the same places, so one continues what the other began: constants are fp32 as well, 1 - b of a number is
+x - b x in one rounding, and division and root are the exact ones.
 """
 
 from __future__ import annotations
@@ -26,45 +26,34 @@ def update(
     factor: Tensor | None,
 ) -> None:
     """In place: all but the last two and the gradient, which is multiplied by `factor` first."""
-    assert all(tensor.is_contiguous() for tensor in (master, first, second))
+    assert all(tensor.is_contiguous() for tensor in (master, copy, first, second))
     gradient, size = gradient.contiguous(), master.numel()
-    if not size:
-        return
-    is_cut = not copy.is_contiguous()  # it lies piece by piece between pieces of another (model/experts.py)
-    assert not is_cut or copy[0].is_contiguous(), copy.stride()
-    piece, stride = (copy[0].numel(), copy.stride(0)) if is_cut else (size, size)
-    has_factor = factor is not None
-    _adamw[(triton.cdiv(size, BLOCK),)](
-        master, copy, gradient, first, second, scalars, factor if has_factor else scalars, size, piece, stride,
-        has_factor, is_cut, BLOCK,
-    )  # fmt: skip
+    if size:
+        grid = (triton.cdiv(size, BLOCK),)
+        has_factor = factor is not None
+        _adamw[grid](master, copy, gradient, first, second, scalars, factor if has_factor else scalars, size, has_factor, BLOCK)  # fmt: skip
 
 
 @triton.jit
 def _adamw(
-    w_ptr, copy_ptr, g_ptr, m_ptr, v_ptr, scalars, factor, size, piece, stride,
-    HAS_FACTOR: tl.constexpr, IS_CUT: tl.constexpr, BLOCK: tl.constexpr,
+    w_ptr, copy_ptr, g_ptr, m_ptr, v_ptr, scalars, factor, size, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    decay, beta1, rest1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-    beta2, rest2 = tl.load(scalars + 3), tl.load(scalars + 4)
-    rate, root, eps = tl.load(scalars + 5).to(tl.float32), tl.load(scalars + 6).to(tl.float32), tl.load(scalars + 7)
+    decay, beta1, beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    rate, root, eps = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     g = tl.load(g_ptr + at, mask=inside).to(tl.float32)
     if HAS_FACTOR:
         g = g * tl.load(factor).to(tl.float32)
     w = tl.load(w_ptr + at, mask=inside)
     m = tl.load(m_ptr + at, mask=inside)
     v = tl.load(v_ptr + at, mask=inside)
-    g64, w64 = g.to(tl.float64), w.to(tl.float64)
-    w = (w64 - decay * w64).to(tl.float32)
-    m = (beta1 * m.to(tl.float64) + rest1 * g64).to(tl.float32)
-    v = (beta2 * v.to(tl.float64) + rest2 * g64 * g64).to(tl.float32)
-    below = (tl.div_rn(tl.sqrt_rn(v), root).to(tl.float64) + eps).to(tl.float32)
-    w = w - tl.div_rn(rate * m, below)
+    w = tl.fma(-decay, w, w)
+    m = tl.fma(beta1, m, tl.fma(-beta1, g, g))
+    gg = g * g
+    v = tl.fma(beta2, v, tl.fma(-beta2, gg, gg))
+    w = w - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     tl.store(w_ptr + at, w, mask=inside)
     tl.store(m_ptr + at, m, mask=inside)
     tl.store(v_ptr + at, v, mask=inside)
-    if IS_CUT:
-        at = at // piece * stride + at % piece
     tl.store(copy_ptr + at, w.to(copy_ptr.dtype.element_ty), mask=inside)

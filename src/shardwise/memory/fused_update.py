@@ -73,19 +73,24 @@ def plain_update(
     factor: Tensor | None,
 ) -> None:
     """What the kernel computes, one operation after the other: to read, and to compare it with."""
-    decay, beta1, rest1, beta2, rest2, rate, root, eps = scalars.tolist()
+    decay, beta1, beta2, rate, root, eps = scalars.double().tolist()
     g = gradient.float() if factor is None else gradient.float() * factor.float()
-    w = (master.double() - decay * master.double()).float()
-    first.copy_(beta1 * first.double() + rest1 * g.double())
-    second.copy_(beta2 * second.double() + rest2 * g.double() * g.double())
-    below = ((second.sqrt() / root).double() + eps).float()
-    master.copy_(w - rate * first / below)
+    master.copy_(_fma(-decay, master, master))
+    first.copy_(_fma(beta1, first, _fma(-beta1, g, g)))
+    second.copy_(_fma(beta2, second, _fma(-beta2, g * g, g * g)))
+    master -= rate * first / (second.sqrt() / root + eps)
     copy.copy_(master)
+
+
+def _fma(a: float, x: Tensor, y: Tensor) -> Tensor:
+    """a x + y, rounded once."""
+    return (a * x.double() + y.double()).float()
 
 
 def _scalars(group: dict[str, Any], count: int) -> Tensor:
     """What the kernel reads, in this order; step `count` corrects the moments' beginning at zero."""
-    (beta1, beta2), lr = group["betas"], group["lr"]
+    lr = group["lr"]
+    beta1, beta2 = torch.tensor(group["betas"], dtype=torch.float32).tolist()  # as the moments were made
     corrected = (lr / (1 - beta1**count), (1 - beta2**count) ** 0.5)
-    values = (lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2, *corrected, group["eps"])
-    return torch.tensor(values, dtype=torch.float64)
+    values = (lr * group["weight_decay"], beta1, beta2, *corrected, group["eps"])
+    return torch.tensor(values, dtype=torch.float32)
