@@ -93,6 +93,7 @@ class TimeFloors:
         self._states: dict[tuple[object, ...], dict[tuple[object, ...], StateTime]] = {}
         self._slower: dict[int, float] = {}
         self._paged: dict[tuple[object, ...], float] = {}
+        self._whole: dict[tuple[int, int], float] = {}
 
     def slower(self, gpus: int) -> float:
         if gpus not in self._slower:
@@ -186,10 +187,12 @@ class TimeFloors:
         key = (*grid[1:5], grid.ep, size, mode, grid.gpus == 1)
         if key not in self._paged:
             parts = grid.tp if grid.sequence else 1
-            spec, times = replace(tensor_slice(model, grid.tp), norm="layer"), self.works.times(grid, size, mode)
-            kept = float(layer_activations(spec, spec.layers, 0, parts))
-            if groups := segments(mode, range(len(spec.layers))):
-                kept = len(groups) * spec.hidden // parts + kept * (1 - sum(map(len, groups)) / len(spec.layers))
+            if (grid.tp, parts) not in self._whole:
+                spec = replace(tensor_slice(model, grid.tp), norm="layer")
+                self._whole[grid.tp, parts] = float(layer_activations(spec, spec.layers, 0, parts))
+            kept, times = self._whole[grid.tp, parts], self.works.times(grid, size, mode)
+            if groups := segments(mode, range(model.num_layers)):
+                kept = len(groups) * model.hidden // parts + kept * (1 - sum(map(len, groups)) / model.num_layers)
             way = times.shape.here * kept * times.shape.size / host_rate(self.space.cluster)
             work = self.works.of(grid, size, mode)
             backward = work.total - work.all_forward

@@ -17,7 +17,7 @@ from shardwise.plan.least_memory import MemoryFloors
 from shardwise.plan.least_sharing import Sharing
 from shardwise.plan.memory import WEIGHT_BYTES, state_bytes
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.space import SCHEDULES, Grid, Pace, Saving, Space, States
 
 Place = tuple[str, bool]
 """Where states wait, and whether activations do."""
@@ -161,12 +161,10 @@ class Branches:
         key = (grid, size, states, saving)
         found = self._paces.get(key)
         if found is None:
-            found = []
-            for pace, course in self.time.courses(grid, size, saving.recompute).items():
-                slow = effort_of(grid, saving.offload, saving.activation_offload, pace.schedule)
-                found.append((course.floor(sharing) * slow, pace))
-            found.sort(reverse=True)
-            self._paces[key] = found
+            place, courses = saving[1:], self.time.courses(grid, size, saving.recompute)
+            slow = {name: effort_of(grid, *place, name) for name in SCHEDULES}
+            floors = [(course.floor(sharing) * slow[pace.schedule], pace) for pace, course in courses.items()]
+            found = self._paces[key] = sorted(floors, reverse=True)
         return found
 
     # One layout ----------------------------------------------------------------------------------------------------
