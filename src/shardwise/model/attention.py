@@ -82,7 +82,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, inputs: AttentionInputs) -> Tensor:
         # Heads are counted from the tensors (-1), so that a slice of the heads works the same way.
         if self.joined:
-            q_BTX, k_BTX, v_BTX = join([self.q, self.k, self.v], x_BTD)
+            sizes = [part.weight.shape[0] for part in (self.q, self.k, self.v)]
+            q_BTX, k_BTX, v_BTX = join([self.q, self.k, self.v], x_BTD).split(sizes, dim=-1)
         else:
             q_BTX, k_BTX, v_BTX = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         q_BTHC = self.q_norm(q_BTX.unflatten(-1, (-1, self.head_dim)))

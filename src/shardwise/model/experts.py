@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.feedforward import ACTIVATIONS, FeedForward
+from shardwise.model.gated import gated
 from shardwise.model.spec import ModelSpec
 
 
@@ -175,8 +176,7 @@ class Experts(nn.Module):
         if self.gate is None:
             h_MF = self.activation(F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E))
         elif self.joined_E2FD is not None:
-            gate_MF, up_MF = _GateAndUp.apply(x_MD, self.gate, self.up, self.joined_E2FD, ends_E).chunk(2, dim=1)
-            h_MF = self.activation(gate_MF) * up_MF
+            h_MF = gated(_GateAndUp.apply(x_MD, self.gate, self.up, self.joined_E2FD, ends_E), self.activation)
         else:
             up_MF = F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E)
             h_MF = self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * up_MF

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.model.gated import gated
 from shardwise.model.spec import ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,17 +25,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def join(linears: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, ...]:
-    """Several projections of the same states as one matrix product. The weights stay apart; putting them side by side costs a copy of them."""
+def join(linears: Sequence[nn.Linear], x: Tensor) -> Tensor:
+    """Several projections of the same states as one matrix product, side by side. The weights stay apart; putting them together costs a copy of them."""
     weight = torch.cat([linear.weight for linear in linears])
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
-    sizes = [linear.weight.shape[0] for linear in linears]
     bias = torch.cat(biases) if biases else None
     product = getattr(linears[0], "product", None)  # of fp8
     if product is None:
-        return F.linear(x, weight, bias).split(sizes, dim=-1)
+        return F.linear(x, weight, bias)
     y = product(x, weight)
-    return (y if bias is None else y + bias.to(y.dtype)).split(sizes, dim=-1)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 class FeedForward(nn.Module):
@@ -51,7 +51,5 @@ class FeedForward(nn.Module):
         if self.gate is None:
             return self.down(self.activation(self.up(x_BTD)))
         if self.joined:
-            gate_BTF, up_BTF = join([self.gate, self.up], x_BTD)
-        else:
-            gate_BTF, up_BTF = self.gate(x_BTD), self.up(x_BTD)
-        return self.down(self.activation(gate_BTF) * up_BTF)
+            return self.down(gated(join([self.gate, self.up], x_BTD), self.activation))
+        return self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))
