@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +85,30 @@ def warm_command(
     return subprocess.CompletedProcess(["shardwise", *listed], code, out, err)
 
 
+class WarmProcess:
+    """A verb in a fresh process of the pool, while the test looks at it and sends it signals. Has what is used of a Popen here."""
+
+    def __init__(self, ranks: RankPool, *words: object, cwd: Path):
+        [self.pid] = ranks.run(os.getpid, 1, fresh=True)
+        waiting = ThreadPoolExecutor(1)  # nobody else may use the pool until the command has ended
+        self._end = waiting.submit(ranks.run, be_command, 1, [str(word) for word in words], str(cwd), timeout=600.0)
+        waiting.shutdown(wait=False)
+
+    def poll(self) -> int | None:
+        return self._end.result()[0][0] if self._end.done() else None
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        try:
+            [(_, out, err)] = self._end.result(timeout)
+        except FutureTimeout:
+            raise subprocess.TimeoutExpired("shardwise", timeout or 0.0) from None
+        return out + err, None
+
+
 def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
     """A job of the pool. Exit code, output and errors."""
     import torch.distributed as dist
@@ -94,10 +120,8 @@ def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
     if dist.get_world_size() > 1:
         os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     else:
-        dist.destroy_process_group()
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]
-    with _caught(1, sys.stdout) as out, _caught(2, sys.stderr) as err, forked_ranks():
+        be_no_rank()
+    with caught(1, sys.stdout) as out, caught(2, sys.stderr) as err, forked_ranks():
         try:
             code = main(words)
         except SystemExit as ended:
@@ -105,8 +129,17 @@ def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
     return int(code), out[0], err[0]
 
 
+def be_no_rank() -> None:
+    """What the pool has made of this process is undone: it may start ranks of its own."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+
+
 @contextmanager
-def _caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
+def caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
     """What this process and those that it starts write there."""
     said: list[str] = []
     with ExitStack() as held:
@@ -123,7 +156,7 @@ def _caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
             said.append(file.read())
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 180.0) -> str:
+def finish(process: subprocess.Popen[str] | WarmProcess, timeout: float = 180.0) -> str:
     """The output of a process that was told to stop; one that does not is killed, and the test fails with what it said."""
     try:
         return process.communicate(timeout=timeout)[0]

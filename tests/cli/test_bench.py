@@ -52,7 +52,7 @@ def test_collectives_join_the_file_that_is_there(tmp_path, capsys):
 
 
 def test_a_step_measured_beside_predicted(capsys):
-    assert main(["bench", "step", "--json", "--steps", "4", *SMALL]) == Exit.DONE
+    assert main(["bench", "step", "--json", "--steps", "4", *SMALL, "parallel.dp=1"]) == Exit.DONE
     report = json.loads(capsys.readouterr().out)
     step = report["step"]["step"]
     assert report["steps"] >= 1 and step["measured"] > 0 and step["predicted"] > 0

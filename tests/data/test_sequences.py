@@ -79,7 +79,7 @@ def test_whole_packing_covers_the_stream_and_breaks_only_long_documents(lengths,
         assert lengths[document] > seq_len
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**31), step=st.integers(1, 5000), cuts=st.sets(st.integers(0, 12)))
 def test_any_division_of_the_rows_gives_the_same_batch(long_split, seed, step, cuts):
     sequences = Sequences([Layout(long_split, 16, "stream", 0)], seq_len=16, seed=seed)
@@ -90,7 +90,7 @@ def test_any_division_of_the_rows_gives_the_same_batch(long_split, seed, step, c
     assert (np.concatenate([part.targets for part in parts]) == whole.targets).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), global_batch=st.integers(5, 60), seq_len=st.integers(16, 64))
 def test_every_epoch_has_every_sequence_exactly_once(long_split, seed, global_batch, seq_len):
     sequences = Sequences([Layout(long_split, seq_len, "stream", 0)], seq_len=seq_len, seed=seed)

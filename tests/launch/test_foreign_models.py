@@ -125,11 +125,12 @@ def test_what_a_foreign_model_cannot_do_is_refused(refused: Callable[..., str], 
     assert said in refused("train", "model.path=neox", *WORDS, *words)
 
 
-def test_a_layout_is_proven_on_a_small_model_of_the_same_architecture(
-    run_here: Callable[..., int], neox: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_here("verify", "model.path=neox", "parallel.layout=dp=2 zero=3", "--steps", 2, "--json") == Exit.DONE
-    found = json.loads(capsys.readouterr().out)
+def test_a_layout_is_proven_on_a_small_model_of_the_same_architecture(ranks: RankPool, neox: Path) -> None:
+    ranks.preload(*MODULES)
+    words = ["model.path=neox", "parallel.layout=dp=2 zero=3", "--steps", 2, "--json"]
+    done = warm_command(ranks, "verify", *words, cwd=neox.parent)
+    assert done.returncode == Exit.DONE, done.stdout + done.stderr
+    found = json.loads(done.stdout)
     assert found["same"] is True and found["proven"] == "dp=2 zero=3" and found["largest"] < 1e-11
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from commands import SMALL, finish, losses_of, start_command, warm_command
 from ranks import RankPool
-from test_processes import alive, ranks_of
+from test_processes import alive, children, process_of_rank
 
 from shardwise.errors import Exit
 
@@ -140,9 +140,10 @@ def test_a_world_unlike_the_configs_is_refused(ranks: RankPool, tmp_path: Path) 
 def test_a_rank_that_dies_at_start_ends_the_job(tmp_path: Path) -> None:
     words = [*SMALL, "train.steps=100000", "parallel.layout=dp=2 zero=3 pp=2", "model.num_layers=2"]
     process = start_command("train", *words, cwd=tmp_path)
-    ranks = ranks_of(process, 4)
-    os.kill(ranks[2], signal.SIGKILL)  # while it imports torch
+    process_of_rank(3, process)
+    ranks = children(process.pid)
+    os.kill(process_of_rank(2, process), signal.SIGKILL)  # while it imports torch
     output = finish(process)  # the others must not wait for it, which they would do for 300 s
     assert process.returncode == Exit.HARDWARE, output
     assert "error: rank 2 was killed by SIGKILL" in output
-    assert not any(alive(pid) for pid in ranks.values())
+    assert len(ranks) == 4 and not any(map(alive, ranks))

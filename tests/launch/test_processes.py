@@ -1,4 +1,7 @@
-"""Real processes, real gloo, real signals: what happens to a run that is split over ranks, and when somebody kills it."""
+"""Real processes, real gloo, real signals: what happens to a run that is split over ranks, and when somebody kills it.
+
+A Python of its own takes seconds to start: where only what a running job does is looked at, its processes are forked from warm ones.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,26 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import SMALL, finish, losses_of, run_command, start_command, warm_command
+from commands import SMALL, WarmProcess, finish, losses_of, run_command, start_command, warm_command
 
 from shardwise.errors import Exit
 from shardwise.run.rundir import RunDir
 
+Process = subprocess.Popen[str] | WarmProcess
 LONG = [*SMALL, "train.steps=100000", "run.name=long", "optimizer.schedule=constant", "optimizer.warmup=0"]
 """Ends only when told to. The learning rate does not depend on the number of steps, so any cut can be compared."""
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen, deadline_s: float = 180.0) -> None:
+def wait_for_step(run: Path, step: int, process: Process, deadline_s: float = 180.0) -> None:
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if (run / "metrics.jsonl").exists() and max(losses_of(run), default=0) >= step:
             return
         if process.poll() is not None:
-            pytest.fail(f"the run ended before step {step}:\n{process.stdout.read()}")
+            pytest.fail(f"the run ended before step {step}:\n{process.communicate()[0]}")
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)
-    pytest.fail(f"no step {step} within {deadline_s} s; output so far:\n{process.stdout.read()}")
+    pytest.fail(f"no step {step} within {deadline_s} s; output so far:\n{process.communicate()[0]}")
 
 
 def children(pid: int) -> list[int]:
@@ -41,20 +45,17 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def ranks_of(process: subprocess.Popen, num_ranks: int, deadline_s: float = 180.0) -> dict[int, int]:
-    """The processes of its ranks, as soon as all of them are started."""
+def process_of_rank(rank: int, process: Process, deadline_s: float = 180.0) -> int:
+    """As soon as it is started: the one whose errors go into that rank's log. The first rank has the terminal."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end and process.poll() is None:
-        found = {}
         for pid in children(process.pid):
             with suppress(OSError):
-                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                found |= {int(word[5:]): pid for word in words if word.startswith(b"RANK=")}
-        if len(found) == num_ranks:
-            return found
+                if Path(os.readlink(f"/proc/{pid}/fd/2")).name.startswith(f"rank{rank}."):
+                    return pid
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
-    pytest.fail(f"no {num_ranks} ranks within {deadline_s} s; output so far:\n{process.stdout.read()}")
+    pytest.fail(f"no rank {rank} within {deadline_s} s; output so far:\n{process.communicate()[0]}")
 
 
 def alive(pid: int) -> bool:
@@ -110,8 +111,8 @@ def test_ctrl_c_commits_and_the_run_goes_on_exactly(ranks, tmp_path):
     assert losses_of(run) == pytest.approx(losses_of(tmp_path / "runs/straight"), abs=1e-9)
 
 
-def test_a_run_listens_on_loopback_only_and_ends_when_another_terminal_says_stop(tmp_path):
-    process = start_command("train", "--nproc", 2, *LONG, cwd=tmp_path)
+def test_a_run_listens_on_loopback_only_and_ends_when_another_terminal_says_stop(ranks, tmp_path):
+    process = WarmProcess(ranks, "train", "--nproc", 2, *LONG, cwd=tmp_path)
     wait_for_step(tmp_path / "runs/long", 2, process)
     listening = addresses_listening({process.pid, *children(process.pid)})
     watch = run_command("watch", "long", "--once", cwd=tmp_path)
@@ -143,16 +144,16 @@ def addresses_listening(pids: set[int]) -> list[str]:
     return listening
 
 
-def test_a_killed_rank_is_named_and_the_run_resumes_until_sigterm(tmp_path):
-    process = start_command("train", "--nproc", 2, *LONG, "checkpoint.every=2", cwd=tmp_path)
+def test_a_killed_rank_is_named_and_the_run_resumes_until_sigterm(ranks, tmp_path):
+    process = WarmProcess(ranks, "train", "--nproc", 2, *LONG, "checkpoint.every=2", cwd=tmp_path)
     run = tmp_path / "runs/long"
     wait_for_step(run, 5, process)
-    os.kill(ranks_of(process, 2)[1], signal.SIGKILL)
+    os.kill(process_of_rank(1, process), signal.SIGKILL)
     output = finish(process)
     assert process.returncode == Exit.HARDWARE, output
     assert "rank 1 was killed by SIGKILL" in output and "Traceback" not in output
     last = max(losses_of(run))
-    again = start_command("resume", run, cwd=tmp_path)
+    again = WarmProcess(ranks, "resume", run, cwd=tmp_path)
     wait_for_step(run, last + 2, again)
     os.kill(again.pid, signal.SIGTERM)
     output = finish(again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,17 @@ def test_the_peak_is_the_largest_point(seen: Any) -> None:
             assert max(totals) == sum(found.peak.values())
             assert [at for at, _ in found.points] == sorted(at for at, _ in found.points)
             assert min(size for _, held in found.points for size in held.values()) >= 0
+
+
+def test_copies_of_weights_have_an_owner(ranks: Any) -> None:
+    """fp32 weights and bf16 copies are parameters; four micro-batches add up in fp32, beside one block's own gradients at the most."""
+    [[[plain, watched]]] = ranks.run(watch_layouts, 1, SPEC, replace(TRIAL, precision="bf16"), [{"copies": True}])
+    assert (plain.losses, plain.parameters) == (watched.losses, watched.parameters)
+    size = SPEC.num_parameters
+    assert watched.fullest["parameters"] == watched.last["parameters"] == 6 * size
+    assert watched.fullest["optimizer"] == pytest.approx(8 * size, rel=0.001)
+    assert 4 * size <= watched.fullest["gradients"] <= 4 * size + 2 * watched.largest_block
+    assert watched.fullest["buffers"] < 0.001 * size and watched.last == pytest.approx(watched.first, abs=2048)
 
 
 def points(*totals: int) -> list[Point]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
-from shardwise.memory.fused_update import CopyAdamW
+from shardwise.memory.fused_update import CopyAdamW, _scalars, plain_update
 from shardwise.model.presets import preset
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import build_optimizer, engine_optimizer
 from shardwise.run.reference import Trial
 from shardwise.run.step import update
 from shardwise.run.trial import build_trial, train_in_layout, trial_batch, trial_plan
-from shardwise.run.verify import compare
+from shardwise.run.verify import compare, prove
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -22,6 +24,12 @@ SHAPES = [(1000, 333), (2048, 2048), (7,), (4096,), (3, 16, 40)]
 CONFIG = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 EPSILON = torch.finfo(torch.float32).eps
 SMALL = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
+
+
+def update_by_kernel(*arguments: Any) -> None:
+    from shardwise.memory.adamw_kernel import update  # there is no Triton where there is no GPU
+
+    update(*arguments)
 
 
 def masters(scale: float = 1.0) -> list[nn.Parameter]:
@@ -76,6 +84,37 @@ def test_every_step_is_torchs_own_to_one_ulp(gradient_dtype: torch.dtype, clips:
             assert our.grad is None and copy_of[our].grad is None
             with torch.no_grad():
                 our.copy_(their)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_the_kernel_computes_what_its_plain_twin_does(clips: bool) -> None:
+    """To the rounding of a product that is added: the kernel does both at once."""
+    factor = torch.tensor(0.37, dtype=torch.float64, device="cuda") if clips else None
+    group = {"betas": (0.9, 0.95), "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
+    for master, gradient in zip(masters(), gradients(1, torch.bfloat16), strict=True):
+        draw = torch.Generator("cuda").manual_seed(7)
+        first, second = (torch.rand(master.shape, device="cuda", generator=draw) for _ in range(2))
+        ours = [tensor.detach().clone() for tensor in (master, master.bfloat16(), gradient, first, second)]
+        theirs = [tensor.clone() for tensor in ours]
+        scalars = _scalars(group, 3).cuda()
+        update_by_kernel(*ours, scalars, factor)
+        plain_update(*theirs, scalars, factor)
+        assert ulps(ours[3], theirs[3]) <= 1 and ulps(ours[4], theirs[4]) <= 1
+        assert bool(((ours[0] - theirs[0]).abs() <= EPSILON * (theirs[0].abs() + 2 * group["lr"])).all())
+        assert torch.equal(ours[1], ours[0].bfloat16())
+
+
+def test_a_copy_may_lie_between_pieces_of_another() -> None:
+    """As gate and up of experts do, where one product reads both."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    gate, up = (nn.Parameter(torch.randn(3, 100, 72, device="cuda", generator=draw)) for _ in range(2))
+    joined = torch.zeros(3, 200, 72, device="cuda", dtype=torch.bfloat16)
+    copy_of = dict(zip((gate, up), map(nn.Parameter, joined.chunk(2, dim=1)), strict=True))
+    optimizer = build_optimizer(CONFIG, [gate, up], copy_of)
+    for master, copy in copy_of.items():
+        copy.grad = torch.ones_like(master, dtype=torch.bfloat16)
+    optimizer.step()
+    assert torch.equal(joined, torch.cat([gate, up], 1).bfloat16())
 
 
 def test_states_continue_in_torchs_optimizer_and_back() -> None:
@@ -157,3 +196,8 @@ def test_a_step_of_an_engine_with_copies_waits_for_nothing() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert all(shard.gradient is None for shard in engine.shards) and bool(torch.isfinite(norm))
+
+
+def test_the_way_of_copies_is_proven_in_fp64_on_a_gpu() -> None:
+    plan = trial_plan(Trial(precision="bf16", micro_batch=3), copies=True)
+    assert prove(preset("tiny").with_overrides(SMALL), plan, OptimizerConfig(), 0, torch.device("cuda", 0)).holds

@@ -51,24 +51,28 @@ CASES: dict[str, tuple[ModelSpec, Trial]] = {
     "fp8": (PLAIN, replace(THREE, precision="fp8", num_steps=2)),
     "tied": (TIED, THREE),
     "experts": (EXPERTS, THREE),
+    "experts, joined": (EXPERTS, ONE),  # gate and up lie side by side
     "lora": (PLAIN, replace(THREE, adapter=AdapterConfig(kind="lora", rank=4, train_also=("*norm",)))),
     "qlora": (PLAIN, replace(ONE, adapter=AdapterConfig(kind="qlora", rank=4))),
 }
 
 
-def both_ways(cases: list[tuple[ModelSpec, Trial]]) -> list[tuple[Record, Record]]:
+JOINED = {"experts, joined"}
+
+
+def both_ways(cases: list[tuple[ModelSpec, Trial]], joined: list[bool]) -> list[tuple[Record, Record]]:
     return [
         (
-            train_in_layout(spec, trial_plan(trial), trial, 0, CPU),
-            train_in_layout(spec, trial_plan(trial, copies=True), trial, 0, CPU),
+            train_in_layout(spec, trial_plan(trial, fuse=fuse), trial, 0, CPU),
+            train_in_layout(spec, trial_plan(trial, fuse=fuse, copies=True), trial, 0, CPU),
         )
-        for spec, trial in cases
+        for (spec, trial), fuse in zip(cases, joined, strict=True)
     ]
 
 
 @pytest.fixture(scope="module")
 def records(ranks: Any) -> dict[str, tuple[Record, Record]]:
-    [found] = ranks.run(both_ways, 1, list(CASES.values()), timeout=240)
+    [found] = ranks.run(both_ways, 1, list(CASES.values()), [name in JOINED for name in CASES], timeout=240)
     return dict(zip(CASES, found, strict=True))
 
 

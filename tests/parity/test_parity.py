@@ -163,7 +163,6 @@ def splits(draw: st.DrawFn, num_layers: int, num_stages: int) -> tuple[int, ...]
     max_examples=10,
     derandomize=True,
     database=None,
-    deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

@@ -229,7 +229,7 @@ def test_two_mistakes_at_once_are_told_one_after_the_other():
     assert refusal("parallel.tp=2", "parallel.pp=9").fix == "parallel.pp=6 or parallel.pp=5"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.fixed_dictionaries(
         {},

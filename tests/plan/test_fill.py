@@ -45,7 +45,7 @@ def test_no_room_for_what_takes_too_long() -> None:
     assert fill_idle(actions, owners, lambda action: slow[action.kind], most=9, longer=1.008)[1] == 1  # 0.2 of 27
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     schedule=st.sampled_from(SCHEDULES),
     pp=st.integers(2, 6),

@@ -113,7 +113,7 @@ DEGREES = st.sampled_from([1, 2, 4])
     "parallel.tp": DEGREES, "parallel.pp": DEGREES, "parallel.cp": DEGREES, "parallel.zero": st.integers(0, 3),
     "memory.recompute": st.sampled_from(["none", "selective", "full"]), "train.micro_batch": st.sampled_from([1, 2]),
 }))  # fmt: skip
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 def test_what_is_set_is_never_changed(asked):
     words = [f"{name}={value}" for name, value in asked.items()]
     try:

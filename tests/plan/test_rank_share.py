@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.tensor import placement
 from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import rank_shares, tensor_slice
+from shardwise.plan.rank_share import rank_shares, tensor_slice, weights_waiting
 from shardwise.plan.schedules import schedule_actions, stage_owners
 from shardwise.plan.split import even_split
 from shardwise.plan.timeline import peak_in_flight
@@ -112,3 +114,15 @@ def test_stages_in_flight_are_what_the_schedule_holds(schedule, stages, pp, micr
     predicted = [share.stages_in_flight for share in rank_shares(spec, here)]
     assert max(predicted) == max(counted)
     assert all(mine >= theirs for mine, theirs in zip(predicted, counted, strict=True))
+
+
+@pytest.mark.parametrize("schedule, stages", [("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2)])
+@pytest.mark.parametrize("pp", [2, 3, 4, 6])
+def test_weights_that_wait_are_those_of_the_schedule(schedule, stages, pp):
+    """Most of them are counted with fewer micro-batches than there are."""
+    for microbatches in [*range(1, 5 * pp + 1), 7 * pp, 7 * pp + 1, 8 * pp - 1]:
+        counted = []
+        for actions in schedule_actions(schedule, pp, stages, microbatches):
+            kinds = [{"F": 0, "I": 1, "W": -1}[action.kind] for action in actions]
+            counted.append(max(accumulate(kinds)))
+        assert weights_waiting(schedule, pp, stages, microbatches) == counted, microbatches

@@ -317,7 +317,7 @@ def test_a_written_config_resolves_to_the_same_plan(layout, tmp_path):
     assert plan.split == result.plan.split
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.integers(1, 3), st.integers(0, 3),
     st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]), st.integers(1, 20),

@@ -80,7 +80,7 @@ def test_owners_go_round_and_the_v_turns():
     assert stage_owners("zbv", 3, 2) == (0, 1, 2, 2, 1, 0)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(kind=st.sampled_from(KINDS), pp=st.integers(1, 16), num_microbatches=st.integers(1, 40))
 def test_every_schedule_works_with_any_number_of_micro_batches(kind, pp, num_microbatches):
     schedule, v = kind

@@ -74,7 +74,7 @@ def test_heads_stay_shareable_for_ulysses(name: str, tp: int, cp: int) -> None:
     assert small.num_heads % (tp * cp) == 0 and small.num_parameters < 200_000
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_plan_shrinks_to_a_valid_one(data: st.DataObject) -> None:
     draw = data.draw

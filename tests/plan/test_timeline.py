@@ -64,7 +64,7 @@ def test_computing_hides_messages_in_gpipe():
     assert timeline("gpipe", 4, 1, 16, transfer=0.5).total == timeline("gpipe", 4, 1, 16).total + 2 * 3 * 0.5
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(
         [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble", 2), ("zbv", 2)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -98,9 +99,9 @@ def test_the_blocks_of_a_run_that_is_watched_are_compiled(run_here: Callable[...
 
 def test_a_checkpoint_that_is_due_by_the_clock_is_asked_for_once() -> None:
     """The question is asked again before it is written, where results are read late."""
-    clock = _CheckpointClock("50ms", 0)
+    clock = _CheckpointClock("1h", 0)
     assert not clock.due(1)
-    time.sleep(0.06)
+    clock.last_time -= 3600  # an hour passes
     assert [clock.due(2), clock.due(3)] == [True, False]
     by_steps = _CheckpointClock(2, 0)
     assert [by_steps.due(step) for step in (1, 2, 2, 3, 4)] == [False, True, True, False, True]
@@ -170,3 +171,23 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
     for it, lap in started:
         parts = lap.parts()
         assert 0 < it.read().loss < 10 and 0 < parts["compute_s"] <= parts["step_s"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_late_results_of_a_gpu_are_the_same_and_its_steps_add_up(tmp_path: Path) -> None:
+    """The real command. A step lasts from the end of the one before to its own, so all of them are as long as the run."""
+    losses = {}
+    for results in ("at-once", "late"):
+        words = [*SMALL, "train.steps=30", f"run.name={results}", f"speed.results={results}", "speed.compile=none"]
+        words += ["memory.precision=fp32", "train.micro_batch=8", "run.profile=28:29"]
+        command = [sys.executable, "-m", "shardwise", "train", "--nproc", "1", "--no-verify", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == Exit.DONE, done.stdout + done.stderr
+        run = tmp_path / "runs" / results
+        losses[results] = losses_of(run)
+        times, ends = losses_of(run, "step_s"), losses_of(run, "wall_time")
+        assert sum(times[step] for step in range(6, 26)) == pytest.approx(ends[25] - ends[5], rel=0.5)
+        with gzip.open(run / "trace" / "rank-0.json.gz") as stream:
+            kinds = {event.get("cat") for event in json.load(stream)["traceEvents"]}
+        assert {"kernel", "user_annotation", "cpu_op"} <= kinds
+    assert list(losses["late"]) == list(range(1, 31)) and losses["late"] == pytest.approx(losses["at-once"], rel=1e-4)

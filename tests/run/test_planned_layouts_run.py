@@ -34,7 +34,6 @@ CORES = known_cluster("cpu", 1, 4)
 DEADLINE_S = 120.0  # of one layout on busy cores; a layout that hangs is named, with the stack of every rank
 ALWAYS_THE_SAME = settings(
     max_examples=32,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

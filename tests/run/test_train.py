@@ -29,7 +29,7 @@ def test_golden_losses_do_not_move(run_here):
 
 def test_two_runs_with_one_seed_agree_to_the_last_digit(run_here):
     a = losses_of(train(run_here, "a", "train.steps=6"))
-    b = losses_of(train(run_here, "b", "train.steps=6"))
+    b = losses_of(train(run_here, "b", "train.steps=6", "checkpoint.every=2"))  # which changes nothing
     c = losses_of(train(run_here, "c", "train.steps=6", "train.seed=1"))
     assert a == b
     assert a != c
@@ -43,15 +43,14 @@ def test_accumulation_does_not_change_the_loss(run_here):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop"])
 def test_a_resumed_run_equals_an_uninterrupted_one(run_here, optimizer):
-    words = [f"optimizer.name={optimizer}", "optimizer.warmup=2"]
-    straight = losses_of(train(run_here, "straight", "train.steps=8", *words))
-    run = train(run_here, "again", "train.steps=8", "checkpoint.every=4", *words)
-    before = losses_of(run)
+    words = [f"optimizer.name={optimizer}", "optimizer.warmup=2", "checkpoint.every=4"]
+    run = train(run_here, "again", "train.steps=8", *words)
+    straight = losses_of(run)
     assert run_here("resume", run, "--from", 4) == Exit.DONE
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line.get("event") == "resumed"] == [4]
     assert sum("loss" in line and "event" not in line for line in lines) == 12  # steps 5-8 were really trained twice
-    assert losses_of(run) == before == straight
+    assert losses_of(run) == straight
     assert (run / "checkpoints" / "abandoned-step-8").is_dir()
 
 

@@ -6,12 +6,14 @@ The planner refuses what it knows not to fit. So here a run is prepared with roo
 from __future__ import annotations
 
 import re
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import SMALL
+from commands import SMALL, be_no_rank, caught
+from forked_python import forked_ranks
+from ranks import RankPool
 
 from shardwise.config.load import load_config
 from shardwise.errors import Exit
@@ -52,14 +54,21 @@ def test_a_rank_over_its_limit_stops_with_a_verdict(
     assert run.last_event()["event"] == "finished"  # type: ignore[index]
 
 
-def test_one_full_rank_ends_the_others_too(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def started(path: str) -> tuple[int, str]:
+    """In a process of the pool, as the launcher of two ranks. Its exit code, and what they said."""
+    be_no_rank()
+    with caught(2, sys.stderr) as said, forked_ranks():
+        code = start_ranks(RunDir(Path(path)), 2, 1, None, ["--no-verify"])
+    return code, said[0]
+
+
+def test_one_full_rank_ends_the_others_too(workdir: Path, ranks: RankPool) -> None:
     """The first of two stages has most layers, and two micro-batches under way where the second has one."""
     layers = ("model.num_layers=8", "parallel.layout=pp=2", "parallel.split=7,1", "train.global_batch=16")
     run = prepared("345MiB", *layers, "run.name=one")
-    began = time.monotonic()
-    assert start_ranks(run, 2, 1, None, ["--no-verify"]) == Exit.OUT_OF_MEMORY
-    assert time.monotonic() - began < 120  # a collective would wait for 300 s
-    assert "error: out of memory on rank 0" in capfd.readouterr().err
+    [(code, said)] = ranks.run(started, 1, str(run.path), fresh=True)  # within 120 s: a collective would wait for 300
+    assert code == Exit.OUT_OF_MEMORY
+    assert "error: out of memory on rank 0" in said
     assert run.last_event()["exit"] == Exit.OUT_OF_MEMORY  # type: ignore[index]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from foreign_models import write_model
+from foreign_models import MODULES, write_model
 
 from shardwise.config.schema import AdapterConfig, OptimizerConfig
 from shardwise.errors import Exit, UserError
@@ -58,6 +58,7 @@ def test_a_broken_layout_is_found(ranks, broken: str) -> None:
 @pytest.mark.parametrize("broken", ["", "multiply"])
 @pytest.mark.parametrize("kind", ["opt", "gpt_oss"])
 def test_so_is_a_model_that_only_transformers_knows(ranks, tmp_path: Path, kind: str, broken: str) -> None:
+    ranks.preload(*MODULES)
     spec = read_spec(write_model(kind, tmp_path / kind))
     proofs = ranks.run(proof_of, 2, plan_of(dp=2, zero=3, global_batch=7), broken, spec)
     assert all(proof.holds == (not broken) for proof in proofs)
@@ -65,6 +66,7 @@ def test_so_is_a_model_that_only_transformers_knows(ranks, tmp_path: Path, kind:
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_so_are_adapters_on_such_a_model(ranks, tmp_path: Path, kind: str) -> None:
+    ranks.preload(*MODULES)
     spec = read_spec(write_model("gpt_neox", tmp_path / "neox"))
     plan = plan_of(dp=2, zero=3, global_batch=7, recompute="full")
     adapter = AdapterConfig(kind=kind, rank=4, targets=("all-linear",))

@@ -1,6 +1,6 @@
 """AdamW over fp32 masters in one pass over memory: gradient, master and moments are read once, master, moments and 16-bit copy written once.
 
-torch's fused AdamW would need the gradient in fp32 and leave the copy to a second pass: 36 bytes per number instead of 28, and 4 more at
+torch's fused AdamW would need the gradient widened before and the copy rounded after: 40 bytes per number instead of 28, and 4 more at
 once. The numbers are those of torch's kernel (adamw_kernel.py), the state has its names, so checkpoints do not know who wrote them. Nothing waits for
 the device: the learning rate and the number of steps are the host's, clipping's factor is read where it is. Elsewhere than on CUDA, and for other
 optimizers, wide_state.py does the same bucket by bucket.
@@ -26,6 +26,11 @@ def has_kernel() -> bool:
     return torch.cuda.is_available() and has_compiler and find_spec("triton") is not None
 
 
+def can_update(master: nn.Parameter) -> bool:
+    """A proof's masters are fp64."""
+    return master.is_cuda and master.dtype == torch.float32 and has_kernel()
+
+
 class CopyAdamW(torch.optim.AdamW):
     grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
 
@@ -35,8 +40,9 @@ class CopyAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        from shardwise.memory.adamw_kernel import update  # Triton takes seconds to load
-
+        update = plain_update
+        if self.param_groups[0]["params"][0].is_cuda:
+            from shardwise.memory.adamw_kernel import update  # Triton takes seconds to load
         factor, self.grad_factor = self.grad_factor, None
         for group in self.param_groups:
             scalars: dict[int, Tensor] = {}
@@ -55,6 +61,26 @@ class CopyAdamW(torch.optim.AdamW):
         moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
         self.state[master] = {"step": torch.zeros((), dtype=torch.float32), **moments}
         return self.state[master]
+
+
+def plain_update(
+    master: Tensor,
+    copy: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    scalars: Tensor,
+    factor: Tensor | None,
+) -> None:
+    """What the kernel computes, one operation after the other: to read, and to compare it with."""
+    decay, beta1, rest1, beta2, rest2, rate, root, eps = scalars.tolist()
+    g = gradient.float() if factor is None else gradient.float() * factor.float()
+    w = (master.double() - decay * master.double()).float()
+    first.copy_(beta1 * first.double() + rest1 * g.double())
+    second.copy_(beta2 * second.double() + rest2 * g.double() * g.double())
+    below = ((second.sqrt() / root).double() + eps).float()
+    master.copy_(w - rate * first / below)
+    copy.copy_(master)
 
 
 def _scalars(group: dict[str, Any], count: int) -> Tensor:

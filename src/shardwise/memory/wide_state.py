@@ -11,6 +11,7 @@ Invariant: between steps a stand-in is empty, and `state[parameter]` is the inne
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -47,18 +48,20 @@ class WideState(torch.optim.Optimizer):
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             yield from zip(own["params"], inner["params"], strict=True)
 
-    def _buckets(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter, Tensor]]]:
-        """With gradients, which are taken away from the parameters: the inner optimizer must see a bucket's alone."""
-        found = [
-            (*pair, gradient)
-            for pair in self._pairs()
-            if (gradient := take_gradient(pair[0], self.copy_of)) is not None
-        ]
-        while found:
+    def _buckets(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
+        """Pairs that are ready to be updated. All gradients are taken away first: the inner optimizer must see a bucket's alone."""
+        waiting = deque((p, w, g) for p, w in self._pairs() if (g := take_gradient(p, self.copy_of)) is not None)
+        while waiting:
             bucket, size = [], 0
-            while found and size < BUCKET_NUMBERS:
-                bucket.append(found.pop(0))
-                size += bucket[-1][0].numel()
+            while waiting and size < BUCKET_NUMBERS:
+                parameter, wide, gradient = waiting.popleft()
+                if wide is not parameter:
+                    wide.data = parameter.detach().float()
+                wide.grad = gradient.to(wide.dtype)
+                if self.grad_factor is not None:
+                    wide.grad *= self.grad_factor.to(wide.grad)
+                bucket.append((parameter, wide))
+                size += parameter.numel()
             yield bucket
 
     @torch.no_grad()
@@ -69,13 +72,8 @@ class WideState(torch.optim.Optimizer):
             else:
                 inner["lr"] = own["lr"]
         for bucket in self._buckets():
-            for parameter, wide, narrow_gradient in bucket:
-                if wide is not parameter:
-                    wide.data = parameter.detach().float()
-                gradient = narrow_gradient.to(wide.dtype)
-                wide.grad = gradient if self.grad_factor is None else gradient * self.grad_factor.to(gradient)
             self.inner.step()  # passes over parameters without a gradient
-            for parameter, wide, _ in bucket:
+            for parameter, wide in bucket:
                 wide.grad = None
                 if wide is parameter:
                     self.copy_of[parameter].copy_(parameter)

@@ -22,6 +22,7 @@ from typing import Any
 from shardwise.plan.bounds import TimeFloors
 from shardwise.plan.branches import Branches, Place
 from shardwise.plan.candidate import Candidate, Counts, family, plainness, rank_of
+from shardwise.plan.effort import effort
 from shardwise.plan.layouts import Layouts
 from shardwise.plan.least_memory import MemoryFloors
 from shardwise.plan.least_sharing import Sharing
@@ -104,6 +105,10 @@ class BestFirst:
             ask.push(max(bound, floor), (), self._open_size, grid, size, place)
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
+        floor = self.branches.size(grid, size, place)
+        if floor > bound:  # others may come first
+            ask.push(floor, (), self._open_size, grid, size, place)
+            return
         for states, sharing, savings in self.branches.states(grid, size, place):
             if not ask.is_told(grid, states) and ask.accept(grid, None, states, None):
                 chain = [one for one in savings if ask.accept(grid, None, states, one[2])]
@@ -160,9 +165,11 @@ class BestFirst:
         """One layout: a better bound first."""
         if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
-        floor, plan = self.branches.layout(grid, pace, states, saving)
-        order = (self.branches.order[saving],)
-        ask.push(max(bound, floor), order, self._open_layout, grid, states, saving, plan, fitting)
+        found = self.branches.layout(grid, pace, states, saving)
+        if found is not None:
+            floor, plan = found
+            order = (self.branches.order[saving],)
+            ask.push(max(bound, floor), order, self._open_layout, grid, states, saving, plan, fitting)
 
     def _open_layout(
         self,
@@ -180,6 +187,13 @@ class BestFirst:
             self.counts.too_large += 1
             return
         fitting.append(saving)
+        floor = self.layouts.seconds(plan) * effort(plan)
+        ask.push(max(bound, floor), (self.branches.order[saving],), self._open_fitting, grid, states, plan)
+
+    def _open_fitting(self, ask: _Question, bound: float, grid: Grid, states: States, plan: Plan) -> None:
+        """The prediction in all its parts takes longer than its sum."""
+        if ask.is_told(grid, states):
+            return
         candidate = self.layouts.predicted(plan)
         ask.push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
 

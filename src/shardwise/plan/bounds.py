@@ -93,6 +93,7 @@ class TimeFloors:
         self._states: dict[tuple[object, ...], dict[tuple[object, ...], StateTime]] = {}
         self._slower: dict[int, float] = {}
         self._paged: dict[tuple[object, ...], float] = {}
+        self._whole: dict[tuple[int, int], float] = {}
 
     def slower(self, gpus: int) -> float:
         if gpus not in self._slower:
@@ -126,8 +127,8 @@ class TimeFloors:
     def of_states(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
         return self.sharings.of(grid, size, states, offload)
 
-    def of_mode(self, grid: Grid, size: int, mode: str, sharing: Sharing) -> float:
-        return self.course(grid, size, mode).floor(sharing)
+    def of_saving(self, grid: Grid, size: int, saving: Saving, sharing: Sharing) -> float:
+        return self.course(grid, size, saving.recompute).floor(sharing) + self.paging(grid, size, saving)
 
     def of_pace(self, grid: Grid, pace: Pace, mode: str, sharing: Sharing) -> float:
         return self.courses(grid, pace.micro_batch, mode)[pace].floor(sharing)
@@ -186,10 +187,12 @@ class TimeFloors:
         key = (*grid[1:5], grid.ep, size, mode, grid.gpus == 1)
         if key not in self._paged:
             parts = grid.tp if grid.sequence else 1
-            spec, times = replace(tensor_slice(model, grid.tp), norm="layer"), self.works.times(grid, size, mode)
-            kept = float(layer_activations(spec, spec.layers, 0, parts))
-            if groups := segments(mode, range(len(spec.layers))):
-                kept = len(groups) * spec.hidden // parts + kept * (1 - sum(map(len, groups)) / len(spec.layers))
+            if (grid.tp, parts) not in self._whole:
+                spec = replace(tensor_slice(model, grid.tp), norm="layer")
+                self._whole[grid.tp, parts] = float(layer_activations(spec, spec.layers, 0, parts))
+            kept, times = self._whole[grid.tp, parts], self.works.times(grid, size, mode)
+            if groups := segments(mode, range(model.num_layers)):
+                kept = len(groups) * model.hidden // parts + kept * (1 - sum(map(len, groups)) / model.num_layers)
             way = times.shape.here * kept * times.shape.size / host_rate(self.space.cluster)
             work = self.works.of(grid, size, mode)
             backward = work.total - work.all_forward

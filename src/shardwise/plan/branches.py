@@ -13,11 +13,11 @@ from typing import NamedTuple
 from shardwise.plan.bounds import TimeFloors
 from shardwise.plan.candidate import Counts
 from shardwise.plan.effort import effort, effort_of
-from shardwise.plan.least_memory import MemoryFloors, Weights
+from shardwise.plan.least_memory import MemoryFloors
 from shardwise.plan.least_sharing import Sharing
 from shardwise.plan.memory import WEIGHT_BYTES, state_bytes
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.space import SCHEDULES, Grid, Pace, Saving, Space, States
 
 Place = tuple[str, bool]
 """Where states wait, and whether activations do."""
@@ -47,15 +47,16 @@ class Branches:
         self._modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
         self._on_host = self._host_bytes()
         self._sizes: dict[Grid, list[Sized]] = {}
+        self._better: dict[tuple[Grid, int, Place], float] = {}
         self._states: dict[tuple[Grid, int, Place], list[Shared]] = {}
         self._paces: dict[tuple[Grid, int, States, Saving], list[tuple[float, Pace]]] = {}
         self._layouts: dict[tuple[Grid, Pace, States, Saving], tuple[float, Plan]] = {}
-        self._activations: dict[tuple[Grid, int, str, bool], list[tuple[Pace, list[float]]]] = {}
+        self._needed: dict[tuple[Grid, Pace, States, Saving], float] = {}
 
     def within(self, limit: int) -> Branches:
         """The same with another limit; what does not depend on it stays."""
         other = Branches(self.space, limit, self.time, self.memory, self.counts)
-        other._layouts, other._activations = self._layouts, self._activations
+        other._paces, other._needed, other._layouts = self._paces, self._needed, self._layouts
         return other
 
     def least_states(self, grid: Grid) -> States:
@@ -90,6 +91,21 @@ class Branches:
                     self.counts.too_large += each
                 else:
                     found.append(Sized(self.time.of_size(grid, size) * effort_of(grid, *place), size, place))
+        return found
+
+    def size(self, grid: Grid, size: int, place: Place) -> float:
+        """A better floor of a size: by the quickest recomputation that the smallest states leave room for."""
+        key = (grid, size, place)
+        found = self._better.get(key)
+        if found is None:
+            least, several = self.least_states(grid), self._several(grid, size)
+            weights = self.memory.of_grid(grid, size, least, place[0])
+            modes = self._modes
+            if not place[1]:
+                modes = [m for m in modes if weights.beside(self.memory.kept(grid, size, m), several) <= self.limit]
+            sharing = Sharing(0.0, 0.0, self.time.sharings.update(grid, size, least, place[0]))
+            floors = [self.time.of_saving(grid, size, Saving(mode, *place), sharing) for mode in modes]
+            found = self._better[key] = min(floors) * effort_of(grid, *place)
         return found
 
     def _host_bytes(self) -> float:
@@ -145,39 +161,23 @@ class Branches:
         key = (grid, size, states, saving)
         found = self._paces.get(key)
         if found is None:
-            found = self._paces[key] = self._cut_states(grid, size, states, saving, sharing)
+            place, courses = saving[1:], self.time.courses(grid, size, saving.recompute)
+            slow = {name: effort_of(grid, *place, name) for name in SCHEDULES}
+            floors = [(course.floor(sharing) * slow[pace.schedule], pace) for pace, course in courses.items()]
+            found = self._paces[key] = sorted(floors, reverse=True)
         return found
-
-    def _cut_states(
-        self, grid: Grid, size: int, states: States, saving: Saving, sharing: Sharing
-    ) -> list[tuple[float, Pace]]:
-        several, found = self._several(grid, size), []
-        courses = self.time.courses(grid, size, saving.recompute)
-        weights: dict[tuple[bool, int], list[Weights]] = {}
-        for pace, kept in self._kept_of(grid, size, saving):
-            shape = (pace.schedule == "zbv", pace.virtual_stages)
-            if shape not in weights:
-                weights[shape] = self.memory.weights(grid, pace, states, saving.offload)
-            if any(one.beside(held, several) > self.limit for one, held in zip(weights[shape], kept, strict=True)):
-                self.counts.too_large += 1
-                continue
-            slow = effort_of(grid, saving.offload, saving.activation_offload, pace.schedule)
-            found.append((courses[pace].floor(sharing) * slow, pace))
-        found.sort(reverse=True)
-        return found
-
-    def _kept_of(self, grid: Grid, size: int, saving: Saving) -> list[tuple[Pace, list[float]]]:
-        """Floors of activations by schedule."""
-        key = (grid, size, saving.recompute, saving.activation_offload)
-        if key not in self._activations:
-            paces = (Pace(size, *pipeline) for pipeline in self.space.pipelines(grid.pp))
-            self._activations[key] = [(pace, self.memory.activations(grid, pace, *key[2:])) for pace in paces]
-        return self._activations[key]
 
     # One layout ----------------------------------------------------------------------------------------------------
 
-    def layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> tuple[float, Plan]:
+    def layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> tuple[float, Plan] | None:
+        """Its floor, by a closer look; None if it cannot fit."""
         key = (grid, pace, states, saving)
+        needed = self._needed.get(key)
+        if needed is None:
+            needed = self._needed[key] = self.memory.of_layout(grid, pace, states, saving)
+        if needed > self.limit:
+            self.counts.too_large += 1
+            return None
         found = self._layouts.get(key)
         if found is None:
             plan = self.space.plan(grid, pace, states, saving)

@@ -114,6 +114,7 @@ class Pricer:
         self.half = PASS_HALF[device.kind]
         more = (device.watts / self.generation.watts) ** 0.5 if self.generation.watts and device.watts else 1.0
         self.sustained = min(1.0, self.generation.sustained * more)
+        self._products: dict[Product, float] = {}  # a layer has many twice, and so have layouts
 
     def seconds(self, work: Work, backward: bool = False) -> float:
         """On the device, one operation after the other."""
@@ -127,6 +128,12 @@ class Pricer:
         return work.launches * self.launch * self.stack.host_share
 
     def product(self, p: Product) -> float:
+        found = self._products.get(p)
+        if found is None:
+            found = self._products[p] = self._product(p)
+        return found
+
+    def _product(self, p: Product) -> float:
         generation, peak = self.generation, self.exact_peak if p.exact else self.peak
         size = 1 if self.eight_bit and not p.exact else self.size
         moved = p.groups * (size * (p.m * p.k + p.k * p.n) + (8 if p.adds else self.size) * p.m * p.n)

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
@@ -62,9 +61,8 @@ def add(times: Iterable[LayerTime]) -> LayerTime:
 class LayerTimes:
     """Prices of one layout's layers."""
 
-    def __init__(self, model: ModelSpec, cluster: ClusterSpec, network: Network, job: Job, plan: Plan, stack: Stack):
-        self.model, self.plan, self.stack, self.network = model, plan, stack, network
-        self.pricer = Pricer(cluster.device, plan.precision, stack, plan.threads_per_rank)
+    def __init__(self, model: ModelSpec, network: Network, pricer: Pricer, job: Job, plan: Plan, stack: Stack):
+        self.model, self.plan, self.stack, self.network, self.pricer = model, plan, stack, network, pricer
         tokens = -(-plan.seq_len // plan.cp)
         self.shape = Shape(
             rows=plan.micro_batch,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shardwise.plan.candidate import Candidate, Counts
 from shardwise.plan.lifetimes import rank_memory
-from shardwise.plan.memory import predict_elsewhere, predict_memory
+from shardwise.plan.memory import fits, predict_elsewhere, predict_memory
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import predict
 from shardwise.plan.rank_share import rank_share
@@ -15,6 +15,9 @@ from shardwise.plan.space import Space
 from shardwise.plan.speed import stack_of
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import groups_of
+from shardwise.plan.step_time import step_seconds
+
+ROUNDED = 1 - 1e-12
 
 
 class Layouts:
@@ -22,23 +25,26 @@ class Layouts:
 
     def __init__(self, space: Space, stack: Stack | None, counts: Counts):
         self.space, self.stack, self.counts = space, stack, counts
-        self._first: dict[Plan, int] = {}
+        self._large: dict[tuple[Plan, int], bool] = {}
         self._memory: dict[Plan, int] = {}
+        self._seconds: dict[Plan, float] = {}
         self._predicted: dict[Plan, Candidate] = {}
 
     def is_too_large(self, plan: Plan, limit: int) -> bool:
-        """One rank is enough to know it, and the first is most often the fullest."""
-        if plan.pp > 1 and plan not in self._memory and self._of_first(plan) > limit:
-            return True
-        return self.memory_of(plan) > limit or not self.fits_on_host(plan)
+        key = (plan, limit)
+        if key not in self._large:
+            self._large[key] = not self._fits(plan, limit) or not self.fits_on_host(plan)
+        return self._large[key]
 
-    def _of_first(self, plan: Plan) -> int:
-        if plan not in self._first:
-            job, share = self.space.job, rank_share(self.space.model, plan, 0)
-            groups = groups_of(share.cut, self.space.model, job.adapter)
-            memory = rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan))
-            self._first[plan] = memory.peak
-        return self._first[plan]
+    def _fits(self, plan: Plan, limit: int) -> bool:
+        """One rank is enough to know that it does not, and the first is most often the fullest."""
+        model, job = self.space.model, self.space.job
+        if plan.pp > 1:
+            share = rank_share(model, plan, 0)
+            groups = groups_of(share.cut, model, job.adapter)
+            if rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan)).peak > limit:
+                return False
+        return fits(model, plan, job.optimizer, job.adapter, limit)
 
     def memory_of(self, plan: Plan) -> int:
         if plan not in self._memory:
@@ -53,6 +59,15 @@ class Layouts:
         job = self.space.job
         away = predict_elsewhere(self.space.model, plan, job.optimizer, job.adapter)
         return away["host"] <= self.space.cluster.host_share
+
+    def seconds(self, plan: Plan) -> float:
+        """Of a step, by its parts' sum in another order: less than what is predicted by a rounding at most."""
+        if plan not in self._seconds:
+            space, stack = self.space, self.stack or stack_of(plan)
+            self._seconds[plan] = sum(
+                step_seconds(space.model, space.cluster, space.job, plan, stack, apart=False).values()
+            )
+        return self._seconds[plan] * ROUNDED
 
     def predicted(self, plan: Plan) -> Candidate:
         if plan not in self._predicted:

@@ -5,6 +5,7 @@ Read next: lifetimes.py (which moment is the peak), states.py (weights, gradient
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwise.config.schema import AdapterConfig
@@ -34,7 +35,19 @@ from shardwise.plan.states import state_bytes as state_bytes
 def predict_memory(
     spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack | None = None
 ) -> dict[str, int]:
-    """Bytes of the fullest rank at the peak. Of ranks with the same layers, the one with most in flight is the fullest."""
+    """Bytes of the fullest rank at the peak."""
+    return fullest(tuple(_may_be_fullest(spec, plan, optimizer, adapter, stack))).parts
+
+
+def fits(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig, limit: int) -> bool:
+    """Whether every rank stays within the limit; it ends with the first that does not."""
+    return all(stage.peak <= limit for stage in _may_be_fullest(spec, plan, optimizer, adapter, None))
+
+
+def _may_be_fullest(
+    spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig, stack: Stack | None
+) -> Iterator[StageMemory]:
+    """Of ranks with the same layers, the one with most in flight is the fullest."""
     shares, stack = rank_shares(spec, plan), stack or stack_of(plan)
     by_number = plan.recompute.startswith("every-")  # which layers are computed again depends on where they are
     kinds = range(plan.pp) if by_number else alike(tuple(share.cut for share in shares))
@@ -43,10 +56,8 @@ def predict_memory(
         other = fullest_of.setdefault((kind, share.weights_waiting), share)
         if other.stages_in_flight < share.stages_in_flight:
             fullest_of[kind, share.weights_waiting] = share
-    stages = (
-        rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack) for share in fullest_of.values()
-    )
-    return fullest(tuple(stages)).parts
+    for share in fullest_of.values():
+        yield rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack)
 
 
 def predict_stages(

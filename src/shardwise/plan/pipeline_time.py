@@ -27,6 +27,7 @@ def _steps(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -
     none, backwards = -1, stages * count  # results are numbered: forwards, gradients of inputs, gradients of weights
     done, waiting = bytearray(3 * stages * count), {}  # type: ignore[var-annotated]
     steps: list[Step] = []
+    price, add = {"F": 0, "B": 1, "I": 2, "W": 3}, steps.append
     position, awake = [0] * pp, list(range(pp))
     while awake:
         rank = awake.pop()
@@ -49,7 +50,7 @@ def _steps(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -
             if missing >= 0:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            steps.append((rank, stage * 4 + "FBIW".index(kind), own, far, crosses, near))
+            add((rank, stage * 4 + price[kind], own, far, crosses, near))
             done[own] = 1
             at += 1
             if own in waiting:
@@ -63,6 +64,13 @@ def pipeline_seconds(
     schedule: str, pp: int, virtual_stages: int, num_microbatches: int, prices: Sequence[float], transfer: float
 ) -> float:
     """`prices`: seconds of F, B, I and W of every stage, one after another. `transfer`: of a message between ranks."""
+    return _simulated(schedule, pp, virtual_stages, num_microbatches, tuple(prices), transfer)
+
+
+@lru_cache(1024)
+def _simulated(
+    schedule: str, pp: int, virtual_stages: int, num_microbatches: int, prices: tuple[float, ...], transfer: float
+) -> float:
     few = ENOUGH * pp
     if num_microbatches > few + 2 * pp:
         rest = (num_microbatches - few) // pp * pp

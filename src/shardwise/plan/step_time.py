@@ -18,6 +18,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.collectives import Network
 from shardwise.plan.job import Job
+from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import LayerTime, LayerTimes, add
 from shardwise.plan.offloaded import host_rate, offload_seconds
 from shardwise.plan.operations import num_tensors
@@ -59,9 +60,9 @@ class StageTime:
 
 
 def step_seconds(
-    model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None
+    model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None, apart: bool = True
 ) -> dict[str, float]:
-    """Seconds by part; their sum is the step."""
+    """Seconds by part; their sum is the step. `apart`: tells waiting for messages between stages from waiting, which takes as long again."""
     stack = stack or stack_of(plan)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times)
@@ -79,7 +80,7 @@ def step_seconds(
     slowest = max(range(plan.pp), key=busy.__getitem__)
     parts = _rank_parts(mine[slowest], states[slowest], plan)
     if plan.pp > 1:
-        parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack)
+        parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack, apart)
     state = states[slowest]
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
     if plan.pp > 1 and model.tied:
@@ -129,6 +130,7 @@ def _length(time: LayerTime) -> float:
 Owners = tuple[ModelSpec, ClusterSpec, Stack]
 _RECENT: dict[object, tuple[Owners, LayerTimes]] = {}
 _NETWORKS: dict[tuple[int, int], tuple[ClusterSpec, Network]] = {}
+_PRICERS: dict[tuple[object, ...], tuple[ClusterSpec, Stack, Pricer]] = {}
 
 
 def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack) -> LayerTimes:
@@ -143,9 +145,23 @@ def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, st
             _RECENT.clear()
         found = _RECENT[key] = (
             (model, cluster, stack),
-            LayerTimes(model, cluster, _network(cluster, _odd_groups(cluster, plan)), job, plan, stack),
+            LayerTimes(
+                model, _network(cluster, _odd_groups(cluster, plan)), _pricer(cluster, plan, stack), job, plan, stack
+            ),
         )
     return found[1]
+
+
+def _pricer(cluster: ClusterSpec, plan: Plan, stack: Stack) -> Pricer:
+    """One for all layouts, because it remembers."""
+    key = (id(cluster), id(stack), plan.precision, plan.threads_per_rank)
+    found = _PRICERS.get(key)
+    if found is None:
+        if len(_PRICERS) > 16:
+            _PRICERS.clear()
+        pricer = Pricer(cluster.device, plan.precision, stack, plan.threads_per_rank)
+        found = _PRICERS[key] = (cluster, stack, pricer)
+    return found[2]
 
 
 def _odd_world(cluster: ClusterSpec, plan: Plan) -> int:
@@ -286,6 +302,7 @@ def _pipeline(
     times: LayerTimes,
     plan: Plan,
     stack: Stack,
+    apart: bool,
 ) -> dict[str, float]:
     """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
     transfer = transfer_seconds(times, plan, stack)
@@ -306,6 +323,8 @@ def _pipeline(
     total = pipeline_seconds(*schedule, prices, transfer)
     # Messages of one direction share a link, one after the other; the first leaves when the first stage is through.
     total = max(total, prices[0] + plan.num_microbatches * plan.virtual_stages * transfer)
+    if not apart:
+        return {"bubble": max(0.0, total - busy)}
     quick = pipeline_seconds(*schedule, prices, 0.0)
     sent = max(0.0, total - quick)
     return {"bubble": max(0.0, total - busy - sent), "pipeline": min(sent, max(0.0, total - busy))}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
-from shardwise.memory.fused_update import CopyAdamW, has_kernel
+from shardwise.memory.fused_update import CopyAdamW, can_update
 from shardwise.memory.low_bit import adamw8bit
 from shardwise.memory.offload import offloaded_optimizer
 from shardwise.memory.wide_state import CopyOf, WideState
@@ -46,7 +46,7 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     if not groups:  # a stage may be frozen as a whole; torch wants something to do
         groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
-    if copy_of and config.name in ("adamw", "adamw8bit") and trained[0].is_cuda and has_kernel():
+    if copy_of and config.name in ("adamw", "adamw8bit") and can_update(trained[0]):
         build = CopyAdamW if config.name == "adamw" else adamw8bit
         return build(groups, config.lr, config.betas, config.eps, copy_of)
     if copy_of or any(p.dtype == torch.float16 for p in trained):

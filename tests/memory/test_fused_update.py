@@ -1,0 +1,119 @@
+"""AdamW over masters and copies: its plain twin here, against torch's own AdamW. The kernel is in test_fused_update_cuda.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.config.schema import OptimizerConfig
+from shardwise.memory.fused_update import CopyAdamW
+from shardwise.run.optimizer import build_optimizer, set_learning_rate
+
+CONFIG = OptimizerConfig(lr=3e-3, weight_decay=0.1)
+SHAPES = [(50, 33), (7,), (3, 4, 5)]
+ROUNDED = torch.finfo(torch.float32).eps
+"""Of a weight, in one step: it is rounded after its decay and after its change, by half of this each time. Two ways of computing it are at most twice as
+far apart; of the change itself, four roundings are allowed, at about the learning rate each."""
+
+
+def masters() -> list[nn.Parameter]:
+    draw = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in SHAPES]
+
+
+def gradients(step: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(100 + step)
+    return [(0.1 * torch.randn(shape, generator=draw)).to(dtype) for shape in SHAPES]
+
+
+def within(found: Tensor, truth: Tensor, times: float) -> bool:
+    limit = times * ROUNDED * (truth.abs() + 4 * CONFIG.lr)
+    return bool(((found.double() - truth.double()).abs() <= limit).all())
+
+
+def optimizer_of(ours: list[nn.Parameter]) -> CopyAdamW:
+    copy_of = {master: nn.Parameter(master.detach().bfloat16()) for master in ours}
+    groups = build_optimizer(CONFIG, ours).param_groups  # who is decayed is said in one place
+    groups = [{key: group[key] for key in ("params", "weight_decay")} for group in groups]
+    return CopyAdamW(groups, CONFIG.lr, CONFIG.betas, CONFIG.eps, copy_of)
+
+
+def one_step(optimizer: CopyAdamW, ours: list[nn.Parameter], step: int, factor: Tensor | None, summed: bool) -> None:
+    for our, gradient in zip(ours, gradients(step), strict=True):
+        if summed:  # over micro-batches, in fp32
+            our.grad = gradient.float()
+        else:
+            optimizer.copy_of[our].grad = gradient
+    optimizer.grad_factor = factor
+    optimizer.step()
+
+
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("clips", [True, False])
+def test_steps_are_torchs(clips: bool, summed: bool) -> None:
+    theirs, ours = masters(), masters()
+    truth, found = build_optimizer(CONFIG, theirs), optimizer_of(ours)
+    factor = torch.tensor(0.37, dtype=torch.float64) if clips else None
+    for step in range(1, 6):
+        for optimizer in (truth, found):
+            set_learning_rate(optimizer, CONFIG.lr / step)
+        for their, gradient in zip(theirs, gradients(step, torch.float32), strict=True):
+            wide = gradient.bfloat16().float()
+            their.grad = wide if factor is None else wide * factor.float()
+        truth.step()
+        one_step(found, ours, step, factor, summed)
+        assert found.grad_factor is None
+        for their, our in zip(theirs, ours, strict=True):
+            assert within(our, their, 2 * step), step  # steps add up
+            assert torch.equal(found.copy_of[our], our.bfloat16())
+            assert our.grad is None and found.copy_of[our].grad is None
+            assert float(found.state[our]["step"]) == step
+
+
+def test_states_have_torchs_names_and_go_on_after_torch() -> None:
+    """Two steps by torch, the third by this one, is three steps by torch."""
+    theirs = masters()
+    truth = build_optimizer(CONFIG, theirs)
+    for step in (1, 2, 3):
+        if step == 3:
+            ours = [nn.Parameter(their.detach().clone()) for their in theirs]
+            found = optimizer_of(ours)
+            state = {number: dict(entry) for number, entry in truth.state_dict()["state"].items()}
+            state = {n: {key: value.clone() for key, value in entry.items()} for n, entry in state.items()}
+            found.load_state_dict({"state": state, "param_groups": found.state_dict()["param_groups"]})
+        for their, gradient in zip(theirs, gradients(step), strict=True):
+            their.grad = gradient.float()
+        truth.step()
+    one_step(found, ours, 3, None, summed=False)
+    for their, our in zip(theirs, ours, strict=True):
+        assert found.state[our].keys() == truth.state[their].keys()
+        assert within(our, their, 2)
+
+
+def test_a_step_is_the_formula_in_fp64_rounded() -> None:
+    ours = masters()
+    found, (beta1, beta2), lr = optimizer_of(ours), CONFIG.betas, CONFIG.lr
+    for step in (1, 2, 3):
+        exact = []
+        for our, gradient in zip(ours, gradients(step), strict=True):
+            w, g, state = our.detach().double(), gradient.double(), found.state[our] or {}
+            m, v = (state.get(name, torch.zeros_like(our)).double() for name in ("exp_avg", "exp_avg_sq"))
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+            w = w * (1 - lr * (CONFIG.weight_decay if our.ndim > 1 else 0.0))
+            mean, spread = m / (1 - beta1**step), v / (1 - beta2**step)
+            exact.append((w - lr * mean / (spread.sqrt() + CONFIG.eps), m, v))
+        one_step(found, ours, step, None, summed=False)
+        for our, (w, m, v) in zip(ours, exact, strict=True):
+            assert within(our, w, 1), step
+            assert torch.equal(found.state[our]["exp_avg"], m.float())  # rounded once, at the end
+            assert torch.equal(found.state[our]["exp_avg_sq"], v.float())
+
+
+def test_a_master_without_a_gradient_stays() -> None:
+    ours = masters()
+    found, before = optimizer_of(ours), [our.detach().clone() for our in ours]
+    found.copy_of[ours[0]].grad = torch.ones_like(found.copy_of[ours[0]])
+    found.step()
+    assert not torch.equal(ours[0], before[0]) and ours[1] not in found.state
+    assert all(torch.equal(our, old) for our, old in zip(ours[1:], before[1:], strict=True))
