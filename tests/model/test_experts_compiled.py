@@ -73,6 +73,33 @@ def test_a_compiled_block_asks_no_tensor_for_its_value() -> None:
     assert seen.count("aten.scatter_add.default") == 1  # experts are counted once
 
 
+def test_gate_and_up_in_one_piece_are_one_product() -> None:
+    x_BTD = torch.randn(2, 16, 64).bfloat16()
+    layer, apart = make_layer(), make_layer()
+    layer.experts.join()
+    assert torch.equal(layer.experts.gate, apart.experts.gate) and torch.equal(layer.experts.up, apart.experts.up)
+    found = results(layer, torch.compile(layer.forward, backend="aot_eager", fullgraph=True), x_BTD)
+    expected = results(apart, apart.forward, x_BTD)
+    for one, other in zip(found, expected, strict=True):
+        # The input's gradient is rounded once and not three times.
+        torch.testing.assert_close(one, other, rtol=0, atol=2**-7 * float(other.abs().max()))
+    exact = {name for name, _ in layer.named_parameters()} - {"router.weight"}
+    for name in exact:
+        assert torch.equal(layer.get_parameter(name).grad, apart.get_parameter(name).grad), name
+    assert layer.experts.gate.grad.is_contiguous()  # or it would be copied once more
+    with torch.no_grad():
+        layer.experts.gate.zero_()
+    assert not layer.experts.joined_E2FD[:, :96].any() and layer.experts.joined_E2FD[:, 96:].any()
+
+
+def test_joined_experts_without_a_compiler_take_the_loop() -> None:
+    x_MD, counts_E = torch.randn(8, 64).bfloat16(), torch.tensor([3, 0, 4, 1])
+    experts = make_layer().experts
+    expected = experts(x_MD, counts_E)
+    experts.join()
+    assert torch.equal(experts(x_MD, counts_E), expected)
+
+
 @pytest.mark.parametrize("num_experts", [64, 256, 300])
 def test_one_byte_sorts_as_eight_do(num_experts: int) -> None:
     experts_M = torch.randint(0, num_experts, (4096,), generator=torch.Generator().manual_seed(0))

@@ -143,6 +143,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """E feed-forward networks as stacked weights. Rows come sorted by expert, `counts_E` says how many each has."""
 
+    joined_E2FD: Tensor | None = None  # gate and up in one piece of memory, see `join`
+
     def __init__(self, spec: ModelSpec):
         super().__init__()
         shape = (spec.num_experts, spec.expert_ffn, spec.hidden)
@@ -168,15 +170,43 @@ class Experts(nn.Module):
 
     def _grouped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
         """One kernel for all experts: no loop, and no wait for the counts to reach the CPU. Rows need no padding: in bf16 an
-        expert's may begin anywhere, because what is read in pieces of 16 bytes are the rows themselves. Gate and up stay apart: joined
-        anew in every pass they would be copied (1 GB per layer of OLMoE), and one gradient of both would be put together in a slower pass."""
+        expert's may begin anywhere, because what is read in pieces of 16 bytes are the rows themselves."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
         if self.gate is None:
             h_MF = self.activation(F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E))
+        elif self.joined_E2FD is not None:
+            gate_MF, up_MF = _GateAndUp.apply(x_MD, self.gate, self.up, self.joined_E2FD, ends_E).chunk(2, dim=1)
+            h_MF = self.activation(gate_MF) * up_MF
         else:
             up_MF = F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E)
             h_MF = self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * up_MF
         return F.grouped_mm(h_MF, self.down.transpose(1, 2), offs=ends_E)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Move gate and up into one piece of memory, of which both are views from then on, so that one product reads both.
+        For whoever keeps the weights that are computed with: joining them anew in every pass would copy more than it saves."""
+        if self.gate is not None:
+            self.joined_E2FD = torch.cat([self.gate, self.up], 1)
+            self.gate.data, self.up.data = self.joined_E2FD.chunk(2, dim=1)
+
+
+class _GateAndUp(torch.autograd.Function):
+    """Both products of gated experts as one, over weights that lie together. Their gradients are two products, because what
+    comes of one would have to be cut apart, which is a copy; the input's is one, and nothing has to be added."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, gate: Tensor, up: Tensor, joined_E2FD: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_MD, joined_E2FD, ends_E)
+        return F.grouped_mm(x_MD, joined_E2FD.transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_M2F: Tensor) -> tuple[Tensor | None, ...]:
+        x_MD, joined_E2FD, ends_E = ctx.saved_tensors
+        grad_x_MD = F.grouped_mm(grad_M2F, joined_E2FD, offs=ends_E) if ctx.needs_input_grad[0] else None
+        halves = zip(grad_M2F.chunk(2, dim=1), ctx.needs_input_grad[1:3], strict=True)
+        weights = [F.grouped_mm(half_MF.t(), x_MD, offs=ends_E) if needed else None for half_MF, needed in halves]
+        return grad_x_MD, *weights, None, None
 
 
 def sorting(experts_M: Tensor, num_experts: int) -> Tensor:
