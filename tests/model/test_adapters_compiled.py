@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.adapters import adapt, decoder_adapters
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
+from shardwise.parallel.compiled import apply_compile
 
 SIZES = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
 SPEC = preset("tiny").with_overrides(SIZES)
@@ -44,18 +45,19 @@ def through(model: Decoder, forwards: list[Any], inputs: dict[int, Any]) -> list
     return [x_BTD.detach(), first.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize(("kind", "dropout"), [("lora", 0.0), ("lora", 0.1), ("qlora", 0.1)])
-def test_all_blocks_are_one_graph_and_compute_what_they_did(kind: str, dropout: float) -> None:
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize(("kind", "dropout"), [("lora", 0.0), ("qlora", 0.1)])
+def test_all_blocks_are_one_graph_and_compute_what_they_did(kind: str, dropout: float, selective: bool) -> None:
     torch.compiler.reset()
+    counters.clear()
     model, inputs = make(kind, dropout)
-    blocks = [block.forward for block in model.layers.values()]
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = [torch.compile(forward, backend=counter, fullgraph=True) for forward in blocks]
-    found, expected = through(model, compiled, inputs), through(model, blocks, inputs)
-    assert counter.frame_count == 1
-    assert len(found) == 2 + 2 * 2 * 7 and all(
-        torch.equal(one, other) for one, other in zip(found, expected, strict=True)
-    )
+    blocks: list[Any] = list(model.layers.values())
+    expected = through(model, [block.forward for block in blocks], inputs)
+    apply_compile(blocks, "trace", selective=selective, whole=True)
+    found = through(model, [block.forward for block in blocks], inputs)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(found) == 2 + 2 * 2 * 7
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_four_bits_stay_four_bits_until_backward() -> None:

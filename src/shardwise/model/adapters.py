@@ -275,7 +275,7 @@ class Chance:
     rows_B: Tensor | None = None  # a number for every row of every step; None: nothing is dropped
     positions_BT: Tensor | None = None
 
-    def begin(self, rows_B: Tensor | None, positions_BT: Tensor) -> None:
+    def begin(self, rows_B: Tensor | None, positions_BT: Tensor | None) -> None:
         self.rows_B, self.positions_BT = rows_B, positions_BT
 
     def salt(self, layer: str) -> Tensor:

@@ -256,7 +256,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, inputs: AttentionInputs, target_counts_B: Tensor | None = None
     ) -> tuple[Tensor, Routing | None]:
-        if self.chance is not None:
+        if self.chance is not None and not torch.compiler.is_compiling():  # who compiles says it before
             self.chance.begin(inputs.rows_B, inputs.positions_BT)
         x_BTD = x_BTD + self.attention_post_norm(self.attention(self.attention_norm(x_BTD), inputs))
         normed_BTD, routing = self.feedforward_norm(x_BTD), None

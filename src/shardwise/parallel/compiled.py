@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.memory.float8 import Float8Linear
+from shardwise.model.adapters import Chance
 from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
 
@@ -54,10 +55,12 @@ def apply_compile(blocks: Iterable[nn.Module], mode: str, *, selective: bool, wh
     # One line per block about in-place operations, of which blocks have none.
     logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
     for block in blocks:
-        block.forward = _compiled(block.forward, mode, selective, whole)
+        block.forward = _compiled(block.forward, getattr(block, "chance", None), mode, selective, whole)
 
 
-def _compiled(forward: Callable[..., Any], mode: str, selective: bool, whole: bool) -> Callable[..., Any]:
+def _compiled(
+    forward: Callable[..., Any], chance: Chance | None, mode: str, selective: bool, whole: bool
+) -> Callable[..., Any]:
     def kept(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts)
 
@@ -65,6 +68,8 @@ def _compiled(forward: Callable[..., Any], mode: str, selective: bool, whole: bo
 
     @wraps(forward)
     def run(x: torch.Tensor, inputs: AttentionInputs, *args: Any) -> Any:
+        if chance is not None:  # a graph that is computed again may not change anything outside of it
+            chance.begin(inputs.rows_B, inputs.positions_BT)
         return (fast if inputs.cache is None else forward)(x, inputs, *args)
 
     return run
