@@ -107,6 +107,7 @@ def test_the_pass_that_is_compiled_on_gpus_computes_the_same(backend: str) -> No
     updates = [torch.compile(f, backend=backend, dynamic=True, fullgraph=True) for f in (update_narrow, update_wide)]
     ours, twins = parameters(), parameters()
     copy_of = {p: nn.Parameter(p.detach().bfloat16()) for p in ours}
+    copy_of[ours[0]].data = torch.cat([copy_of[ours[0]].data] * 2, 1)[:, :256]  # as if something lay beside it
     optimizer: Any = build_optimizer(OptimizerConfig(name="adamw8bit", lr=1e-2), ours)
     twin: Any = build_optimizer(OptimizerConfig(name="adamw8bit", lr=1e-2), twins)
     optimizer.copy_of = copy_of
