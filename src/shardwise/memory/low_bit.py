@@ -128,12 +128,16 @@ def _adamw8bit_class() -> Any:
                 count = int(state["step"])
                 if count not in scalars:
                     scalars[count] = scalars_of(group, count, p.device)
-                given = (flat(p), None if copy is None else flat(copy), flat(gradient), factor, scalars[count])
+                is_apart = copy is not None and not copy.is_contiguous()  # experts' gate and up lie side by side
+                written = None if copy is None or is_apart else flat(copy)
+                given = (flat(p), written, flat(gradient), factor, scalars[count])
                 both: Any = state["exp_avg"], state["exp_avg_sq"]
                 if is_narrow(p):
                     narrow(*given, *(tuple(flat(getattr(one, name)) for one in both) for name in PARTS))
                 else:
                     wide(*given, tuple(flat(one) for one in both))
+                if copy is not None and is_apart:
+                    copy.detach().copy_(p.detach())
 
         def _state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
             state = self.state[p]
