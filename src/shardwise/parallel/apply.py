@@ -155,7 +155,7 @@ def _fill_foreign(fill: Fill, settings: AdapterConfig, seed: int, precision: str
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
     """Whole replicas. Those of an expert are fewer, so they are summed apart."""
     if mesh.plan.copies:
-        return Copies(model, COMPUTED[mesh.plan.precision])
+        return Copies(model, COMPUTED[mesh.plan.precision], join=mesh.plan.fuse)
     experts = {name: p for name, p in model.named_parameters() if mesh.expert is not None and ".experts." in name}
     others = [p for name, p in model.named_parameters() if name not in experts]
     uses_ddp = mesh.dp is not None and mesh.plan.pp == 1

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.model.experts import moe_layers
 from shardwise.parallel.data import GradientSums
 
 
 class Copies(GradientSums):
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
-        """`model` has its weights. One after the other, so that nothing is ever there but the fp32 weights and their copies."""
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, join: bool = False):
+        """`model` has its weights. One after the other, so that nothing is ever there but the fp32 weights and their copies. `join`: those
+        of experts that one product reads lie side by side."""
         super().__init__(model)
         self._adds = False  # this step has several micro-batches
         self._is_hooked = False
@@ -28,6 +30,8 @@ class Copies(GradientSums):
             master = nn.Parameter(parameter.data)
             parameter.data = master.detach().to(dtype, copy=True)
             parameter.master = master  # type: ignore[attr-defined]
+        for layer in moe_layers(model) if join else ():
+            layer.experts.join()
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

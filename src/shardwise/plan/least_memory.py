@@ -68,12 +68,21 @@ class MemoryFloors:
     # Of a grid -----------------------------------------------------------------------------------------------------
 
     def of_grid(self, grid: Grid, size: int, states: States, offload: str) -> Weights:
-        """The mean over the ranks of a pipeline: the fullest has no less."""
+        """The mean over the ranks of a pipeline: the fullest has no less. Or what its first rank has, where that is less: `kept` may be its."""
         key = (grid.tp, grid.ep, grid.pp)
         counted = self._grids.get(key)
         if counted is None:
             (cut,) = cuts(self.space.model, grid.tp, grid.ep, 1, "1f1b", 1, (), self.seq_len)
-            counted = self._grids[key] = Counted(*(part / grid.pp for part in self._count(cut)._replace(block=0.0)))
+            whole = self._count(cut)._replace(block=0.0)
+            counted = Counted(*(part / grid.pp for part in whole))
+            if grid.pp > 1 and self.are_alike:
+                share = self._fewest(grid.pp) / len(self.space.model.layers)
+                layers = whole.dense - cut.embedding - cut.head
+                first = Counted(
+                    cut.embedding + share * layers, share * whole.spread, 0.0, share * whole.frozen, share * whole.used
+                )
+                counted = Counted(*map(min, counted, first))
+            self._grids[key] = counted
         return self._weights(grid, states, offload, -(-self.batch // grid.dp) > size, counted)
 
     def kept(self, grid: Grid, size: int, mode: str) -> float:

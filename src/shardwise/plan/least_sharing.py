@@ -75,12 +75,11 @@ class Sharings:
             global_batch=dp * rows,
         )
         times = self.works.times(grid, size, "full")
-        longest = self.works.of(grid, size, "full", slowest=not self.works.are_alike)
+        longest = self.works.of(grid, size, "full", slowest=not self.works.are_alike, shared=plan.uses_fsdp)
         share, whole = self._share(plan, by_layer)
-        forward, backward = longest.all_forward, longest.total - longest.all_forward
+        forward, backward = longest.all_forward, longest.all_backward
         if by_layer:
-            number = space.model.num_layers
-            forward, backward = number * longest.forward, number * (longest.backward + longest.more)
+            forward, backward = longest.layers_forward, longest.layers_backward
         stack = self.works.stack_for()
         found = state_time(share, [whole], forward, backward, space.cluster, times.network, times.pricer, plan, stack)
         return found.each_forward + found.each_backward + found.casts_forward + found.casts_backward, found.once

@@ -28,7 +28,10 @@ class Work(NamedTuple):
     more: float  # of a layer that is computed again, where others are not
     first: float  # embedding
     last: float  # head
-    all_forward: float  # of all layers
+    all_forward: float  # of all layers and both ends, and no less than the host takes to start it
+    all_backward: float
+    layers_forward: float  # the same without the ends
+    layers_backward: float
 
 
 class Works:
@@ -40,12 +43,12 @@ class Works:
         self._times: dict[tuple[object, ...], LayerTimes] = {}
         self._layers: dict[str, list[tuple[LayerSpec, bool, int]]] = {}
 
-    def of(self, grid: Grid, size: int, mode: str, slowest: bool = False) -> Work:
-        """`slowest`: without what only some schedules can do."""
-        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode, grid.gpus == 1, slowest)
+    def of(self, grid: Grid, size: int, mode: str, slowest: bool = False, shared: bool = False) -> Work:
+        """`slowest`: without what only some schedules can do. `shared`: the host also starts what gathers parameters."""
+        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode, grid.gpus == 1, slowest, shared)
         found = self._works.get(key)
         if found is None:
-            found = self._works[key] = self._add_up(self.times(grid, size, mode, slowest), mode)
+            found = self._works[key] = self._add_up(self.times(grid, size, mode, slowest, shared), mode)
         return found
 
     def stack_for(self, slowest: bool = False) -> Stack:
@@ -57,7 +60,7 @@ class Works:
         kernels = kernels_of(speed, device, model, 2, "zero-bubble")
         return our_stack(kernels["compile"] != "none", kernels["fuse"], loss_of(speed, 2, "gpipe") == "fused")
 
-    def times(self, grid: Grid, size: int, mode: str, slowest: bool = False) -> LayerTimes:
+    def times(self, grid: Grid, size: int, mode: str, slowest: bool = False, shared: bool = False) -> LayerTimes:
         key = (
             grid.tp,
             grid.sequence,
@@ -68,13 +71,14 @@ class Works:
             mode == "selective",
             grid.gpus == 1,
             slowest,
+            shared,
         )
         found = self._times.get(key)
         if found is None:
-            found = self._times[key] = self._make_times(grid, size, mode, slowest)
+            found = self._times[key] = self._make_times(grid, size, mode, slowest, shared)
         return found
 
-    def _make_times(self, grid: Grid, size: int, mode: str, slowest: bool) -> LayerTimes:
+    def _make_times(self, grid: Grid, size: int, mode: str, slowest: bool, shared: bool) -> LayerTimes:
         space, dp = self.space, -(-grid.ep // (grid.cp * grid.tp))  # as few as hold all experts
         plan = Plan(
             device=space.device,
@@ -92,7 +96,8 @@ class Works:
             cp_kind=grid.cp_kind,
             ep=grid.ep,
             recompute=mode,
-            copies=space.may_copy(grid),
+            zero=3 if shared else 0,
+            copies=space.may_copy(grid) and not shared,
         )
         return layer_times(space.model, space.cluster, space.job, plan, self.stack_for(slowest))
 
@@ -106,19 +111,23 @@ class Works:
         found = [(times.layer(layer, again), count) for layer, again, count in self._kinds(mode)]
         ends = times.ends()
         device = sum(count * _length(one) for one, count in found) + sum(map(_length, ends))
-        host = sum(count * (one.host_forward + one.host_backward) for one, count in found)
+        forward, backward = (sum(count * part(one) for one, count in found) for part in (_forward, _backward))
+        host_forward = sum(count * one.host_forward for one, count in found)
+        host_backward = sum(count * one.host_backward for one, count in found)
         return Work(
-            total=max(device, host),
+            total=max(device, host_forward + host_backward),
             path=device - sum(count * one.weights for one, count in found) - sum(end.weights for end in ends),
             forward=min(_forward(one) for one, _ in found),
-            backward=min(_length(one) - _forward(one) for one, _ in found),
+            backward=min(_backward(one) for one, _ in found),
             more=abs(_length(found[0][0]) - _length(found[1][0])) if self.are_alike and len(found) == 2 else 0.0,
             first=_length(ends[0]),
             last=_length(ends[1]),
-            all_forward=max(
-                sum(count * _forward(one) for one, count in found) + sum(map(_forward, ends)),
-                sum(count * one.host_forward for one, count in found),
+            all_forward=max(forward + sum(map(_forward, ends)), host_forward + sum(end.host_forward for end in ends)),
+            all_backward=max(
+                backward + sum(map(_backward, ends)), host_backward + sum(end.host_backward for end in ends)
             ),
+            layers_forward=max(forward, host_forward),
+            layers_backward=max(backward, host_backward),
         )
 
     def _kinds(self, mode: str) -> list[tuple[LayerSpec, bool, int]]:
@@ -132,6 +141,10 @@ class Works:
                 counted.setdefault(key, []).append(layer)
             self._layers[mode] = [(same[0], same[0].index in again, len(same)) for same in counted.values()]
         return self._layers[mode]
+
+
+def _backward(time: LayerTime) -> float:
+    return _length(time) - _forward(time)
 
 
 def _forward(time: LayerTime) -> float:
