@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import UserError
 from shardwise.model import loss as loss_module
 from shardwise.model.decoder import IGNORE, Head
-from shardwise.model.fused_loss import Way, fused_cross_entropy, log_sums, to_probabilities
+from shardwise.model.fused_loss import Way, fused_cross_entropy, log_sums, times, to_probabilities
 from shardwise.model.presets import preset
 
 N, D, V = 23, 12, 37
@@ -257,3 +257,13 @@ def test_each_pass_over_the_logits_is_one_graph(softcap: float) -> None:
         found.append((logits, sums))
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
     assert softcap or torch.allclose(found[0][0].sum(1), torch.ones(6))
+
+
+def test_the_factor_of_a_gradient_is_not_rounded_before_it_multiplies() -> None:
+    gradient, factor = torch.randn(8, 16, generator=torch.Generator().manual_seed(2)), torch.tensor(1 / 3)
+    exact = (gradient * factor).bfloat16()
+    fast = torch.compile(times, backend="aot_eager", fullgraph=True)
+    for run in (times, fast):
+        assert torch.equal(run(gradient, factor, torch.bfloat16), exact)
+        rounded = gradient.bfloat16()
+        assert torch.equal(run(rounded, factor, torch.bfloat16), (rounded.float() * factor).bfloat16())

@@ -97,7 +97,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         dw_VD = torch.empty_like(weight_VD, dtype=wide(weight_VD.dtype)) if wants[1] else None
         loss = _compute(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, dx_ND, dw_VD)
         ctx.save_for_backward(dx_ND, dw_VD)
-        ctx.dtypes = x_ND.dtype, weight_VD.dtype
+        ctx.dtypes, ctx.run = (x_ND.dtype, weight_VD.dtype), _compiled(times) if way.compiled else times
         return loss
 
     @staticmethod
@@ -108,14 +108,15 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 why="its gradients are computed in forward, where autograd does not look",
                 fix="speed.loss=recompute",
             )
-        gradients = [_times(one, factor, dtype) for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        gradients = [None if one is None else ctx.run(one, factor, dtype) for one, dtype in pairs]
         return *gradients, None, None, None, None, None
 
 
-def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+def times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """In one pass. A factor without dimensions would be rounded to 16 bits first: every gradient off by the same share."""
-    if gradient is None:
-        return None
+    if torch.compiler.is_compiling():  # into one kernel, which rounds at its end
+        return (gradient.to(wide(gradient.dtype)) * factor).to(dtype)
     return torch.mul(gradient, factor.view(1, 1), out=torch.empty_like(gradient, dtype=dtype))
 
 

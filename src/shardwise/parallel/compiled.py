@@ -64,7 +64,7 @@ def _compiled(
     def kept(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts)
 
-    fast = torch.compile(kept if selective else forward, fullgraph=whole, **MODES[mode])
+    fast = torch.compile(kept if selective else forward, fullgraph=whole, dynamic=False, **MODES[mode])
 
     @wraps(forward)
     def run(x: torch.Tensor, inputs: AttentionInputs, *args: Any) -> Any:
