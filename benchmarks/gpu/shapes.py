@@ -69,8 +69,8 @@ SMOKE = {
 """Seconds on a CPU, to see that the script works."""
 
 VARIANTS = {
-    "ours-eager": "ours:compile=none,fuse=false",
-    "ours-unfused": "ours:fuse=false",
+    "ours-eager": "ours:compile=none",
+    "ours-joined": "ours:fuse=true",
     "ours-fsdp": "ours:copies=false",
     "ours-recompute-loss": "ours:loss=recompute",
     "ours-liger": "ours:kernels=liger",
