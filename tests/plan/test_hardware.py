@@ -48,6 +48,8 @@ def refusal(machine: Machine, *words: str, model: str = "tiny") -> UserError:
         (V100, "memory.precision=bf16-true", "bf16 needs a GPU", "Tesla V100", "memory.precision=fp16"),
         (NO_GPU, "comm.backend=nccl", "`comm.backend = nccl` needs a GPU", "there is no GPU here", "comm.backend=gloo"),
         (CPU_TORCH, "comm.backend=nccl", "needs a GPU", "built without CUDA", "comm.backend=gloo"),
+        (NO_GPU, "model.attention=cudnn", "`model.attention = cudnn` needs a GPU", "no GPU", "model.attention=auto"),
+        (NO_GPU, "speed.compile=graphs", "`speed.compile = graphs` needs a GPU", "no GPU", "speed.compile=blocks"),
         (NO_GPU, "speed.kernels=liger", "`speed.kernels = liger` needs a GPU", "there is no GPU here", "speed.kernels=torch"),
         (NO_GPU, "memory.activation_offload=true", "nothing to move on a CPU", "", "memory.activation_offload=false"),
     ],

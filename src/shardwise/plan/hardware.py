@@ -88,11 +88,19 @@ def _check_torchao(origins: Origins) -> None:
         )
 
 
+CUDA_ATTENTION = ("flex", "cudnn", "flash")
+
+
 def check_cuda_only(asked: Asked, origins: Origins) -> None:
     """Keys whose values need a GPU."""
     none = asked.machine.gpu_problem or "there is no GPU here"
     if asked.config.comm.backend == "nccl" and asked.device == "cpu":
         raise _needs("comm.backend = nccl", "a GPU", none, "comm.backend=gloo", origins)
+    kernel = asked.config.model.attention
+    if kernel in CUDA_ATTENTION and asked.device == "cpu":
+        raise _needs(f"model.attention = {kernel}", "a GPU", none, "model.attention=auto", origins)
+    if asked.config.speed.compile == "graphs" and asked.device == "cpu":
+        raise _needs("speed.compile = graphs", "a GPU", none, "speed.compile=blocks", origins)
     if asked.config.speed.kernels != "liger":
         return
     key, instead = "speed.kernels = liger", "speed.kernels=torch"
