@@ -28,6 +28,9 @@ ANSWERS = {
 
 ROWS = (*ANSWERS, "peak")
 
+UNSEEN = ("activations", "temporary")
+"""Rows that nobody can look into where a CPU's blocks are compiled: their bytes are in `reserved` then."""
+
 SIGNS = {"parameters": "█", "optimizer": "▓", "gradients": "▒", "buffers": "░", "activations": "+", "temporary": "·"}
 """From the bottom of the picture to its top."""
 
@@ -57,7 +60,9 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     predicted, measured = report["predicted"], report["fullest"]
     lines = [f"memory   {'rank ' + str(measured['rank']) + ', at most':<22}{'predicted':>12}{'measured':>12}"]
     for row in ROWS:
-        if predicted[row] or measured[row]:
+        if row in UNSEEN and predicted[row] and not measured[row]:
+            lines.append(f"         {row:<22}{format_bytes(predicted[row]):>12}{'not seen':>12}")
+        elif predicted[row] or measured[row]:
             values = f"{format_bytes(predicted[row]):>12}{format_bytes(measured[row]):>12}"
             lines.append(f"         {row:<22}{values}  {off(measured[row], predicted[row]):>7}")
     emptiest = report["emptiest"]
