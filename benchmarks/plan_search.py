@@ -35,7 +35,7 @@ def measure(name: str, detail: bool) -> dict[str, Any]:
     model, cluster, job, bar = QUESTIONS[name]
     spec, hardware = preset(model), read_cluster(cluster)
     wall, cpu = time.perf_counter(), time.process_time()
-    result = explore(spec, hardware, job, 10, detail=detail)
+    result = explore(spec, hardware, job, detail=detail)  # as many rows as `shardwise plan` shows
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     best, counts = result.candidates[0], result.counts
     return {
