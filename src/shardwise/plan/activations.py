@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from shardwise.errors import UserError
@@ -246,17 +247,18 @@ def kept_activations(
     return Kept(gone + full(layers[: stop - numbers.start]), most, at - 1)
 
 
-def segments(mode: str, layers: range) -> list[range]:
+@lru_cache(4096)
+def segments(mode: str, layers: range) -> tuple[range, ...]:
     """Which neighbouring layers of a stage are computed again together, by their number in the model."""
     if mode == "full":
         mode = "every-1"
     if mode.startswith("every-"):
-        return [range(index, index + 1) for index in layers if index % int(mode.removeprefix("every-")) == 0]
+        return tuple(range(index, index + 1) for index in layers if index % int(mode.removeprefix("every-")) == 0)
     if mode != "sqrt":
-        return []
+        return ()
     count = max(1, round(math.sqrt(len(layers))))
     starts = [layers.start + len(layers) * number // count for number in range(count + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
 def check_activation_offload(device: str, where: str | None = None) -> None:

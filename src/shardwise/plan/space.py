@@ -104,6 +104,7 @@ class Space:
         self.speed = asked_speed(fixed)
         kernels = kernels_of(self.speed, self.device, model, 1, "1f1b")
         self.fastest = our_stack(kernels["compile"] != "none", kernels["fuse"], self.speed.loss != "recompute")
+        self._kernels: dict[str, dict[str, Any]] = {}
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._schedules: dict[int, list[tuple[str, int]]] = {}
@@ -329,9 +330,15 @@ class Space:
             threads_per_rank=self.threads(grid.gpus),
             copies=self.may_copy(grid) and saving.offload == "none" and states.zero == 0,
             loss=loss_of(self.speed, grid.pp, pace.schedule),
-            **kernels_of(self.speed, self.device, self.model, grid.pp, pace.schedule),
+            **self._kernels_of(grid.pp, pace.schedule),
             **(self._common | changes),
         )
+
+    def _kernels_of(self, pp: int, schedule: str) -> dict[str, Any]:
+        key = schedule if pp > 1 else ""
+        if key not in self._kernels:
+            self._kernels[key] = kernels_of(self.speed, self.device, self.model, pp, schedule)
+        return self._kernels[key]
 
     def may_copy(self, grid: Grid) -> bool:
         return keeps_copies(self.speed, self.device, self.precision, self.model, grid.gpus, "none", 0)
