@@ -8,7 +8,7 @@ fit, and is planned again from its settings, by the rules of every other one. Re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -87,6 +87,7 @@ def better_layout(
             return None
     cluster = _cluster(asked, usual, limit)
     fixed = {key: value for key, value in _settings(usual, asked).items() if key not in open_keys}
+    fixed |= {f"speed.{key}": value for key, value in asdict(asked.config.speed).items() if value != "auto"}
     job = replace(job_of(asked.config, usual), constraints=MappingProxyType(fixed))
     found = fastest(asked.spec, cluster, job, asked.nproc)
     if found is None or not fits_on_host(asked, found.plan):

@@ -35,7 +35,7 @@ MAX_ASSUMED_SEQ = 8192
 ASSUMED_BATCH = ((2e7, 2**14), (1e9, 2**19), (1e10, 2**20), (1e11, 2**21), (float("inf"), 2**22))
 """Parameters below -> tokens per step. Powers of two near the batches of GPT-3's family (Brown et al. 2020, arXiv 2005.14165, table 2.1)."""
 
-CONSTRAINED = ("parallel", "memory", "comm")
+CONSTRAINED = ("parallel", "memory", "speed", "comm")
 """Sections whose typed keys bind the search; so does train.micro_batch."""
 
 

@@ -20,7 +20,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.plan.degrees import tensor_degrees
 from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan
-from shardwise.plan.speed import asked_speed, keeps_copies, kernels_of, loss_of, our_stack
+from shardwise.plan.speed import asked_speed, bears, keeps_copies, kernels_of, loss_of, our_stack
 from shardwise.plan.split import balanced_split, estimated_costs, even_split
 
 SMALL_WORLD = 16
@@ -121,6 +121,8 @@ class Space:
     def gpu_counts(self) -> list[int]:
         """Descending."""
         world, nodes, per_node = self.cluster.world, self.cluster.nodes, self.cluster.per_node
+        if self.speed.copies is True:
+            return [1]
         if world <= SMALL_WORLD:
             return list(range(world, 0, -1))
         counts = {world, *_powers(1, world), *(per_node * n for n in divisors(nodes)), *_powers(per_node, world)}
@@ -221,7 +223,8 @@ class Space:
             return [("1f1b", 1)] if alone else []
         takes = {"1f1b": lambda v: v == 1, "gpipe": lambda v: v == 1, "interleaved": lambda v: v >= 2}
         takes |= {"zbv": lambda v: v == 2, "zero-bubble": lambda v: True}
-        return [(name, v) for name in schedules for v in virtual if takes[name](v) and self.split(pp * v)]
+        able = [name for name in schedules if bears(self.speed, name)]
+        return [(name, v) for name in able for v in virtual if takes[name](v) and self.split(pp * v)]
 
     def split(self, num_stages: int) -> tuple[int, ...] | None:
         """Layers of each stage; None if they are not enough for so many stages."""

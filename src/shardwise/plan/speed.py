@@ -23,10 +23,20 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
     """The plan with its tricks. Called last: what they may do depends on the layout."""
     kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
     copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
-    copies = copies and not plan.rounds_sums
+    copies, loss = copies and not plan.rounds_sums, loss_of(asked, plan.pp, plan.schedule)
     if asked.copies is True and not copies:
         raise _no_copies(plan, spec)
-    return replace(plan, **kernels, copies=copies, loss=loss_of(asked, plan.pp, plan.schedule))
+    if (asked.compile not in ("auto", "none") and kernels["compile"] == "none") or (
+        asked.fuse is True and not kernels["fuse"]
+    ):
+        raise _no_kernels("compile" if kernels["compile"] != asked.compile else "fuse", plan, asked, spec)
+    if asked.loss == "fused" and loss != "fused":
+        raise UserError(
+            "`speed.loss = fused` does not go with `parallel.schedule = gpipe`",
+            why="all micro-batches wait for their backward, each with a gradient of the head's weights in fp32",
+            fix="speed.loss=auto or parallel.schedule=1f1b",
+        )
+    return replace(plan, **kernels, copies=copies, loss=loss)
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
@@ -54,6 +64,23 @@ def keeps_copies(
     """One rank alone, whose weights are kept in fp32 and used in 16 bits."""
     can = world == 1 and precision in MIXED and zero == 0 and offload == "none" and spec.is_ours
     return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
+
+
+def bears(asked: SpeedConfig, schedule: str) -> bool:
+    """Whether a pipeline with this schedule can have what is asked for outright."""
+    return not (asked.compile not in ("auto", "none") and splits_backward(schedule)) and not (
+        asked.loss == "fused" and schedule == "gpipe"
+    )
+
+
+def _no_kernels(key: str, plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> UserError:
+    value = asked.compile if key == "compile" else "true"
+    if not spec.is_ours:
+        why, instead = f"{spec.name} is transformers' model, whose blocks stay as they are", ""
+    else:
+        why = f"{plan.schedule} makes gradients of weights later than others, a compiled block all at once"
+        instead = " or parallel.schedule=1f1b"
+    return UserError(f"`speed.{key} = {value}` is not for this run", why=why, fix=f"speed.{key}=auto{instead}")
 
 
 def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:

@@ -1,0 +1,67 @@
+"""[speed]: what is asked for outright is done or refused, by a run as by the search; `auto` gives way to the layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.cluster.machine import Machine
+from shardwise.config.load import load_config
+from shardwise.errors import UserError
+from shardwise.model.presets import preset
+from shardwise.plan.plan import Plan
+from shardwise.plan.question import ask
+from shardwise.plan.resolve import resolve
+from shardwise.plan.searching import explore
+
+CPU = Machine(cores=4, memory_bytes=2**36, gpus=(), platform="linux")
+PIPELINE = ("parallel.layout=pp=2", "train.global_batch=16")
+
+
+def plan_of(*words: str) -> Plan:
+    loaded = load_config(None, words)
+    return resolve(loaded.config, preset("tiny"), CPU, None, 1000, loaded.origins).plan
+
+
+@pytest.mark.parametrize(
+    ("schedule", "word", "instead"),
+    [
+        ("zero-bubble", "speed.compile=blocks", "parallel.schedule=1f1b"),
+        ("gpipe", "speed.loss=fused", "parallel.schedule=1f1b"),
+    ],
+)
+def test_what_a_schedule_cannot_have_is_refused_and_the_fix_works(schedule, word, instead):
+    words = (*PIPELINE, f"parallel.schedule={schedule}")
+    with pytest.raises(UserError) as caught:
+        plan_of(*words, word)
+    assert len(str(caught.value).splitlines()) == 3 and instead in caught.value.fix
+    plan_of(*words, f"{word.partition('=')[0]}=auto")
+    plan_of(*PIPELINE, instead, word)
+
+
+def test_auto_gives_way():
+    found = [plan_of(*PIPELINE, f"parallel.schedule={name}") for name in ("zero-bubble", "gpipe", "1f1b")]
+    assert [plan.loss for plan in found] == ["fused", "recompute", "fused"]
+    assert {plan.compile for plan in found} == {"none"}, "a CPU compiles nothing by itself"
+
+
+def search(*words: str) -> list[Plan]:
+    question = ask("llama3.2-1b", "4xh100", seq="2k", batch="64k", words=words)
+    return [found.plan for found in explore(question.spec, question.cluster, question.job, 5).candidates]
+
+
+def test_a_search_is_bound_by_it():
+    assert {plan.compile for plan in search()} == {"blocks"}
+    assert {plan.compile for plan in search("speed.compile=none")} == {"none"}
+    split = ("parallel.pp=2", "parallel.schedule=zbv")
+    assert {plan.compile for plan in search(*split)} == {"none"}, "a split backward needs plain blocks"
+    with pytest.raises(UserError, match=r"speed\.compile"):
+        search(*split, "speed.compile=blocks")
+    assert {(plan.world, plan.copies) for plan in search("speed.copies=true")} == {(1, True)}
+
+
+def test_plain_blocks_are_predicted_to_be_slower():
+    times = []
+    for words in ((), ("speed.compile=none",)):
+        question = ask("llama3.2-1b", "4xh100", seq="2k", batch="64k", words=words)
+        times.append(explore(question.spec, question.cluster, question.job, 1).candidates[0].prediction.step_s)
+    assert times[0] < times[1]
