@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.plan.adapter_share import Held
+from shardwise.plan.collectives import Network
 from shardwise.plan.least_work import Works
 from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
@@ -16,6 +17,7 @@ from shardwise.plan.rank_share import RankShare, rank_shares
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.state_time import optimizer_seconds, state_time
 from shardwise.plan.states import groups_of
+from shardwise.plan.step_time import network_of, odd_world
 from shardwise.plan.turns import Turns
 
 
@@ -41,10 +43,12 @@ class Sharings:
         # Replicas of shards meet once more: not counted, so that all of them have one price.
         dp = grid.dp // states.replicate if states.zero and grid.ep == 1 else grid.dp
         replicas = grid.ep > 1 and states.replicate
-        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, by_layer, grid.gpus == 1, replicas)
+        world = odd_world(self.space.cluster, grid.gpus)
+        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, by_layer, grid.gpus == 1, replicas, world)
         found = self._messages.get(key)
         if found is None:
-            found = self._messages[key] = self._sharing(grid, size, states, dp, by_layer)
+            network = network_of(self.space.cluster, world)
+            found = self._messages[key] = self._sharing(grid, size, states, dp, by_layer, network)
         each, once = found
         update = self.update(grid, size, states, offload)
         if by_layer:
@@ -64,7 +68,9 @@ class Sharings:
             found = self._updates[key] = self._update(grid, size, states, offload)
         return found
 
-    def _sharing(self, grid: Grid, size: int, states: States, dp: int, by_layer: bool) -> tuple[float, float]:
+    def _sharing(
+        self, grid: Grid, size: int, states: States, dp: int, by_layer: bool, network: Network
+    ) -> tuple[float, float]:
         """Seconds per micro-batch and per step, on ranks that have all layers."""
         space, rows = self.space, -(-self.space.job.global_batch // grid.dp)
         plan = space.plan(
@@ -81,7 +87,7 @@ class Sharings:
         if by_layer:
             forward, backward = longest.layers_forward, longest.layers_backward
         stack = self.works.stack_for()
-        found = state_time(share, [whole], forward, backward, space.cluster, times.network, times.pricer, plan, stack)
+        found = state_time(share, [whole], forward, backward, space.cluster, network, times.pricer, plan, stack)
         return found.each_forward + found.each_backward + found.casts_forward + found.casts_backward, found.once
 
     def _update(self, grid: Grid, size: int, states: States, offload: str) -> float:

@@ -146,7 +146,7 @@ def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, st
         found = _RECENT[key] = (
             (model, cluster, stack),
             LayerTimes(
-                model, _network(cluster, _odd_groups(cluster, plan)), _pricer(cluster, plan, stack), job, plan, stack
+                model, network_of(cluster, _odd_groups(cluster, plan)), _pricer(cluster, plan, stack), job, plan, stack
             ),
         )
     return found[1]
@@ -164,10 +164,10 @@ def _pricer(cluster: ClusterSpec, plan: Plan, stack: Stack) -> Pricer:
     return found[2]
 
 
-def _odd_world(cluster: ClusterSpec, plan: Plan) -> int:
+def odd_world(cluster: ClusterSpec, world: int) -> int:
     """The number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in them."""
     span = cluster.tiers[0].span
-    return plan.world if plan.world < span or plan.world % span else 0
+    return world if world < span or world % span else 0
 
 
 def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
@@ -175,10 +175,14 @@ def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
     span = cluster.tiers[0].span
     usual = 1 << (span.bit_length() - 1)
     blocks = (plan.tp, plan.tp * plan.cp, plan.ep)
-    return _odd_world(cluster, plan) if any(block < span and span % block and usual % block for block in blocks) else 0
+    return (
+        odd_world(cluster, plan.world)
+        if any(block < span and span % block and usual % block for block in blocks)
+        else 0
+    )
 
 
-def _network(cluster: ClusterSpec, world: int) -> Network:
+def network_of(cluster: ClusterSpec, world: int) -> Network:
     found = _NETWORKS.get((id(cluster), world))
     if found is None:
         if len(_NETWORKS) > 64:
@@ -230,7 +234,7 @@ def rank_state(
 ) -> StateTime:
     forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
     blocks = [groups_of(share.cut, model, job.adapter).whole]
-    network = _network(cluster, _odd_world(cluster, plan))
+    network = network_of(cluster, odd_world(cluster, plan.world))
     return state_time(share, blocks, forward, backward, cluster, network, times.pricer, plan, stack)
 
 
