@@ -44,11 +44,13 @@ class Sharings:
         dp = grid.dp // states.replicate if states.zero and grid.ep == 1 else grid.dp
         replicas = grid.ep > 1 and states.replicate
         world = odd_world(self.space.cluster, grid.gpus)
-        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, by_layer, grid.gpus == 1, replicas, world)
+        # One rank keeps 16-bit copies, unless its states are elsewhere.
+        alone = offload if grid.gpus == 1 else ""
+        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, by_layer, alone, replicas, world)
         found = self._messages.get(key)
         if found is None:
             network = network_of(self.space.cluster, world)
-            found = self._messages[key] = self._sharing(grid, size, states, dp, by_layer, network)
+            found = self._messages[key] = self._sharing(grid, size, states, dp, by_layer, network, alone)
         each, once = found
         update = self.update(grid, size, states, offload)
         if by_layer:
@@ -69,7 +71,7 @@ class Sharings:
         return found
 
     def _sharing(
-        self, grid: Grid, size: int, states: States, dp: int, by_layer: bool, network: Network
+        self, grid: Grid, size: int, states: States, dp: int, by_layer: bool, network: Network, alone: str
     ) -> tuple[float, float]:
         """Seconds per micro-batch and per step, on ranks that have all layers."""
         space, rows = self.space, -(-self.space.job.global_batch // grid.dp)
@@ -77,7 +79,7 @@ class Sharings:
             grid._replace(pp=1, dp=dp),
             Pace(size, "1f1b", 1),
             States(states.zero, states.replicate if dp == grid.dp else 1),
-            Saving("full", "none", False),
+            Saving("full", alone or "none", False),
             global_batch=dp * rows,
         )
         times = self.works.times(grid, size, "full")
