@@ -56,6 +56,10 @@ class Stack:
         True  # tensors are [batch, tokens, width]: what sequence parallelism gathers must be put in order
     )
     gathers_again: bool = False  # a region's input is kept in parts and gathered once more for backward
+    region_buffers: int = 0  # that stay, each as large as a region's whole input: what travels is gathered into them
+    lingers: bool = (
+        False  # what was gathered waits with the allocator until the GPU has passed it: reserved, not needed
+    )
     overlaps_experts: bool = False
     scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
     overlaps_pipeline: bool = True  # messages between stages travel while others compute; else both ranks wait
@@ -78,9 +82,15 @@ class Stack:
     logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
     cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other
 
-    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (all that the device has given away)
+    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (reserved, and what the device gave to others: context
+    # and NCCL, which are not in a prediction)
     published: str = "allocated"
     published_rank: str = "fullest"  # of the pipeline; or first
+
+    @property
+    def holds_gathered(self) -> bool:
+        """Whether a region's whole input counts until backward."""
+        return not self.gathers_again or (self.lingers and self.published == "reserved")
 
 
 OURS = Stack()
