@@ -56,10 +56,6 @@ class Stack:
         True  # tensors are [batch, tokens, width]: what sequence parallelism gathers must be put in order
     )
     gathers_again: bool = False  # a region's input is kept in parts and gathered once more for backward
-    region_buffers: int = 0  # that stay, each as large as a region's whole input: what travels is gathered into them
-    lingers: bool = (
-        False  # what was gathered waits with the allocator until the GPU has passed it: reserved, not needed
-    )
     overlaps_experts: bool = False
     scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
     overlaps_pipeline: bool = True  # messages between stages travel while others compute; else both ranks wait
@@ -75,6 +71,8 @@ class Stack:
     ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
 
     # Memory: what is kept for backward.
+    region_buffers: int = 0  # that stay, each as large as a region's whole input: what travels is gathered into them
+    lingers: bool = False  # what was gathered is not reused until the GPU has passed it: reserved, not needed
     expert_load: float = (
         1.2  # copies of tokens at the fullest rank's experts, over the mean: assumed; 1: forced to be even
     )
