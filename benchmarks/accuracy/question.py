@@ -11,6 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from accuracy.process import USUAL, outside_bytes
 from accuracy.run import Run, Skip
 from accuracy.shape import shape_of
 from shardwise.cluster.spec import ClusterSpec, known_cluster, known_devices
@@ -36,6 +37,7 @@ class Question:
     stack: Stack
     assumed: tuple[str, ...]  # what the row does not say
     memory_comparable: bool = True
+    outside_bytes: int = 0  # of the process, besides torch's memory
 
     @property
     def recompute_known(self) -> bool:
@@ -90,7 +92,8 @@ def question_of(run: Run) -> Question:
     about, stack = _stack_of(run, assumed)
     cluster = _cluster_of(run, assumed)
     job, plan, comparable = _plan_of(run, model, cluster, about, assumed)
-    return Question(run, model, cluster, job, plan, stack, tuple(assumed), comparable)
+    outside = outside_bytes(plan, cluster, tuple(about.get("groups", USUAL)))
+    return Question(run, model, cluster, job, plan, stack, tuple(assumed), comparable, outside)
 
 
 def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], Stack]:

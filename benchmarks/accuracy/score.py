@@ -13,7 +13,8 @@ from typing import Any
 
 from accuracy.question import Question
 from shardwise.plan.confidence import kind_of_job, traits
-from shardwise.plan.memory import predict_memory
+from shardwise.plan.lifetimes import StageMemory
+from shardwise.plan.memory import fullest, predict_stages
 from shardwise.plan.prediction import Prediction
 
 SMALLEST_GROUP = 5
@@ -43,24 +44,35 @@ class Answer:
         """Signed share: positive when too slow was predicted."""
         return self.prediction.step_s / self.step_s - 1 if self.step_s else None
 
+    @cached_property
+    def needed(self) -> tuple[StageMemory, ...]:
+        """Tensors and what the allocator cannot use, by rank of the pipeline, without what merely lingers."""
+        asked = self.question
+        stack = replace(asked.stack, published="process")
+        return predict_stages(asked.model, asked.plan, asked.job.optimizer, asked.job.adapter, stack)
+
     @property
     def predicted_bytes(self) -> int:
-        """Of the rank whose figure a framework's users publish."""
-        stages = self.prediction.stages
-        return stages[0].peak if self.question.stack.published_rank == "first" else self.prediction.memory_bytes
+        """Of the rank whose figure a framework's users publish. What lingers fills a card at most: then the allocator waits and takes it back."""
+        asked, stages = self.question, self.prediction.stages
+        which = (
+            0 if asked.stack.published_rank == "first" else max(range(len(stages)), key=lambda rank: stages[rank].peak)
+        )
+        peak = stages[which].peak
+        if asked.stack.published == "process":
+            return peak + asked.outside_bytes
+        if asked.stack.lingers:
+            return max(self.needed[which].peak, min(peak, asked.cluster.device.memory - asked.outside_bytes))
+        return peak
 
     @property
     def memory_error(self) -> float | None:
         return self.predicted_bytes / self.memory_bytes - 1 if self.memory_bytes else None
 
-    @cached_property
+    @property
     def fails(self) -> bool:
-        """Predicted to need more memory than the card has, whatever part of it is published: context and allocator count."""
-        asked = self.question
-        whole = predict_memory(
-            asked.model, asked.plan, asked.job.optimizer, asked.job.adapter, replace(asked.stack, published="process")
-        )
-        return sum(whole.values()) > asked.cluster.device.memory
+        """Predicted to need more memory than the card has, whatever part of it is published: allocator, context and NCCL count."""
+        return fullest(self.needed).peak + self.question.outside_bytes > self.question.cluster.device.memory
 
     @property
     def mfu(self) -> float | None:

@@ -237,6 +237,25 @@ def test_a_slice_of_the_sequence_that_is_gathered_again_saves_what_was_gathered(
     assert kept - again == blocks_and_last_norm * 4096 * 2 * LLAMA.hidden * 3 // 4
 
 
+def test_what_lingers_is_reserved_but_not_needed() -> None:
+    here = plan(tp=4, sequence=True)
+
+    def activations(**words: object) -> int:
+        return predict_memory(LLAMA, here, "adamw", stack=replace(MEGATRON, **words))["activations"]
+
+    kept, again = activations(gathers_again=False), activations()
+    assert kept > again
+    assert activations(lingers=True, published="reserved") == kept
+    assert activations(lingers=True, published="process") == activations(lingers=True) == again
+
+
+def test_buffers_of_regions_are_as_large_as_all_tokens_whatever_is_cut() -> None:
+    stack = replace(MEGATRON, region_buffers=2)
+    for here in (plan(tp=4, sequence=True), plan(tp=4), plan()):
+        one, other = (sum(predict_memory(LLAMA, here, "adamw", stack=word).values()) for word in (stack, MEGATRON))
+        assert one - other == (2 * 4096 * 2 * LLAMA.hidden if here.sequence else 0)
+
+
 def test_scores_by_definition_take_five_bytes_per_head_and_pair_of_tokens() -> None:
     """Korthikanti and others, 2022: 5 a s^2 b, which recomputing the attention core saves; 34 s b h without them."""
     spec = preset("gpt2").with_overrides({"vocab": 512})

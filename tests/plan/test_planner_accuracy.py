@@ -13,9 +13,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from accuracy.process import CONTEXT, PAIR, RING, SWITCH
 from accuracy.question import load_stack, question_of, table
 from accuracy.run import GIB, Run, Skip, read_runs
-from accuracy.score import quantile, spearman
+from accuracy.score import Answer, quantile, spearman
+from planner_accuracy import answer
 
 from shardwise.cluster.spec import known_devices
 
@@ -180,6 +182,40 @@ def test_a_network_that_was_measured_has_its_latency():
 def test_the_tables_name_what_exists():
     assert {entry["kind"] for entry in table()["gpu"]} <= set(known_devices())
     assert all(load_stack(entry["name"]).name == entry["name"] for entry in table()["stack"])
+
+
+def test_communicators_take_memory_for_every_rank_of_theirs_in_a_node():
+    """2 nodes of 8: tp=4 pp=2 dp=2. nanotron has two groups of all ranks, and one that sums the gradient norm over tp and pp."""
+    asked = question_of(run_of())
+    near = 8 + 8 + 4 + 4  # all, all, tp; of tp and pp 4 in each node. Pairs have no switch
+    assert asked.outside_bytes == CONTEXT + 4 * RING + 2 * PAIR + SWITCH * near
+    usual = question_of(run_of(stack="megatron-core"))
+    assert usual.outside_bytes == CONTEXT + 2 * RING + 2 * PAIR + SWITCH * (8 + 4)
+    older = question_of(run_of(stack="megatron-core", gpu_kind="A100-80GB"))
+    assert older.outside_bytes == CONTEXT + 2 * RING + 2 * PAIR
+    one = question_of(run_of(gpus=8, nodes=1, tp=8, pp=1, dp=1))
+    assert one.outside_bytes == CONTEXT + 3 * (RING + SWITCH * 8)  # the last is that of tp
+
+
+def rebuilt(**changes: object) -> Answer:
+    return answer(run_of(gpus=128, nodes=16, **changes))
+
+
+def test_a_run_fails_for_what_it_needs_and_not_for_what_lingers():
+    """Gathered inputs of 32 layers are most of what tp=32 reserves, where there is room."""
+    full = rebuilt(tp=32, pp=1, dp=4, micro_batch=32)
+    card, outside = full.question.cluster.device.memory, full.question.outside_bytes
+    assert full.prediction.memory_bytes > card > full.needed[0].peak + outside
+    assert not full.fails and full.predicted_bytes == card - outside
+    small = rebuilt(tp=32, pp=1, dp=4, micro_batch=4)
+    assert small.predicted_bytes == small.prediction.memory_bytes > small.needed[0].peak
+    assert rebuilt(tp=1, pp=1, dp=128, micro_batch=2).fails
+
+
+def test_communicators_decide_where_little_is_left():
+    found = answer(run_of(gpus=8, nodes=1, tp=4, pp=1, dp=2, zero=0, micro_batch=4))
+    card, outside = found.question.cluster.device.memory, found.question.outside_bytes
+    assert found.fails and found.needed[0].peak + CONTEXT < card < found.needed[0].peak + outside
 
 
 def test_ranks_and_quantiles_as_in_a_statistics_book():

@@ -131,7 +131,7 @@ def _layer(
 
 def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
     """Its input and normalised values (LayerNorm: its input), and its output, which is what the next region gathers."""
-    kept = width // token_parts if stack.gathers_again else width
+    kept = width if stack.holds_gathered else width // token_parts
     return (2 if spec.norm == "rms" else 1) * width // token_parts + kept
 
 

@@ -42,9 +42,6 @@ RESERVED_SHARE = 0.06
 """What torch's caching allocator holds beyond what is allocated at the peak: blocks that are free but of the wrong size. The middle of what 245
 published runs of two frameworks reserve beyond the bytes of their tensors."""
 
-CONTEXT_BYTES = 3 * 2**29
-"""Of a process on a GPU that nobody allocates: CUDA's context and kernels, about half a GiB, and NCCL's channels, 10 MiB each."""
-
 LOSS_TEMPORARIES = {"cpu": 0, "cuda": 2}
 """Copies of a chunk's logits that the loss has besides the one it keeps: gradients on both sides of the softmax. On a CPU the share above
 was fitted with them inside."""
@@ -97,7 +94,7 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
         "optimizer": states.optimizer,
         "activations": activations.most,
         "allocator": int(ALLOCATOR_SHARE[plan.device] * activations.most),
-        "process": CONTEXT_BYTES if stack.published == "process" else PROCESS_BYTES[plan.device],
+        "process": PROCESS_BYTES[plan.device],
     }
     parts |= offloaded(parts, share, plan)[0] if plan.offload != "none" else {}
     # CPU: the allocator's share was fitted to the plain sum, which stays.
@@ -108,9 +105,16 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
     moment = max(moments, key=lambda name: moments[name])
     parts["allocator"] = max(0, moments[moment] - passing)
     parts[APART] = min(0, moments[moment] - passing)
+    parts["gathered"] += _region_buffers(share, plan, stack)
     if stack.published != "allocated":
         parts["allocator"] += int(RESERVED_SHARE * (sum(parts.values()) - parts["process"]))
     return StageMemory(parts, moment)
+
+
+def _region_buffers(share: RankShare, plan: Plan, stack: Stack) -> int:
+    """There at every moment. Sequence parallelism cuts tokens, not these."""
+    tokens = plan.micro_batch * plan.seq_len // plan.cp
+    return stack.region_buffers * tokens * share.spec.hidden * COMPUTE_BYTES[plan.precision] if plan.sequence else 0
 
 
 def _moments(

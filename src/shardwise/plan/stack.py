@@ -71,6 +71,8 @@ class Stack:
     ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
 
     # Memory: what is kept for backward.
+    region_buffers: int = 0  # that stay, each as large as a region's whole input: what travels is gathered into them
+    lingers: bool = False  # what was gathered is not reused until the GPU has passed it: reserved, not needed
     expert_load: float = (
         1.2  # copies of tokens at the fullest rank's experts, over the mean: assumed; 1: forced to be even
     )
@@ -78,9 +80,15 @@ class Stack:
     logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
     cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other
 
-    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (all that the device has given away)
+    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (reserved, and what the device gave to others: context
+    # and NCCL, which are not in a prediction)
     published: str = "allocated"
     published_rank: str = "fullest"  # of the pipeline; or first
+
+    @property
+    def holds_gathered(self) -> bool:
+        """Whether a region's whole input counts until backward."""
+        return not self.gathers_again or (self.lingers and self.published == "reserved")
 
 
 OURS = Stack()
