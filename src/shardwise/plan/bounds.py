@@ -17,7 +17,7 @@ from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import LayerTimes
 from shardwise.plan.least_sharing import Sharing, Sharings
-from shardwise.plan.least_work import Works
+from shardwise.plan.least_work import FASTEST, SPLIT, Works
 from shardwise.plan.offloaded import host_rate
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, cuts_of, tensor_slice
@@ -142,11 +142,12 @@ class TimeFloors:
             if grid.pp == 1:
                 found = Course(slower, work.total * rows / size, 0.0, (), min, 0.0)
             else:
-                count, whole = -(-rows // size), work.forward + work.backward
-                ways = [
-                    (own * count * whole + before * (work.forward if is_split else whole), float(own * count))
-                    for is_split, own, before in self.turns.largest(grid.pp)
-                ]
+                count, ways = -(-rows // size), []
+                for is_split, own, before in self.turns.largest(grid.pp):
+                    mine = self.works.of(grid, size, mode, SPLIT) if is_split else work
+                    whole = mine.forward + mine.backward
+                    passed = before * (mine.forward if is_split else whole)
+                    ways.append((own * count * whole + passed, float(own * count)))
                 found = _course(slower, work.total * count / grid.pp, work.path, ways, min)
             self._modes[key] = found
         return found
@@ -166,9 +167,9 @@ class TimeFloors:
         return found
 
     def _course_of(self, grid: Grid, size: int, mode: str, schedule: str, virtual_stages: int) -> Course:
-        rows, work = -(-self.batch // grid.dp), self.works.of(grid, size, mode)
-        count = -(-rows // size)
-        is_split, whole = splits_backward(schedule), work.forward + work.backward
+        rows, is_split = -(-self.batch // grid.dp), splits_backward(schedule)
+        work, count = self.works.of(grid, size, mode, SPLIT if is_split else FASTEST), -(-rows // size)
+        whole = work.forward + work.backward
         ways = []
         for turn in self.turns.of(schedule, grid.pp, virtual_stages).values():
             own = len(turn.own) * whole + turn.has_first * work.first + turn.has_last * work.last

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardwise.plan.adapter_share import Held
 from shardwise.plan.collectives import Network
-from shardwise.plan.least_work import Works
+from shardwise.plan.least_work import SLOWEST, Works
 from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
@@ -83,7 +83,7 @@ class Sharings:
             global_batch=dp * rows,
         )
         times = self.works.times(grid, size, "full")
-        longest = self.works.of(grid, size, "full", slowest=not self.works.are_alike, shared=plan.uses_fsdp)
+        longest = self.works.of(grid, size, "full", SLOWEST, plan.uses_fsdp)
         share, whole = self._share(plan, by_layer)
         forward, backward = longest.all_forward, longest.all_backward
         if by_layer:

@@ -49,7 +49,7 @@ class Turns:
         return self._turns[key]
 
     def largest(self, pp: int) -> list[tuple[bool, int, int]]:
-        """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Those that can be quickest."""
+        """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Of both kinds those that can be quickest."""
         if pp not in self._largest:
             found = set()
             for schedule, virtual_stages in self.space.pipelines(pp):
@@ -59,7 +59,7 @@ class Turns:
             self._largest[pp] = [
                 one
                 for one in found
-                if not any(o != one and o[0] >= one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
+                if not any(o != one and o[0] == one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
             ]
         return self._largest[pp]
 
