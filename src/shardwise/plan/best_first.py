@@ -111,7 +111,9 @@ class BestFirst:
             return
         for states, sharing, savings in self.branches.states(grid, size, place):
             if not ask.is_told(grid, states) and ask.accept(grid, None, states, None):
-                chain = [one for one in savings if ask.accept(grid, None, states, one[2])]
+                chain = savings[:]
+                if ask.accept is not anything:
+                    chain = [one for one in chain if ask.accept(grid, None, states, one[2])]
                 self._next_mode(ask, bound, grid, size, states, sharing, chain)
 
     def _next_mode(
@@ -135,8 +137,9 @@ class BestFirst:
     ) -> None:
         self._next_mode(ask, bound, grid, size, states, sharing, others)
         if not ask.is_told(grid, states):
-            paces = self.branches.paces(grid, size, states, saving, sharing)
-            chain = [one for one in paces if ask.accept(grid, one[1], states, saving)]
+            chain = self.branches.paces(grid, size, states, saving, sharing)[:]
+            if ask.accept is not anything:
+                chain = [one for one in chain if ask.accept(grid, one[1], states, saving)]
             self._open_next(ask, bound, grid, states, saving, chain)
 
     def _open_next(

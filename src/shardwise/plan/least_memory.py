@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
-from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import kept_activations, segments
 from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, state_bytes
 from shardwise.plan.rank_share import Cut, cuts, numbers_of, stages_in_flight, stages_of_cut, tensor_slice
@@ -20,8 +20,6 @@ from shardwise.plan.schedules import stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import groups_of
-
-Layers = tuple[LayerSpec, ...]
 
 ROUNDED = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
@@ -62,9 +60,9 @@ class MemoryFloors:
         self.adapter = space.job.adapter
         self._saved: dict[int, ModelSpec] = {}
         self._grids: dict[tuple[int, int, int], Counted] = {}
-        self._ranks: dict[tuple[object, ...], list[tuple[int, Counted, list[Layers]]]] = {}
+        self._ranks: dict[tuple[object, ...], list[tuple[int, Counted, list[range]]]] = {}
         self._numbers: dict[tuple[object, ...], list[int]] = {}
-        self._firsts: dict[int, list[tuple[str, int, list[Layers]]]] = {}
+        self._firsts: dict[int, list[tuple[str, int, list[range]]]] = {}
         self._lights: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
 
     # Of a grid -----------------------------------------------------------------------------------------------------
@@ -93,7 +91,7 @@ class MemoryFloors:
         rank of an interleaved one holds the fewest micro-batches, half of one per rank of the pipeline."""
         tokens, count = self._tokens(grid, size), -(-self.batch // (grid.dp * size))
         if grid.pp == 1 or not self.are_alike:
-            kept = self._kept(self._up_to(grid, mode), mode, self.space.model.layers) * tokens
+            kept = self._kept(self._up_to(grid, mode), mode, [range(self.space.model.num_layers)]) * tokens
             return kept if grid.pp == 1 else kept * max(1.0, min(count, grid.pp) / 2) / grid.pp
         one, again = self._up_to(grid, "selective" if mode == "selective" else "none")[1], self._up_to(grid, "full")[1]
         return min([layers * one + inputs * again for layers, inputs in self._lightest(grid.pp, mode, count)]) * tokens
@@ -105,7 +103,7 @@ class MemoryFloors:
             found = set()
             for schedule, stages, chunks in self._first(pp):
                 share = stages_in_flight(schedule, pp, stages, count, 0) / stages
-                parts = [part for chunk in chunks for part in segments(mode, numbers_of(chunk))]
+                parts = [part for layers in chunks for part in segments(mode, layers)]
                 plain = sum(map(len, chunks)) - sum(map(len, parts))
                 found.add((plain * share, len(parts) * share))
             self._lights[key] = [
@@ -117,15 +115,15 @@ class MemoryFloors:
     def are_alike(self) -> bool:
         return len({(layer.window, layer.is_moe, layer.ffn) for layer in self.space.model.layers}) == 1
 
-    def _first(self, pp: int) -> list[tuple[str, int, list[Layers]]]:
+    def _first(self, pp: int) -> list[tuple[str, int, list[range]]]:
         """Of every schedule: its name, stages per rank, layers of each stage of the first rank."""
         if pp not in self._firsts:
-            found, layers = [], self.space.model.layers
+            found = []
             for schedule, virtual_stages in self.space.pipelines(pp):
                 split, owners = self.space.split(pp * virtual_stages), stage_owners(schedule, pp, virtual_stages)
                 assert split is not None, (schedule, pp, virtual_stages)
-                ranges = pairwise([0, *accumulate(split)])
-                chunks = [layers[a:b] for (a, b), owner in zip(ranges, owners, strict=True) if owner == 0]
+                stages = zip(owners, split, accumulate(split), strict=True)
+                chunks = [range(stop - number, stop) for owner, number, stop in stages if owner == 0]
                 found.append((schedule, virtual_stages, chunks))
             self._firsts[pp] = found
         return self._firsts[pp]
@@ -149,11 +147,11 @@ class MemoryFloors:
         tokens, count = self._tokens(grid, pace.micro_batch), -(-self.batch // (grid.dp * pace.micro_batch))
         found, kept = [], self._up_to(grid, mode)
         for rank, _, chunks in self._fullest(grid, pace):
-            held = 0 if away else tokens * sum([self._kept(kept, mode, chunk) for chunk in chunks])
+            held = 0 if away else tokens * self._kept(kept, mode, chunks)
             found.append(held * stages_in_flight(schedule, grid.pp, virtual_stages, count, rank) / virtual_stages)
         return found
 
-    def _fullest(self, grid: Grid, pace: Pace) -> list[tuple[int, Counted, list[Layers]]]:
+    def _fullest(self, grid: Grid, pace: Pace) -> list[tuple[int, Counted, list[range]]]:
         """The first rank, and the first of those with most parameters: what they have, and the layers of each of their stages."""
         key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
         found = self._ranks.get(key)
@@ -165,7 +163,8 @@ class MemoryFloors:
             )
             most = max(range(grid.pp), key=lambda rank: every[rank].num_parameters)
             found = self._ranks[key] = [
-                (rank, self._count(every[rank]), list(stages_of_cut(every[rank], split))) for rank in sorted({0, most})
+                (rank, self._count(every[rank]), list(map(numbers_of, stages_of_cut(every[rank], split))))
+                for rank in sorted({0, most})
             ]
         return found
 
@@ -212,11 +211,11 @@ class MemoryFloors:
             self._saved[tp] = replace(spec, norm="layer") if self.space.device == "cuda" else spec
         return self._saved[tp]
 
-    def _kept(self, up_to: list[int], mode: str, layers: Layers) -> int:
+    def _kept(self, up_to: list[int], mode: str, stages: list[range]) -> int:
         """Numbers per token that these layers keep of one micro-batch, as activations.py counts them: of what is computed again its input."""
         if mode == "sqrt":
-            return len(segments(mode, numbers_of(layers))) * up_to[1]
-        return up_to[layers[-1].index + 1] - up_to[layers[0].index]
+            return up_to[1] * sum([len(segments(mode, layers)) for layers in stages])
+        return sum([up_to[layers.stop] - up_to[layers.start] for layers in stages])
 
     def _up_to(self, grid: Grid, mode: str) -> list[int]:
         """Numbers of the layers before each."""
