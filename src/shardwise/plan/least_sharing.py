@@ -65,7 +65,10 @@ class Sharings:
         rows = -(-self.space.job.global_batch // grid.dp)
         count = -(-rows // size) if offload == "all" else 0
         spread = grid.ep > 1 and (grid.dp, grid.cp, states)
-        key = (grid.tp, grid.ep, grid.pp, shards, spread, offload, count, grid.gpus == 1)
+        alone = (
+            (rows > size,) if grid.gpus == 1 else None
+        )  # gradients beside copies are wider where several are added up
+        key = (grid.tp, grid.ep, grid.pp, shards, spread, offload, count, alone)
         found = self._updates.get(key)
         if found is None:
             found = self._updates[key] = self._update(grid, size, states, offload)
