@@ -13,7 +13,9 @@ Read next: branches.py, which cuts; layouts.py.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -39,6 +41,18 @@ Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
 
 def anything(grid: Grid, pace: Pace | None, states: States | None, saving: Saving | None) -> bool:
     return True
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A search makes hundreds of thousands of small tuples, which stay, and no cycles. Looking for some again and again takes a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass
@@ -68,6 +82,7 @@ class BestFirst:
         other.limit, other.branches = limit, self.branches.within(limit)
         return other
 
+    @_uncollected()
     def best(self, top: int, counts: Iterable[int] | None = None, accept: Accept = anything) -> list[Candidate]:
         """At most `top`, best first. `counts`: numbers of GPUs, else all. `accept`: whether a region may hold what is asked for."""
         heap: list[tuple[Any, ...]] = []

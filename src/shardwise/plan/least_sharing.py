@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardwise.plan.adapter_share import Held
 from shardwise.plan.collectives import Network
-from shardwise.plan.least_work import SLOWEST, Works
+from shardwise.plan.least_work import FASTEST, SLOWEST, Works
 from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
@@ -47,7 +47,7 @@ class Sharings:
         world = odd_world(self.space.cluster, grid.gpus)
         # One rank keeps 16-bit copies, unless its states are elsewhere.
         alone = offload if grid.gpus == 1 else ""
-        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, by_layer, alone, replicas, world)
+        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, pp > 1, alone, replicas, world)
         found = self._messages.get(key)
         if found is None:
             network = network_of(self.space.cluster, world)
@@ -87,7 +87,7 @@ class Sharings:
             global_batch=dp * rows,
         )
         times = self.works.times(grid, size, "full")
-        longest = self.works.of(grid, size, "full", SLOWEST, plan.uses_fsdp)
+        longest = self.works.of(grid, size, "full", SLOWEST if grid.pp > 1 else FASTEST, plan.uses_fsdp)
         share, whole = self._share(plan, by_layer)
         forward, backward = longest.all_forward, longest.all_backward
         if by_layer:

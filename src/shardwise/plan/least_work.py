@@ -60,11 +60,9 @@ class Works:
         if kernels == FASTEST:
             return self.space.fastest
         speed, device, model = self.space.speed, self.space.device, self.space.model
-        able, loss = (
-            kernels_of(speed, device, model, 2, "zero-bubble"),
-            "gpipe" if kernels == SLOWEST else "zero-bubble",
-        )
-        return our_stack(able["compile"] != "none", able["fuse"], loss_of(speed, 2, loss) == "fused")
+        able = kernels_of(speed, device, model, 2, "zero-bubble")
+        loss = loss_of(speed, 2, "gpipe" if kernels == SLOWEST else "zero-bubble")
+        return our_stack(able["compile"] != "none", able["fuse"], loss == "fused")
 
     def times(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> LayerTimes:
         key = (
