@@ -1,8 +1,9 @@
 """Floors of memory: what a layout holds at least, told in microseconds. No torch.
 
-Two counts. Of a whole grid: the mean over the pipeline's ranks, with one micro-batch in flight, because the fullest rank has no less. Of one
-layout: the first rank, which holds the most micro-batches of most schedules, and the first of those with most parameters. Invariant, held by
-a test on random layouts: no floor is above the prediction. Read next: memory.py, which predicts; branches.py, which asks.
+Two counts. Of a whole grid: the first rank under the schedule that leaves it least; where layers differ, the mean over the pipeline's ranks,
+because the fullest has no less. Of one layout: the first rank, which holds the most micro-batches of most schedules, and the first of those
+with most parameters. Invariant, held by a test on random layouts: no floor is above the prediction. Read next: memory.py, which predicts;
+branches.py, which asks.
 """
 
 from __future__ import annotations
