@@ -13,7 +13,9 @@ Read next: branches.py, which cuts; layouts.py.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -39,6 +41,18 @@ Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
 
 def anything(grid: Grid, pace: Pace | None, states: States | None, saving: Saving | None) -> bool:
     return True
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A search makes hundreds of thousands of small tuples, which stay, and no cycles. Looking for some again and again takes a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass
@@ -68,6 +82,7 @@ class BestFirst:
         other.limit, other.branches = limit, self.branches.within(limit)
         return other
 
+    @_uncollected()
     def best(self, top: int, counts: Iterable[int] | None = None, accept: Accept = anything) -> list[Candidate]:
         """At most `top`, best first. `counts`: numbers of GPUs, else all. `accept`: whether a region may hold what is asked for."""
         heap: list[tuple[Any, ...]] = []
@@ -111,7 +126,9 @@ class BestFirst:
             return
         for states, sharing, savings in self.branches.states(grid, size, place):
             if not ask.is_told(grid, states) and ask.accept(grid, None, states, None):
-                chain = [one for one in savings if ask.accept(grid, None, states, one[2])]
+                chain = savings[:]
+                if ask.accept is not anything:
+                    chain = [one for one in chain if ask.accept(grid, None, states, one[2])]
                 self._next_mode(ask, bound, grid, size, states, sharing, chain)
 
     def _next_mode(
@@ -135,8 +152,9 @@ class BestFirst:
     ) -> None:
         self._next_mode(ask, bound, grid, size, states, sharing, others)
         if not ask.is_told(grid, states):
-            paces = self.branches.paces(grid, size, states, saving, sharing)
-            chain = [one for one in paces if ask.accept(grid, one[1], states, saving)]
+            chain = self.branches.paces(grid, size, states, saving, sharing)[:]
+            if ask.accept is not anything:
+                chain = [one for one in chain if ask.accept(grid, one[1], states, saving)]
             self._open_next(ask, bound, grid, states, saving, chain)
 
     def _open_next(

@@ -17,7 +17,7 @@ from shardwise.plan.activations import layer_activations, segments
 from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import LayerTimes
 from shardwise.plan.least_sharing import Sharing, Sharings
-from shardwise.plan.least_work import Works
+from shardwise.plan.least_work import FASTEST, SPLIT, Works
 from shardwise.plan.offloaded import host_rate
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, cuts_of, tensor_slice
@@ -37,6 +37,10 @@ from shardwise.plan.step_time import (
 )
 from shardwise.plan.turns import Turns
 
+Way = tuple[float, int, bool]
+"""Seconds of a rank and of those before it; layers times micro-batches of that rank; whether it is the last, which has a head
+to hide messages behind."""
+
 
 class Course(NamedTuple):
     """Seconds of a step before anything is counted for its weights."""
@@ -44,24 +48,27 @@ class Course(NamedTuple):
     slower: float  # factor on the whole
     mean: float  # the mean rank computes
     path: float  # one micro-batch, through all ranks
-    ways: tuple[
-        tuple[float, float], ...
-    ]  # of a pipeline: a rank and those before it; layers times micro-batches of that rank
+    ways: tuple[Way, ...]  # of a pipeline
     pick: Callable[[Iterable[float]], float]  # max: all of these ranks are there; min: one of them, by schedule
     way: float  # what it picks without sharing
 
     def floor(self, sharing: Sharing) -> float:
-        layer = sharing.layer
-        way = (
-            self.pick([seconds + layers * layer for seconds, layers in self.ways]) if layer and self.ways else self.way
-        )
-        return self.slower * (max(self.mean + sharing.mean, self.path, way) + sharing.once)
+        slower, longest, path, ways, pick, way = self
+        mean, layer, cast, once = sharing
+        if layer and ways:
+            way = pick([seconds + number * (cast if is_last else layer) for seconds, number, is_last in ways])
+        longest += mean
+        if path > longest:
+            longest = path
+        if way > longest:
+            longest = way
+        return slower * (longest + once)
 
 
 def _course(
-    slower: float, mean: float, path: float, ways: list[tuple[float, float]], pick: Callable[[Iterable[float]], float]
+    slower: float, mean: float, path: float, ways: list[Way], pick: Callable[[Iterable[float]], float]
 ) -> Course:
-    return Course(slower, mean, path, tuple(ways), pick, pick([seconds for seconds, _ in ways]))
+    return Course(slower, mean, path, tuple(ways), pick, pick([seconds for seconds, _, _ in ways]))
 
 
 class Staged(NamedTuple):
@@ -142,11 +149,13 @@ class TimeFloors:
             if grid.pp == 1:
                 found = Course(slower, work.total * rows / size, 0.0, (), min, 0.0)
             else:
-                count, whole = -(-rows // size), work.forward + work.backward
-                ways = [
-                    (own * count * whole + before * (work.forward if is_split else whole), float(own * count))
-                    for is_split, own, before in self.turns.largest(grid.pp)
-                ]
+                count = -(-rows // size)
+                ways: list[Way] = []
+                for is_split, own, before in self.turns.largest(grid.pp):
+                    mine = self.works.of(grid, size, mode, SPLIT) if is_split else work
+                    whole = mine.forward + mine.backward
+                    passed = before * (mine.forward if is_split else whole)
+                    ways.append((own * count * whole + passed, own * count, False))
                 found = _course(slower, work.total * count / grid.pp, work.path, ways, min)
             self._modes[key] = found
         return found
@@ -166,16 +175,16 @@ class TimeFloors:
         return found
 
     def _course_of(self, grid: Grid, size: int, mode: str, schedule: str, virtual_stages: int) -> Course:
-        rows, work = -(-self.batch // grid.dp), self.works.of(grid, size, mode)
-        count = -(-rows // size)
-        is_split, whole = splits_backward(schedule), work.forward + work.backward
+        rows, is_split = -(-self.batch // grid.dp), splits_backward(schedule)
+        work, count = self.works.of(grid, size, mode, SPLIT if is_split else FASTEST), -(-rows // size)
+        whole = work.forward + work.backward
         ways = []
         for turn in self.turns.of(schedule, grid.pp, virtual_stages).values():
             own = len(turn.own) * whole + turn.has_first * work.first + turn.has_last * work.last
             if work.more:
                 own += work.more * self.turns.repeated(turn.own, mode)
             seconds = turn.before * (work.forward if is_split else whole) + count * own
-            ways.append((seconds, 0.0 if turn.has_last else float(count * len(turn.own))))
+            ways.append((seconds, count * len(turn.own), turn.has_last))
         path = work.path if is_split else work.total
         return _course(self.slower(grid.gpus), work.total * count / grid.pp, path, ways, max)
 

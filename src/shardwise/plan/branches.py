@@ -52,16 +52,28 @@ class Branches:
         self._paces: dict[tuple[Grid, int, States, Saving], list[tuple[float, Pace]]] = {}
         self._layouts: dict[tuple[Grid, Pace, States, Saving], tuple[float, Plan]] = {}
         self._needed: dict[tuple[Grid, Pace, States, Saving], float] = {}
+        self._kept: dict[tuple[Grid, int], list[float]] = {}
+        self._least: dict[Grid, States] = {}
 
     def within(self, limit: int) -> Branches:
         """The same with another limit; what does not depend on it stays."""
         other = Branches(self.space, limit, self.time, self.memory, self.counts)
         other._paces, other._needed, other._layouts = self._paces, self._needed, self._layouts
+        other._kept, other._least = self._kept, self._least
         return other
 
     def least_states(self, grid: Grid) -> States:
         """The highest stage with the most shards holds the least."""
-        return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
+        if grid not in self._least:
+            self._least[grid] = max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
+        return self._least[grid]
+
+    def kept(self, grid: Grid, size: int) -> list[float]:
+        """Activations at least, by kind of recomputation."""
+        key = (grid, size)
+        if key not in self._kept:
+            self._kept[key] = [self.memory.kept(grid, size, mode) for mode in self._modes]
+        return self._kept[key]
 
     def _several(self, grid: Grid, size: int) -> bool:
         """Micro-batches."""
@@ -78,19 +90,21 @@ class Branches:
     def _cut_grid(self, grid: Grid) -> list[Sized]:
         found, least, sizes = [], self.least_states(grid), self.space.sizes(grid)
         each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
-        kept = [min(self.memory.kept(grid, size, mode) for mode in self._modes) for size in sizes]
-        for place in self.places:
-            if not self.space.go_together(grid, least, "none", place[1]):
-                continue
-            if place[0] != "none" and self._on_host > self.space.cluster.host_share * grid.gpus:
-                self.counts.too_large += each * len(sizes)
-                continue
-            for size, held in zip(sizes, kept, strict=True):
+        places = [place for place in self.places if self.space.go_together(grid, least, "none", place[1])]
+        if self._on_host > self.space.cluster.host_share * grid.gpus:
+            here = [place for place in places if place[0] == "none"]
+            self.counts.too_large += each * len(sizes) * (len(places) - len(here))
+            places = here
+        for size in sizes:
+            held, several, fitting = min(self.kept(grid, size)), self._several(grid, size), []
+            for place in places:
                 weights = self.memory.of_grid(grid, size, least, place[0])
-                if weights.beside(0.0 if place[1] else held, self._several(grid, size)) > self.limit:
-                    self.counts.too_large += each
-                else:
-                    found.append(Sized(self.time.of_size(grid, size) * effort_of(grid, *place), size, place))
+                if weights.beside(0.0 if place[1] else held, several) <= self.limit:
+                    fitting.append(place)
+            self.counts.too_large += each * (len(places) - len(fitting))
+            if fitting:
+                floor = self.time.of_size(grid, size)
+                found += [Sized(floor * effort_of(grid, *place), size, place) for place in fitting]
         return found
 
     def size(self, grid: Grid, size: int, place: Place) -> float:
@@ -102,8 +116,9 @@ class Branches:
             weights = self.memory.of_grid(grid, size, least, place[0])
             modes = self._modes
             if not place[1]:
-                modes = [m for m in modes if weights.beside(self.memory.kept(grid, size, m), several) <= self.limit]
-            sharing = Sharing(0.0, 0.0, self.time.sharings.update(grid, size, least, place[0]))
+                kept = zip(modes, self.kept(grid, size), strict=True)
+                modes = [mode for mode, held in kept if weights.beside(held, several) <= self.limit]
+            sharing = Sharing(0.0, 0.0, 0.0, self.time.sharings.update(grid, size, least, place[0]))
             floors = [self.time.of_saving(grid, size, Saving(mode, *place), sharing) for mode in modes]
             found = self._better[key] = min(floors) * effort_of(grid, *place)
         return found
@@ -128,9 +143,9 @@ class Branches:
     def _cut_size(self, grid: Grid, size: int, place: Place) -> list[Shared]:
         several, slow, each = self._several(grid, size), effort_of(grid, *place), len(self.space.pipelines(grid.pp))
         modes = []
-        for mode in self._modes:
+        for mode, held in zip(self._modes, self.kept(grid, size), strict=True):
             saving, course = Saving(mode, *place), self.time.course(grid, size, mode)
-            kept = 0.0 if place[1] else self.memory.kept(grid, size, mode)
+            kept = 0.0 if place[1] else held
             modes.append((kept, self.order[saving], saving, course, self.time.paging(grid, size, saving)))
         least, most = min(mode[0] for mode in modes), max(mode[0] for mode in modes)
         found = []

@@ -79,6 +79,7 @@ class LayerTimes:
             rank=job.adapter.rank if job.adapter.kind != "none" else 0,
         )
         self.known: dict[object, LayerTime] = {}
+        self._once: dict[object, tuple[Training, LayerTime]] = {}  # of a kind of layer, whatever is computed again
         self.are_alike = len({(layer.window, layer.is_moe, layer.ffn) for layer in model.layers}) == 1
         self.stages: dict[tuple[tuple[int, ...], str], Any] = {}  # by split and recomputation: step_time.py's
 
@@ -94,8 +95,8 @@ class LayerTimes:
         """Embedding, head."""
         first = self.known.get("embedding")
         if first is None:
-            first = self.known["embedding"] = self._compute(embedding_work(self.model, self.shape, self.stack), Work())
-            head = self._compute(head_work(self.model, self.shape, self.stack), Work())
+            first = self.known["embedding"] = self._compute(embedding_work(self.model, self.shape, self.stack))
+            head = self._compute(head_work(self.model, self.shape, self.stack))
             # The head's input is gathered or its gradient summed, and each token's largest logit and sums meet.
             tensor = self._region() / 2
             head = head._replace(tensor_forward=tensor + 3 * self._small(), tensor_backward=tensor)
@@ -121,19 +122,24 @@ class LayerTimes:
     # One layer ----------------------------------------------------------------------------------------------------
 
     def _layer(self, layer: LayerSpec, again: bool) -> LayerTime:
-        work = layer_work(self.model, layer, self.shape, self.stack)
+        kind, price = (layer.window, layer.is_moe, layer.ffn), self.pricer
+        if kind not in self._once:
+            work = layer_work(self.model, layer, self.shape, self.stack)
+            self._once[kind] = work, self._compute(work, num_tensors(self.model, layer))
+        work, time = self._once[kind]
         repeated = Work()
         if again:
             repeated = replace(work.forward, products=_but_last(work.forward.products, self.stack))
         elif self.plan.recompute == "selective":
             half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
             repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
-        time = self._compute(work, repeated, num_tensors(self.model, layer))
-        one = self.pricer.launch * self.stack.host_share
+        one = price.launch * self.stack.host_share
         host = self._calls(layer) * one
+        more = price.host_seconds(repeated) + (2 * host + CHECKPOINT_LAUNCHES * one if again else host)
         time = time._replace(
+            again=price.seconds(repeated),
             host_forward=time.host_forward + host,
-            host_backward=time.host_backward + (2 * host + CHECKPOINT_LAUNCHES * one if again else host),
+            host_backward=time.host_backward + more,
         )
         return self._messages(layer, work, time, again)
 
@@ -144,7 +150,7 @@ class LayerTimes:
         tensor = 0 if plan.tp == 1 else 4 * gather if plan.sequence else 2 * MESSAGE_LAUNCHES["sum"]
         return tensor + gather * ((plan.cp > 1) * ring + 2 * (plan.ep > 1 and layer.is_moe))
 
-    def _compute(self, work: Training, repeated: Work, tensors: int = 1) -> LayerTime:
+    def _compute(self, work: Training, tensors: int = 1) -> LayerTime:
         price = self.pricer
         hooks = (
             (FSDP_LAUNCHES[0] + FSDP_LAUNCHES[1] * tensors) * price.launch * self.stack.host_share
@@ -155,12 +161,8 @@ class LayerTimes:
             forward=price.seconds(work.forward),
             inputs=price.seconds(work.inputs, backward=True),
             weights=price.seconds(work.weights),
-            again=price.seconds(repeated),
             host_forward=price.host_seconds(work.forward) + hooks,
-            host_backward=price.host_seconds(work.inputs)
-            + price.host_seconds(work.weights)
-            + price.host_seconds(repeated)
-            + hooks,
+            host_backward=price.host_seconds(work.inputs) + price.host_seconds(work.weights) + hooks,
         )
 
     def _messages(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:

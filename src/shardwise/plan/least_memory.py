@@ -1,26 +1,26 @@
 """Floors of memory: what a layout holds at least, told in microseconds. No torch.
 
-Two counts. Of a whole grid: the mean over the pipeline's ranks, with one micro-batch in flight, because the fullest rank has no less. Of one
-layout: the first rank, which holds the most micro-batches of most schedules, and the first of those with most parameters. Invariant, held by
-a test on random layouts: no floor is above the prediction. Read next: memory.py, which predicts; branches.py, which asks.
+Two counts. Of a whole grid: the first rank under the schedule that leaves it least; where layers differ, the mean over the pipeline's ranks,
+because the fullest has no less. Of one layout: the first rank, which holds the most micro-batches of most schedules, and the first of those
+with most parameters. Invariant, held by a test on random layouts: no floor is above the prediction. Read next: memory.py, which predicts;
+branches.py, which asks.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
-from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import kept_activations, segments
 from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, state_bytes
-from shardwise.plan.rank_share import Cut, cuts, stages_of_cut, tensor_slice
+from shardwise.plan.rank_share import Cut, cuts, numbers_of, stages_in_flight, stages_of_cut, tensor_slice
 from shardwise.plan.schedules import stage_owners
 from shardwise.plan.space import Grid, Pace, Saving, Space, States
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import groups_of
-
-Layers = tuple[LayerSpec, ...]
 
 ROUNDED = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
@@ -61,9 +61,10 @@ class MemoryFloors:
         self.adapter = space.job.adapter
         self._saved: dict[int, ModelSpec] = {}
         self._grids: dict[tuple[int, int, int], Counted] = {}
-        self._ranks: dict[tuple[object, ...], list[tuple[int, Counted, list[Layers]]]] = {}
+        self._ranks: dict[tuple[object, ...], list[tuple[int, Counted, list[range]]]] = {}
         self._numbers: dict[tuple[object, ...], list[int]] = {}
-        self._least: dict[int, int] = {}
+        self._firsts: dict[int, list[tuple[str, int, list[range]]]] = {}
+        self._lights: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
 
     # Of a grid -----------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,8 @@ class MemoryFloors:
             whole = self._count(cut)._replace(block=0.0)
             counted = Counted(*(part / grid.pp for part in whole))
             if grid.pp > 1 and self.are_alike:
-                share = self._fewest(grid.pp) / len(self.space.model.layers)
+                fewest = min(sum(map(len, chunks)) for _, _, chunks in self._first(grid.pp))
+                share = fewest / len(self.space.model.layers)
                 layers = whole.dense - cut.embedding - cut.head
                 first = Counted(
                     cut.embedding + share * layers, share * whole.spread, 0.0, share * whole.frozen, share * whole.used
@@ -86,32 +88,46 @@ class MemoryFloors:
         return self._weights(grid, states, offload, -(-self.batch // grid.dp) > size, counted)
 
     def kept(self, grid: Grid, size: int, mode: str) -> float:
-        """Activations, whatever the schedule. Its first rank holds at least one micro-batch per rank of the pipeline; where layers are
-        not alike, the last rank of an interleaved one holds the fewest, half of that."""
-        layers = self.space.model.layers
-        kept = self._kept(grid, mode, layers) * self._tokens(grid, size)
-        if grid.pp == 1:
-            return kept
-        rows = -(-self.batch // grid.dp)
-        flying = min(-(-rows // size), grid.pp)
-        if self.are_alike and mode in ("none", "selective", "full"):
-            return kept * flying * self._fewest(grid.pp) / len(layers)
-        return kept * max(1.0, flying / 2) / grid.pp
+        """Activations, whatever the schedule: of all schedules the least that their first rank holds. Where layers are not alike, the last
+        rank of an interleaved one holds the fewest micro-batches, half of one per rank of the pipeline."""
+        tokens, count = self._tokens(grid, size), -(-self.batch // (grid.dp * size))
+        if grid.pp == 1 or not self.are_alike:
+            kept = self._kept(self._up_to(grid, mode), mode, [range(self.space.model.num_layers)]) * tokens
+            return kept if grid.pp == 1 else kept * max(1.0, min(count, grid.pp) / 2) / grid.pp
+        one, again = self._up_to(grid, "selective" if mode == "selective" else "none")[1], self._up_to(grid, "full")[1]
+        return min([layers * one + inputs * again for layers, inputs in self._lightest(grid.pp, mode, count)]) * tokens
+
+    def _lightest(self, pp: int, mode: str, count: int) -> list[tuple[float, float]]:
+        """Of every schedule that may hold the least, its first rank: layers that keep all they compute, inputs of others."""
+        key = (pp, mode, count)
+        if key not in self._lights:
+            found = set()
+            for schedule, stages, chunks in self._first(pp):
+                share = stages_in_flight(schedule, pp, stages, count, 0) / stages
+                parts = [part for layers in chunks for part in segments(mode, layers)]
+                plain = sum(map(len, chunks)) - sum(map(len, parts))
+                found.add((plain * share, len(parts) * share))
+            self._lights[key] = [
+                one for one in found if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in found)
+            ]
+        return self._lights[key]
 
     @cached_property
     def are_alike(self) -> bool:
         return len({(layer.window, layer.is_moe, layer.ffn) for layer in self.space.model.layers}) == 1
 
-    def _fewest(self, pp: int) -> int:
-        """Layers of the first rank, of all schedules the least."""
-        if pp not in self._least:
+    def _first(self, pp: int) -> list[tuple[str, int, list[range]]]:
+        """Of every schedule: its name, stages per rank, layers of each stage of the first rank."""
+        if pp not in self._firsts:
             found = []
             for schedule, virtual_stages in self.space.pipelines(pp):
                 split, owners = self.space.split(pp * virtual_stages), stage_owners(schedule, pp, virtual_stages)
                 assert split is not None, (schedule, pp, virtual_stages)
-                found.append(sum(number for number, owner in zip(split, owners, strict=True) if owner == 0))
-            self._least[pp] = min(found)
-        return self._least[pp]
+                stages = zip(owners, split, accumulate(split), strict=True)
+                chunks = [range(stop - number, stop) for owner, number, stop in stages if owner == 0]
+                found.append((schedule, virtual_stages, chunks))
+            self._firsts[pp] = found
+        return self._firsts[pp]
 
     # Of a layout ---------------------------------------------------------------------------------------------------
 
@@ -128,32 +144,15 @@ class MemoryFloors:
 
     def activations(self, grid: Grid, pace: Pace, mode: str, away: bool) -> list[float]:
         """Of the same ranks."""
-        found, tokens = [], self._tokens(grid, pace.micro_batch)
+        _, schedule, virtual_stages = pace
+        tokens, count = self._tokens(grid, pace.micro_batch), -(-self.batch // (grid.dp * pace.micro_batch))
+        found, kept = [], self._up_to(grid, mode)
         for rank, _, chunks in self._fullest(grid, pace):
-            kept = 0.0 if away else sum(self._kept(grid, mode, chunk) for chunk in chunks) / pace.virtual_stages
-            found.append(kept * self._in_flight(grid, pace, rank) * tokens)
+            held = 0 if away else tokens * self._kept(kept, mode, chunks)
+            found.append(held * stages_in_flight(schedule, grid.pp, virtual_stages, count, rank) / virtual_stages)
         return found
 
-    def _in_flight(self, grid: Grid, pace: Pace, rank: int) -> int:
-        """Activations of a stage that a rank holds at most, as rank_share.py has them; of split backwards, only what is certain."""
-        if grid.pp == 1:
-            return 1
-        rows, pp, v = -(-self.batch // grid.dp), grid.pp, pace.virtual_stages
-        count = -(-rows // pace.micro_batch)
-        group = -(-count // max(1, count // pp))
-        if pace.schedule == "1f1b":
-            most = pp - rank
-        elif pace.schedule == "interleaved":
-            most = (v - 1) * group + 2 * (pp - 1 - rank) + 1
-        elif pace.schedule == "zero-bubble":
-            most = (v - 1) * group + pp
-        elif pace.schedule == "zbv":
-            most = 2 * pp
-        else:
-            most = count
-        return min(count * v, most)
-
-    def _fullest(self, grid: Grid, pace: Pace) -> list[tuple[int, Counted, list[Layers]]]:
+    def _fullest(self, grid: Grid, pace: Pace) -> list[tuple[int, Counted, list[range]]]:
         """The first rank, and the first of those with most parameters: what they have, and the layers of each of their stages."""
         key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
         found = self._ranks.get(key)
@@ -165,7 +164,8 @@ class MemoryFloors:
             )
             most = max(range(grid.pp), key=lambda rank: every[rank].num_parameters)
             found = self._ranks[key] = [
-                (rank, self._count(every[rank]), list(stages_of_cut(every[rank], split))) for rank in sorted({0, most})
+                (rank, self._count(every[rank]), list(map(numbers_of, stages_of_cut(every[rank], split))))
+                for rank in sorted({0, most})
             ]
         return found
 
@@ -212,18 +212,21 @@ class MemoryFloors:
             self._saved[tp] = replace(spec, norm="layer") if self.space.device == "cuda" else spec
         return self._saved[tp]
 
-    def _kept(self, grid: Grid, mode: str, layers: Layers) -> int:
+    def _kept(self, up_to: list[int], mode: str, stages: list[range]) -> int:
         """Numbers per token that these layers keep of one micro-batch, as activations.py counts them: of what is computed again its input."""
+        if mode == "sqrt":
+            return up_to[1] * sum([len(segments(mode, layers)) for layers in stages])
+        return sum([up_to[layers.stop] - up_to[layers.start] for layers in stages])
+
+    def _up_to(self, grid: Grid, mode: str) -> list[int]:
+        """Numbers of the layers before each."""
         how = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep > 1, mode)
         found = self._numbers.get(how)
         if found is None:
-            found = self._numbers[how] = self._up_to(grid, mode)
-        if mode == "sqrt":
-            return len(segments(mode, range(len(layers)))) * found[1]
-        return found[layers[-1].index + 1] - found[layers[0].index]
+            found = self._numbers[how] = self._count_up(grid, mode)
+        return found
 
-    def _up_to(self, grid: Grid, mode: str) -> list[int]:
-        """Of the layers before each."""
+    def _count_up(self, grid: Grid, mode: str) -> list[int]:
         spec, parts = self._spec(grid.tp), grid.tp if grid.sequence else 1
         keys = 0 if grid.cp > 1 and grid.cp_kind == "ring" else self.seq_len
         exchanged, routed = grid.cp > 1 and grid.cp_kind == "ulysses", grid.tp if grid.ep > 1 else 1

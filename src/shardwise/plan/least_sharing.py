@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardwise.plan.adapter_share import Held
 from shardwise.plan.collectives import Network
-from shardwise.plan.least_work import Works
+from shardwise.plan.least_work import FASTEST, SLOWEST, Works
 from shardwise.plan.offloaded import offload_seconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
@@ -24,13 +24,14 @@ from shardwise.plan.turns import Turns
 class Sharing(NamedTuple):
     mean: float  # seconds per step of the mean rank
     layer: float  # or: seconds per micro-batch and layer, where a rank has layers alone and all are alike
+    cast: float  # of these, what nothing hides, whatever the rank has beside its layers
     once: float  # seconds per step
 
 
 class Sharings:
     def __init__(self, space: Space, works: Works, turns: Turns):
         self.space, self.works, self.turns = space, works, turns
-        self._messages: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._messages: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._updates: dict[tuple[object, ...], float] = {}
         self._shares: dict[tuple[int, int, bool], tuple[RankShare, Held]] = {}
 
@@ -46,17 +47,17 @@ class Sharings:
         world = odd_world(self.space.cluster, grid.gpus)
         # One rank keeps 16-bit copies, unless its states are elsewhere.
         alone = offload if grid.gpus == 1 else ""
-        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, by_layer, alone, replicas, world)
+        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, pp > 1, alone, replicas, world)
         found = self._messages.get(key)
         if found is None:
             network = network_of(self.space.cluster, world)
             found = self._messages[key] = self._sharing(grid, size, states, dp, by_layer, network, alone)
-        each, once = found
+        each, casts, once = found
         update = self.update(grid, size, states, offload)
         if by_layer:
-            most, number = min(own for _, own, _ in self.turns.largest(pp)), self.space.model.num_layers
-            return Sharing(0.0, each / number, once * most / number + update)
-        return Sharing(each * -(-rows // size) / pp, 0.0, once / pp + update)
+            most, number = self.turns.fewest(pp), self.space.model.num_layers
+            return Sharing(0.0, each / number, casts / number, once * most / number + update)
+        return Sharing(each * -(-rows // size) / pp, 0.0, 0.0, once / pp + update)
 
     def update(self, grid: Grid, size: int, states: States, offload: str) -> float:
         """Seconds of the optimizer on the mean rank."""
@@ -75,8 +76,8 @@ class Sharings:
 
     def _sharing(
         self, grid: Grid, size: int, states: States, dp: int, by_layer: bool, network: Network, alone: str
-    ) -> tuple[float, float]:
-        """Seconds per micro-batch and per step, on ranks that have all layers."""
+    ) -> tuple[float, float, float]:
+        """Seconds per micro-batch, of these casts, and per step, on ranks that have all layers."""
         space, rows = self.space, -(-self.space.job.global_batch // grid.dp)
         plan = space.plan(
             grid._replace(pp=1, dp=dp),
@@ -86,14 +87,15 @@ class Sharings:
             global_batch=dp * rows,
         )
         times = self.works.times(grid, size, "full")
-        longest = self.works.of(grid, size, "full", slowest=not self.works.are_alike, shared=plan.uses_fsdp)
+        longest = self.works.of(grid, size, "full", SLOWEST if grid.pp > 1 else FASTEST, plan.uses_fsdp)
         share, whole = self._share(plan, by_layer)
         forward, backward = longest.all_forward, longest.all_backward
         if by_layer:
             forward, backward = longest.layers_forward, longest.layers_backward
         stack = self.works.stack_for()
         found = state_time(share, [whole], forward, backward, space.cluster, network, times.pricer, plan, stack)
-        return found.each_forward + found.each_backward + found.casts_forward + found.casts_backward, found.once
+        casts = found.casts_forward + found.casts_backward
+        return found.each_forward + found.each_backward + casts, casts, found.once
 
     def _update(self, grid: Grid, size: int, states: States, offload: str) -> float:
         space = self.space

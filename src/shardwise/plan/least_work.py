@@ -17,6 +17,9 @@ from shardwise.plan.speed import kernels_of, loss_of, our_stack
 from shardwise.plan.stack import Stack
 from shardwise.plan.step_time import layer_times
 
+FASTEST, SPLIT, SLOWEST = "fastest", "split", "slowest"
+"""Kernels: all that a layout may have; those of a split backward; those that every schedule has."""
+
 
 class Work(NamedTuple):
     """Seconds of one micro-batch."""
@@ -43,24 +46,25 @@ class Works:
         self._times: dict[tuple[object, ...], LayerTimes] = {}
         self._layers: dict[str, list[tuple[LayerSpec, bool, int]]] = {}
 
-    def of(self, grid: Grid, size: int, mode: str, slowest: bool = False, shared: bool = False) -> Work:
-        """`slowest`: without what only some schedules can do. `shared`: the host also starts what gathers parameters."""
-        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode, grid.gpus == 1, slowest, shared)
+    def of(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> Work:
+        """`shared`: the host also starts what gathers parameters."""
+        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode, grid.gpus == 1, kernels, shared)
         found = self._works.get(key)
         if found is None:
-            found = self._works[key] = self._add_up(self.times(grid, size, mode, slowest, shared), mode)
+            found = self._works[key] = self._add_up(self.times(grid, size, mode, kernels, shared), mode)
         return found
 
-    def stack_for(self, slowest: bool = False) -> Stack:
+    def stack_for(self, kernels: str = FASTEST) -> Stack:
         if self.stack is not None:
             return self.stack
-        if not slowest:
+        if kernels == FASTEST:
             return self.space.fastest
         speed, device, model = self.space.speed, self.space.device, self.space.model
-        kernels = kernels_of(speed, device, model, 2, "zero-bubble")
-        return our_stack(kernels["compile"] != "none", kernels["fuse"], loss_of(speed, 2, "gpipe") == "fused")
+        able = kernels_of(speed, device, model, 2, "zero-bubble")
+        loss = loss_of(speed, 2, "gpipe" if kernels == SLOWEST else "zero-bubble")
+        return our_stack(able["compile"] != "none", able["fuse"], loss == "fused")
 
-    def times(self, grid: Grid, size: int, mode: str, slowest: bool = False, shared: bool = False) -> LayerTimes:
+    def times(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> LayerTimes:
         key = (
             grid.tp,
             grid.sequence,
@@ -70,15 +74,15 @@ class Works:
             size,
             mode == "selective",
             grid.gpus == 1,
-            slowest,
+            kernels,
             shared,
         )
         found = self._times.get(key)
         if found is None:
-            found = self._times[key] = self._make_times(grid, size, mode, slowest, shared)
+            found = self._times[key] = self._make_times(grid, size, mode, kernels, shared)
         return found
 
-    def _make_times(self, grid: Grid, size: int, mode: str, slowest: bool, shared: bool) -> LayerTimes:
+    def _make_times(self, grid: Grid, size: int, mode: str, kernels: str, shared: bool) -> LayerTimes:
         space, dp = self.space, -(-grid.ep // (grid.cp * grid.tp))  # as few as hold all experts
         plan = Plan(
             device=space.device,
@@ -99,7 +103,7 @@ class Works:
             zero=3 if shared else 0,
             copies=space.may_copy(grid) and not shared,
         )
-        return layer_times(space.model, space.cluster, space.job, plan, self.stack_for(slowest))
+        return layer_times(space.model, space.cluster, space.job, plan, self.stack_for(kernels))
 
     @cached_property
     def are_alike(self) -> bool:

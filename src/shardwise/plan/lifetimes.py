@@ -278,7 +278,12 @@ def _widest(cut: Cut) -> int:
 @lru_cache(4096)
 def _as_saved(cut: Cut, device: str) -> ModelSpec:
     """CUDA's RMSNorm is one kernel that keeps its input alone, as LayerNorm does everywhere."""
-    return replace(cut.spec, norm="layer") if device == "cuda" else cut.spec
+    return _with_layer_norms(cut.spec) if device == "cuda" else cut.spec
+
+
+@lru_cache(256)
+def _with_layer_norms(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, norm="layer")
 
 
 @lru_cache(8192)

@@ -92,7 +92,7 @@ class Plan:
         assert 1 <= self.micro_batch <= self.rows_per_rank, (self.micro_batch, self.rows_per_rank)
         assert self.tp > 1 or not self.sequence, "sequence parallelism needs tp > 1"
         assert len(self.split) == (self.num_stages if self.pp > 1 else 0), (self.split, self.num_stages)
-        assert all(layers >= 1 for layers in self.split), self.split
+        assert min(self.split, default=1) >= 1, self.split
         assert self.pp > 1 or self.virtual_stages == 1, self.virtual_stages
         assert self.stage_world % self.ep == 0, (self.ep, self.layout)
         assert self.ep == 1 or self.tp == 1 or self.sequence, (

@@ -131,7 +131,8 @@ def cuts(
 
 def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
     waiting = _weights_waiting(plan, rank) if plan.recompute != "none" else 0
-    return RankShare(cut, _stages_in_flight(plan, rank), waiting)
+    flight = stages_in_flight(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches, rank)
+    return RankShare(cut, flight, waiting)
 
 
 @lru_cache(1024)
@@ -246,17 +247,18 @@ def _waiting(schedule: str, pp: int, virtual_stages: int, num_microbatches: int)
     return found
 
 
-def _stages_in_flight(plan: Plan, rank: int) -> int:
+def stages_in_flight(schedule: str, pp: int, virtual_stages: int, num_microbatches: int, rank: int) -> int:
     """How many activations of a stage the schedule holds at most; a test counts them in its action lists."""
-    pp, stages, microbatches = plan.pp, plan.virtual_stages, plan.num_microbatches
     if pp == 1:
         return 1
-    group = -(-microbatches // max(1, microbatches // pp))  # micro-batches that pass a stage before the next takes over
-    most = {
-        "gpipe": microbatches * stages,
-        "1f1b": pp - rank,
-        "interleaved": (stages - 1) * group + 2 * (pp - 1 - rank) + 1,
-        "zero-bubble": (stages - 1) * group + pp,
-        "zbv": 2 * pp,
-    }
-    return min(microbatches * stages, most[plan.schedule])
+    most = all_of_them = num_microbatches * virtual_stages
+    group = -(-num_microbatches // max(1, num_microbatches // pp))  # which pass a stage before the next takes over
+    if schedule == "1f1b":
+        most = pp - rank
+    elif schedule == "interleaved":
+        most = (virtual_stages - 1) * group + 2 * (pp - 1 - rank) + 1
+    elif schedule == "zero-bubble":
+        most = (virtual_stages - 1) * group + pp
+    elif schedule == "zbv":
+        most = 2 * pp
+    return min(all_of_them, most)

@@ -53,6 +53,7 @@ def splits_backward(schedule: str) -> bool:
     return schedule in ("zero-bubble", "zbv")
 
 
+@lru_cache(maxsize=1024)
 def stage_owners(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """The rank of each stage: round and round, except for the V, which goes down the ranks and up again."""
     _assert_possible(schedule, pp, virtual_stages)

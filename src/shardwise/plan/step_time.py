@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import ModelSpec
@@ -193,20 +194,23 @@ def network_of(cluster: ClusterSpec, world: int) -> Network:
 
 def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes) -> list[StageTime]:
     """In model order. Layouts that split layers alike share them; who changes the list makes a copy."""
-    known = times.stages.get((plan.split, plan.recompute))
-    if known is not None:
-        return known
-    ranges = [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(model.num_layers)]
+    before = times.stages.get((plan.split, plan.recompute))
+    if before is not None:
+        return before
+    ranges = [range(stop - number, stop) for number, stop in zip(plan.split, accumulate(plan.split), strict=True)]
+    ranges = ranges or [range(model.num_layers)]
     first, last = times.ends()
     found: list[StageTime] = []
-    sums: dict[object, LayerTime] = {}
+    known: dict[object, StageTime] = {}
     for number, layers in enumerate(ranges):
-        again = {index for part in segments(plan.recompute, layers) for index in part}
-        key = (len(layers), len(again)) if times.are_alike else layers
-        if key not in sums:
-            sums[key] = times.stage([(model.layers[index], index in again) for index in layers])
+        parts = segments(plan.recompute, layers)
         ends = [first] * (number == 0) + [last] * (number == len(ranges) - 1)
-        found.append(_stage(add((sums[key], *ends)) if ends else sums[key]))
+        key = (len(layers), sum(map(len, parts))) if times.are_alike and not ends else number
+        if key not in known:
+            again = {index for part in parts for index in part}
+            total = times.stage([(model.layers[index], index in again) for index in layers])
+            known[key] = _stage(add((total, *ends)))
+        found.append(known[key])
     times.stages[plan.split, plan.recompute] = found
     return found
 

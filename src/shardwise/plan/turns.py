@@ -26,6 +26,7 @@ class Turns:
         self.space = space
         self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
         self._largest: dict[int, list[tuple[bool, int, int]]] = {}
+        self._fewest: dict[int, int] = {}
         self._again: dict[str, frozenset[int]] = {}
 
     def of(self, schedule: str, pp: int, virtual_stages: int) -> dict[int, Turn]:
@@ -49,7 +50,7 @@ class Turns:
         return self._turns[key]
 
     def largest(self, pp: int) -> list[tuple[bool, int, int]]:
-        """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Those that can be quickest."""
+        """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Of both kinds those that can be quickest."""
         if pp not in self._largest:
             found = set()
             for schedule, virtual_stages in self.space.pipelines(pp):
@@ -59,9 +60,15 @@ class Turns:
             self._largest[pp] = [
                 one
                 for one in found
-                if not any(o != one and o[0] >= one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
+                if not any(o != one and o[0] == one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
             ]
         return self._largest[pp]
+
+    def fewest(self, pp: int) -> int:
+        """Layers of the rank that has most, where that is the least."""
+        if pp not in self._fewest:
+            self._fewest[pp] = min(own for _, own, _ in self.largest(pp))
+        return self._fewest[pp]
 
     def repeated(self, layers: tuple[int, ...], mode: str) -> int:
         """How many of these layers are computed again."""
