@@ -29,10 +29,10 @@ MODES: dict[str, dict[str, Any]] = {
     "trace": {"backend": "aot_eager"},
 }
 KEPT_OPERATIONS = (
-    "mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
+    "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
-"""What selective recomputation keeps the results of."""
+"""What selective recomputation keeps the results of. `bmm` is not here: attention by its definition has a score for every pair of tokens."""
 
 
 def apply_joined(blocks: Iterable[nn.Module]) -> None:
