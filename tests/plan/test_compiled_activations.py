@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +18,18 @@ from shardwise.model.spec import ModelSpec
 from shardwise.parallel.compiled import MODES, apply_compile, apply_joined
 from shardwise.plan.activations import kept_activations
 from shardwise.plan.speed import our_stack
-from dataclasses import replace
 
 BATCH, LENGTH = 4, 128
 SMALL = {"num_layers": 2, "hidden": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "ffn": 640, "vocab": 100}
-LATENT = {"num_layers": 2, "hidden": 256, "num_heads": 4, "num_kv_heads": 4, "vocab": 100, "ffn": 512, "first_dense_layers": 2}
+LATENT = {
+    "num_layers": 2,
+    "hidden": 256,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "vocab": 100,
+    "ffn": 512,
+    "first_dense_layers": 2,
+}
 MODELS = {
     "llama": preset("tiny").with_overrides(SMALL),
     "windows": preset("tiny").with_overrides({**SMALL, "sliding_window": 16}),
@@ -32,8 +40,18 @@ MODELS = {
     "latent": preset("deepseek-v3").with_overrides(LATENT),
 }
 CASES = [
-    *((name, "none", fuse) for name in MODELS for fuse in (False, True) if fuse or name not in ("qwen3", "gpt2")),
-    *((name, "selective", name == "llama") for name in MODELS if name not in ("qwen3", "gpt2")),
+    ("llama", "none", False),
+    ("llama", "none", True),
+    ("llama", "selective", True),
+    ("qwen3", "none", True),
+    ("gpt2", "none", True),
+    ("windows", "selective", False),
+    ("gemma", "none", False),
+    ("gemma", "selective", False),
+    ("moe", "none", False),
+    ("moe", "selective", False),
+    ("latent", "none", False),
+    ("latent", "selective", True),
 ]
 
 
@@ -50,7 +68,11 @@ def counted(spec: ModelSpec, mode: str, fuse: bool, size: int) -> float:
     stack, saved = our_stack(True, fuse, True), replace(spec, norm="layer")  # compiled norms keep their input alone
     tokens = BATCH * LENGTH
     keys = LENGTH if spec.attention_softcap else LENGTH // BATCH  # a mask is one for all rows
-    return size * tokens * kept_activations(saved, spec.layers[-1:], mode, keys, stack=stack, size=size, tokens=tokens).between
+    return (
+        size
+        * tokens
+        * kept_activations(saved, spec.layers[-1:], mode, keys, stack=stack, size=size, tokens=tokens).between
+    )
 
 
 @pytest.mark.parametrize("name, mode, fuse", CASES, ids=["-".join(map(str, case)) for case in CASES])
@@ -65,7 +87,7 @@ def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool) -> None:
             apply_joined(model.layers.values() if fuse else ())
             apply_compile(model.layers.values(), "graphs alone", selective=mode == "selective", whole=True)
             two = kept_by(model)
-            del model.layers["0"]
+            del model.layers["1"]
             one = kept_by(model)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -100,5 +122,5 @@ def test_compiled_blocks_keep_what_is_counted() -> None:
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     model(tokens, tokens)
     two = saved_bytes(model, tokens, tokens)
-    del model.layers["0"]
+    del model.layers["1"]
     assert two - saved_bytes(model, tokens, tokens) == pytest.approx(counted(spec, "none", True, 4), rel=0.01)
