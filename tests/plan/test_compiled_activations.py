@@ -35,8 +35,10 @@ MODELS = {
     "windows": preset("tiny").with_overrides({**SMALL, "sliding_window": 16}),
     "qwen3": preset("qwen3-0.6b").with_overrides(SMALL),
     "gpt2": preset("gpt2").with_overrides({**SMALL, "num_kv_heads": 8}),
-    "gemma": preset("gemma2-2b").with_overrides({**SMALL, "sliding_window": 16, "query_scale_dim": 32}),
-    "moe": preset("tiny-moe").with_overrides({**SMALL, "num_experts": 8, "expert_ffn": 128, "experts_per_token": 2}),
+    "gemma": preset("gemma2-2b").with_overrides({**SMALL, "query_scale_dim": 32}),
+    "moe": preset("tiny-moe").with_overrides(
+        {**SMALL, "num_experts": 8, "expert_ffn": 128, "experts_per_token": 2, "moe_every": 1}
+    ),
     "latent": preset("deepseek-v3").with_overrides(LATENT),
 }
 CASES = [
