@@ -2,7 +2,7 @@
 
 Owns the wrapping of a block's forward. All blocks of a kind share one graph, so compiling takes as long for 80 layers as for two, and what hooks do around a block (FSDP2
 gathering, messages of other axes, recomputation of whole blocks) stays outside of it. Invariants: a graph has no breaks but for messages to other ranks, and it is made for the shapes of training;
-generation, which grows by one token, runs as it is written. Selective recomputation is part of the graph: products and attention are kept, all else is made again.
+generation, which grows by one token, runs as it is written. Selective recomputation is part of the graph: products with weights and fused attention are kept, all else is made again.
 
 Compiled kernels round where a fused chain ends, not after every operation: bf16 results differ from those of plain operations in the last bit, and are closer to fp32.
 """
