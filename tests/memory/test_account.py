@@ -9,8 +9,12 @@ import pytest
 import torch
 from accounted import Seen, three_steps, watch_layouts
 
-from shardwise.memory.account import CATEGORIES, Account, OverLimit, Point, thinned
+from shardwise.memory.account import CATEGORIES, Account, Held, OverLimit, Point, thinned
+from shardwise.memory.usage import saved_bytes
+from shardwise.model.decoder import Decoder
+from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
+from shardwise.parallel.compiled import apply_compile
 from shardwise.plan.memory import predict_memory
 from shardwise.run.clock import Clock
 from shardwise.run.reference import Trial
@@ -159,3 +163,23 @@ def test_on_a_gpu_the_account_sees_what_the_allocator_sees(precision: str) -> No
     sums = 4 * spec.num_parameters
     assert 0.98 * sums <= watched.fullest["gradients"] <= 1.02 * sums + one_group
     assert sum(watched.peak.values()) == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.05)
+
+
+def test_what_compiled_blocks_keep_is_counted_and_nothing_compiles_anew() -> None:
+    torch._dynamo.reset()
+    model, device = Decoder(SPEC), torch.device("cpu")
+    initialize(model, 0)
+    apply_compile(model.layers.values(), "trace", selective=False, whole=True)
+    owners = [Held("parameters", name, parameter) for name, parameter in model.named_parameters()]
+    account = Account(device, lambda _everything: owners, Clock(device))
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    with account.of_saved():
+        losses = model(tokens, tokens)
+    assert (
+        account.peak.by_category()["activations"] == account.held["activations"] == saved_bytes(model, tokens, tokens)
+    )
+    losses.cross_entropy.backward()
+    account.label()
+    assert account.held["activations"] == tokens.nbytes  # which the embedding kept, and which are still here
+    with torch.compiler.set_stance("fail_on_recompile"):
+        model(tokens, tokens)

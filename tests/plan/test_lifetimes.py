@@ -28,6 +28,8 @@ from shardwise.plan.stack import OURS, Stack
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu.prediction import adapter_of, spec_of
+from gpu.shapes import case_of
+from gpu.with_ours import predicted
 
 LLAMA = preset("llama3-8b")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -164,6 +166,20 @@ def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_2_percent(
                 seq_len=case["seq_len"], precision=case.get("precision", "bf16"), recompute=case.get("recompute", "none"))  # fmt: skip
     (stage,) = predict_stages(spec_of(case), here, case.get("optimizer", "adamw"), adapter_of(case))
     assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.02)
+
+
+ROWS = [
+    row
+    for row in json.loads((RESULTS / "throughput_h200.json").read_text())["rows"].values()
+    if row["contender"] in ("ours", "ours-joined")
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['shape']} {row['contender']}")
+def test_the_peak_of_compiled_blocks_on_an_h200_is_predicted_within_2_percent(row: dict[str, Any]) -> None:
+    """benchmarks/gpu/throughput.py measured them: compiled blocks, copies of weights, the fused loss."""
+    found = predicted(case_of(row["shape"], row["contender"]))
+    assert found["memory_bytes"] == pytest.approx(row["peak_bytes"], rel=0.02)
 
 
 def test_a_fused_loss_keeps_two_gradients_and_lets_one_chunk_pass() -> None:

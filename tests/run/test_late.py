@@ -92,9 +92,11 @@ def test_the_blocks_of_a_run_that_is_watched_are_compiled(run_here: Callable[...
     words = [*SMALL, "train.steps=4", "speed.compile=trace", "run.name=compiled", "train.sample_tokens=0"]
     assert run_here("train", "--nproc", 1, *words) == Exit.DONE
     assert counters["stats"]["unique_graphs"] >= 1
-    held = json.loads(Path("runs/compiled/metrics.jsonl").read_text().splitlines()[-1])["memory"]["fullest"]
-    numbers = held["parameters"]
+    memory = json.loads(Path("runs/compiled/metrics.jsonl").read_text().splitlines()[-1])["memory"]
+    held, numbers = memory["fullest"], memory["fullest"]["parameters"]
     assert held["gradients"] == numbers and held["optimizer"] >= 2 * numbers > 0
+    # What autograd keeps is counted, whoever made it. Plain kernels have other operations than compiled ones, which keep less.
+    assert held["activations"] == pytest.approx(memory["predicted"]["activations"], rel=0.25)
 
 
 def test_a_checkpoint_that_is_due_by_the_clock_is_asked_for_once() -> None:

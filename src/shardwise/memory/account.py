@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,6 +123,20 @@ class Account(TorchDispatchMode):
         if trouble[0] is None:
             self.label(everything=True)
             self._look()
+
+    @contextmanager
+    def of_saved(self) -> Iterator[None]:
+        """Around a step instead of `with account`, where blocks are compiled: of what operations make, only what autograd keeps for backward."""
+        self.label(everything=True)
+
+        def keep(tensor: Tensor) -> Tensor:
+            self._settle()
+            if sum(self._note(part, "activations") for part in plain_parts(tensor)):
+                self._look()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            yield
 
     def _resizing(self) -> Callable[..., Any]:
         resize = self._resize

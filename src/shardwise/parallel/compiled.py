@@ -2,7 +2,7 @@
 
 Owns the wrapping of a block's forward. All blocks of a kind share one graph, so compiling takes as long for 80 layers as for two, and what hooks do around a block (FSDP2
 gathering, messages of other axes, recomputation of whole blocks) stays outside of it. Invariants: a graph has no breaks but for messages to other ranks, and it is made for the shapes of training;
-generation, which grows by one token, runs as it is written. Selective recomputation is part of the graph: products and attention are kept, all else is made again.
+generation, which grows by one token, runs as it is written. Selective recomputation is part of the graph: products with weights and fused attention are kept, all else is made again.
 
 Compiled kernels round where a fused chain ends, not after every operation: bf16 results differ from those of plain operations in the last bit, and are closer to fp32.
 """
@@ -29,10 +29,10 @@ MODES: dict[str, dict[str, Any]] = {
     "trace": {"backend": "aot_eager"},
 }
 KEPT_OPERATIONS = (
-    "mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
+    "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
-"""What selective recomputation keeps the results of."""
+"""What selective recomputation keeps the results of. `bmm` is not here: attention by its definition has a score for every pair of tokens."""
 
 
 def apply_joined(blocks: Iterable[nn.Module]) -> None:

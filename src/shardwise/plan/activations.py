@@ -2,7 +2,11 @@
 
 Numbers per token, with fused attention; what each mode of recomputation keeps of them is `kept_activations`. A norm keeps its input, the normalised values and its
 output; a projection keeps its input (the norm's output, already counted); attention keeps q, k, v, its output and one number
-per head. A test compares the count with what torch really saves, family by family.
+per head. A compiled block keeps what its partitioner does not make again in backward: inputs of products, what attention wants, and
+where norms and sums begin. Tests compare the count with what torch really saves, family by family, plain and compiled.
+
+Joined products (`Stack.side_by_side`) keep two things more. v is a view of its product, so all of that stays beside the rotated q and k. The
+weights are put side by side anew in every pass, and backward needs that copy: it does not grow with tokens, so it is divided by them.
 
 With tensor parallelism `spec` is one rank's slice of the model (rank_share.py): what a region computes shrinks with it. What
 lies outside of regions (the norms' inputs and normalised values) shrinks only with sequence parallelism, by `token_parts`; the
@@ -43,17 +47,29 @@ def layer_activations(
     selective: bool = False,
     stack: Stack = OURS,
     load: float = 1.0,
+    size: int = 4,
+    tokens: int = 0,
 ) -> int:
     """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
     ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed. `load`: copies that
-    arrive at this rank's experts, over the mean of all ranks. A mask is one for all rows; it is counted as of one."""
+    arrive at this rank's experts, over the mean of all ranks. `size`: bytes of a number. `tokens`: of a micro-batch on this rank, to divide
+    the copies of joined weights by; 0 leaves these out. A mask is one for all rows; it is counted as of one."""
     kinds = Counter((layer.is_moe, layer.ffn) for layer in layers)
     count = _selected if selective else _layer
     found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
-    if not stack.windows and not spec.attention_softcap:  # the mask as numbers, and what heads are repeated for it
+    again = selective and stack.compiled  # all that is neither a product nor attention
+    if not stack.windows and not spec.attention_softcap and not again:
+        # The mask as numbers, and what heads are repeated for it.
         masked = sum(layer.window is not None and layer.window < seq_len for layer in layers)
         repeated = 0 if selective else 2 * (spec.num_heads - spec.num_kv_heads) * spec.head_dim
+        if stack.side_by_side and not selective and spec.num_heads > spec.num_kv_heads:
+            repeated -= _beside_view(spec, stack)  # a repeated v is no view
         found += masked * (seq_len + repeated)
+    if stack.side_by_side and tokens and not again:
+        found += sum(n * -(-_joined_weights(spec, *kind, stack) // tokens) for kind, n in kinds.items())
+    if stack.wide_router and size < 4 and not again:  # its input in fp32, and as it came where others read that too
+        more = 4 // size - (0 if spec.num_shared_experts else 1)
+        found += sum(n * more * spec.hidden // routed_parts for (is_moe, _), n in kinds.items() if is_moe)
     if load > 1:
         per_width = 2 if selective else 4
         routed = spec.experts_per_token * (per_width * spec.expert_ffn + 2 * spec.hidden // routed_parts)
@@ -116,11 +132,13 @@ def fused_chunks(num_logits: int, bytes_per_number: int, device: str) -> int:
 def _layer(
     spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
 ) -> int:
-    norms = 2 * _norm(spec, spec.hidden, token_parts, stack) + (
-        4 * spec.hidden // token_parts if spec.post_norms else 0
-    )
+    norms = 2 * _norm(spec, spec.hidden, token_parts, stack)
+    if spec.post_norms:  # compiled: two inputs more, and the sum after the first is made again
+        norms += (1 if stack.compiled else 4) * spec.hidden // token_parts
     attention = _latent_attention(spec) if spec.is_latent else _attention(spec, stack)
-    if spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
+    if spec.attention_softcap and stack.compiled:  # scores as they were multiplied and their softmax; repeated heads
+        attention = 4 * spec.num_heads * spec.head_dim + 2 * spec.num_heads * (1 + seq_len)
+    elif spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
         attention += 4 * spec.num_heads * seq_len
     elif stack.attention == "math":
         attention += _scores(spec, seq_len)
@@ -140,7 +158,28 @@ def _attention(spec: ModelSpec, stack: Stack) -> int:
     normed = (2 if spec.norm == "rms" else 1) * (queries + keys) if spec.qk_norm else 0
     if stack.keys_twice and queries == keys:
         normed += 2 * keys
-    return queries + 2 * keys + normed + queries + spec.num_heads
+    return queries + 2 * keys + normed + queries + spec.num_heads + _beside_view(spec, stack)
+
+
+def _beside_view(spec: ModelSpec, stack: Stack) -> int:
+    """What v keeps there by being a view of the joined product: q and k as they were multiplied. Query norms keep these anyway, and without
+    rotation they are what attention reads."""
+    is_kept = "qkv" in stack.side_by_side and not spec.is_latent and not spec.attention_softcap
+    return (
+        (spec.num_heads + spec.num_kv_heads)
+        * spec.head_dim
+        * (is_kept and spec.positions == "rope" and not spec.qk_norm)
+    )
+
+
+def _joined_weights(spec: ModelSpec, is_moe: bool, ffn: int, stack: Stack) -> int:
+    """Numbers of one layer. Experts' products are not joined, but for the shared one."""
+    rows = 0
+    if "qkv" in stack.side_by_side and not spec.is_latent:
+        rows += (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    if "gate up" in stack.side_by_side and spec.gated:
+        rows += 2 * (spec.expert_ffn * spec.num_shared_experts if is_moe else ffn)
+    return rows * spec.hidden
 
 
 def _scores(spec: ModelSpec, seq_len: int) -> int:
@@ -150,13 +189,19 @@ def _scores(spec: ModelSpec, seq_len: int) -> int:
 
 def _latent_attention(spec: ModelSpec) -> int:
     queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.v_head_dim
-    latents = 3 * (spec.q_lora_rank + spec.kv_lora_rank) + spec.qk_rope_head_dim
+    per_norm = 3 if spec.norm == "rms" else 2
+    latents = per_norm * (spec.q_lora_rank + spec.kv_lora_rank) + spec.qk_rope_head_dim
     return latents + 4 * queries + values + spec.num_heads  # q, k, values padded to q's width, padded output
 
 
 def _feedforward(spec: ModelSpec, width: int, stack: Stack) -> int:
     """Gate, up, activated gate, product; one kernel needs no activated gate."""
-    return (4 - (stack.fused_activation or stack.compiled) if spec.gated else 2) * width
+    return (4 - (stack.fused_activation or stack.compiled or _is_one(spec, stack)) if spec.gated else 2) * width
+
+
+def _is_one(spec: ModelSpec, stack: Stack) -> bool:
+    """Activation and product of joined gate and up, an operation of our own (model/gated.py)."""
+    return "gate up" in stack.side_by_side and spec.activation == "silu"
 
 
 def _experts(spec: ModelSpec, routed_parts: int, stack: Stack) -> int:
@@ -170,7 +215,8 @@ def _selected(
     spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
 ) -> int:
     """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that norms and
-    sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region reads: that stays as well."""
+    sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region reads: that stays as well. A
+    compiled block also makes again: the tokens' copies in the order of experts, keys and values that are put together and padded."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if stack.selective == "attention":  # of the scores nothing, of the rest everything
         whole = _layer(spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
@@ -182,16 +228,20 @@ def _selected(
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
     gathered = 2 * spec.hidden if token_parts > 1 else 0
     if spec.is_latent:
-        attention = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim + 4 * queries + spec.num_heads
+        whole = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim) if stack.compiled else 2 * queries
+        attention = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim + 2 * queries + whole + spec.num_heads
     else:
         attention = queries + 2 * keys
         attention += 0 if spec.attention_softcap else queries + spec.num_heads  # plain attention is cheap
     per_width = 2 if spec.gated else 1
+    joined = not stack.compiled and _is_one(spec, stack)  # whose result nobody makes again
     if not is_moe:
-        return states + gathered + attention + per_width * ffn
-    copies = 2 * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # sorted, results; the router
-    width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts)
-    return states + gathered + attention + copies // routed_parts + per_width * width
+        return states + gathered + attention + (per_width + joined) * ffn
+    sides = 1 if stack.compiled and routed_parts == 1 else 2  # results; sorted
+    copies = sides * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # and the router
+    shared = spec.expert_ffn * spec.num_shared_experts
+    width = per_width * (spec.expert_ffn * spec.experts_per_token + shared) + joined * shared
+    return states + gathered + attention + copies // routed_parts + width
 
 
 @dataclass(frozen=True)
@@ -213,6 +263,8 @@ def kept_activations(
     exchanged: bool = False,
     stack: Stack = OURS,
     load: float = 1.0,
+    size: int = 4,
+    tokens: int = 0,
 ) -> Kept:
     """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the last layer to the
     first: when it computes a block again, the ones after it are gone."""
@@ -225,7 +277,9 @@ def kept_activations(
         if not part or kind in ones:
             return ones[kind] if kind else 0
         more = exchanged_activations(spec, part) if exchanged else 0
-        found = layer_activations(spec, part, seq_len, token_parts, routed_parts, stack=stack, load=load) + more
+        found = more + layer_activations(
+            spec, part, seq_len, token_parts, routed_parts, False, stack, load, size, tokens
+        )
         if kind:
             ones[kind] = found
         return found
@@ -233,7 +287,9 @@ def kept_activations(
     numbers = range(layers[0].index, layers[0].index + len(layers))
     if mode == "selective":
         more = exchanged_activations(spec, layers) if exchanged else 0
-        between = layer_activations(spec, layers, seq_len, token_parts, routed_parts, True, stack, load) + more
+        between = more + layer_activations(
+            spec, layers, seq_len, token_parts, routed_parts, True, stack, load, size, tokens
+        )
         return Kept(between, (full(layers) - between) // len(layers), numbers[-1])
     state = spec.hidden // token_parts
     gone = most = 0

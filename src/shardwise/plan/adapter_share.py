@@ -54,6 +54,15 @@ def held_by(share: RankShare | Cut, whole: ModelSpec, adapter: AdapterConfig) ->
     return ends
 
 
+def apart_by(whole: ModelSpec, adapter: AdapterConfig) -> tuple[str, ...]:
+    """Products that cannot be joined: some of their layers have adapters, or all are in four bits."""
+    parts = {"qkv": {"q", "k", "v"}, "gate up": {"gate", "up"}}
+    if adapter.kind == "none" or not whole.is_ours:
+        return ()
+    names = {name.rpartition(".")[2] for name in _chosen(whole, adapter)[0]}
+    return tuple(word for word, layers in parts.items() if adapter.kind == "qlora" or layers & names)
+
+
 Names = frozenset[str]
 
 

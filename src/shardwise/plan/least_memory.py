@@ -54,7 +54,9 @@ NOTHING = Weights(0.0, 0.0, 0.0)
 
 class MemoryFloors:
     def __init__(self, space: Space, stack: Stack):
-        self.space, self.stack = space, stack
+        # Whether products are joined depends on the adapters; what is sure is that nothing keeps an activated gate.
+        less = stack.fused_activation or bool(stack.side_by_side)
+        self.space, self.stack = space, replace(stack, side_by_side=(), fused_activation=less)
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self.weight, self.compute = WEIGHT_BYTES[space.precision], COMPUTE_BYTES[space.precision]
         self.state = state_bytes(space.job.optimizer, space.precision)
@@ -206,10 +208,12 @@ class MemoryFloors:
         return size * self.seq_len // grid.cp * self.compute
 
     def _spec(self, tp: int) -> ModelSpec:
-        """As lifetimes.py has it: CUDA's norms keep their input alone."""
+        """As lifetimes.py has it: CUDA's norms and compiled ones keep their input alone."""
         if tp not in self._saved:
             spec = tensor_slice(self.space.model, tp)
-            self._saved[tp] = replace(spec, norm="layer") if self.space.device == "cuda" else spec
+            self._saved[tp] = (
+                replace(spec, norm="layer") if self.space.device == "cuda" or self.stack.compiled else spec
+            )
         return self._saved[tp]
 
     def _kept(self, up_to: list[int], mode: str, stages: list[range]) -> int:

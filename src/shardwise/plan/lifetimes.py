@@ -86,6 +86,8 @@ class Activations:
 def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> StageMemory:
     states = states_of(share, groups, plan, optimizer, stack)
     ends = groups.blocks[0 if share.spec.tied and plan.pp == 1 else -1]
+    if stack.side_by_side and groups.apart:  # adapters have products of their own
+        stack = replace(stack, side_by_side=tuple(word for word in stack.side_by_side if word not in groups.apart))
     activations = activations_of(share, plan, stack, trains_head=ends.trained > 0)
     parts = {
         "weights": states.weights,
@@ -210,7 +212,7 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     keys = 0 if kind == "ring" else plan.seq_len
     stages = _kept(
         share.cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
-        stack.expert_load if plan.ep > 1 else 1.0,
+        stack.expert_load if plan.ep > 1 else 1.0, size, tokens if stack.side_by_side else 0,
     )  # fmt: skip
     between = sum(stage.between for stage in stages)
     held = tokens * between * size * share.stages_in_flight // plan.virtual_stages
@@ -298,10 +300,12 @@ def _kept(
     device: str,
     stack: Stack,
     load: float,
+    size: int,
+    tokens: int,
 ) -> tuple[Kept, ...]:
     """Of each of the rank's stages."""
-    spec = _as_saved(cut, device)
+    spec = _as_saved(cut, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
     return tuple(
-        kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load)
+        kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load, size, tokens)
         for layers in stages_of_cut(cut, split)
     )

@@ -108,5 +108,10 @@ def our_stack(compiled: bool, fuse: bool, fused_loss: bool) -> Stack:
     if not (compiled or fuse or fused_loss):
         return OURS
     return replace(
-        OURS, compiled=compiled, joined=fuse, logits_again=not fused_loss, fused_loss=compiled and fused_loss
+        OURS,
+        compiled=compiled,
+        joined=fuse,
+        side_by_side=("qkv", "gate up") if fuse else (),
+        logits_again=not fused_loss,
+        fused_loss=compiled and fused_loss,
     )

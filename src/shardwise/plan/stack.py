@@ -18,6 +18,9 @@ class Stack:
     attention: str = "cudnn"  # math (scores in memory) | flash1 | flash2 | flash3 | cudnn
     windows: bool = False  # its kernel skips keys outside of a window and knows soft caps; else all pairs are computed
     joined: bool = False  # queries, keys and values are one product; gate and up another
+    side_by_side: tuple[
+        str, ...
+    ] = ()  # of `qkv`, `gate up`: joined, but their weights lie apart and are copied in every pass
     compiled: bool = False  # elementwise chains are one kernel each
     fused_norm: bool = True  # a norm is one kernel; else a chain of passes in fp32
     fused_rope: bool = False
@@ -76,6 +79,7 @@ class Stack:
     expert_load: float = (
         1.2  # copies of tokens at the fullest rank's experts, over the mean: assumed; 1: forced to be even
     )
+    wide_router: bool = True  # scores of experts are computed in fp32, and so is what they are computed from
     keys_twice: bool = False  # keys and values are kept a second time, where there are as many as queries
     logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
     cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from shardwise.config.schema import AdapterConfig
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import segments
-from shardwise.plan.adapter_share import Held, held_by
+from shardwise.plan.adapter_share import Held, apart_by, held_by
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import Cut, RankShare, numbers_of, stages_of
 from shardwise.plan.stack import Stack
@@ -63,6 +63,7 @@ class Groups:
     blocks: list[Held]  # the embedding, every layer, the head
     whole: Held
     largest: int  # trained numbers of the largest block
+    apart: tuple[str, ...] = ()  # of Stack.side_by_side, what adapters keep from being joined
 
 
 @lru_cache(4096)
@@ -74,7 +75,7 @@ def groups_of(cut: Cut, whole: ModelSpec, adapter: AdapterConfig) -> Groups:
         sum(block.packed_bytes for block in blocks),
         max(block.largest for block in blocks),
     )
-    return Groups(blocks, together, max(block.trained for block in blocks))
+    return Groups(blocks, together, max(block.trained for block in blocks), apart_by(whole, adapter))
 
 
 def state_bytes(optimizer: str, precision: str) -> float:

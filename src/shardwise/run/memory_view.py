@@ -28,8 +28,8 @@ ANSWERS = {
 
 ROWS = (*ANSWERS, "peak")
 
-UNSEEN = ("activations", "temporary")
-"""Rows that nobody can look into where a CPU's blocks are compiled: their bytes are in `reserved` then."""
+UNSEEN = "temporary"
+"""The row that nobody can look into where a CPU's blocks are compiled: its bytes are in `reserved` then."""
 
 SIGNS = {"parameters": "█", "optimizer": "▓", "gradients": "▒", "buffers": "░", "activations": "+", "temporary": "·"}
 """From the bottom of the picture to its top."""
@@ -60,7 +60,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     predicted, measured = report["predicted"], report["fullest"]
     lines = [f"memory   {'rank ' + str(measured['rank']) + ', at most':<22}{'predicted':>12}{'measured':>12}"]
     for row in ROWS:
-        if row in UNSEEN and predicted[row] and not measured[row]:
+        if row == UNSEEN and predicted[row] and not measured[row]:
             lines.append(f"         {row:<22}{format_bytes(predicted[row]):>12}{'not seen':>12}")
         elif predicted[row] or measured[row]:
             values = f"{format_bytes(predicted[row]):>12}{format_bytes(measured[row]):>12}"

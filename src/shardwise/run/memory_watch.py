@@ -4,13 +4,15 @@ The second step is the first one with everything in place (optimizer state, DDP'
 reported. `run.events_every=0` turns it off. Invariant: a run that is watched computes the same bits, with the same kernels.
 
 What watches every operation keeps torch from compiling, for good: a block that is first called under it is never compiled. So compiled blocks
-are not looked into. There the allocator says how much there was, and the owners how much of it is theirs when all gradients are there.
+are not looked into. On CUDA the allocator says how much there was, and the owners how much of it is theirs when all gradients are there. On a
+CPU, whose allocator says nothing, autograd tells what it keeps for backward; what kernels have in between is not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -41,7 +43,7 @@ class MemoryWatch:
         self.account = Account(self.device, holders_of(engine, optimizer), clock)
         self.limit, self.clock = limit, clock
         self.is_compiled, self.accumulates = _compiles(engine, optimizer), engine.plan.num_microbatches > 1
-        self.is_open, self.activations = False, 0
+        self.is_open, self.activations, self.tensors = False, 0, 0
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
@@ -57,7 +59,7 @@ class MemoryWatch:
         account.begin()
         self.is_open = True
         try:
-            with nullcontext() if self.is_compiled else account:
+            with self._looking():
                 yield
         except OverLimit as error:
             raise error.beside(self.process) from None
@@ -68,13 +70,23 @@ class MemoryWatch:
         finally:
             self.is_open = False
 
+    def _looking(self) -> AbstractContextManager[Any]:
+        if not self.is_compiled:
+            return self.account
+        return nullcontext() if self.device.type == "cuda" else self.account.of_saved()
+
     def gradients_are_here(self) -> None:
         """Called in every step between backward and update: in a watched one with compiled blocks, the moment to look."""
         if not (self.is_open and self.is_compiled):
             return
+        before = self.account.peak
         self.account.label(everything=True)
         self.account.peak = self.account.now()
+        self.tensors = max(before.total, self.account.peak.total)
         held = self.account.peak.by_category()
+        if self.device.type == "cpu":
+            self.activations = before.by_category()["activations"]
+            return
         # The fullest moment was at a backward's start, when the gradients of earlier micro-batches were there, if any.
         others = sum(held.values()) - (0 if self.accumulates else held["gradients"])
         self.activations = max(0, peak_bytes(self.device) - others)
@@ -88,11 +100,11 @@ class MemoryWatch:
     def measured(self) -> list[int]:
         """In the order of MEASURED. Categories are full at different moments, so they may add up to more than the peak."""
         peak, held = peak_bytes(self.device), self.account.fullest()
-        beside = max(0, peak - self.account.peak.total)
+        beside = max(0, peak - max(self.tensors, self.account.peak.total))
+        if self.is_compiled:
+            held["activations"] = self.activations
         if self.device.type == "cuda":
-            if self.is_compiled:
-                held["activations"] = self.activations
-            else:
+            if not self.is_compiled:
                 held["temporary"] += beside  # what kernels take for themselves
             beside = torch.cuda.max_memory_reserved(self.device) - peak
         return [*held.values(), beside, peak]

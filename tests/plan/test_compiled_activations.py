@@ -1,0 +1,128 @@
+"""What compiled and joined blocks keep for backward: the count against the graphs that torch cuts in two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwise.memory.usage import saved_bytes
+from shardwise.model.decoder import Decoder
+from shardwise.model.initialize import initialize
+from shardwise.model.presets import preset
+from shardwise.model.spec import ModelSpec
+from shardwise.parallel.compiled import MODES, apply_compile, apply_joined
+from shardwise.plan.activations import kept_activations
+from shardwise.plan.speed import our_stack
+
+BATCH, LENGTH = 4, 128
+SMALL = {"num_layers": 2, "hidden": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "ffn": 640, "vocab": 100}
+LATENT = {
+    "num_layers": 2,
+    "hidden": 256,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "vocab": 100,
+    "ffn": 512,
+    "first_dense_layers": 2,
+}
+MODELS = {
+    "llama": preset("tiny").with_overrides(SMALL),
+    "windows": preset("tiny").with_overrides({**SMALL, "sliding_window": 16}),
+    "qwen3": preset("qwen3-0.6b").with_overrides(SMALL),
+    "gpt2": preset("gpt2").with_overrides({**SMALL, "num_kv_heads": 8}),
+    "gemma": preset("gemma2-2b").with_overrides({**SMALL, "query_scale_dim": 32}),
+    "moe": preset("tiny-moe").with_overrides(
+        {**SMALL, "num_experts": 8, "expert_ffn": 128, "experts_per_token": 2, "moe_every": 1}
+    ),
+    "latent": preset("deepseek-v3").with_overrides(LATENT),
+}
+CASES = [
+    ("llama", "none", False),
+    ("llama", "none", True),
+    ("llama", "selective", True),
+    ("qwen3", "none", True),
+    ("gpt2", "none", True),
+    ("windows", "selective", False),
+    ("gemma", "none", False),
+    ("gemma", "selective", False),
+    ("moe", "none", False),
+    ("moe", "selective", False),
+    ("latent", "none", False),
+    ("latent", "selective", True),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def graphs_alone():
+    """The compiler's operations, cut in two by its rules, and run by plain kernels."""
+    MODES["graphs alone"] = {"backend": "aot_eager_decomp_partition"}
+    yield
+    del MODES["graphs alone"]
+
+
+def counted(spec: ModelSpec, mode: str, fuse: bool, size: int) -> float:
+    """Bytes of the last layer."""
+    stack, saved = our_stack(True, fuse, True), replace(spec, norm="layer")  # compiled norms keep their input alone
+    tokens = BATCH * LENGTH
+    keys = LENGTH if spec.attention_softcap else LENGTH // BATCH  # a mask is one for all rows
+    return (
+        size
+        * tokens
+        * kept_activations(saved, spec.layers[-1:], mode, keys, stack=stack, size=size, tokens=tokens).between
+    )
+
+
+@pytest.mark.parametrize("name, mode, fuse", CASES, ids=["-".join(map(str, case)) for case in CASES])
+def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool) -> None:
+    """In bf16 and without memory: no kernel runs. What is counted as one number per head is fp32 there."""
+    torch._dynamo.reset()
+    spec = MODELS[name]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = Decoder(spec)
+            apply_joined(model.layers.values() if fuse else ())
+            apply_compile(model.layers.values(), "graphs alone", selective=mode == "selective", whole=True)
+            two = kept_by(model)
+            del model.layers["1"]
+            one = kept_by(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert two - one == pytest.approx(counted(spec, mode, fuse, 2), rel=0.02)
+
+
+def kept_by(model: Decoder) -> int:
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    seen: dict[int, Any] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in weights:
+            seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    model(tokens, tokens)  # compiled before anybody looks
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = model(tokens, tokens)
+    del outputs
+    return sum(storage.nbytes() for storage in seen.values())
+
+
+def test_compiled_blocks_keep_what_is_counted() -> None:
+    """Real kernels, in fp32."""
+    torch._dynamo.reset()
+    spec = MODELS["llama"]
+    model = Decoder(spec)
+    initialize(model, 0)
+    apply_joined(model.layers.values())
+    apply_compile(model.layers.values(), "blocks", selective=False, whole=True)
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    model(tokens, tokens)
+    two = saved_bytes(model, tokens, tokens)
+    del model.layers["1"]
+    assert two - saved_bytes(model, tokens, tokens) == pytest.approx(counted(spec, "none", True, 4), rel=0.01)
