@@ -97,7 +97,8 @@ def run_worker(
     except (torch.OutOfMemoryError, MemoryError) as error:
         return _fail(run, ranks, Exit.OUT_OF_MEMORY, str(_out_of_memory(error, run, ranks, session)))
     except KeyboardInterrupt:
-        return _fail(run, ranks, Exit.INTERRUPTED, "STOPPED  by Ctrl-C before the first step")
+        text = f"STOPPED  by Ctrl-C before the first step\n  do     shardwise resume {run.path}"
+        return _fail(run, ranks, Exit.INTERRUPTED, text)
     except Exception as error:
         return _crash(run, ranks, error)
     if dist.is_initialized():
