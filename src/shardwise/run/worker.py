@@ -212,14 +212,13 @@ def _crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
     except OSError:
         traceback.print_exc()
     if ranks.is_first or not lost_peer:
-        print(
-            f"error: rank {ranks.rank}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            file=sys.stderr,
-        )
-        print(
-            f"  why  {'another rank went away' if lost_peer else 'this is a bug of shardwise'}; details in {file}",
-            file=sys.stderr,
-        )
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = "this is a bug of shardwise"
+        if lost_peer:  # in the words of gloo and NCCL it is hard to find
+            waited = "time" in said.lower() and "out" in said.lower()
+            said = "another rank did not answer within comm.timeout" if waited else "another rank went away"
+            why = "it has ended, or is stuck"
+        print(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}", file=sys.stderr)
         print(f"  fix  shardwise resume {run.path}", file=sys.stderr, flush=True)
     if ranks.is_first:
         _last_word(run, code, str(error)[:500])
