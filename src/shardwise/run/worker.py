@@ -42,6 +42,8 @@ from shardwise.run.verdict import out_of_memory
 from shardwise.run.verify import prove, prove_once
 
 OLDEST_TORCH = (2, 11)
+NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
+"""What torch.compile says on CPUs, and triton on GPUs."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,6 +102,8 @@ def run_worker(
         text = f"STOPPED  by Ctrl-C before the first step\n  do     shardwise resume {run.path}"
         return _fail(run, ranks, Exit.INTERRUPTED, text)
     except Exception as error:
+        if any(sign in str(error) for sign in NO_COMPILER):
+            return _fail(run, ranks, Exit.USER_MISTAKE, str(_no_compiler(run)))
         return _crash(run, ranks, error)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -185,6 +189,14 @@ def check_cuda(run: RunDir) -> None:
         why=why,
         fix=f"`shardwise doctor` looks closer; CUDA_VISIBLE_DEVICES= shardwise resume {run.path}   trains on CPUs",
         code=Exit.HARDWARE,
+    )
+
+
+def _no_compiler(run: RunDir) -> UserError:
+    return UserError(
+        "this machine has no compiler for speed.compile",
+        why="torch.compile makes C++ on CPUs and starts its GPU kernels from C; neither g++ nor gcc is found",
+        fix=f"shardwise resume {run.path} speed.compile=none   or install g++",
     )
 
 
