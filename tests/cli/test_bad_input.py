@@ -289,6 +289,15 @@ def test_words_that_mean_nothing(refused, words, said):
     assert said in refused(*words)
 
 
+def test_no_compiler_is_no_bug_of_ours(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    words = ["--nproc", 1, "--no-verify", *SMALL, "train.steps=1", "run.name=plain"]
+    done = run_command("train", *words, "speed.compile=blocks", cwd=tmp_path)
+    assert done.returncode == Exit.USER_MISTAKE, done.stdout + done.stderr
+    assert "resume runs/plain speed.compile=none" in done.stdout and "bug" not in done.stdout
+
+
 # Ctrl-C ----------------------------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,7 @@ PROMISED = [
     "checkpoint",
     "packing",
     "seeds",
+    "speed",
 ]
 
 

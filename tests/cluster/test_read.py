@@ -72,6 +72,11 @@ def test_settings_of_a_network_leave_the_others_alone():
     assert [link.bandwidth for link in after.tiers] == [450e9, 25e9, 6.25e9]
 
 
+def test_cards_share_the_cpu_memory_of_their_machine():
+    assert read_cluster("2xrtx4090:cpu_memory=96GB").host_share == 48 * 10**9
+    assert read_cluster("2xrtx4090").host_share == 256 * 10**9
+
+
 def test_cards_without_peer_access_say_so():
     assert "no peer access" in read_cluster("4xrtx4090").origins["link"]
     assert "no peer access" not in read_cluster("4xl40s").origins["link"]
@@ -114,7 +119,14 @@ def _file(folder, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["4x8xh100:price=2", "36x4xgb300", "2xrtx4090", "64x8xmi300x:pod=64,oversubscription=2"]
+    "text",
+    [
+        "4x8xh100:price=2",
+        "36x4xgb300",
+        "2xrtx4090",
+        "2xrtx4090:cpu_memory=96GB",
+        "64x8xmi300x:pod=64,oversubscription=2",
+    ],
 )
 def test_a_written_cluster_reads_as_itself(text, tmp_path):
     cluster = read_cluster(text)

@@ -207,6 +207,14 @@ def test_a_slow_link_between_stages_carries_one_message_after_the_other():
     assert total(here, cluster=slow) > 32 * size / 1e8 > total(here, cluster=known_cluster("h100", 2, 1))
 
 
+def test_a_pipeline_is_as_slow_as_its_border_between_nodes():
+    """Four stages on two nodes: two of three messages stay inside, and the step waits for the third."""
+    here = plan(pp=4, split=even_split(LLAMA.num_layers, 4), global_batch=32)
+    size = 4096 * LLAMA.hidden * 2
+    inside, across = known_cluster("h100", 1, 4), known_cluster("h100", 2, 2, nic=1e8)
+    assert total(here, cluster=across) > 32 * size / 1e8 > total(here, cluster=inside)
+
+
 def test_cards_of_a_node_share_its_cpu_memory():
     here = plan(dp=8, zero=3, replicate=1, offload="optimizer", global_batch=8)
     alone = seconds(here, cluster=known_cluster("h100", 8, 1))["offload"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 HELP = """Find the fastest layouts that fit, predict them, say why, and write each as a config file for `train`.
 
 MODEL is a preset (`shardwise explain presets`), a Hugging Face directory or a config.json. Words such as parallel.tp=4 are constraints."""
+PATIENCE_S = 5.0
 CONFIG = True
 REPORTS = True
 
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.plan.answering import answer, to_json
     from shardwise.plan.export_as import check_framework, export_as
     from shardwise.plan.question import ask
-    from shardwise.plan.what_if import what_if
+    from shardwise.plan.what_if import change, what_if
     from shardwise.plan.why import why_not
 
     if args.framework:
@@ -82,12 +86,15 @@ def run(args: argparse.Namespace) -> int:
         words=args.overrides,
     )
     within, budget = _inverse(args, question)
+    for text in args.what_if:  # a slip is answered now, not after the search
+        change(question, text)
     narrow = bool(
         args.why_not or args.what_if or args.framework
     )  # asks for one thing: the rest of the story would take longer
-    made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus, detail=not narrow)
-    refused = why_not(made, args.why_not) if args.why_not else None
-    changed = [what_if(question, text) for text in args.what_if]
+    with _patience():
+        made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus, detail=not narrow)
+        refused = why_not(made, args.why_not) if args.why_not else None
+        changed = [what_if(question, text) for text in args.what_if]
     files = _write(made, Path(args.out) if args.out else Path("plans") / question.name, args.force)
     best = made.rows[0].candidate.plan
     exported = (
@@ -106,6 +113,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(made, files, refused, changed)
     return Exit.DONE
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Large clusters and slow links have many layouts that are nearly as good: a search that takes long says so."""
+    note = "searching ...; large clusters and slow links take longest, and words such as parallel.tp=1 narrow it down"
+    timer = threading.Timer(PATIENCE_S, lambda: print(note, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None, float | None]:

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         print(f"no runs in {args.dir}; `shardwise train` starts one")
         return Exit.DONE
-    width = max(len(row["name"]) for row in rows)
+    width = max(len("run"), *(len(row["name"]) for row in rows))
     print(f"{'run':<{width}}  {'state':<10}  {'step':>11}  {'loss':>8}  {'tok/s':>8}  layout")
     for row in rows:
         step = f"{row['step']}/{row['num_steps']}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.cluster.spec import ClusterSpec, Link, known_devices, network_cards, tiers_of
-from shardwise.config.units import parse_bytes, parse_rate, parse_seconds
+from shardwise.config.units import format_bytes, parse_bytes, parse_rate, parse_seconds
 from shardwise.errors import UserError
 
 
@@ -37,6 +37,7 @@ SETTINGS = {
     "pod": Setting("devices below one leaf of the network", "count", 1, 1_000_000, "256"),
     "oversubscription": Setting("how many times narrower the network is beyond a pod", "number", 1, 100, "2"),
     "host": Setting("device to CPU memory, one direction", "rate", *RATES, "50GB/s"),
+    "cpu_memory": Setting("CPU memory of one machine", "bytes", 2**28, 2**47, "512GB"),
     "price": Setting("of one device for an hour", "number", 0, 10_000, "2.5"),
 }
 PARSE: Mapping[str, Callable[[str], float]] = {
@@ -46,7 +47,12 @@ PARSE: Mapping[str, Callable[[str], float]] = {
     "count": int,
     "number": float,
 }
-UNIT = {"bytes": " bytes", "rate": " bytes per second", "seconds": " seconds", "count": "", "number": ""}
+SHOWN: Mapping[str, Callable[[float], str]] = {
+    "bytes": lambda value: format_bytes(int(value)),
+    "rate": lambda value: f"{value / 1e9:g} GB/s" if value >= 1e6 else f"{value:g} bytes per second",
+    "seconds": lambda value: f"{value:g} s",
+    "count": lambda value: f"{value:,.0f}",
+}
 
 
 def read_settings(text: str, where: str) -> dict[str, Any]:
@@ -72,7 +78,8 @@ def read_setting(name: str, raw: Any, about: Setting, where: str | None) -> Any:
         fix = f"for example `{name}={about.example}`"
         raise UserError(f"`{name}` cannot be read from `{raw}`", why=why, fix=fix, where=where) from None
     if not about.low <= value <= about.high:
-        why = f"{name} ({about.meaning}) is {value:g}{UNIT[about.kind]} here; from {about.low:g} to {about.high:g} makes sense"
+        shown = SHOWN.get(about.kind, "{:g}".format)
+        why = f"{name} ({about.meaning}) is {shown(value)} here; from {shown(about.low)} to {shown(about.high)} makes sense"
         raise UserError(
             f"`{name}={raw}` is out of range", why=why, fix=f"for example `{name}={about.example}`", where=where
         )
@@ -125,9 +132,8 @@ def changed(cluster: ClusterSpec, given: Mapping[str, Any], origin: str = "typed
     device = replace(cluster.device, **{key: given[key] for key in ("memory", "host") if key in given})
     name = cluster.name if world == cluster.world else f"{nodes}x{per_node}x{cluster.device.name}"
     origins = {**cluster.origins, **dict.fromkeys(given, origin)}
-    return ClusterSpec(
-        name, nodes, per_node, device, tiers, origins, given.get("price", cluster.price), cluster.host_memory
-    )
+    host = given["cpu_memory"] // per_node if "cpu_memory" in given else cluster.host_memory
+    return ClusterSpec(name, nodes, per_node, device, tiers, origins, given.get("price", cluster.price), host)
 
 
 def _network(cluster: ClusterSpec, fast: Link, given: Mapping[str, Any], nodes: int, per_node: int) -> tuple[Link, ...]:

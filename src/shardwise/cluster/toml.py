@@ -204,6 +204,8 @@ def write_toml(cluster: ClusterSpec, comments: tuple[str, ...] = (), machine: Ma
     lines += [f"nodes = {cluster.nodes}", f"per_node = {cluster.per_node}"]
     if cluster.price is not None:
         lines.append(f"price = {shown(cluster.price)}")
+    if cluster.host_memory:
+        lines.append(f"cpu_memory = {cluster.host_memory * cluster.per_node}")
     if machine:
         lines += ["", "[machine]", *(f"{name} = {shown(value)}" for name, value in machine.items())]
     lines += ["", "[device]"]

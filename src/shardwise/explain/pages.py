@@ -64,7 +64,7 @@ def find_page(word: str) -> Page:
     names = {name: page for page in pages.values() for name in page.aliases} | pages
     if wanted in names:
         return names[wanted]
-    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)
     raise UserError(
         f"nothing is written about `{word}`",
         why=f"the words are: {', '.join(pages)}",

@@ -51,8 +51,9 @@ def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
     compared += f" ({slower:+.0%})" if abs(slower) >= 0.005 else " too"
     if cluster.nodes > 1 and (num <= cluster.per_node or num % cluster.per_node == 0):
         link, nodes = cluster.tiers[-1], -(-num // cluster.per_node)
+        gain = "are faster" if slower > 0 else "are as fast, within 2 %,"
         return Advice(
-            f"use {nodes} of your {cluster.nodes} nodes: fewer nodes are faster on this link",
+            f"use {nodes} of your {cluster.nodes} nodes: fewer nodes {gain} on this link",
             f"{best.plan.layout} on {num} GPUs: {compared}; the {link.name} has {link.bandwidth / 1e9:.3g} GB/s per card",
             best,
         )

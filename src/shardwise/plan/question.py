@@ -339,7 +339,7 @@ def _hardware(cluster: ClusterSpec, precision: str) -> list[Assumption]:
         Assumption(
             "CPU memory per device",
             f"{cluster.host_share / 1e9:,.0f} GB",
-            "measured" if cluster.host_memory else "assumed",
+            origins.get("cpu_memory", "measured" if cluster.host_memory else "assumed"),
         ),
     ]
     for number, link in enumerate(cluster.tiers):

@@ -1,6 +1,7 @@
 """Reasons to stop: signals, a `stop` file, the time limit, a parent that died. The loop asks once per step; nothing is cut.
 
-The first Ctrl-C (or SIGTERM) lets the step finish and commits a checkpoint; the second ends the process at once.
+The first Ctrl-C (or SIGTERM) lets the step finish and commits a checkpoint; the second ends the process at once. So does the first where no
+step has begun: there is nothing to commit, and large weights take minutes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class StopRequests:
         """`launcher`: the process whose end is ours too; None for a process that was not started by one of ours."""
         self.run, self.say = run, say
         self.deadline = time.monotonic() + time_limit if time_limit else None
+        self.has_begun = False  # the loop says so before its first step
         self.code: Exit | None = None
         self.why = ""
         self._over = threading.Event()
@@ -58,8 +60,10 @@ class StopRequests:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_ctrl_c = number in (signal.SIGINT, INTERRUPT)
-        if is_ctrl_c and self.code is not None:
-            _end_now(Exit.INTERRUPTED)
+        if is_ctrl_c and not self.has_begun and self._launcher is None:
+            raise KeyboardInterrupt
+        if is_ctrl_c and (self.code is not None or not self.has_begun):
+            _end_now(Exit.INTERRUPTED)  # the launcher says so
         if is_ctrl_c:
             self.code, self.why = Exit.INTERRUPTED, "Ctrl-C"
             with suppress(RuntimeError, OSError):  # the signal may have come in the middle of another print

@@ -94,6 +94,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         plan = replace(plan, split=measured_split(spec, plan, config.model.attention, device))
 
     # This rank's part of the model, its optimizer, and where an earlier process left off.
+    report.before_weights(view, config, spec)
     fill = weights_of(config.model, config.train.seed)
     engine = parallelize_decoder(
         spec,
@@ -181,6 +182,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
                 return Exit.DIVERGED, ""
         return Exit.DONE, ""
 
+    stops.has_begun = True
     clock.begin()
     agreed.extend(answer(summed(ask(), device, plan)) for _ in range(ahead))
     stop, num_targets, _ = agreed.popleft()

@@ -20,6 +20,7 @@ from shardwise.launch.ranks import Ranks
 from shardwise.memory.fused_update import has_kernel
 from shardwise.memory.low_bit import kept_wide
 from shardwise.model.adapter_names import same_kinds
+from shardwise.model.spec import ModelSpec
 from shardwise.parallel.engine import Engine
 from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gradient_bytes, state_bytes
 from shardwise.plan.plan import Plan
@@ -48,6 +49,7 @@ PROMPT_TOKENS = 12
 PROOF_LIMITS = {"fp64": 1e-9, "fp32": 1e-5} | dict.fromkeys(("bf16", "bf16-true", "fp16", "fp16-true", "fp8"), 5e-3)
 """How far the losses of the first steps may be from one process, relative to the loss. With 8 bits a rounding that falls the other way
 moves a weight by 0.4 %, and steps multiply that; mistakes are found in fp64 (verify.py)."""
+LARGE = 10**9  # parameters that take their time
 PROOF_LIMIT_S = 60.0  # a proof that would take longer than this is left to the user
 
 
@@ -97,6 +99,16 @@ def peak_flops(plan: Plan, device: torch.device, cluster: ClusterSpec) -> float:
             if known in name:
                 return peak * plan.world
     return max(cluster.device.flops.values()) * plan.world
+
+
+def before_weights(view: View, config: Config, spec: ModelSpec) -> None:
+    """Many weights take minutes, in silence otherwise; and adapters beside random ones are seldom meant."""
+    is_large, path = spec.num_parameters >= LARGE, config.model.path
+    doing = f"{'reading' if path else 'drawing'} {format_count(spec.num_parameters)} parameters"
+    if path and is_large:
+        view.say(f"weights  {doing} from {path} ...")
+    elif not path and (is_large or config.adapter.kind != "none"):
+        view.say(f"weights  {doing} at random ...; model.path starts from trained ones")
 
 
 def write_plan(run: RunDir, plan: Plan, prediction: Prediction, measured: dict[str, Any] | None = None) -> None:

@@ -42,6 +42,8 @@ from shardwise.run.verdict import out_of_memory
 from shardwise.run.verify import prove, prove_once
 
 OLDEST_TORCH = (2, 11)
+NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
+"""What torch.compile says on CPUs, and triton on GPUs."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -97,8 +99,11 @@ def run_worker(
     except (torch.OutOfMemoryError, MemoryError) as error:
         return _fail(run, ranks, Exit.OUT_OF_MEMORY, str(_out_of_memory(error, run, ranks, session)))
     except KeyboardInterrupt:
-        return _fail(run, ranks, Exit.INTERRUPTED, "STOPPED  by Ctrl-C before the first step")
+        text = f"STOPPED  by Ctrl-C before the first step\n  do     shardwise resume {run.path}"
+        return _fail(run, ranks, Exit.INTERRUPTED, text)
     except Exception as error:
+        if any(sign in str(error) for sign in NO_COMPILER):
+            return _fail(run, ranks, Exit.USER_MISTAKE, str(_no_compiler(run)))
         return _crash(run, ranks, error)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -187,6 +192,14 @@ def check_cuda(run: RunDir) -> None:
     )
 
 
+def _no_compiler(run: RunDir) -> UserError:
+    return UserError(
+        "this machine has no compiler for speed.compile",
+        why="torch.compile makes C++ on CPUs and starts its GPU kernels from C; neither g++ nor gcc is found",
+        fix=f"shardwise resume {run.path} speed.compile=none   or install g++",
+    )
+
+
 def start_process_group(comm: CommConfig, device: torch.device) -> None:
     backend = comm.backend if comm.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
     if not dist.is_initialized():
@@ -211,14 +224,13 @@ def _crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
     except OSError:
         traceback.print_exc()
     if ranks.is_first or not lost_peer:
-        print(
-            f"error: rank {ranks.rank}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            file=sys.stderr,
-        )
-        print(
-            f"  why  {'another rank went away' if lost_peer else 'this is a bug of shardwise'}; details in {file}",
-            file=sys.stderr,
-        )
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = "this is a bug of shardwise"
+        if lost_peer:  # in the words of gloo and NCCL it is hard to find
+            waited = "time" in said.lower() and "out" in said.lower()
+            said = "another rank did not answer within comm.timeout" if waited else "another rank went away"
+            why = "it has ended, or is stuck"
+        print(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}", file=sys.stderr)
         print(f"  fix  shardwise resume {run.path}", file=sys.stderr, flush=True)
     if ranks.is_first:
         _last_word(run, code, str(error)[:500])
