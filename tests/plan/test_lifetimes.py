@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config.schema import SpeedConfig
+from shardwise.config.schema import AdapterConfig, SpeedConfig
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import TransformersSpec
@@ -313,3 +313,21 @@ def test_a_model_that_transformers_builds_is_predicted_on_gpus_too() -> None:
     )  # fmt: skip
     (stage,) = predict_stages(spec, plan(global_batch=2, seq_len=128), "adamw")
     assert stage.parts["weights"] == 4 * (10_000 + 2 * 20_000 + 30_000 + 64_000)
+
+
+def test_products_with_adapters_are_not_joined() -> None:
+    """A joined product has a copy of its weights: of all layers, for each micro-batch in flight. Adapters have products of their own."""
+    here = plan(global_batch=1, compile="blocks", copies=True)
+
+    def more(**adapter: Any) -> float:
+        """Per layer, in numbers of a weight's width."""
+        settings = AdapterConfig(**adapter)
+        plain, joined = (
+            predict_memory(LLAMA, replace(here, fuse=fuse), "adamw", settings)["activations"] for fuse in (False, True)
+        )
+        return (joined - plain) / 2 / LLAMA.num_layers / LLAMA.hidden
+
+    rows, view = 2 * LLAMA.ffn, (LLAMA.num_heads + LLAMA.num_kv_heads) * LLAMA.head_dim * 4096 / LLAMA.hidden
+    assert more(kind="lora", targets=("all-linear",)) == more(kind="qlora") == 0
+    assert more(kind="lora", targets=("q", "o")) == rows
+    assert more(kind="lora", targets=("down",)) == more() == rows + 6144 + view

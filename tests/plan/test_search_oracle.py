@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -133,6 +134,18 @@ def test_floors_do_not_depend_on_what_was_asked_before():
     space = Space(model, read_cluster("1x4xl40s"), Job(seq_len=512, global_batch=11), fixed)
     for some in (layouts(space) or [], (layouts(space) or [])[::-1]):
         no_floor_is_above(space, some)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("compiled", ["none", "blocks"])
+def test_floors_know_what_joined_products_keep(compiled: str, mode: str) -> None:
+    """A joined gate and up keep no activated gate, plain ones that are computed again no product either."""
+    model = preset("tiny").with_overrides({"num_layers": 4})
+    fixed = {"memory.recompute": mode, "parallel.zero": 0, "speed.fuse": True, "speed.compile": compiled}
+    space = Space(model, read_cluster("1x2xh100"), Job(seq_len=512, global_batch=4), fixed)
+    every = layouts(space)
+    assert every
+    no_floor_is_above(space, every)
 
 
 def no_floor_is_above(space: Space, some: list[Layout]) -> None:
