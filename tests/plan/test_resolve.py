@@ -221,6 +221,11 @@ def test_nothing_fits_nowhere():
     )
 
 
+def test_more_ranks_are_no_advice_where_they_share_the_memory():
+    error = refusal("model.preset=llama3-70b", spec=preset("llama3-70b"))
+    assert "`shardwise plan llama3-70b --cluster 8xh100`" in error.fix and "more ranks" not in error.fix
+
+
 def test_a_sequence_that_one_rank_cannot_hold_fits_when_ranks_share_it():
     words = (
         "train.seq_len=8192",

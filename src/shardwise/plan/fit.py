@@ -70,9 +70,18 @@ def does_not_fit(asked: Asked, plan: Plan, limit: int, plan_of: PlanOf) -> UserE
         f"{spec.name} does not fit: {format_bytes(total)} per rank of {format_bytes(limit)}, {format_bytes(total - limit)} over",
         why=f"{plan.layout} with micro-batch {plan.micro_batch} holds {held}; {largest_part(spec, plan)}",
         fix=" or ".join(f"{typed(way.fix)} ({way.cost()})" for way in ways_to_fit(asked, plan, plan_of))
-        or "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)",
+        or _elsewhere(asked, plan),
         code=Exit.OUT_OF_MEMORY,
     )
+
+
+def _elsewhere(asked: Asked, plan: Plan) -> str:
+    """Nothing on this machine helps. Ranks on CPUs share its memory, so more of them need more of it."""
+    if plan.device == "cpu" and asked.config.memory.limit == "auto":
+        here = format_bytes(asked.machine.memory_bytes)
+        model = asked.config.model.path or asked.config.model.preset
+        return f"a smaller model.preset or train.seq_len: all ranks share {here} here; `shardwise plan {model} --cluster 8xh100` plans for GPUs"
+    return "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)"
 
 
 def largest_part(spec: ModelSpec, plan: Plan) -> str:
