@@ -30,6 +30,7 @@ LABELS = {
     "transformers": "transformers, eager",
     "transformers-compiled": "transformers, compiled",
     "transformers-layers": "transformers, layers compiled",
+    "transformers-bf16": "transformers, layers compiled, all bf16",
     "peft": "peft, eager",
     "peft-compiled": "peft, compiled",
     "peft-bf16": "peft, compiled, all bf16",

@@ -1,6 +1,7 @@
 """Tokens per second on one GPU: ours and what people would use instead, same shapes, same tokens, in one run.
 
     python benchmarks/gpu/throughput.py --json FILE [--shapes 1.5b ...] [--only ours plain ...] [--minutes 9]     measures what FILE lacks
+    python benchmarks/gpu/throughput.py --json FILE --rows 1.5b/ours 8b-wide/ours:micro_batch=16 ...              measures these, in this order
     python benchmarks/gpu/throughput.py --json FILE --show [--plot SVG] [--page PAGE]                             no GPU needed
     python benchmarks/gpu/throughput.py --smoke                                                                   tiny shapes on a CPU, in fp32
     python benchmarks/gpu/throughput.py --rehearse [--only 'ours:fuse=true' ...]                                  the same, traced and in bf16
@@ -181,7 +182,7 @@ class Measuring:
                     row = row_of(process, ready, len(self.alive))
                     self.keep(process.shape, process.contender, row, aloud=number == self.asked.rounds - 1)
         for process, _ready in self.alive:
-            if self.asked.profile and not process.failed:
+            if not process.failed and (self.asked.profile is None or process.contender in self.asked.profile):
                 self.add_profile(process)
             process.kill()
         self.alive = []
@@ -287,7 +288,10 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=60, help="start nothing new after that")
     parser.add_argument("--alive", type=int, default=3, help="contenders side by side at most; 1: one after the other")
-    parser.add_argument("--no-profile", dest="profile", action="store_false", help="times only")
+    parser.add_argument("--rows", nargs="+", metavar="SHAPE/CONTENDER", help="these and no others, in this order")
+    parser.add_argument(
+        "--profile", nargs="*", metavar="CONTENDER", help="who is profiled, if not all; nothing: nobody"
+    )
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument(
         "--rehearse", action="store_true", help="the smoke, traced by the compiler and in bf16, as on a GPU"
@@ -308,6 +312,10 @@ def main() -> None:
     if not asked.show:
         names = asked.shapes or list(SMOKE if asked.smoke else SHAPES)
         wanted = [(shape, name) for shape in names for name in asked.only or CONTENDERS[shape]]
+        if asked.rows:
+            wanted = [(shape, name) for shape, _, name in (row.partition("/") for row in asked.rows)]
+            for shape, name in wanted:
+                case_of(shape, name)  # a name that is wrong is told before anything runs
         if not asked.smoke and "ceiling" not in found:
             found["ceiling"], found["machine"] = ceiling(asked), clocks()
             save(asked, found)

@@ -2,7 +2,8 @@
 
 `compile=whole` compiles the model in one piece. While transformers 5 is traced, it writes out the causal mask, which keeps attention from the fast kernels;
 `compile=layers` compiles block by block and the loss, so that attention stays causal and grouped: what a careful user does. LoRA's frozen weights are bf16,
-as its users have them. peft keeps the adapters in fp32; `adapters=bf16` has them in bf16 too, and needs no autocast.
+as its users have them. peft keeps the adapters in fp32; `adapters=bf16` has them in bf16 too, and needs no autocast. `masters=false`: bf16 weights and
+states. Its experts want that: their grouped product does not know autocast.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def build(case: Case) -> Contender:
 
         apply_liger_kernel_to_llama()
     is_frozen = case.base == "peft"
-    dtype = torch.bfloat16 if is_frozen and case.is_bf16 else torch.float32
+    masters, autocasts = case.options.get("masters", True), case.options.get("adapters") != "bf16"
+    dtype = torch.bfloat16 if case.is_bf16 and (is_frozen or not masters) else torch.float32
     with torch.device(case.device):
         model: Any = transformers.AutoModelForCausalLM.from_config(
             config_of(case), dtype=dtype, attn_implementation="sdpa"
@@ -45,7 +47,7 @@ def build(case: Case) -> Contender:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = adamw(case, trained)
     call: Any = compiled(model, case.options.get("compile")) if case.compiles else model
-    casts = case.is_bf16 and case.options.get("adapters") != "bf16"
+    casts = case.is_bf16 and masters and autocasts
 
     def step(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         with torch.autocast(case.device, torch.bfloat16) if casts else nullcontext():
