@@ -44,7 +44,7 @@ CHANGES = {
 }
 GOLDEN = Shape("4 layers of 1024 x 4096, 65536 words, 8 x 1024", "llama3.2-1b", CHANGES, 8, 1024)
 WIDE_CHANGES = {"num_layers": 4, "vocab": 32768}
-WIDE = Shape("4 layers of 8B's width, 32768 words, 4 x 2048", "llama3-8b", WIDE_CHANGES, 4, 2048)
+WIDE = Shape("4 layers of 8B's width, 32768 words, 4 x 1024", "llama3-8b", WIDE_CHANGES, 4, 1024)
 WORDS = 4096  # of the smoke's model; few, but more than bytes
 
 
@@ -107,6 +107,10 @@ def golden(path: Path | None, *, steps: int, smoke: bool = False, only: list[str
     """Whether all of them hold."""
     from precision import batches, text  # here, because it sets what oneDNN may use
 
+    if not smoke and not torch.cuda.is_available():
+        raise SystemExit(
+            "error: golden losses need a GPU\n  why  torch finds no CUDA device here\n  fix  --smoke runs a tiny model on a CPU"
+        )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {"runs": {}}
     device = "cpu" if smoke else "cuda"
     tiny = {**CHANGES, "num_layers": 2, "hidden": 64, "ffn": 160, "vocab": WORDS}

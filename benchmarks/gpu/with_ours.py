@@ -83,6 +83,8 @@ def build(case: Case) -> Contender:
     options, plan, device = options_of(case), plan_of(case), torch.device(case.device)
     values = OptimizerConfig(name=options.get("optimizer", "adamw"), lr=case.lr)
     attention = options.get("attention", "auto")
+    if plan.kernels == "liger":
+        import liger_kernel  # noqa: F401  # missing: said here, not in the middle of a graph
     if options.get("tuned"):
         from torch._inductor import config
 

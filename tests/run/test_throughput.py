@@ -123,7 +123,7 @@ def test_rows_are_kept_shown_and_not_measured_twice(tmp_path):
     assert row["tokens_per_s"] == pytest.approx(64 / row["median_s"])
     assert failed["kind"] == "error" and "nobody" in failed["error"]
     assert cells(row)[0] in table(found) and cells(failed)[0] == "failed"
-    again = call(*words, "plain")
+    again = call("--smoke", "--json", str(path), "--rows", "dense/plain")
     assert json.loads(path.read_text()) == found and "plain: " not in again
     page, (begin, end), (begin2, end2) = tmp_path / "page.md", MARKS, GOLDEN_MARKS
     page.write_text(f"before\n{begin}\nold\n{end}\nbetween\n{begin2}\n{end2}\nafter\n")
