@@ -251,7 +251,11 @@ def row_of(process: Process, ready: dict[str, Any], beside: int) -> dict[str, An
     if case.base in ("ours", "train"):
         from gpu.with_ours import predicted
 
-        row["predicted"] = predicted(case, PREDICTED_FOR) if case.device == "cuda" else None
+        try:
+            row["predicted"] = predicted(case, PREDICTED_FOR) if case.device == "cuda" else None
+        except Exception as error:  # what was measured is worth more
+            print(f"{process.shape} {process.contender}: no prediction: {error}", flush=True)
+            row["predicted"] = None
     return row
 
 
