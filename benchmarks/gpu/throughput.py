@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.shapes import CONTENDERS, SHAPES, SMOKE, case_of
 
+from shardwise.files import write_atomically
+
 CLOCKS = (
     "name",
     "driver_version",
@@ -273,7 +275,7 @@ def ceiling(asked: argparse.Namespace) -> dict[str, float]:
 def save(asked: argparse.Namespace, found: dict[str, Any]) -> None:
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_atomically(asked.json, json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
