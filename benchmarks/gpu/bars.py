@@ -55,6 +55,8 @@ def bars() -> Iterator[Bar]:
     for shape in ("1.5b", "1.5b-b4"):
         pair = (f"{shape}/ours", f"{shape}/transformers-compiled")
         yield Bar(f"{shape}: over compiled transformers", pair, faster, 1.4, "x")
+        by_layers = (f"{shape}/ours", f"{shape}/transformers-layers")
+        yield Bar(f"{shape}: over transformers, layers compiled", by_layers, faster, 1.4, "x")
         yield Bar(f"{shape}: memory over theirs", pair, memory, 1.0, "x", below=True)
     yield Bar("8b-wide: fp8 over our bf16", ("8b-wide/ours-fp8", "8b-wide/ours"), faster, 1.2, "x")
     tensorwise = ("8b-wide/ours-fp8-tensorwise", "8b-wide/ours")
@@ -66,10 +68,12 @@ def bars() -> Iterator[Bar]:
     lora = ("lora-8b/ours", "lora-8b/peft-compiled")
     yield Bar("lora-8b: over compiled peft", lora, faster, 1.5, "x")
     yield Bar("lora-8b: memory over theirs", lora, memory, 1.0, "x", below=True)
+    yield Bar("lora-8b: all in bf16", ("lora-8b/ours-true", "lora-8b/peft-bf16"), faster, 1.5, "x")
     for shape, names in CONTENDERS.items():
         if shape not in SMOKE:
-            if "torchtitan" in names:
-                yield Bar(f"{shape}: over torchtitan", (f"{shape}/ours", f"{shape}/torchtitan"), faster, 1.0, "x")
+            for name in ("torchtitan", "torchtitan-fsdp"):
+                if name in names:
+                    yield Bar(f"{shape}: over {name}", (f"{shape}/ours", f"{shape}/{name}"), faster, 1.0, "x")
             yield Bar(f"{shape}: idle", (f"{shape}/ours",), idle, 0.02, below=True)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.hf_names import tensor_table
+from shardwise.model.hf_weights import gather
 from shardwise.model.initialize import STD, initialize
 
 BASES = {
@@ -53,7 +54,7 @@ def same_weights(case: Case) -> dict[str, Tensor]:
     model = Decoder(case.shape.spec)
     initialize(model, case.seed)
     ours = model.state_dict()
-    return {theirs.name: ours[theirs.parts[0].ours] for theirs in tensor_table(case.shape.spec)}
+    return {theirs.name: gather(theirs, ours, None) for theirs in tensor_table(case.shape.spec, fused_experts=True)}
 
 
 @torch.no_grad()

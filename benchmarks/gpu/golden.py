@@ -1,8 +1,9 @@
 """No trick moves the loss: the same short training with each trick alone, with all of them and with none, from one seed on one text.
 
 `none` is the plain eager run. `again` repeats it: what the device itself does not repeat. `halves` cuts its batch in two: the same sums in another order,
-so its distance is what bf16's roundings make of nothing. A trick holds if the mean loss of the last tenth is within 0.5 % of the eager run's (the bound
-that runs have for bf16), fp8 within 1 %.
+so its distance is what bf16's roundings make of nothing. fp8 takes large matrices only, so it has a model of its own with 8B's width, and an eager run of that,
+`wide none`. A trick holds if the mean loss of the last tenth is within 0.5 % of the eager run's (the bound that runs have for bf16), fp8 within 1 %.
+The file has every loss of every run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.shapes import SHAPES, Shape, case_of
+from gpu.shapes import Shape, case_of
 from gpu.with_ours import plan_of
 
 from shardwise.config.schema import CommConfig, OptimizerConfig
@@ -31,6 +32,7 @@ from shardwise.run.step import accumulate, update
 LIMIT, FP8_LIMIT = 0.005, 0.01
 OFF = {"compile": "none", "fuse": "false", "copies": "false", "loss": "recompute", "kernels": "torch"}
 ALONE = {"compile": "blocks", "fuse": "true", "copies": "true", "loss": "fused", "kernels": "liger"}
+FP8 = {"fp8 rowwise": "rowwise", "fp8 tensorwise": "tensorwise", "fp8 tensorwise, head too": "tensorwise,fp8_head=true"}
 CHANGES = {
     "num_layers": 4,
     "hidden": 1024,
@@ -41,6 +43,8 @@ CHANGES = {
     "tied": False,
 }
 GOLDEN = Shape("4 layers of 1024 x 4096, 65536 words, 8 x 1024", "llama3.2-1b", CHANGES, 8, 1024)
+WIDE_CHANGES = {"num_layers": 4, "vocab": 32768}
+WIDE = Shape("4 layers of 8B's width, 32768 words, 4 x 1024", "llama3-8b", WIDE_CHANGES, 4, 1024)
 WORDS = 4096  # of the smoke's model; few, but more than bytes
 
 
@@ -54,11 +58,16 @@ RUNS = {
     "halves": contender(**OFF),
     **{f"{name} alone": contender(**{**OFF, name: value}) for name, value in ALONE.items()},
     "all": "ours",
-    "fp8 rowwise": "ours:precision=fp8,fp8_recipe=rowwise",
-    "fp8 tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",
-    "fp8 tensorwise, head too": "ours:precision=fp8,fp8_recipe=tensorwise,fp8_head=true",
+    "wide none": contender(**OFF),
+    "wide all": "ours",
+    **{name: f"ours:precision=fp8,fp8_recipe={recipe}" for name, recipe in FP8.items()},
+    "all, with graphs": "ours:compile=graphs",
 }
 SMOKE_RUNS = ("none", "again", "halves", "fuse alone", "loss alone")
+
+
+def is_wide(name: str) -> bool:
+    return name.startswith("wide") or name in FP8
 
 
 def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: float) -> dict[str, Any]:
@@ -77,7 +86,8 @@ def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: fl
         norm, finish = accumulate(engine, StepBatch(number, micro, num_targets), num_targets, clock)
         update(engine, optimizer, norm, lr=lr * min(1.0, number / 10), clip=1.0, clock=clock)
         losses.append(float(finish()[0]) / num_targets)
-    return {"contender": RUNS[name], "losses": losses}
+    fp8 = str(engine.float8) if engine.float8 else None
+    return {"contender": RUNS[name], "model": shape.title, "fp8": fp8, "losses": losses}
 
 
 def compared(losses: list[float], truth: list[float], limit: float) -> dict[str, Any]:
@@ -93,33 +103,36 @@ def compared(losses: list[float], truth: list[float], limit: float) -> dict[str,
     }
 
 
-def golden(
-    path: Path | None, *, steps: int, shape: str | None = None, smoke: bool = False, only: list[str] | None = None
-) -> None:
+def golden(path: Path | None, *, steps: int, smoke: bool = False, only: list[str] | None = None) -> bool:
+    """Whether all of them hold."""
     from precision import batches, text  # here, because it sets what oneDNN may use
 
+    if not smoke and not torch.cuda.is_available():
+        raise SystemExit(
+            "error: golden losses need a GPU\n  why  torch finds no CUDA device here\n  fix  --smoke runs a tiny model on a CPU"
+        )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {"runs": {}}
     device = "cpu" if smoke else "cuda"
-    taken = SHAPES[shape] if shape else GOLDEN
-    if smoke:
-        taken = replace(
-            taken, changes={**CHANGES, "num_layers": 2, "hidden": 64, "ffn": 160, "vocab": WORDS}, seq_len=64
-        )
-    data = batches(text(), steps, taken.micro_batch, taken.seq_len)
+    tiny = {**CHANGES, "num_layers": 2, "hidden": 64, "ffn": 160, "vocab": WORDS}
+    small = replace(GOLDEN, title="tiny", changes=tiny, seq_len=64) if smoke else GOLDEN
     found |= {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "model": taken.title if not smoke else "tiny",
+        "model": small.title,
+        "wide_model": WIDE.title,
         "steps": steps,
     }
     for name in only or (SMOKE_RUNS if smoke else RUNS):
         if "losses" in found["runs"].get(name, {}):
             continue
+        taken, began = WIDE if is_wide(name) else small, time.perf_counter()
+        data = batches(text(), steps, taken.micro_batch, taken.seq_len)
         try:
             found["runs"][name] = train(taken, name, data, device, 3e-3 if smoke else 3e-4)
         except Exception as error:  # one trick that fails must not take the others' figures with it
             found["runs"][name] = {"contender": RUNS[name], "error": f"{type(error).__name__}: {error}"[:500]}
+        found["runs"][name]["seconds"] = time.perf_counter() - began
         gc.collect()
         torch._dynamo.reset()
         if device == "cuda":
@@ -129,20 +142,25 @@ def golden(
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    verdicts = {name: run["holds"] for name, run in found["runs"].items() if "holds" in run}
+    moved = [name for name, holds in verdicts.items() if not holds]
+    print(f"{len(verdicts) - len(moved)} of {len(verdicts)} hold{': not ' + ', '.join(moved) if moved else ''}")
+    return not moved
 
 
 def judge(found: dict[str, Any]) -> None:
-    truth = found["runs"].get("none", {}).get("losses")
     for name, run in found["runs"].items():
-        if truth and "losses" in run and name != "none":
-            run |= compared(run["losses"], truth, FP8_LIMIT if name.startswith("fp8") else LIMIT)
+        reference = "wide none" if is_wide(name) else "none"
+        truth = found["runs"].get(reference, {}).get("losses")
+        if truth and "losses" in run and name != reference:
+            run |= compared(run["losses"], truth, FP8_LIMIT if name in FP8 else LIMIT)
 
 
 def line_of(name: str, run: dict[str, Any]) -> str:
-    if name == "none" and "losses" in run:
+    if name in ("none", "wide none") and "losses" in run:
         return f"{name:<26}last loss {run['losses'][-1]:.4f}   what the others are compared with"
     if "holds" not in run:
-        return f"{name:<26}{run.get('error', 'nothing to compare with yet: run `none` first')}"
+        return f"{name:<26}{run.get('error', 'nothing to compare with yet: run `none` or `wide none` first')}"
     return (
         f"{name:<26}last loss {run['losses'][-1]:.4f}   off by {run['last_tenth_off']:+.3%} (limit {run['limit']:.1%})   "
         f"largest difference {run['max_difference']:.5f}, first {run['first_difference']:.6f}   {'holds' if run['holds'] else 'MOVES THE LOSS'}"

@@ -1,7 +1,7 @@
 """What is measured: models, batches, contenders by name, and how FLOPs are counted. No torch.
 
-A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, and optimizer; `micro_batch` is
-for all. `train` is ours from the command line to metrics.jsonl.
+A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, optimizer, and `tuned` (the compiler tries kernels of
+its own for matrix products); `micro_batch` is for all. `train` is ours from the command line to metrics.jsonl.
 Invariant: a shape and a seed decide model, tokens and FLOPs, whoever computes them.
 """
 
@@ -55,15 +55,28 @@ SHAPES = {
     "1.5b-b4": Shape("1.5B, 4 x 4096", "llama3.2-1b", DENSE, 4),
     "8b-wide": Shape("8 layers of 8B, 8 x 4096", "llama3-8b", EIGHT, 8),
     "8b-wide-b4": Shape("8 layers of 8B, 4 x 4096", "llama3-8b", EIGHT, 4),
-    "8b": Shape("8B, 2 x 4096", "llama3-8b", {}, 2, ours={"optimizer": "adamw8bit", "recompute": "selective"}),
-    "moe": Shape("64 experts, 8 active, 2 x 4096", "tiny-moe", OLMOE, 2),
-    "32k": Shape("8 layers of 8B, 1 x 32k", "llama3-8b", EIGHT, 1, 32768, ours={"recompute": "selective"}),
+    "8b": Shape("8B, 4 x 4096", "llama3-8b", {}, 4, ours={"optimizer": "adamw8bit", "recompute": "selective"}),
+    "moe": Shape("64 experts, 8 active, 4 x 4096", "tiny-moe", OLMOE, 4),
+    "32k": Shape("8 layers of 8B, 1 x 32k", "llama3-8b", EIGHT, 1, 32768),
     "128k": Shape("8 layers of 8B, 1 x 128k", "llama3-8b", EIGHT, 1, 131072, ours={"recompute": "full"}),
-    "lora-8b": Shape("LoRA on 8B, 4 x 2048", "llama3-8b", {}, 4, 2048, ours={"precision": "bf16-true"}, adapter=LORA),
+    "lora-8b": Shape("LoRA on 8B, 4 x 2048", "llama3-8b", {}, 4, 2048, adapter=LORA),
 }
 TINY = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "ffn": 160, "vocab": 384, "tied": False}
+TINY_MOE = {
+    **OLMOE,
+    "num_layers": 2,
+    "hidden": 64,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn": 48,
+    "vocab": 384,
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "expert_ffn": 48,
+}
 SMOKE = {
     "dense": Shape("tiny, 2 x 32", "llama3.2-1b", TINY, 2, 32),
+    "experts": Shape("tiny experts, 2 x 32", "tiny-moe", TINY_MOE, 2, 32),
     "lora": Shape("LoRA on tiny, 2 x 32", "llama3.2-1b", TINY, 2, 32, adapter=LORA),
 }
 """Seconds on a CPU, to see that the script works."""
@@ -75,30 +88,46 @@ VARIANTS = {
     "ours-recompute-loss": "ours:loss=recompute",
     "ours-liger": "ours:kernels=liger",
     "ours-graphs": "ours:compile=graphs",
+    "ours-tuned": "ours:tuned=true",
     "ours-true": "ours:precision=bf16-true",
     "ours-fp8": "ours:precision=fp8,fp8_recipe=rowwise",
     "ours-fp8-tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",
     "ours-fp8-head": "ours:precision=fp8,fp8_recipe=tensorwise,fp8_head=true",
     "plain-bf16": "plain:masters=false",
     "plain-flash": "plain:attention=flash",
-    "transformers-compiled": "transformers:compile=true",
+    "transformers-compiled": "transformers:compile=whole",
+    "transformers-layers": "transformers:compile=layers",
+    "transformers-bf16": "transformers:compile=layers,masters=false",
     "transformers-liger": "transformers:liger=true",
+    "torchtitan-fsdp": "torchtitan:fsdp=true",
     "torchtitan-recompute": "torchtitan:recompute=selective",
-    "peft-compiled": "peft:compile=true",
+    "peft-compiled": "peft:compile=layers",
+    "peft-whole": "peft:compile=whole",
+    "peft-bf16": "peft:compile=layers,adapters=bf16",
 }
-MAIN = ("ours", "train", "plain", "plain-bf16", "torchtitan", "transformers-compiled", "transformers")
+MAIN = (
+    "ours",
+    "train",
+    "plain",
+    "plain-bf16",
+    "torchtitan",
+    "transformers-layers",
+    "transformers-compiled",
+    "transformers",
+)
 TRICKS = tuple(name for name in VARIANTS if name.startswith("ours-"))
 CONTENDERS = {
-    "1.5b": (*MAIN, *TRICKS),
+    "1.5b": (*MAIN, "torchtitan-fsdp", *TRICKS),
     "1.5b-b4": MAIN,
-    "8b-wide": (*MAIN, "ours-fp8", "ours-fp8-tensorwise", "ours-fp8-head", "ours-true"),
+    "8b-wide": (*MAIN, "torchtitan-fsdp", "ours-fp8", "ours-fp8-tensorwise", "ours-fp8-head", "ours-true"),
     "8b-wide-b4": MAIN,
     "8b": ("ours", "train"),
-    "moe": ("ours", "transformers"),
-    "32k": ("ours", "plain", "torchtitan"),
+    "moe": ("ours", "ours-true", "transformers-bf16"),
+    "32k": ("ours", "plain", "torchtitan", "torchtitan-fsdp"),
     "128k": ("ours",),
-    "lora-8b": ("ours", "peft-compiled", "peft"),
+    "lora-8b": ("ours", "ours-true", "peft-compiled", "peft-bf16", "peft"),
     "dense": ("ours", "train", "plain", "transformers", "torchtitan"),
+    "experts": ("ours", "transformers"),
     "lora": ("ours", "peft"),
 }
 
@@ -114,16 +143,17 @@ class Case:
     lr: float = 1e-5
     clip: float = 1.0
     seed: int | None = None  # first weights that all contenders share; None: drawn where they lie, which is quicker
+    rehearses: bool = False  # on a CPU what a GPU would do
 
     @property
     def is_bf16(self) -> bool:
         """A GPU computes in bf16; the smoke on a CPU is in fp32, so that losses can be compared closely."""
-        return self.device == "cuda"
+        return self.device == "cuda" or self.rehearses
 
     @property
     def compiles(self) -> bool:
         """Nothing is compiled in the smoke."""
-        return self.device == "cuda"
+        return self.device == "cuda" or self.rehearses
 
     @property
     def micro_batch(self) -> int:

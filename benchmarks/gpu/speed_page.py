@@ -26,13 +26,19 @@ LABELS = {
     "plain": "plain PyTorch",
     "plain-bf16": "plain PyTorch, all bf16",
     "torchtitan": "torchtitan 0.2.2",
+    "torchtitan-fsdp": "torchtitan 0.2.2, FSDP over one",
     "transformers": "transformers, eager",
     "transformers-compiled": "transformers, compiled",
+    "transformers-layers": "transformers, layers compiled",
+    "transformers-bf16": "transformers, layers compiled, all bf16",
     "peft": "peft, eager",
     "peft-compiled": "peft, compiled",
+    "peft-bf16": "peft, compiled, all bf16",
 }
 COLUMNS = ("attention", "matmul", "elementwise", "loss", "optimizer", "copies", "other", "idle")
-PLOTTED = ("ours", "ours-fp8", "plain", "torchtitan", "transformers-compiled", "transformers", "peft-compiled", "peft")
+PLOTTED = (
+    "ours", "ours-fp8", "plain", "torchtitan", "torchtitan-fsdp", "transformers-layers", "transformers-compiled", "transformers", "peft-compiled", "peft",
+)  # fmt: skip
 
 
 def label(contender: str) -> str:
@@ -159,7 +165,8 @@ def golden_table(found: dict[str, Any]) -> str:
     if not runs:
         return "Not measured yet."
     lines = [
-        f"{found['device']}, torch {found['versions']['torch']}, {found['date']}: {found['model']}, {found['steps']} steps.",
+        f"{found['device']}, torch {found['versions']['torch']}, {found['date']}: {found['model']}, {found['steps']} steps"
+        + (f"; fp8 and what is called wide: {found['wide_model']}." if "wide_model" in found else "."),
         "",
         "| | last tenth, off by | limit | largest difference of a loss | of the first | |",
         "|---|---:|---:|---:|---:|---|",

@@ -1,13 +1,15 @@
 """Tokens per second on one GPU: ours and what people would use instead, same shapes, same tokens, in one run.
 
     python benchmarks/gpu/throughput.py --json FILE [--shapes 1.5b ...] [--only ours plain ...] [--minutes 9]     measures what FILE lacks
+    python benchmarks/gpu/throughput.py --json FILE --rows 1.5b/ours 8b-wide/ours:micro_batch=16 ...              measures these, in this order
     python benchmarks/gpu/throughput.py --json FILE --show [--plot SVG] [--page PAGE]                             no GPU needed
-    python benchmarks/gpu/throughput.py --smoke                                                                   tiny shapes on a CPU
+    python benchmarks/gpu/throughput.py --smoke                                                                   tiny shapes on a CPU, in fp32
+    python benchmarks/gpu/throughput.py --rehearse [--only 'ours:fuse=true' ...]                                  the same, traced and in bf16
     python benchmarks/gpu/throughput.py --golden [STEPS] --json FILE                                              no trick moves the loss: gpu/golden.py
 
 Every contender is a process of its own (gpu/worker.py) with its own compile cache. As many as fit into the card's memory live side by side and take
-turns, a round of steps each; the others wait. A time limit holds for each. `--only 'ours:recompute=full,micro_batch=4'` tries anything (gpu/shapes.py).
-Peers that are not installed are named and left out.
+turns, a round of steps each; the others wait. A row is written after every round, so that whoever is stopped loses nothing but the round. A time limit holds
+for each contender, and one for all. `--only 'ours:recompute=full,micro_batch=4'` tries anything (gpu/shapes.py). Whoever fails leaves a row that says why.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.shapes import CONTENDERS, SHAPES, SMOKE, case_of
 
+from shardwise.files import write_atomically
+
 CLOCKS = (
     "name",
     "driver_version",
@@ -40,6 +44,7 @@ CLOCKS = (
     "temperature.gpu",
 )
 PREDICTED_FOR = "h200"
+RESERVED_S = 25.0  # of --minutes, for the rounds of whoever starts last
 
 
 class Failed(Exception):
@@ -51,13 +56,13 @@ class Failed(Exception):
 class Process:
     """A worker, and what it answers."""
 
-    def __init__(self, shape: str, contender: str, asked: argparse.Namespace, folder: Path):
-        self.shape, self.contender, self.limit = shape, contender, asked.limit
+    def __init__(self, shape: str, contender: str, asked: argparse.Namespace, folder: Path, limit: float):
+        self.shape, self.contender, self.limit = shape, contender, limit
         self.rounds: list[dict[str, Any]] = []
         self.failed = False
         self.clocks: dict[str, str] | None = None
         question = {"shape": shape, "contender": contender, "steps": asked.steps, "warm_up": asked.warm_up}
-        question |= {"rounds": asked.rounds, "limit": asked.limit}
+        question |= {"rounds": asked.rounds, "limit": limit, "rehearses": asked.rehearse}
         question["device"] = "cpu" if shape in SMOKE else "cuda"
         cache = folder / f"{shape}-{contender}".replace("/", "_").replace(":", "_")
         environment = {
@@ -65,6 +70,8 @@ class Process:
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         }
+        if shape in SMOKE:  # some machines announce AMX and forbid it
+            environment.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / "worker.py"), json.dumps(question)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
@@ -126,7 +133,7 @@ class Measuring:
             self.folder = Path(folder)
             try:
                 for shape, contender in wanted:
-                    if time.monotonic() > self.deadline:
+                    if self.left_s() < RESERVED_S:
                         print(f"{shape} {contender}: no time left; the same command goes on from here")
                         continue
                     if self.alive and not self.has_room(shape, contender):
@@ -136,6 +143,10 @@ class Measuring:
             finally:
                 for process, _ in self.alive:
                     process.kill()
+
+    def left_s(self) -> float:
+        """For starting somebody."""
+        return self.deadline - time.monotonic() - RESERVED_S
 
     def has_room(self, shape: str, contender: str) -> bool:
         """Beside the living of the same shape, for one that takes as much as the largest. A whole run plans with all memory."""
@@ -149,7 +160,7 @@ class Measuring:
         return 1.1 * largest < self.alive[-1][1]["free_bytes"]
 
     def start(self, shape: str, contender: str) -> None:
-        process = Process(shape, contender, self.asked, self.folder)
+        process = Process(shape, contender, self.asked, self.folder, min(self.asked.limit, self.left_s()))
         try:
             ready = process.answer()
             if self.alive and ready.get("alloc_retries"):  # it got by, but not as it would have alone
@@ -166,17 +177,26 @@ class Measuring:
 
     def finish(self) -> None:
         """Rounds of the living in turn, then a profile of each."""
-        for _ in range(self.asked.rounds):
-            for process, _ready in self.alive:
+        for number in range(self.asked.rounds):
+            for process, ready in self.alive:
                 self.attempt(process, lambda p: p.rounds.append(p.ask("round")))
-        for process, ready in self.alive:
-            profile = self.attempt(process, lambda p: p.ask("profile")["profile"])
-            last = self.attempt(process, lambda p: p.ask("end"))
+                if not process.failed:
+                    row = row_of(process, ready, len(self.alive))
+                    self.keep(process.shape, process.contender, row, aloud=number == self.asked.rounds - 1)
+        for process, _ready in self.alive:
+            if not process.failed and (self.asked.profile is None or process.contender in self.asked.profile):
+                self.add_profile(process)
             process.kill()
-            if last is not None:
-                row = row_of(process, ready, last, profile, len(self.alive))
-                self.keep(process.shape, process.contender, row)
         self.alive = []
+
+    def add_profile(self, process: Process) -> None:
+        """Without it the times are still worth something."""
+        row = self.found["rows"][f"{process.shape}/{process.contender}"]
+        try:
+            row["profile"] = process.ask("profile")["profile"]
+            save(self.asked, self.found)
+        except (Failed, BrokenPipeError) as trouble:
+            print(f"{process.shape} {process.contender}: no profile: {trouble}", flush=True)
 
     def attempt(self, process: Process, action: Any) -> Any:
         """Nothing, if it failed now or before."""
@@ -197,15 +217,17 @@ class Measuring:
         print(failure.trace, file=sys.stderr)
         self.keep(shape, contender, {"error": failure.why, "kind": failure.kind})
 
-    def keep(self, shape: str, contender: str, row: dict[str, Any]) -> None:
+    def keep(self, shape: str, contender: str, row: dict[str, Any], aloud: bool = True) -> None:
         self.found["rows"][f"{shape}/{contender}"] = {"shape": shape, "contender": contender, **row}
-        told = row.get("error") or f"{row['tokens_per_s']:.0f} tok/s, {1e3 * row['median_s']:.1f} ms"
-        print(f"{shape} {contender}: {told}", flush=True)
+        peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if row.get("peak_bytes") else ""
+        told = row.get("error") or f"{row['tokens_per_s']:.0f} tok/s, {1e3 * row['median_s']:.1f} ms{peak}"
+        if aloud:
+            print(f"{shape} {contender}: {told}", flush=True)
         save(self.asked, self.found)
 
 
-def row_of(process: Process, ready: dict[str, Any], last: dict[str, Any], profile: Any, beside: int) -> dict[str, Any]:
-    case = case_of(process.shape, process.contender)
+def row_of(process: Process, ready: dict[str, Any], beside: int) -> dict[str, Any]:
+    case, last = case_of(process.shape, process.contender), process.rounds[-1]
     seconds = [value for one in process.rounds for value in one["step_s"]]
     median = statistics.median(seconds)
     quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [median] * 3
@@ -225,13 +247,17 @@ def row_of(process: Process, ready: dict[str, Any], last: dict[str, Any], profil
         "recompiled": last["compiled_graphs"] - ready["compiled_graphs"],
         "measured_beside": beside - 1,
         "clocks": process.clocks,
-        "profile": profile,
+        "profile": None,
         **{key: last.get(key) for key in ("parameters", "notes", "compiled_graphs", "graph_breaks", "alloc_retries", "versions", "device")},
     }  # fmt: skip
     if case.base in ("ours", "train"):
         from gpu.with_ours import predicted
 
-        row["predicted"] = predicted(case, PREDICTED_FOR) if case.device == "cuda" else None
+        try:
+            row["predicted"] = predicted(case, PREDICTED_FOR) if case.device == "cuda" else None
+        except Exception as error:  # what was measured is worth more
+            print(f"{process.shape} {process.contender}: no prediction: {error}", flush=True)
+            row["predicted"] = None
     return row
 
 
@@ -239,7 +265,7 @@ def ceiling(asked: argparse.Namespace) -> dict[str, float]:
     """TFLOP/s of square products; whoever has no GPU ends here."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return Process("1.5b", "ceiling", asked, Path(folder)).answer()["matmul_tflops"]
+            return Process("1.5b", "ceiling", asked, Path(folder), asked.limit).answer()["matmul_tflops"]
         except Failed as failure:
             raise SystemExit(
                 f"error: nothing can be measured here\n  why  {failure.why}\n  fix  --smoke runs tiny shapes on a CPU, --show shows a result file"
@@ -249,7 +275,7 @@ def ceiling(asked: argparse.Namespace) -> dict[str, float]:
 def save(asked: argparse.Namespace, found: dict[str, Any]) -> None:
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_atomically(asked.json, json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
@@ -268,24 +294,34 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=60, help="start nothing new after that")
     parser.add_argument("--alive", type=int, default=3, help="contenders side by side at most; 1: one after the other")
+    parser.add_argument("--rows", nargs="+", metavar="SHAPE/CONTENDER", help="these and no others, in this order")
+    parser.add_argument(
+        "--profile", nargs="*", metavar="CONTENDER", help="who is profiled, if not all; nothing: nobody"
+    )
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--golden", nargs="?", type=int, const=100, metavar="STEPS", help="of each run; default 100")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="the smoke, traced by the compiler and in bf16, as on a GPU"
+    )
+    parser.add_argument("--golden", nargs="?", type=int, const=200, metavar="STEPS", help="of each run; default 200")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
+    asked.smoke |= asked.rehearse
     if asked.golden:
         from gpu.golden import golden
 
-        shape = asked.shapes[0] if asked.shapes else None
-        golden(asked.json, steps=asked.golden, shape=shape, smoke=asked.smoke, only=asked.only)
-        return
+        sys.exit(not golden(asked.json, steps=asked.golden, smoke=asked.smoke, only=asked.only))
     found: dict[str, Any] = {"rows": {}}
     if asked.json and asked.json.exists():
         found = json.loads(asked.json.read_text(encoding="utf-8"))
     if not asked.show:
         names = asked.shapes or list(SMOKE if asked.smoke else SHAPES)
         wanted = [(shape, name) for shape in names for name in asked.only or CONTENDERS[shape]]
+        if asked.rows:
+            wanted = [(shape, name) for shape, _, name in (row.partition("/") for row in asked.rows)]
+            for shape, name in wanted:
+                case_of(shape, name)  # a name that is wrong is told before anything runs
         if not asked.smoke and "ceiling" not in found:
             found["ceiling"], found["machine"] = ceiling(asked), clocks()
             save(asked, found)

@@ -18,7 +18,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
+from shardwise.plan.plan import MIXED, Plan
 from shardwise.plan.prediction import predict
 from shardwise.plan.speed import with_speed
 from shardwise.run.clock import Clock
@@ -34,10 +34,12 @@ def options_of(case: Case) -> dict[str, Any]:
 
 
 def plan_of(case: Case) -> Plan:
-    options = {k: v for k, v in options_of(case).items() if k not in ("micro_batch", "optimizer", "attention")}
+    options = {k: v for k, v in options_of(case).items() if k not in ("micro_batch", "optimizer", "attention", "tuned")}
     speed = {key: options.pop(key) for key in SPEED & set(options)}
     if not case.compiles:
         speed["compile"] = "none"
+    if case.rehearses:  # what `auto` is on a GPU
+        speed = {"compile": "trace", "copies": options.get("precision", "bf16") in MIXED, **speed}
     precision = options.pop("precision", "bf16") if case.is_bf16 else "fp32"
     plan = Plan(
         device=case.device,
@@ -81,6 +83,12 @@ def build(case: Case) -> Contender:
     options, plan, device = options_of(case), plan_of(case), torch.device(case.device)
     values = OptimizerConfig(name=options.get("optimizer", "adamw"), lr=case.lr)
     attention = options.get("attention", "auto")
+    if plan.kernels == "liger":
+        import liger_kernel  # noqa: F401  # missing: said here, not in the middle of a graph
+    if options.get("tuned"):
+        from torch._inductor import config
+
+        config.max_autotune_gemm, config.max_autotune_gemm_backends = True, "ATEN,TRITON"
     engine = parallelize_decoder(
         case.shape.spec, plan, 0, device, CommConfig(), attention, fill_of(case), adapter=adapter_of(case)
     )

@@ -1,7 +1,8 @@
 """torchtitan 0.2.2: its Llama 3 model, its parallelize function, its loss, clipping and optimizer, in the order of its train.py for one GPU.
 
-There it keeps fp32 parameters and computes under autocast, because it shards only over two or more devices. Compiled, as its documentation advises;
-attention is its own choice (SDPA with its list of kernels). `recompute=selective` is its default; without it the model fits and is faster,
+There it keeps fp32 parameters and computes under autocast, because it shards only over two or more devices. `fsdp=true` has its FSDP function do mixed
+precision over a mesh of one device instead, which keeps the residual stream in bf16: not what its train.py would do, but it may be faster. Compiled, as its
+documentation advises; attention is its own choice (SDPA with its list of kernels). `recompute=selective` is its default; without it the model fits and is faster,
 so that is what is compared. Unpack its wheel and tyro's, typeguard's, docstring_parser's, shtab's, einops's and torchdata's into
 build/peers/torchtitan, or install it. Of what it imports, `datasets` and tensorboard have no part in a step: where they are missing, names that cannot be called stand in for them.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gpu.contender import Contender, draw_weights, same_weights
 from gpu.shapes import Case
 from torch import Tensor
@@ -56,6 +59,7 @@ def build(case: Case) -> Contender:
     job.training.seq_len, job.training.local_batch_size = case.shape.seq_len, case.micro_batch
     job.training.max_norm = case.clip
     job.compile.enable = case.compiles
+    job.compile.backend = "aot_eager" if case.rehearses else "inductor"
     job.activation_checkpoint.mode = case.options.get("recompute", "none")
     job.optimizer.lr, job.optimizer.beta2, job.optimizer.weight_decay = case.lr, 0.95, 0.1
     dims = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
@@ -66,6 +70,8 @@ def build(case: Case) -> Contender:
     names = [name for name, _ in model.named_parameters()]
     loss_of = build_cross_entropy_loss(job)
     model = parallelize_llama(model, dims, job)
+    if case.options.get("fsdp"):
+        shard(model, case)
     model.to_empty(device=case.device)
     with torch.no_grad():
         model.init_weights()
@@ -73,12 +79,14 @@ def build(case: Case) -> Contender:
         theirs = Llama3StateDictAdapter(arguments, None).from_hf(same_weights(case))
         with torch.no_grad():
             for name, parameter in zip(names, model.parameters(), strict=True):
-                parameter.copy_(theirs[name])
+                local_of(parameter).copy_(theirs[name])
     else:
         draw_weights(model)
     model.train()
     optimizers = build_optimizers([model], job.optimizer, dims)
-    autocast = dist_utils.maybe_enable_amp(dims, "bfloat16" if case.is_bf16 else "float32", case.device)
+    autocast: Any = nullcontext()
+    if not case.options.get("fsdp"):
+        autocast = dist_utils.maybe_enable_amp(dims, "bfloat16" if case.is_bf16 else "float32", case.device)
     parameters = list(model.parameters())
 
     def step(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -93,6 +101,20 @@ def build(case: Case) -> Contender:
         return loss.detach()
 
     return Contender(step, sum(p.numel() for p in parameters), {"stood in for": missing})
+
+
+def shard(model: Any, case: Case) -> None:
+    """Its own function for FSDP2, over one rank that is its own group; what it gathered stays until backward."""
+    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+
+    dist.init_process_group("nccl" if case.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh(case.device, (1,))
+    computed = torch.bfloat16 if case.is_bf16 else torch.float32
+    apply_fsdp(model, mesh, computed, torch.float32, pp_enabled=False, reshard_after_forward_policy="never")
+
+
+def local_of(parameter: Any) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def arguments_of(case: Case) -> Any:

@@ -1,6 +1,9 @@
-"""transformers as people use it on one GPU: fp32 weights, autocast to bf16, torch's fused AdamW; compiled whole, or with liger-kernel, or peft's LoRA on it.
+"""transformers as people use it on one GPU: fp32 weights, autocast to bf16, torch's fused AdamW; compiled, or with liger-kernel, or peft's LoRA on it.
 
-LoRA's frozen weights are bf16, as its users have them; peft keeps the adapters in fp32.
+`compile=whole` compiles the model in one piece. While transformers 5 is traced, it writes out the causal mask, which keeps attention from the fast kernels;
+`compile=layers` compiles block by block and the loss, so that attention stays causal and grouped: what a careful user does. LoRA's frozen weights are bf16,
+as its users have them. peft keeps the adapters in fp32; `adapters=bf16` has them in bf16 too, and needs no autocast. `masters=false`: bf16 weights and
+states. Its experts want that: their grouped product does not know autocast.
 """
 
 from __future__ import annotations
@@ -18,20 +21,7 @@ from shardwise.model.huggingface import config_from_spec
 
 
 def config_of(case: Case) -> Any:
-    spec = case.shape.spec
-    if not spec.is_moe:
-        return transformers.AutoConfig.for_model(**config_from_spec(spec), use_cache=False)
-    return transformers.OlmoeConfig(
-        vocab_size=spec.vocab,
-        hidden_size=spec.hidden,
-        intermediate_size=spec.expert_ffn,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        num_experts=spec.num_experts,
-        num_experts_per_tok=spec.experts_per_token,
-        use_cache=False,
-    )
+    return transformers.AutoConfig.for_model(**config_from_spec(case.shape.spec), use_cache=False)
 
 
 def build(case: Case) -> Contender:
@@ -40,7 +30,8 @@ def build(case: Case) -> Contender:
 
         apply_liger_kernel_to_llama()
     is_frozen = case.base == "peft"
-    dtype = torch.bfloat16 if is_frozen and case.is_bf16 else torch.float32
+    masters, autocasts = case.options.get("masters", True), case.options.get("adapters") != "bf16"
+    dtype = torch.bfloat16 if case.is_bf16 and (is_frozen or not masters) else torch.float32
     with torch.device(case.device):
         model: Any = transformers.AutoModelForCausalLM.from_config(
             config_of(case), dtype=dtype, attn_implementation="sdpa"
@@ -55,10 +46,11 @@ def build(case: Case) -> Contender:
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = adamw(case, trained)
-    call: Any = torch.compile(model) if case.compiles and case.options.get("compile") else model
+    call: Any = compiled(model, case.options.get("compile")) if case.compiles else model
+    casts = case.is_bf16 and masters and autocasts
 
     def step(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16) if case.is_bf16 else nullcontext():
+        with torch.autocast(case.device, torch.bfloat16) if casts else nullcontext():
             # `shift_labels`: targets are already one token ahead
             loss = call(input_ids=tokens_BT, labels=targets_BT, shift_labels=targets_BT).loss
         loss.backward()
@@ -70,10 +62,21 @@ def build(case: Case) -> Contender:
     return Contender(step, num_parameters, {"transformers": transformers.__version__})
 
 
+def compiled(model: Any, how: str | None) -> Any:
+    if how == "whole":
+        return torch.compile(model)
+    if how == "layers":
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        for layer in inner.model.layers:
+            layer.compile()
+        inner.loss_function = torch.compile(inner.loss_function)
+    return model
+
+
 def with_lora(model: nn.Module, case: Case) -> nn.Module:
     import peft
 
     assert case.shape.adapter is not None
     config = peft.LoraConfig(r=case.shape.adapter["rank"], lora_alpha=2 * case.shape.adapter["rank"], lora_dropout=0.0,
                              target_modules="all-linear", task_type="CAUSAL_LM")  # fmt: skip
-    return peft.get_peft_model(model, config)
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=case.options.get("adapters") != "bf16")

@@ -1,8 +1,7 @@
 """One contender in a process of its own: builds, warms up, then does what each line of its input says.
 
-    round       a few steps; answers with the time of each
-    profile     three steps under torch's profiler; answers with the time by part
-    end         says goodbye
+    round       a few steps; answers with the time of each, and what it holds by now
+    profile     a few steps under torch's profiler; answers with the time by part
 
 Answers are lines that begin with @ and go on in JSON; everything else it prints is a library talking. Steps follow each other without a wait: their
 times are the distances between events on the device. Peak memory is that of the steps after the warm-up.
@@ -12,10 +11,13 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
+import statistics
 import sys
 import tempfile
 import time
 import traceback
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ def say(**what: Any) -> None:
 def main() -> None:
     asked = json.loads(sys.argv[1])
     began = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that whatever it has started ends with it
     try:
         check_device(asked["device"])
         if asked["contender"] == "ceiling":
@@ -41,10 +44,8 @@ def main() -> None:
         say(event="ready", built_s=worker.built_s, start_s=time.perf_counter() - began, **worker.about())
         for line in sys.stdin:
             word = line.strip()
-            if word == "end":
-                say(event="end", **worker.about())
-                return
-            say(event=word, **{"round": worker.round, "profile": worker.profile}[word]())
+            done = worker.round() if word == "round" else worker.profile()
+            say(event=word, **{**worker.about(), **done})
     except Exception as error:
         say(event="failed", kind=kind_of(error), why=why(error), trace=traceback.format_exc()[-3000:])
 
@@ -66,12 +67,14 @@ def train_run(asked: dict[str, Any]) -> Any:
     from gpu.shapes import case_of
     from gpu.with_train import TrainRun
 
-    case = case_of(asked["shape"], asked["contender"])
+    case = case_of(asked["shape"], asked["contender"], rehearses=asked["rehearses"])
     return TrainRun(case, asked["steps"], asked["rounds"], asked["warm_up"], 0.9 * asked["limit"])
 
 
 def why(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    """Its first lines: those of the compiler say only in the second what happened."""
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400]
 
 
 def kind_of(error: Exception) -> str:
@@ -89,8 +92,10 @@ class Worker:
         from gpu.shapes import case_of
 
         torch.manual_seed(0)
+        if asked["rehearses"]:  # graphs with plain kernels: seconds instead of minutes
+            torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
         torch.backends.cuda.matmul.allow_tf32 = True
-        self.case = case_of(asked["shape"], asked["contender"])
+        self.case = case_of(asked["shape"], asked["contender"], rehearses=asked["rehearses"])
         self.on_cuda, self.steps = self.case.device == "cuda", asked["steps"]
         began = time.perf_counter()
         self.contender = build(self.case)
@@ -119,6 +124,7 @@ class Worker:
             seconds = [first.elapsed_time(last) / 1e3 for first, last in pairwise(marks)]
         else:
             seconds = [last - first for first, last in pairwise(marks)]
+        self.step_s = statistics.median(seconds)
         return {"step_s": seconds, "losses": [float(loss) for loss in losses]}
 
     def mark(self) -> Any:
@@ -133,16 +139,15 @@ class Worker:
     def profile(self) -> dict[str, Any]:
         """Without it the times are still worth something."""
         try:
-            return {"profile": self.traced() if self.on_cuda else None}
+            return {"profile": self.traced(3 if self.step_s < 2 else 1) if self.on_cuda else None}
         except Exception as error:
             return {"profile": None, "why": why(error)}
 
-    def traced(self, steps: int = 3) -> dict[str, Any]:
+    def traced(self, steps: int) -> dict[str, Any]:
         import torch
         from gpu.parts import profile_of
         from torch.profiler import ProfilerActivity
 
-        self.run(1)
         self.synchronize()
         with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
             self.run(steps)
