@@ -46,7 +46,8 @@ def questions(draw: st.DrawFn) -> tuple[ModelSpec, ClusterSpec, Job, dict[str, o
         changes["num_kv_heads"] = 4
     model = model.with_overrides(changes)
     nodes, per_node = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 2), (3, 2), (2, 4)]))
-    cluster = read_cluster(f"{nodes}x{per_node}x{draw(st.sampled_from(['h100', 'a100-80', 'l40s']))}")
+    device, slow = draw(st.sampled_from(["h100", "a100-80", "l40s"])), draw(st.booleans())
+    cluster = read_cluster(f"{nodes}x{per_node}x{device}" + ":nic=1GB/s" * (slow and nodes > 1))
     job = Job(
         seq_len=draw(st.sampled_from([512, 1024, 4096])),
         global_batch=draw(st.integers(1, 12)),

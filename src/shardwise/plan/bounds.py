@@ -34,6 +34,7 @@ from shardwise.plan.step_time import (
     step_seconds,
     straggler_share,
     transfer_seconds,
+    transfers,
 )
 from shardwise.plan.turns import Turns
 
@@ -156,7 +157,8 @@ class TimeFloors:
                     whole = mine.forward + mine.backward
                     passed = before * (mine.forward if is_split else whole)
                     ways.append((own * count * whole + passed, own * count, False))
-                found = _course(slower, work.total * count / grid.pp, work.path, ways, min)
+                path = max(work.path, count * self._link(grid, size, mode))
+                found = _course(slower, work.total * count / grid.pp, path, ways, min)
             self._modes[key] = found
         return found
 
@@ -186,7 +188,14 @@ class TimeFloors:
             seconds = turn.before * (work.forward if is_split else whole) + count * own
             ways.append((seconds, count * len(turn.own), turn.has_last))
         path = work.path if is_split else work.total
+        path = max(path, count * virtual_stages * self._link(grid, size, mode))
         return _course(self.slower(grid.gpus), work.total * count / grid.pp, path, ways, max)
+
+    def _link(self, grid: Grid, size: int, mode: str) -> float:
+        """Seconds that the slowest link between stages takes for one message: those of one direction wait for each other."""
+        return transfers(self.works.times(grid, size, mode), grid.gpus, grid.pp, self.stack or self.works.stack_for())[
+            1
+        ]
 
     def paging(self, grid: Grid, size: int, saving: Saving) -> float:
         """Seconds per step that activations take longer to CPU memory and back than computing does (step_time.py); pipelines aside."""
@@ -219,7 +228,9 @@ class TimeFloors:
             return sum(step_seconds(space.model, space.cluster, space.job, plan, stack).values())
         times = layer_times(space.model, space.cluster, space.job, plan, stack)
         transfer = transfer_seconds(times, plan, stack)
-        pipeline, least, once = self._pipeline(plan, times), 0.0, 0.0
+        link = transfers(times, plan.world, plan.pp, stack)[1]
+        pipeline, once = self._pipeline(plan, times), 0.0
+        least = plan.num_microbatches * plan.virtual_stages * link
         for rank, (mine, busy, around, hops) in pipeline.ranks.items():
             state = self._state(pipeline, rank, plan, stack)
             ahead = state.each_forward + state.casts_forward

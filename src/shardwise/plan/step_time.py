@@ -295,19 +295,19 @@ def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack)
 
 def transfer_seconds(times: LayerTimes, plan: Plan, stack: Stack) -> float:
     """Of a message from one stage to the next, on average: where a domain holds several stages, some messages cross its border."""
-    near, far = _transfers(times, plan, stack)
+    near, far = transfers(times, plan.world, plan.pp, stack)
     borders = -(-plan.world // times.network.tiers[0].span) - 1
     return near + (far - near) * min(1.0, borders / (plan.pp - 1))
 
 
-def _transfers(times: LayerTimes, plan: Plan, stack: Stack) -> tuple[float, float]:
+def transfers(times: LayerTimes, world: int, pp: int, stack: Stack) -> tuple[float, float]:
     """Of a message to the nearest stage, and of one that crosses a border between domains, if the pipeline has one."""
-    shape, distance, inside = times.shape, plan.world // plan.pp, times.network.tiers[0].span
+    shape, plan, distance, inside = times.shape, times.plan, world // pp, times.network.tiers[0].span
     size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
     if stack.scatters_messages and not plan.sequence:
         size /= plan.tp
     near = times.network.send(size, distance)
-    return near, near if plan.world <= inside else times.network.send(size, max(distance, inside))
+    return near, near if world <= inside else times.network.send(size, max(distance, inside))
 
 
 def _pipeline(
@@ -321,7 +321,7 @@ def _pipeline(
     apart: bool,
 ) -> dict[str, float]:
     """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
-    transfer, slowest = transfer_seconds(times, plan, stack), _transfers(times, plan, stack)[1]
+    transfer, slowest = transfer_seconds(times, plan, stack), transfers(times, plan.world, plan.pp, stack)[1]
     split = splits_backward(plan.schedule)
     prices: list[float] = []
     for number, (stage, owner) in enumerate(zip(stages, owners, strict=True)):
