@@ -98,6 +98,9 @@ def _type(command: Command, home: Path, environment: dict[str, str], ranks: Rank
     said = f"{command.where}: `{typed}` ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert done.returncode == command.expected_exit, said
     assert "Traceback" not in done.stderr, said
+    if command.is_same_everywhere:
+        stale = command.stale(done.stdout + done.stderr)
+        assert stale is None, f"{command.where}: no longer printed: {stale!r}; run `python tests/docs/blocks.py`"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
