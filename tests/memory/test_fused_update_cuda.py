@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -119,6 +120,12 @@ def test_the_kernel_computes_what_its_plain_twin_does(clips: bool) -> None:
         assert torch.equal(ours[1], ours[0].bfloat16())
 
 
+def hand_over(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """A copy of the state: torch's loading would have both update the same tensors."""
+    state = deepcopy(one.state_dict()["state"])
+    other.load_state_dict({"state": state, "param_groups": other.state_dict()["param_groups"]})
+
+
 def test_states_continue_in_torchs_optimizer_and_back() -> None:
     ours = masters()
     copy_of = copied(ours)
@@ -128,9 +135,9 @@ def test_states_continue_in_torchs_optimizer_and_back() -> None:
     found.step()
     theirs = [nn.Parameter(our.detach().clone()) for our in ours]
     truth = build_optimizer(CONFIG, theirs)
-    truth.load_state_dict({"state": found.state_dict()["state"], "param_groups": truth.state_dict()["param_groups"]})
+    hand_over(found, truth)
     again = build_optimizer(CONFIG, ours, copy_of)
-    again.load_state_dict({"state": truth.state_dict()["state"], "param_groups": again.state_dict()["param_groups"]})
+    hand_over(truth, again)
     for their, our, gradient in zip(theirs, ours, gradients(2, torch.float32), strict=True):
         their.grad, our.grad = gradient, gradient.clone()
     truth.step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.config.schema import AdapterConfig
 from shardwise.errors import UserError
 from shardwise.model.adapter_names import find_targets, linears_of, modules_of, their_modules
-from shardwise.model.adapters import AdaptedLinear, Chance, adapt, decoder_adapters, merge
+from shardwise.model.adapters import INVERSE, ODD, AdaptedLinear, Chance, adapt, decoder_adapters, merge
 from shardwise.model.decoder import Decoder
 from shardwise.model.huggingface import read_spec, save_model
 from shardwise.model.initialize import initialize
@@ -175,6 +175,7 @@ def test_dropout_depends_on_row_position_channel_and_layer_only() -> None:
     assert not torch.equal(chance.drop(x_BTI, chance.salt("q"), 0), kept_BTI)
     chance.begin(None, positions_BT)
     assert torch.equal(chance.drop(x_BTI, chance.salt("q"), 0), x_BTI)
+    assert INVERSE * ODD % 2**64 == 1
 
 
 # PEFT -----------------------------------------------------------------------------------------------------------------

@@ -26,17 +26,24 @@ def update(
     factor: Tensor | None,
 ) -> None:
     """In place: all but the last two and the gradient, which is multiplied by `factor` first."""
-    assert all(tensor.is_contiguous() for tensor in (master, copy, first, second))
+    assert all(tensor.is_contiguous() for tensor in (master, first, second))
     gradient, size = gradient.contiguous(), master.numel()
-    if size:
-        grid = (triton.cdiv(size, BLOCK),)
-        has_factor = factor is not None
-        _adamw[grid](master, copy, gradient, first, second, scalars, factor if has_factor else scalars, size, has_factor, BLOCK)  # fmt: skip
+    if not size:
+        return
+    is_cut = not copy.is_contiguous()  # pieces of it lie between pieces of another (`join` in model/experts.py)
+    assert not is_cut or copy[0].is_contiguous(), copy.stride()
+    piece, stride = (copy[0].numel(), copy.stride(0)) if is_cut else (size, size)
+    has_factor = factor is not None
+    _adamw[(triton.cdiv(size, BLOCK),)](
+        master, copy, gradient, first, second, scalars, factor if has_factor else scalars, size, piece, stride,
+        has_factor, is_cut, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
 def _adamw(
-    w_ptr, copy_ptr, g_ptr, m_ptr, v_ptr, scalars, factor, size, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr
+    w_ptr, copy_ptr, g_ptr, m_ptr, v_ptr, scalars, factor, size, piece, stride,
+    HAS_FACTOR: tl.constexpr, IS_CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -56,4 +63,6 @@ def _adamw(
     tl.store(w_ptr + at, w, mask=inside)
     tl.store(m_ptr + at, m, mask=inside)
     tl.store(v_ptr + at, v, mask=inside)
+    if IS_CUT:
+        at = at // piece * stride + at % piece
     tl.store(copy_ptr + at, w.to(copy_ptr.dtype.element_ty), mask=inside)

@@ -8,22 +8,18 @@ optimizers, wide_state.py does the same bucket by bucket.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-from shutil import which
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.memory.wide_state import CopyOf, Groups, take_gradient
+from shardwise.model.gated import has_triton
 
 
-@cache
 def has_kernel() -> bool:
-    """Whether masters on CUDA can be updated here. torch's wheels for CUDA bring Triton along; it needs a C compiler for its launches."""
-    has_compiler = any(which(name) for name in ("gcc", "clang"))
-    return torch.cuda.is_available() and has_compiler and find_spec("triton") is not None
+    """Whether masters on CUDA can be updated here."""
+    return torch.cuda.is_available() and has_triton()
 
 
 def can_update(master: nn.Parameter) -> bool:

@@ -288,12 +288,14 @@ class Chance:
         assert self.positions_BT is not None
         tokens_BT = _mixed(_mixed(self.rows_B[:, None] ^ salt) + self.positions_BT)
         inputs_I = torch.arange(first_input, first_input + x_BTI.shape[-1], device=x_BTI.device)
-        draw_BTI = _mixed(tokens_BT[..., None] + inputs_I * ODD)
+        # tokens + inputs * ODD, written so that the product is of numbers in memory: those of an arange are 32 bits wide in compiled kernels.
+        draw_BTI = _mixed(((tokens_BT * INVERSE)[..., None] + inputs_I) * ODD)
         is_kept_BTI = ((draw_BTI >> 40) & 0xFFFFFF) >= int(self.rate * 2**24)
         return x_BTI * is_kept_BTI.to(x_BTI.dtype) / (1 - self.rate)
 
 
 ODD = -7046029254386353131  # 2^64 / golden ratio, as a signed number
+INVERSE = -1018231460777725123  # INVERSE * ODD = 1, modulo 2^64
 
 
 def _mixed(x: Tensor) -> Tensor:

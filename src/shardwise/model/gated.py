@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ def gated(y_N2F: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def has_triton() -> bool:
+    """torch's wheels for CUDA bring it along; it needs a C compiler for its launches."""
+    return find_spec("triton") is not None and any(which(name) for name in ("gcc", "clang"))
 
 
 def _uses_kernel(y_N2F: Tensor) -> bool:
-    return y_N2F.is_cuda and y_N2F.dtype in KERNEL_DTYPES and _has_triton()
+    return y_N2F.is_cuda and y_N2F.dtype in KERNEL_DTYPES and has_triton()
 
 
 def _forward(y_N2F: Tensor) -> Tensor:

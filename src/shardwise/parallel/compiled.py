@@ -53,7 +53,7 @@ def _are_alike(*parts: nn.Module | None) -> bool:
 def apply_compile(blocks: Iterable[nn.Module], mode: str, *, selective: bool, whole: bool) -> None:
     """In place, before recomputation of whole blocks and FSDP2. `whole`: nothing in a block talks to other ranks, else its graph ends at every message."""
     # One line per block about in-place operations, of which blocks have none.
-    logging.getLogger("torch._logging._internal").setLevel(logging.ERROR)
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in blocks:
         block.forward = _compiled(block.forward, getattr(block, "chance", None), mode, selective, whole)
 

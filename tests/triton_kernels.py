@@ -1,0 +1,30 @@
+"""Triton's kernels without a GPU: run by its interpreter on CPU tensors, and compiled for an H200."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+
+def interpret(file: str) -> None:
+    """Run a test file as a program in which kernels are Python: Triton decides that when it is loaded. It rounds bf16 towards zero, unlike any GPU."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ptx_for_h200(kernel: Any, types: dict[str, str], **constants: Any) -> str:
+    """`types`: of the arguments, as Triton writes them; addresses and sizes divide by 16, as those of most tensors do."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    numbers = {name: number for number, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        kernel,
+        types | dict.fromkeys(constants, "constexpr"),
+        {(numbers[name],): value for name, value in constants.items()},
+        {(numbers[name],): [["tt.divisibility", 16]] for name in types},
+    )
+    return compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
