@@ -48,13 +48,15 @@ def batches(case: Case, count: int = 4) -> list[tuple[Tensor, Tensor]]:
     return [(t_BT[:, :-1].contiguous(), t_BT[:, 1:].contiguous()) for t_BT in tokens]
 
 
-def same_weights(case: Case) -> dict[str, Tensor]:
+def same_weights(case: Case, fused_experts: bool = True) -> dict[str, Tensor]:
     """Our first weights of the case's seed under Hugging Face's names."""
     assert case.seed is not None
     model = Decoder(case.shape.spec)
     initialize(model, case.seed)
     ours = model.state_dict()
-    return {theirs.name: gather(theirs, ours, None) for theirs in tensor_table(case.shape.spec, fused_experts=True)}
+    return {
+        theirs.name: gather(theirs, ours, None) for theirs in tensor_table(case.shape.spec, fused_experts=fused_experts)
+    }
 
 
 @torch.no_grad()

@@ -122,12 +122,12 @@ CONTENDERS = {
     "8b-wide": (*MAIN, "torchtitan-fsdp", "ours-fp8", "ours-fp8-tensorwise", "ours-fp8-head", "ours-true"),
     "8b-wide-b4": MAIN,
     "8b": ("ours", "train"),
-    "moe": ("ours", "ours-true", "transformers-bf16"),
+    "moe": ("ours", "ours-true", "transformers-bf16", "torchtitan"),
     "32k": ("ours", "plain", "torchtitan", "torchtitan-fsdp"),
     "128k": ("ours",),
     "lora-8b": ("ours", "ours-true", "peft-compiled", "peft-bf16", "peft"),
     "dense": ("ours", "train", "plain", "transformers", "torchtitan"),
-    "experts": ("ours", "transformers"),
+    "experts": ("ours", "transformers", "torchtitan"),
     "lora": ("ours", "peft"),
 }
 

@@ -1,4 +1,5 @@
-"""torchtitan 0.2.2: its Llama 3 model, its parallelize function, its loss, clipping and optimizer, in the order of its train.py for one GPU.
+"""torchtitan 0.2.2: its Llama 3 model, or with experts its Qwen 3 without norms of queries and keys, which is the function of the others; its parallelize function,
+its loss, clipping and optimizer, in the order of its train.py for one GPU.
 
 There it keeps fp32 parameters and computes under autocast, because it shards only over two or more devices. `fsdp=true` has its FSDP function do mixed
 precision over a mesh of one device instead, which keeps the residual stream in bf16: not what its train.py would do, but it may be faster. Compiled, as its
@@ -51,8 +52,6 @@ def build(case: Case) -> Contender:
     from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
-    from torchtitan.models.llama3 import Transformer, parallelize_llama
-    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
     os.environ.setdefault("LOCAL_RANK", "0")
     job: Any = JobConfig()
@@ -63,20 +62,21 @@ def build(case: Case) -> Contender:
     job.activation_checkpoint.mode = case.options.get("recompute", "none")
     job.optimizer.lr, job.optimizer.beta2, job.optimizer.weight_decay = case.lr, 0.95, 0.1
     dims = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
-    arguments = arguments_of(case)
+    arguments, make, parallelize, reader = _experts(case) if case.shape.spec.is_moe else _dense(case)
     arguments.update_from_config(job)
     with torch.device("meta"):
-        model: Any = Transformer(arguments)
+        model: Any = make(arguments)
     names = [name for name, _ in model.named_parameters()]
     loss_of = build_cross_entropy_loss(job)
-    model = parallelize_llama(model, dims, job)
+    model = parallelize(model, dims, job)
     if case.options.get("fsdp"):
         shard(model, case)
     model.to_empty(device=case.device)
     with torch.no_grad():
         model.init_weights()
     if case.seed is not None:
-        theirs = Llama3StateDictAdapter(arguments, None).from_hf(same_weights(case))
+        weights = same_weights(case, fused_experts=False)
+        theirs = reader(arguments, None).from_hf({_qwen_name(name): weight for name, weight in weights.items()})
         with torch.no_grad():
             for name, parameter in zip(names, model.parameters(), strict=True):
                 local_of(parameter).copy_(theirs[name])
@@ -105,7 +105,10 @@ def build(case: Case) -> Contender:
 
 def shard(model: Any, case: Case) -> None:
     """Its own function for FSDP2, over one rank that is its own group; what it gathered stays until backward."""
-    from torchtitan.models.llama3.infra.parallelize import apply_fsdp
+    if case.shape.spec.is_moe:
+        from torchtitan.models.llama4.infra.parallelize import apply_fsdp
+    else:
+        from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
     dist.init_process_group("nccl" if case.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh(case.device, (1,))
@@ -117,13 +120,67 @@ def local_of(parameter: Any) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
+def _dense(case: Case) -> tuple[Any, Any, Any, Any]:
+    from torchtitan.models.llama3 import Transformer, parallelize_llama
+    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+
+    return arguments_of(case), Transformer, parallelize_llama, Llama3StateDictAdapter
+
+
+def _experts(case: Case) -> tuple[Any, Any, Any, Any]:
+    """Its arguments, model, parallelize function and reader of weights. The grouped product pads with a kernel that a CPU has not."""
+    from torchtitan.models.moe import MoEArgs
+    from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
+    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
+    from torchtitan.models.qwen3.model.model import Qwen3Model
+    from torchtitan.models.qwen3.model.state_dict_adapter import Qwen3StateDictAdapter
+
+    spec = case.shape.spec
+    if spec.router != "softmax-topk" or spec.num_shared_experts or spec.first_dense_layers or spec.tied or spec.qk_norm:
+        raise NotImplementedError("only experts in every layer, chosen by a softmax, are written down here")
+    experts = MoEArgs(
+        num_experts=spec.num_experts,
+        num_shared_experts=0,
+        score_func="softmax",
+        route_norm=spec.norm_topk,
+        score_before_experts=False,
+        top_k=spec.experts_per_token,
+        use_grouped_mm=case.device == "cuda",
+        load_balance_coeff=None,
+    )
+    arguments = Qwen3ModelArgs(
+        dim=spec.hidden,
+        n_layers=spec.num_layers,
+        n_heads=spec.num_heads,
+        n_kv_heads=spec.num_kv_heads,
+        vocab_size=spec.vocab,
+        head_dim=spec.head_dim,
+        norm_eps=spec.norm_eps,
+        rope_theta=spec.rope_theta,
+        qk_norm=False,
+        moe_enabled=True,
+        moe_inter_dim=spec.expert_ffn,
+        moe_args=experts,
+    )
+    return arguments, Qwen3Model, parallelize_qwen3, Qwen3StateDictAdapter
+
+
+def _qwen_name(name: str) -> str:
+    """Of a tensor that Mixtral's files call otherwise."""
+    if ".block_sparse_moe." in name:
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        for theirs, qwens in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            name = name.replace(f".{theirs}.", f".{qwens}.")
+    return name
+
+
 def arguments_of(case: Case) -> Any:
     """Its arguments for our shape. It derives the feed-forward width as 2/3 of 4 h times a factor, up to a multiple."""
     from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 
     spec = case.shape.spec
-    if spec.is_moe or spec.tied:
-        raise NotImplementedError("only dense models whose head is not the embedding are written down here")
+    if spec.tied:
+        raise NotImplementedError("only models whose head is not the embedding are written down here")
     derived = int(2 * 4 * spec.hidden / 3)
     return TransformerModelArgs(
         dim=spec.hidden,
