@@ -127,6 +127,14 @@ def test_a_documented_command_that_fails_is_noticed(ranks, tmp_path):
         _type(command, tmp_path, dict(os.environ), ranks)
 
 
+def test_a_transcript_that_is_no_longer_printed_is_noticed():
+    shown = ["search   9 layouts in 0.1 s: 2 too large", "1   dp=8", "peak     3 GiB"]
+    plan = Command("shardwise plan x", "page.md:1", shown)
+    assert plan.stale("search   9 layouts in 7.5 s: 2 too large\n\n1   dp=8  \nmemory   4\npeak     3 GiB\n") is None
+    assert plan.stale("search   8 layouts in 0.1 s: 2 too large\n1   dp=8\npeak     3 GiB\n") == shown[0]
+    assert plan.stale("search   9 layouts in 0.1 s: 2 too large\npeak     3 GiB\n1   dp=8\n") == shown[2]
+
+
 def test_a_documented_command_is_one_that_needs_no_shell():
     """What starts with `shardwise` is not typed into a shell: pipes and the like would be taken for its arguments."""
     found = [command for document in DOCUMENTS for command in commands_of(document)]

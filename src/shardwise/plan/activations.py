@@ -164,12 +164,10 @@ def _attention(spec: ModelSpec, stack: Stack) -> int:
 def _beside_view(spec: ModelSpec, stack: Stack) -> int:
     """What v keeps there by being a view of the joined product: q and k as they were multiplied. Query norms keep these anyway, and without
     rotation they are what attention reads."""
-    is_kept = "qkv" in stack.side_by_side and not spec.is_latent and not spec.attention_softcap
-    return (
-        (spec.num_heads + spec.num_kv_heads)
-        * spec.head_dim
-        * (is_kept and spec.positions == "rope" and not spec.qk_norm)
-    )
+    is_view = "qkv" in stack.side_by_side and not spec.is_latent and not spec.attention_softcap
+    if not is_view or spec.qk_norm or spec.positions != "rope":
+        return 0
+    return (spec.num_heads + spec.num_kv_heads) * spec.head_dim
 
 
 def _joined_weights(spec: ModelSpec, is_moe: bool, ffn: int, stack: Stack) -> int:

@@ -18,9 +18,8 @@ class Stack:
     attention: str = "cudnn"  # math (scores in memory) | flash1 | flash2 | flash3 | cudnn
     windows: bool = False  # its kernel skips keys outside of a window and knows soft caps; else all pairs are computed
     joined: bool = False  # queries, keys and values are one product; gate and up another
-    side_by_side: tuple[
-        str, ...
-    ] = ()  # of `qkv`, `gate up`: joined, but their weights lie apart and are copied in every pass
+    # Of `qkv`, `gate up`: joined, but their weights lie apart and are copied in every pass.
+    side_by_side: tuple[str, ...] = ()
     compiled: bool = False  # elementwise chains are one kernel each
     fused_norm: bool = True  # a norm is one kernel; else a chain of passes in fp32
     fused_rope: bool = False

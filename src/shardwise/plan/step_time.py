@@ -175,12 +175,8 @@ def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
     """The same for the messages inside of layers: only groups that fit into a domain and do not divide it mind."""
     span = cluster.tiers[0].span
     usual = 1 << (span.bit_length() - 1)
-    blocks = (plan.tp, plan.tp * plan.cp, plan.ep)
-    return (
-        odd_world(cluster, plan.world)
-        if any(block < span and span % block and usual % block for block in blocks)
-        else 0
-    )
+    is_odd = any(n < span and span % n and usual % n for n in (plan.tp, plan.tp * plan.cp, plan.ep))
+    return odd_world(cluster, plan.world) if is_odd else 0
 
 
 def network_of(cluster: ClusterSpec, world: int) -> Network:

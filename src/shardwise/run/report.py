@@ -251,7 +251,9 @@ def finished(
     else:
         rate = format_rate(history.tokens / history.parts["step_s"])
         view.say(f"speed    {rate} tok/s; {verdict(history.parts)}")
-        view.say(f"measured {format_seconds(step_s)} per step ({off(step_s, prediction.step_s)} of predicted), {held}")
+        view.say(
+            f"measured {format_seconds(step_s)} per step ({off(step_s, prediction.step_s)} against predicted), {held}"
+        )
     metrics.write(
         {
             "event": "finished",
