@@ -1,7 +1,7 @@
 """What is measured: models, batches, contenders by name, and how FLOPs are counted. No torch.
 
-A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, optimizer, and `tuned` (the compiler tries kernels of
-its own for matrix products); `micro_batch` is for all. `train` is ours from the command line to metrics.jsonl.
+A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, and optimizer; `micro_batch` is
+for all. `train` is ours from the command line to metrics.jsonl.
 Invariant: a shape and a seed decide model, tokens and FLOPs, whoever computes them.
 """
 
@@ -88,7 +88,7 @@ VARIANTS = {
     "ours-recompute-loss": "ours:loss=recompute",
     "ours-liger": "ours:kernels=liger",
     "ours-graphs": "ours:compile=graphs",
-    "ours-tuned": "ours:tuned=true",
+    "ours-library": "ours:products=library",
     "ours-true": "ours:precision=bf16-true",
     "ours-fp8": "ours:precision=fp8,fp8_recipe=rowwise",
     "ours-fp8-tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",

@@ -30,6 +30,12 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
         asked.fuse is True and not kernels["fuse"]
     ):
         raise _no_kernels("compile" if kernels["compile"] != asked.compile else "fuse", plan, asked, spec)
+    if asked.products == "measured" and kernels["products"] != "measured":
+        raise UserError(
+            "`speed.products = measured` is for compiled blocks on a GPU",
+            why=f"this run has speed.compile = {kernels['compile']} on {plan.device}",
+            fix="speed.products=auto, which measures where it can",
+        )
     if asked.loss == "fused" and loss != "fused":
         raise UserError(
             "`speed.loss = fused` does not go with `parallel.schedule = gpipe`",
@@ -55,7 +61,14 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
         compiled = "none"
     # Joined gradients are put side by side by a kernel that reads its inputs twice (docs/log.md); so not by itself.
     fuse = asked.fuse is True and spec.is_ours
-    return {"compile": compiled, "fuse": fuse, "kernels": "torch" if asked.kernels == "auto" else asked.kernels}
+    # Found by a pass over compiled graphs, among kernels that only CUDA has.
+    measures = device == "cuda" and compiled in ("blocks", "graphs") and asked.products != "library"
+    return {
+        "compile": compiled,
+        "fuse": fuse,
+        "kernels": "torch" if asked.kernels == "auto" else asked.kernels,
+        "products": "measured" if measures else "library",
+    }
 
 
 def keeps_copies(
