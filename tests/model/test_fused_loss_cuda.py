@@ -105,10 +105,18 @@ def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 # The kernel ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("meets", [False, True])
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [37, 32000, 50257, 128256])
+@pytest.mark.parametrize(
+    ("width", "dtype", "softcap", "meets"),
+    [
+        (37, torch.float32, 0.0, False),
+        (32000, torch.bfloat16, 30.0, True),
+        (50257, torch.bfloat16, 0.0, True),
+        (50257, torch.float16, 30.0, False),
+        (128256, torch.bfloat16, 0.0, False),
+        (128256, torch.float16, 0.0, True),
+        (128256, torch.float32, 30.0, False),
+    ],
+)
 def test_its_losses_and_gradients_are_rounded_once(width: int, dtype: torch.dtype, softcap: float, meets: bool) -> None:
     from shardwise.model.loss_kernel import cross_entropy
 

@@ -16,6 +16,8 @@ from triton_kernels import interpret, ptx_for_h200
 
 from shardwise.model.loss_kernel import TALL, WARPS, WIDE, _cross_entropy, _expm1, cross_entropy
 
+NUMBERS = TALL * WIDE // (32 * WARPS)  # of a tile, in a thread
+
 
 def test_it_computes_losses_and_gradients() -> None:
     interpret(__file__)
@@ -37,19 +39,19 @@ def loops(ptx: str) -> list[str]:
 
 def test_an_h200_goes_over_a_row_twice_16_bytes_at_a_time_and_no_thread_waits_for_another() -> None:
     sums, gradient, zeros = loops(code(128256))
-    for loop, loads, stores in ((sums, 4, 0), (gradient, 4, 4), (zeros, 0, 4)):
+    for loop, loads, stores in ((sums, NUMBERS // 8, 0), (gradient, NUMBERS // 8, NUMBERS // 8), (zeros, 0, NUMBERS // 8)):  # fmt: skip
         assert len(re.findall(r"ld\.global\S*\.v4", loop)) == loop.count("ld.global") == loads
         assert len(re.findall(r"st\.global\S*\.v4", loop)) == loop.count("st.global") == stores
         assert "bar.sync" not in loop and "shared" not in loop
-    assert sums.count("ex2.approx") == 32 + 8  # the lanes' own totals, once in four numbers
-    assert gradient.count("ex2.approx") == 32
+    assert sums.count("ex2.approx") == NUMBERS + NUMBERS // TALL  # the lanes' totals too
+    assert gradient.count("ex2.approx") == NUMBERS
 
 
 def test_ranks_that_meet_have_a_launch_for_each_loop() -> None:
     first = loops(code(128256, MEETS=True, GRADIENT=False))
     second = loops(code(128256, MEETS=True, SUMS=False))
     assert [loop.count("st.global") for loop in first] == [0]
-    assert [loop.count("st.global") for loop in second] == [4, 4]
+    assert [loop.count("st.global") for loop in second] == [NUMBERS // 8, NUMBERS // 8]
 
 
 def test_an_id_outside_the_vocabulary_is_noticed() -> None:
