@@ -125,7 +125,7 @@ CONTENDERS = {
     "moe": ("ours", "ours-true", "transformers-bf16", "torchtitan"),
     "32k": ("ours", "plain", "torchtitan", "torchtitan-fsdp"),
     "128k": ("ours",),
-    "lora-8b": ("ours", "ours-true", "peft-compiled", "peft-bf16", "peft"),
+    "lora-8b": ("ours", "ours-true", "ours-fp8", "ours-fp8-tensorwise", "peft-compiled", "peft-bf16", "peft"),
     "dense": ("ours", "train", "plain", "transformers", "torchtitan"),
     "experts": ("ours", "transformers", "torchtitan"),
     "lora": ("ours", "peft"),
