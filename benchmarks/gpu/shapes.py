@@ -81,6 +81,14 @@ SMOKE = {
 }
 """Seconds on a CPU, to see that the script works."""
 
+
+def small(shape: str) -> str:
+    """The one of those that stands for a shape in a rehearsal."""
+    if shape in SMOKE:
+        return shape
+    return "lora" if SHAPES[shape].adapter else "experts" if SHAPES[shape].spec.is_moe else "dense"
+
+
 VARIANTS = {
     "ours-eager": "ours:compile=none",
     "ours-joined": "ours:fuse=true",
