@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.checkpoint import store
 from shardwise.cluster.machine import Gpu, Machine
 from shardwise.cluster.spec import known_cluster
 from shardwise.config.load import load_config
@@ -24,16 +26,19 @@ from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.any_module import parallelize
+from shardwise.parallel.engine import Engine
 from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan
 from shardwise.plan.prediction import predict
 from shardwise.plan.question import ask
 from shardwise.plan.resolve import resolve
+from shardwise.run.clock import Clock
 from shardwise.run.held import kept_bytes
 from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.reference import Record, Trial, train_plain
-from shardwise.run.state import collect_state
-from shardwise.run.trial import build_trial, train_in_layout, trial_plan
+from shardwise.run.state import collect_state, restore_state
+from shardwise.run.step import run_step
+from shardwise.run.trial import build_trial, train_in_layout, trial_batch, trial_plan
 from shardwise.run.verify import compare
 
 SHAPE = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
@@ -234,6 +239,66 @@ def test_the_base_takes_as_much_memory_as_in_bf16_and_no_checkpoint_has_it(ranks
     }
     assert fp8 - bf16 == 2 * 4 * sum(outputs + inputs for outputs, inputs in sides.values())  # the scales
     assert saved == same and all(name.rpartition(".")[2] in ("lora_a", "lora_b") for name in saved)
+
+
+def goes_on(spec: ModelSpec, trial: Trial, folder: Path) -> tuple[list[float], list[float]]:
+    """Losses of the third and fourth step, straight on and from a checkpoint of the second."""
+    plan = trial_plan(trial, copies=True)
+
+    def build() -> tuple[Engine, torch.optim.Optimizer]:
+        engine = build_trial(spec, plan, trial, 0, CPU)
+        return engine, engine_optimizer(trial.optimizer, engine)
+
+    def steps(engine: Engine, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> list[float]:
+        losses = []
+        for step in numbers:
+            batch, num_targets = trial_batch(spec, plan, trial, step, 0)
+            done = run_step(engine, optimizer, batch, num_targets=num_targets, lr=1e-2, clip=0.5, clock=Clock(CPU))
+            losses.append(done.loss)
+        return losses
+
+    straight, again = build(), build()
+    steps(*straight, (1, 2))
+    store.write(folder / "step-2", 2, collect_state(*straight), {})
+    restore_state(*again, store.Checkpoint(folder / "step-2", 2))
+    return steps(*straight, (3, 4)), steps(*again, (3, 4))
+
+
+def test_a_checkpoint_of_the_adapters_goes_on_beside_a_base_that_is_rounded_again(ranks: Any, tmp_path: Path) -> None:
+    [(straight, again)] = ranks.run(goes_on, 1, SPEC, Trial(precision="fp8", adapter=LORA), tmp_path)
+    assert straight == again
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def train_body(layout: str, precision: str) -> list[float]:
+    torch.manual_seed(0)
+    adapter = AdapterConfig(kind="lora", rank=4, targets=("all-linear",))
+    split = parallelize(Body(), Plan.from_layout(layout, precision=precision), "blocks", adapter=adapter)
+    optimizer = torch.optim.AdamW([p for p in split.parameters() if p.requires_grad], lr=1e-2)
+    x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(1)).chunk(split.world)[split.rank]
+    losses = []
+    for _ in range(3):
+        losses.append(
+            split.gradients(list(x.split(2)), lambda model, x: (model(x).float().square().sum(), len(x))).loss
+        )
+        optimizer.step()
+    return losses
+
+
+def test_modules_of_others_multiply_by_frozen_weights_in_fp8(ranks: Any) -> None:
+    [truth], [bf16] = ranks.run(train_body, 1, "dp=1", "fp8"), ranks.run(train_body, 1, "dp=1", "bf16")
+    assert ranks.run(train_body, 2, "dp=2", "fp8")[0] == pytest.approx(truth, rel=1e-5)
+    assert truth != bf16 and truth == pytest.approx(bf16, rel=2e-2) and truth[0] > truth[-1]
 
 
 # The plan -----------------------------------------------------------------------------------------------------------
