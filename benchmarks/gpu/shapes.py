@@ -81,6 +81,14 @@ SMOKE = {
 }
 """Seconds on a CPU, to see that the script works."""
 
+
+def small(shape: str) -> str:
+    """The one of those that stands for a shape in a rehearsal."""
+    if shape in SMOKE:
+        return shape
+    return "lora" if SHAPES[shape].adapter else "experts" if SHAPES[shape].spec.is_moe else "dense"
+
+
 VARIANTS = {
     "ours-eager": "ours:compile=none",
     "ours-joined": "ours:fuse=true",
@@ -125,7 +133,7 @@ CONTENDERS = {
     "moe": ("ours", "ours-true", "transformers-bf16", "torchtitan"),
     "32k": ("ours", "plain", "torchtitan", "torchtitan-fsdp"),
     "128k": ("ours",),
-    "lora-8b": ("ours", "ours-true", "peft-compiled", "peft-bf16", "peft"),
+    "lora-8b": ("ours", "ours-true", "ours-fp8", "ours-fp8-tensorwise", "peft-compiled", "peft-bf16", "peft"),
     "dense": ("ours", "train", "plain", "transformers", "torchtitan"),
     "experts": ("ours", "transformers", "torchtitan"),
     "lora": ("ours", "peft"),

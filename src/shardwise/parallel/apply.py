@@ -137,6 +137,8 @@ def parallelize_decoder(
         if sums is not None:
             sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
         fill_stage(model, mesh, fill, layers, adapters)
+        if float8 is not None:
+            float8.round_frozen()
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
     return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic, float8)
 

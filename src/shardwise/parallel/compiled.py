@@ -36,7 +36,7 @@ KEPT_OPERATIONS = (
 
 
 def apply_joined(blocks: Iterable[nn.Module]) -> None:
-    """q, k, v and gate, up as one product each, where they are plain or all in fp8: adapters and slices have products of their own."""
+    """q, k, v and gate, up as one product each, where they are plain or all in fp8: adapters, slices and what is rounded once have products of their own."""
     for block in blocks:
         for module in block.modules():
             if isinstance(module, Attention):
@@ -47,7 +47,8 @@ def apply_joined(blocks: Iterable[nn.Module]) -> None:
 
 def _are_alike(*parts: nn.Module | None) -> bool:
     kinds = {type(part) for part in parts}
-    return kinds in ({nn.Linear}, {Float8Linear})
+    is_trained = all(p.requires_grad for part in parts if part is not None for p in part.parameters())
+    return kinds == {nn.Linear} or (kinds == {Float8Linear} and is_trained)
 
 
 def apply_compile(

@@ -129,7 +129,7 @@ def _expert_activation(spec: ModelSpec, shape: Shape, stack: Stack) -> tuple[Pas
 
 def cast_passes(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tuple[Passes, Passes, Passes]:
     """Eight bits: both factors of each product are measured (their largest number), scaled and rounded. Forward, inputs, weights. A fused kernel
-    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own."""
+    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own. Frozen weights were rounded before."""
     if not shape.eight_bit:
         return (), (), ()
     wide = [p for p in products if not p.exact]
@@ -138,6 +138,8 @@ def cast_passes(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tu
     if stack.fused_cast:
         return tuple(4.0 * (a + b) for a, b in zip(x, w, strict=True)), tuple(4.0 * a for a in g), ()
     each = 7.0 if stack.compiled else EAGER_CAST
+    if shape.trains == "lora":
+        return tuple(each * a for a in x), tuple(each * a for a in g), ()
     pairs = ((x, w), (g, w), (g, x))
     forward, inputs, weights = (tuple(each * (a + b) for a, b in zip(*pair, strict=True)) for pair in pairs)
     return forward, inputs, weights
