@@ -17,16 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TALL, WIDE, WARPS = (
-    4,
-    4096,
-    16,
-)  # 16 bytes per thread and line of 16-bit logits; two rows of 256 KB at once per multiprocessor
+# A thread reads 16 bytes of each of a tile's lines, in 16 bits; 64 registers let a multiprocessor have two rows at once.
+TALL, WIDE, WARPS = 4, 4096, 16
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 SMALL = tl.constexpr(0.5)  # where exp(x) - 1 loses digits
-NO_NUMBERS = ["columns_ptr", "is_target_ptr", "is_here_ptr", "sums_ptr", "targets_ptr", "losses_ptr"]
-"""A number per row is read alone: where a chunk begins must not matter to the compiler, or each may be compiled anew."""
+PER_ROW = ["columns_ptr", "is_target_ptr", "is_here_ptr", "sums_ptr", "targets_ptr", "losses_ptr"]
+"""Compiled for any address: chunks begin anywhere in these."""
 
 
 def cross_entropy(
@@ -59,7 +56,7 @@ def cross_entropy(
     launch(sums=False, gradient=wants_gradient)
 
 
-@triton.jit(do_not_specialize=NO_NUMBERS)
+@triton.jit(do_not_specialize=PER_ROW)
 def _cross_entropy(
     logits_ptr, columns_ptr, is_target_ptr, is_here_ptr, sums_ptr, targets_ptr, losses_ptr, softcap, WIDTH: tl.constexpr,
     SUMS: tl.constexpr, GRADIENT: tl.constexpr, MEETS: tl.constexpr, CAPS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
@@ -146,7 +143,7 @@ def _finite(shift):
 
 @triton.jit
 def _cap(x, softcap):
-    """softcap tanh(x / softcap), and its slope, neither of which overflows or cancels."""
+    """softcap tanh(x / softcap), and its slope, which keeps its digits where it is small."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E / softcap))
     share = 1 / (1 + e)
     capped = softcap * (1 - e) * share
