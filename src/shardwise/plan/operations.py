@@ -227,16 +227,16 @@ def _score_products(core: Attention, backward: bool = False) -> tuple[Product, .
 
 
 def _adapters(products: tuple[Product, ...], shape: Shape) -> tuple[Work, Work, Work]:
-    """y + s (x A) B beside each adapted product: two narrow products, a scaling, a sum. Forward, inputs, weights."""
+    """y + (s x A) B beside each adapted product: two narrow products, a narrow scaling, a sum. Forward, inputs, weights."""
     parts = [Work(), Work(), Work()]
     for index in shape.adapters:
         if index >= len(products):
             continue
         p = products[index]
-        wide = float(p.m * p.n * shape.size)
+        narrow, wide = float(p.m * shape.rank * shape.size), float(p.m * p.n * shape.size)
         down, up = Product(p.m, shape.rank, p.k, exact=True), Product(p.m, p.n, shape.rank, exact=True)
-        parts[0] += Work((down, up), (), (2 * wide, 3 * wide), 4)
+        parts[0] += Work((down, up), (), (2 * narrow, 3 * wide), 4)
         back = (Product(p.m, shape.rank, p.n, exact=True), Product(p.m, p.k, shape.rank, exact=True))
-        parts[1] += Work(back, (), (2 * wide, 3.0 * p.m * p.k * shape.size), 4)
+        parts[1] += Work(back, (), (2 * narrow, 3.0 * p.m * p.k * shape.size), 4)
         parts[2] += Work((Product(p.k, shape.rank, p.m, exact=True), Product(shape.rank, p.n, p.m, exact=True)))
     return parts[0], parts[1], parts[2]

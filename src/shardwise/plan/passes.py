@@ -129,7 +129,8 @@ def _expert_activation(spec: ModelSpec, shape: Shape, stack: Stack) -> tuple[Pas
 
 def cast_passes(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tuple[Passes, Passes, Passes]:
     """Eight bits: both factors of each product are measured (their largest number), scaled and rounded. Forward, inputs, weights. A fused kernel
-    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own. Frozen weights were rounded before."""
+    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own.
+    Frozen weights were rounded before."""
     if not shape.eight_bit:
         return (), (), ()
     wide = [p for p in products if not p.exact]
