@@ -1,4 +1,4 @@
-"""What only a GPU can show: fp8's own kernels, torchao's compiled 8-bit step, fp16 with a scaled loss."""
+"""What only a GPU can show: fp8's own kernels, the update of 8-bit states, fp16 with a scaled loss."""
 
 from __future__ import annotations
 

@@ -79,6 +79,7 @@ def test_flops_are_counted_as_the_page_says(trained):
             "void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>",
             "optimizer",
         ),
+        ("_adamw8bit", "optimizer"),
         ("void at::native::multi_tensor_apply_kernel<..., Copy<c10::BFloat16, float>>", "copies"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "elementwise"),

@@ -81,9 +81,8 @@ def nearest(x, bounds, IS_SIGNED: tl.constexpr):
     above = tl.fma(size, SIDES * 64 / 0.9, SIDES * 64 * 8 / 9 + MORE)
     for i in tl.static_range(6):
         above = tl.minimum(above, tl.fma(size, SIDES * 2**i * 10 ** (6 - i) / 0.9, SIDES * 2**i * 8 / 9 + MORE))
-    code = tl.minimum(above, SIDES * 128 + MORE).to(
-        tl.int32
-    )  # of NaN too: it finds some code, and its block's scale is NaN
+    # A NaN finds the last code; its block's scale is NaN.
+    code = tl.minimum(above, SIDES * 128 + MORE).to(tl.int32)
     if IS_SIGNED:
         code = tl.where(x < 0, 128 - code, 127 + code)
     return code - (x < tl.load(bounds + code.to(tl.uint32))).to(tl.int32)
@@ -102,7 +101,7 @@ def _pack(
 ):  # fmt: skip
     bits = moment.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of |moment|: in the same order, with NaN above all
     largest = tl.max(tl.reshape(bits, (ROWS, BLOCK)), axis=1).to(tl.float32, bitcast=True)
-    scale = tl.where(largest < 1e-12, 1e-12, largest)
+    scale = tl.where(largest < 1e-12, 1e-12, largest)  # SMALLEST_SCALE
     x = _quotient(moment, _spread(scale, ROWS, BLOCK), _spread(tl.div_rn(1.0, scale), ROWS, BLOCK))
     tl.store(codes_ptr + at, nearest(x, bounds, IS_SIGNED).to(tl.uint8), mask=inside)
     tl.store(scale_ptr + row, scale, mask=row_inside)
