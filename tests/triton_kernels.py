@@ -15,7 +15,7 @@ def interpret(file: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def ptx_for_h200(kernel: Any, types: dict[str, str], **constants: Any) -> str:
+def ptx_for_h200(kernel: Any, types: dict[str, str], options: dict[str, Any] | None = None, **constants: Any) -> str:
     """`types`: of the arguments, as Triton writes them; addresses and sizes divide by 16, as those of most tensors do."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -27,4 +27,4 @@ def ptx_for_h200(kernel: Any, types: dict[str, str], **constants: Any) -> str:
         {(numbers[name],): value for name, value in constants.items()},
         {(numbers[name],): [["tt.divisibility", 16]] for name in types},
     )
-    return compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]

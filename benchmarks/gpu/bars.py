@@ -68,6 +68,10 @@ def bars() -> Iterator[Bar]:
     lora = ("lora-8b/ours", "lora-8b/peft-compiled")
     yield Bar("lora-8b: over compiled peft", lora, faster, 1.5, "x")
     yield Bar("lora-8b: memory over theirs", lora, memory, 1.0, "x", below=True)
+    for name in ("ours-fp8", "ours-fp8-tensorwise"):
+        fp8 = (f"lora-8b/{name}", "lora-8b/peft-compiled")
+        yield Bar(f"lora-8b: {name} over compiled peft", fp8, faster, 1.5, "x")
+        yield Bar(f"lora-8b: {name}, memory over theirs", fp8, memory, 1.0, "x", below=True)
     yield Bar("lora-8b: all in bf16", ("lora-8b/ours-true", "lora-8b/peft-bf16"), faster, 1.5, "x")
     for shape, names in CONTENDERS.items():
         if shape not in SMOKE:

@@ -30,7 +30,14 @@ from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.step import accumulate, update
 
 LIMIT, FP8_LIMIT = 0.005, 0.01
-OFF = {"compile": "none", "fuse": "false", "copies": "false", "loss": "recompute", "kernels": "torch"}
+OFF = {
+    "compile": "none",
+    "fuse": "false",
+    "copies": "false",
+    "loss": "recompute",
+    "kernels": "torch",
+    "products": "library",
+}
 ALONE = {"compile": "blocks", "fuse": "true", "copies": "true", "loss": "fused", "kernels": "liger"}
 FP8 = {"fp8 rowwise": "rowwise", "fp8 tensorwise": "tensorwise", "fp8 tensorwise, head too": "tensorwise,fp8_head=true"}
 CHANGES = {
@@ -58,6 +65,7 @@ RUNS = {
     "halves": contender(**OFF),
     **{f"{name} alone": contender(**{**OFF, name: value}) for name, value in ALONE.items()},
     "all": "ours",
+    "all, torch's products": "ours:products=library",
     "wide none": contender(**OFF),
     "wide all": "ours",
     **{name: f"ours:precision=fp8,fp8_recipe={recipe}" for name, recipe in FP8.items()},

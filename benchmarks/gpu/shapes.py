@@ -1,7 +1,7 @@
 """What is measured: models, batches, contenders by name, and how FLOPs are counted. No torch.
 
-A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, optimizer, and `tuned` (the compiler tries kernels of
-its own for matrix products); `micro_batch` is for all. `train` is ours from the command line to metrics.jsonl.
+A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, and optimizer; `micro_batch` is
+for all. `train` is ours from the command line to metrics.jsonl.
 Invariant: a shape and a seed decide model, tokens and FLOPs, whoever computes them.
 """
 
@@ -81,6 +81,14 @@ SMOKE = {
 }
 """Seconds on a CPU, to see that the script works."""
 
+
+def small(shape: str) -> str:
+    """The one of those that stands for a shape in a rehearsal."""
+    if shape in SMOKE:
+        return shape
+    return "lora" if SHAPES[shape].adapter else "experts" if SHAPES[shape].spec.is_moe else "dense"
+
+
 VARIANTS = {
     "ours-eager": "ours:compile=none",
     "ours-joined": "ours:fuse=true",
@@ -88,7 +96,7 @@ VARIANTS = {
     "ours-recompute-loss": "ours:loss=recompute",
     "ours-liger": "ours:kernels=liger",
     "ours-graphs": "ours:compile=graphs",
-    "ours-tuned": "ours:tuned=true",
+    "ours-library": "ours:products=library",
     "ours-true": "ours:precision=bf16-true",
     "ours-fp8": "ours:precision=fp8,fp8_recipe=rowwise",
     "ours-fp8-tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",
@@ -125,7 +133,7 @@ CONTENDERS = {
     "moe": ("ours", "ours-true", "transformers-bf16", "torchtitan"),
     "32k": ("ours", "plain", "torchtitan", "torchtitan-fsdp"),
     "128k": ("ours",),
-    "lora-8b": ("ours", "ours-true", "peft-compiled", "peft-bf16", "peft"),
+    "lora-8b": ("ours", "ours-true", "ours-fp8", "ours-fp8-tensorwise", "peft-compiled", "peft-bf16", "peft"),
     "dense": ("ours", "train", "plain", "transformers", "torchtitan"),
     "experts": ("ours", "transformers", "torchtitan"),
     "lora": ("ours", "peft"),

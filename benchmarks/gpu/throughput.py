@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpu.shapes import CONTENDERS, SHAPES, SMOKE, case_of
+from gpu.shapes import CONTENDERS, SHAPES, SMOKE, case_of, small
 
 from shardwise.files import write_atomically
 
@@ -300,7 +300,9 @@ def main() -> None:
     )
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument(
-        "--rehearse", action="store_true", help="the smoke, traced by the compiler and in bf16, as on a GPU"
+        "--rehearse",
+        action="store_true",
+        help="the smoke, traced by the compiler and in bf16, as on a GPU; of --rows with small models in the place of theirs",
     )
     parser.add_argument("--golden", nargs="?", type=int, const=200, metavar="STEPS", help="of each run; default 200")
     parser.add_argument("--show", action="store_true", help="measure nothing")
@@ -320,6 +322,7 @@ def main() -> None:
         wanted = [(shape, name) for shape in names for name in asked.only or CONTENDERS[shape]]
         if asked.rows:
             wanted = [(shape, name) for shape, _, name in (row.partition("/") for row in asked.rows)]
+            wanted = [(small(shape), name) for shape, name in wanted] if asked.rehearse else wanted
             for shape, name in wanted:
                 case_of(shape, name)  # a name that is wrong is told before anything runs
         if not asked.smoke and "ceiling" not in found:

@@ -25,7 +25,7 @@ from shardwise.run.clock import Clock
 from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.step import accumulate, update
 
-TRICKS = ("compile", "fuse", "copies", "loss", "kernels", "fp8_head", "fp8_recipe")
+TRICKS = ("compile", "fuse", "copies", "loss", "kernels", "products", "fp8_head", "fp8_recipe")
 SPEED = {field.name for field in fields(SpeedConfig)}
 
 
@@ -34,7 +34,7 @@ def options_of(case: Case) -> dict[str, Any]:
 
 
 def plan_of(case: Case) -> Plan:
-    options = {k: v for k, v in options_of(case).items() if k not in ("micro_batch", "optimizer", "attention", "tuned")}
+    options = {k: v for k, v in options_of(case).items() if k not in ("micro_batch", "optimizer", "attention")}
     speed = {key: options.pop(key) for key in SPEED & set(options)}
     if not case.compiles:
         speed["compile"] = "none"
@@ -85,10 +85,6 @@ def build(case: Case) -> Contender:
     attention = options.get("attention", "auto")
     if plan.kernels == "liger":
         import liger_kernel  # noqa: F401  # missing: said here, not in the middle of a graph
-    if options.get("tuned"):
-        from torch._inductor import config
-
-        config.max_autotune_gemm, config.max_autotune_gemm_backends = True, "ATEN,TRITON"
     engine = parallelize_decoder(
         case.shape.spec, plan, 0, device, CommConfig(), attention, fill_of(case), adapter=adapter_of(case)
     )

@@ -104,7 +104,8 @@ def test_every_step_is_torchs_own_to_one_ulp(gradient_dtype: torch.dtype, clips:
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_the_kernel_computes_what_its_plain_twin_does(clips: bool) -> None:
-    """To the rounding of a product that is added: the kernel does both at once."""
+    """To the rounding of a product that is added: the kernel does both at once. Of a weight's change, which is large where a second moment is small, to CUDA's
+    quick quotients and roots: 2 ulps for each of two quotients, 1 for the root, 1/2 for each of two products, in the kernel and here."""
     factor = torch.tensor(0.37, dtype=torch.float64, device="cuda") if clips else None
     group = {"betas": (0.9, 0.95), "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
     for master, gradient in zip(masters(), gradients(1, torch.bfloat16), strict=True):
@@ -112,11 +113,12 @@ def test_the_kernel_computes_what_its_plain_twin_does(clips: bool) -> None:
         first, second = (torch.rand(master.shape, device="cuda", generator=draw) for _ in range(2))
         ours = [tensor.detach().clone() for tensor in (master, master.bfloat16(), gradient, first, second)]
         theirs = [tensor.clone() for tensor in ours]
-        scalars = _scalars(group, 3).cuda()
+        scalars, before = _scalars(group, 3).cuda(), ours[0].clone()
         update_by_kernel(*ours, scalars, factor)
         plain_update(*theirs, scalars, factor)
         assert ulps(ours[3], theirs[3]) <= 1 and ulps(ours[4], theirs[4]) <= 1
-        assert bool(((ours[0] - theirs[0]).abs() <= EPSILON * (theirs[0].abs() + 2 * group["lr"])).all())
+        change = (theirs[0] - before).abs()
+        assert bool(((ours[0] - theirs[0]).abs() <= EPSILON * (theirs[0].abs() + 2 * 6 * change)).all())
         assert torch.equal(ours[1], ours[0].bfloat16())
 
 

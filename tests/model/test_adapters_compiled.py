@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from shardwise.config.schema import AdapterConfig
+from shardwise.memory.float8 import apply_float8
 from shardwise.model.adapters import adapt, decoder_adapters
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
@@ -22,10 +23,14 @@ SPEC = preset("tiny").with_overrides(SIZES)
 
 
 def make(kind: str, dropout: float) -> tuple[Decoder, dict[int, Any]]:
+    """`kind`: of adapters, or the recipe of a base in fp8."""
     model = Decoder(SPEC)
     initialize(model, 0)
-    adapter = AdapterConfig(kind=kind, rank=4, targets=("all-linear",), dropout=dropout)
+    in_fp8 = kind in ("rowwise", "tensorwise")
+    adapter = AdapterConfig(kind="lora" if in_fp8 else kind, rank=4, targets=("all-linear",), dropout=dropout)
     adapt(model, decoder_adapters(SPEC, adapter, 0, "fp32"))
+    if in_fp8:
+        apply_float8(model, model.layers.values(), kind, emulate=True).round_frozen()
     draw = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -46,7 +51,7 @@ def through(model: Decoder, forwards: list[Any], inputs: dict[int, Any]) -> list
 
 
 @pytest.mark.parametrize("selective", [False, True])
-@pytest.mark.parametrize(("kind", "dropout"), [("lora", 0.0), ("qlora", 0.1)])
+@pytest.mark.parametrize(("kind", "dropout"), [("lora", 0.0), ("qlora", 0.1), ("rowwise", 0.1), ("tensorwise", 0.0)])
 def test_all_blocks_are_one_graph_and_compute_what_they_did(kind: str, dropout: float, selective: bool) -> None:
     torch.compiler.reset()
     counters.clear()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import UserError
 from shardwise.model import loss as loss_module
 from shardwise.model.decoder import IGNORE, Head
-from shardwise.model.fused_loss import Way, fused_cross_entropy, log_sums, times, to_probabilities
+from shardwise.model.fused_loss import Way, _cap, _with_passes, fused_cross_entropy, log_sums, times, to_probabilities
 from shardwise.model.presets import preset
 
 N, D, V = 23, 12, 37
@@ -208,6 +208,82 @@ def test_a_certain_target_keeps_its_gradient_in_16_bits() -> None:
     assert weight.grad is not None
     less_one = torch.sigmoid(torch.tensor(7.625)) - 1
     torch.testing.assert_close(weight.grad[0, 0].float(), less_one, rtol=4e-3, atol=0)
+
+
+EPSILON = torch.finfo(torch.float32).eps
+OTHERS = 1.5  # the log-sum-exp of the vocabulary's other part
+
+
+def assert_rounded_once(
+    run: Any, width: int, dtype: torch.dtype, softcap: float, meets: bool, device: str = "cpu", nearest: bool = True
+) -> None:
+    """`run` makes losses and gradients of a chunk's logits: what fp64 makes of the same logits, computed in fp32 and rounded to theirs.
+
+    Errors of fp32: a logit and a log-sum-exp are off by their own rounding, a capped logit by the cap's, the cap's slope
+    by that of one; an exponential is off by the share by which its exponent is off. `meets`: other ranks have more of the vocabulary, and the targets of two rows."""
+    draw = torch.Generator().manual_seed(width)
+    logits_NV = 3 * torch.randn(8, width, generator=draw)
+    rows_N = torch.tensor([0, width - 1, 0, *torch.randint(0, width, (5,), generator=draw).tolist()])
+    is_target_N = torch.tensor([True, True, False, True, True, True, True, False])
+    is_here_N = is_target_N & torch.tensor([not meets, True, False, True, True, True, not meets, False])
+    logits_NV[2] = -torch.inf  # no target
+    logits_NV[3, rows_N[3]] = 20.0  # a certain one
+    logits_NV[4] -= 60
+    logits_NV[5, : width - 2], rows_N[5] = -torch.inf, width - 2
+    logits_NV[6] += 90
+    logits_NV = logits_NV.to(dtype)
+    # What is true.
+    x_NV, slope_NV = _cap(logits_NV.double(), softcap)
+    sums_N = x_NV.logsumexp(1)
+    targets_N = torch.where(is_here_N, x_NV.gather(1, rows_N[:, None])[:, 0], OTHERS - 0.5)
+    if meets:
+        sums_N = torch.logaddexp(sums_N, torch.tensor(OTHERS).double())
+    losses_N = sums_N - targets_N
+    p_NV = (x_NV - sums_N[:, None]).exp()
+    gradient_NV = p_NV.clone()
+    gradient_NV[is_here_N, rows_N[is_here_N]] = torch.expm1(-losses_N)[is_here_N]
+    gradient_NV.masked_fill_(~is_target_N[:, None], 0)
+    slope_error_NV = 2 * EPSILON * gradient_NV.abs() * (softcap != 0)
+    gradient_NV *= slope_NV
+    # How far from it fp32 may be.
+    loss_error_N = EPSILON * (8 + 8 * softcap + 4 * (losses_N.abs() + sums_N.abs()))
+    exponent_error_NV = EPSILON * (8 + 8 * softcap + 4 * (x_NV.abs() + sums_N.abs()[:, None]))
+    exponent_error_NV[is_here_N, rows_N[is_here_N]] += loss_error_N[is_here_N]
+    info = torch.finfo(dtype)
+    rounding_NV = (0.5 if nearest else 1) * info.eps * gradient_NV.abs() + 8 * EPSILON * gradient_NV.abs()
+    smallest = max(torch.finfo(torch.float32).smallest_normal, info.smallest_normal * info.eps)
+    error_NV = (p_NV * slope_NV * exponent_error_NV).nan_to_num() + slope_error_NV + rounding_NV + smallest
+
+    def meet(sums_N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        assert (targets_N[~is_here_N.to(device)] == 0).all()
+        theirs_N = torch.full_like(sums_N, OTHERS)
+        return torch.logaddexp(sums_N, theirs_N), torch.where(is_here_N.to(device), targets_N, theirs_N - 0.5)
+
+    for wants in (False, True):
+        found_NV, loss_N = logits_NV.to(device, copy=True), torch.full((8,), 7.0, device=device)
+        rows = [tensor.to(device) for tensor in (rows_N, is_target_N, is_here_N)]
+        run(found_NV, *rows, loss_N, softcap, meet if meets else None, wants)
+        off_N = (loss_N.cpu() - losses_N).masked_fill(~is_target_N, 0).abs()
+        assert bool((off_N <= loss_error_N).masked_fill(~is_target_N, True).all()), (off_N, loss_error_N)
+        assert bool((loss_N.cpu()[~is_target_N] == 0).all())
+        if not wants:
+            assert torch.equal(found_NV.cpu(), logits_NV)
+            continue
+        off_NV = (found_NV.cpu().double() - gradient_NV).abs()
+        assert bool((off_NV <= error_NV).all()), (off_NV / error_NV).amax(1)
+        assert bool((found_NV.cpu()[~is_target_N] == 0).all())
+
+
+def passes(*arguments: Any) -> None:
+    *tensors, softcap, meet, wants = arguments
+    _with_passes(*tensors, Way(8, 3, softcap, meet=meet), wants)
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_losses_and_gradients_of_logits_are_rounded_once(dtype: torch.dtype, softcap: float, meets: bool) -> None:
+    assert_rounded_once(passes, 301, dtype, softcap, meets)
 
 
 # Whole models -------------------------------------------------------------------------------------------------------------

@@ -87,6 +87,17 @@ def test_export_writes_adapters_or_the_merged_model(run_here, kind: str):
     assert run_here("eval", "tuned", "--batches", 1) == Exit.DONE
 
 
+def test_adapters_are_merged_into_weights_that_fp8_has_not_rounded(run_here):
+    """What a run in fp8 would have rounded is read again."""
+    run = train(run_here, "small", "train.steps=2", "adapter.kind=lora", "memory.precision=fp32")
+    before = find_weights(str(run)).load(CPU).state_dict()
+    config = (run / "config.toml").read_text()
+    assert config.count('precision = "fp32"') == 1
+    (run / "config.toml").write_text(config.replace('precision = "fp32"', 'precision = "fp8"'))
+    after = find_weights(str(run)).load(CPU).state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_merging_needs_adapters(run_here):
     assert run_here("train", "--nproc", 1, *SMALL, "train.steps=1", "run.name=full") == Exit.DONE
     assert run_here("export", "full", "--merge-lora", "--out", "x") == Exit.USER_MISTAKE

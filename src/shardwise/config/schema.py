@@ -261,6 +261,12 @@ class SpeedConfig:
     kernels: str = setting(
         "auto", "norms and activations by torch, or by liger-kernel (CUDA)", choices=("auto", "torch", "liger")
     )
+    products: str = setting(
+        "auto",
+        "large matrix products by torch's choice of kernel (`library`), or by the fastest one that gives the same bits, found in the first step "
+        "(`measured`); auto: measured in compiled blocks on GPUs",
+        choices=("auto", "library", "measured"),
+    )
     results: str = setting(
         "auto",
         "when a step's loss is read: `at-once`, or `late`, with the next step already queued; auto: late on GPUs, "

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.model.fused_loss import Products
+from shardwise.model.rounded import Rounded
 from shardwise.plan.fp8 import MULTIPLE
 
 NUMBERS, GRADIENTS = torch.float8_e4m3fn, {"rowwise": torch.float8_e4m3fn, "tensorwise": torch.float8_e5m2}
@@ -77,6 +78,58 @@ def _round(x_MK: Tensor, kind: torch.dtype, recipe: str, compiled: bool) -> tupl
 def _compiled(function: Callable) -> Callable:
     """For each shape, of which a head has three each way; a kernel for any shape would be slower."""
     return torch.compile(function, dynamic=False)
+
+
+# Frozen weights -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def round_once(weight_OI: Tensor, recipe: str) -> Rounded:
+    """Both ways that products read it. A scale is kept as what the bits are multiplied by."""
+    rows_OI, rows_scale = rounded(weight_OI, NUMBERS, recipe)
+    columns_IO, columns_scale = rounded(weight_OI.t(), NUMBERS, recipe)
+    return Rounded(rows_OI, rows_scale.reciprocal(), columns_IO, columns_scale.reciprocal())
+
+
+def _mm_frozen(a_MK: Tensor, b8_NK: Tensor, b_scale: Tensor, recipe: str, kind: torch.dtype, *, fast: bool) -> Tensor:
+    """`float8_mm` of a factor that was rounded before."""
+    a8_MK, a_scale = rounded(a_MK, kind, recipe)
+    if not a_MK.is_cuda:
+        return ((a8_MK.float() / a_scale) @ (b8_NK.float() * b_scale).t()).to(a_MK.dtype)
+    scales = {"scale_a": a_scale.reciprocal(), "scale_b": b_scale.t()}
+    return torch._scaled_mm(a8_MK, b8_NK.t(), **scales, out_dtype=a_MK.dtype, use_fast_accum=fast)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Keeps nothing of x: the gradient of the weight would have been its only reader."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows_OI: Tensor, rows_scale: Tensor, columns_IO: Tensor, columns_scale: Tensor, recipe: str
+    ) -> Tensor:
+        ctx.save_for_backward(columns_IO, columns_scale)
+        ctx.recipe = recipe
+        y_NO = _mm_frozen(x.flatten(0, -2), rows_OI, rows_scale, recipe, NUMBERS, fast=True)
+        return y_NO.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        columns_IO, scale = ctx.saved_tensors
+        g_NO, kind = gradient.flatten(0, -2), GRADIENTS[ctx.recipe]
+        dx_NI = _mm_frozen(g_NO, columns_IO, scale, ctx.recipe, kind, fast=False)
+        return dx_NI.unflatten(0, gradient.shape[:-1]), None, None, None, None, None
+
+
+def _frozen_product(recipe: str, x: Tensor, weight: Rounded) -> Tensor:
+    return _FrozenProduct.apply(x, *weight, recipe)
+
+
+def frozen_product(recipe: str) -> partial[Tensor]:
+    """(x, rounded weight) -> x W^T. Only x and the gradient of y are rounded at every step."""
+    return partial(_frozen_product, recipe)
+
+
+# Trained weights ------------------------------------------------------------------------------------------------------
 
 
 class _Product(torch.autograd.Function):

@@ -26,6 +26,7 @@ from shardwise.model.experts import moe_layers
 from shardwise.model.nf4 import LEAVES, PAIR, Packed, dequantize, nf4_product, quantize, tables
 from shardwise.model.peft_format import read_adapter
 from shardwise.model.precision import COMPUTED, KEPT
+from shardwise.model.rounded import factor
 from shardwise.model.spec import ModelSpec
 
 
@@ -201,6 +202,7 @@ class AdaptedLinear(nn.Linear):
     scale: float
     chance: Chance
     first_input: int = 0  # tensor parallelism may keep a slice of the inputs
+    product: Callable[..., Tensor] = staticmethod(F.linear)  # of the base; fp8 has its own
     lora_a: nn.Parameter
     lora_b: nn.Parameter
 
@@ -222,11 +224,11 @@ def product(layer: Any, x: Tensor) -> Tensor:
     """What a linear layer adds up, without its bias. Also for layers without an adapter."""
     if not hasattr(layer, "chance"):
         return F.linear(x, layer.weight)
-    if layer.weight is None:
+    if hasattr(layer, "weight_nf4"):
         bits = (layer.weight_nf4, layer.weight_absmax, layer.weight_scale)
         y = nf4_product(x, Packed(*bits), layer.first_input % PAIR)
     else:
-        y = F.linear(x, layer.weight)
+        y = layer.product(x, factor(layer))
     if getattr(layer, "lora_a", None) is None:
         return y
     kept = layer.chance.drop(x, layer.salt, layer.first_input)

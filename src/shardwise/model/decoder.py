@@ -198,7 +198,7 @@ class Head(nn.Module):
     fused = (
         True  # where logits are too many at once, forward takes their gradients too; else backward computes them again
     )
-    compiled = False  # fused, on a GPU: the passes over the logits are one kernel each
+    compiled = False  # fused, on a GPU: one kernel makes losses and gradients of logits
     products = Products()  # fused: how the three products are computed
     product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)  # otherwise
 

@@ -1,9 +1,9 @@
 """Linear layer and cross-entropy in one: the loss of a chunk of rows, and at once its gradients. No product twice.
 
-Owns the three products of a head and the two passes over a chunk's logits between them. Invariant: only one chunk's
-logits exist, and their gradient takes their place. What stays until backward is the gradient of the input and that of the
-weight, summed over chunks in at least fp32; backward multiplies both by one number. Read next: `loss.py`, which says when
-this is used.
+Owns the three products of a head and what happens to a chunk's logits between them: in compiled runs one kernel
+(`loss_kernel.py`), otherwise two passes. Invariant: only one chunk's logits exist, and their gradient takes their place. What
+stays until backward is the gradient of the input and that of the weight, summed over chunks in at least fp32; backward
+multiplies both by one number. Read next: `loss.py`, which says when this is used.
 
 Shapes: N rows (tokens), D model width, V vocabulary, or this rank's part of it.
 """
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.errors import UserError
+from shardwise.model.gated import uses_kernel
 
 Meet = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """log-sum-exp and target's logit of each row, by a part of the vocabulary -> the same by all of it."""
@@ -64,7 +65,7 @@ class Way:
     """How a head computes."""
 
     rows: int  # of a chunk
-    block: int  # rows of a chunk whose logits may be there in fp32, where nothing compiles the passes
+    block: int  # rows of a chunk whose logits may be there in fp32, where the passes are plain operations
     softcap: float = 0.0
     products: Products = Products()  # noqa: RUF009  (it has no state)
     compiled: bool = False
@@ -132,33 +133,49 @@ def _compute(
 ) -> Tensor:
     """The loss. The gradients of its sum are written where there is room for them."""
     loss_N = x_ND.new_empty(x_ND.shape[0], dtype=wide(x_ND.dtype))
+    wants_gradient = dx_ND is not None or dw_VD is not None
     for start in range(0, x_ND.shape[0], way.rows):
         part = slice(start, start + way.rows)
-        x, rows_N1, is_target, is_here = x_ND[part], rows_N[part, None], is_target_N[part], is_here_N[part]
-        # 1. Logits; how large all of a row are together, and the target's.
-        logits_NV = way.products.logits(x, weight_VD)
-        sums = loss_N.new_empty(len(x))
-        _go_over(way, log_sums, logits_NV, sums)
-        target, slope = _cap(logits_NV.gather(1, rows_N1)[:, 0].to(sums.dtype), way.softcap)
-        if way.meet is not None:
-            sums, target = way.meet(sums, target.masked_fill(~is_here, 0))
-        loss_N[part] = (sums - target).masked_fill(~is_target, 0)
-        # 2. d loss / d logits: probabilities, less one at the target. The target's is computed apart: near 1, a 16-bit
-        # probability less one has lost its digits. Rows without a target get an infinite sum: nothing is probable.
-        if dx_ND is not None or dw_VD is not None:
-            _go_over(way, to_probabilities, logits_NV, sums.masked_fill(~is_target, torch.inf))
-            at_target = (torch.expm1(target - sums) * slope).to(logits_NV.dtype)[:, None]
-            logits_NV.scatter_(1, rows_N1, torch.where(is_here[:, None], at_target, logits_NV.gather(1, rows_N1)))
-        # 3. The gradients of both factors.
+        logits_NV = way.products.logits(x_ND[part], weight_VD)
+        run = _with_kernel if way.compiled and uses_kernel(logits_NV) else _with_passes
+        run(logits_NV, rows_N[part], is_target_N[part], is_here_N[part], loss_N[part], way, wants_gradient)
         if dx_ND is not None:
             way.products.input_gradient(logits_NV, weight_VD, dx_ND[part])
         if dw_VD is not None:
-            way.products.weight_gradient(logits_NV, x, dw_VD, is_first=start == 0)
+            way.products.weight_gradient(logits_NV, x_ND[part], dw_VD, is_first=start == 0)
         del logits_NV  # before the next ones are made
     return loss_N.sum()
 
 
-# The passes over a chunk's logits, one kernel each when compiled. Two functions, because ranks may meet in between -----
+# From a chunk's logits to its losses and, in the logits' place, their gradient -------------------------------------------
+
+
+def _with_kernel(
+    logits_NV: Tensor, rows_N: Tensor, is_target_N: Tensor, is_here_N: Tensor, loss_N: Tensor, way: Way, wants: bool
+) -> None:
+    from shardwise.model.loss_kernel import cross_entropy  # Triton takes seconds to load
+
+    cross_entropy(logits_NV, rows_N, is_target_N, is_here_N, loss_N, way.softcap, way.meet, wants)
+
+
+def _with_passes(
+    logits_NV: Tensor, rows_N: Tensor, is_target_N: Tensor, is_here_N: Tensor, loss_N: Tensor, way: Way, wants: bool
+) -> None:
+    """What the kernel computes, one operation after the other: for CPUs, fp64 and blocks that are not compiled, and to compare it with."""
+    # 1. How large all logits of a row are together, and the target's.
+    rows_N1, sums_N = rows_N[:, None], torch.empty_like(loss_N)
+    _go_over(way, log_sums, logits_NV, sums_N)
+    target_N, slope = _cap(logits_NV.gather(1, rows_N1)[:, 0].to(sums_N.dtype), way.softcap)
+    if way.meet is not None:
+        sums_N, target_N = way.meet(sums_N, target_N.masked_fill(~is_here_N, 0))
+    loss_N.copy_((sums_N - target_N).masked_fill_(~is_target_N, 0))
+    if not wants:
+        return
+    # 2. d loss / d logits: probabilities, less one at the target. The target's is computed apart: near 1, a 16-bit
+    # probability less one has lost its digits. Rows without a target get an infinite sum: nothing is probable.
+    _go_over(way, to_probabilities, logits_NV, sums_N.masked_fill(~is_target_N, torch.inf))
+    at_target_N1 = (torch.expm1(target_N - sums_N) * slope).to(logits_NV.dtype)[:, None]
+    logits_NV.scatter_(1, rows_N1, torch.where(is_here_N[:, None], at_target_N1, logits_NV.gather(1, rows_N1)))
 
 
 def log_sums(logits_NV: Tensor, sums_N: Tensor, softcap: float) -> None:

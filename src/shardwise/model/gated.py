@@ -37,12 +37,13 @@ def has_triton() -> bool:
     return find_spec("triton") is not None and any(which(name) for name in ("gcc", "clang"))
 
 
-def _uses_kernel(y_N2F: Tensor) -> bool:
-    return y_N2F.is_cuda and y_N2F.dtype in KERNEL_DTYPES and has_triton()
+def uses_kernel(tensor: Tensor) -> bool:
+    """fp64 has none: there every operation is torch's own."""
+    return tensor.is_cuda and tensor.dtype in KERNEL_DTYPES and has_triton()
 
 
 def _forward(y_N2F: Tensor) -> Tensor:
-    if _uses_kernel(y_N2F):
+    if uses_kernel(y_N2F):
         from shardwise.model.gated_kernel import forward
 
         return forward(y_N2F)
@@ -51,7 +52,7 @@ def _forward(y_N2F: Tensor) -> Tensor:
 
 
 def _backward(grad_NF: Tensor, y_N2F: Tensor) -> Tensor:
-    if _uses_kernel(y_N2F):
+    if uses_kernel(y_N2F):
         from shardwise.model.gated_kernel import backward
 
         return backward(grad_NF, y_N2F)

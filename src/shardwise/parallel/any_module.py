@@ -23,6 +23,7 @@ from shardwise.model.adapters import adapt, module_adapters
 from shardwise.model.precision import KEPT
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.split_module import Split
+from shardwise.plan.contradictions import check_float8_base
 from shardwise.plan.plan import Plan
 
 CUT_AXES = ("tp", "pp", "cp", "ep")
@@ -58,6 +59,7 @@ def parallelize(
         precision = next((name for name, kept in KEPT.items() if kept == next(module.parameters()).dtype), "fp32")
         plan = Plan.from_layout(plan, world=world, precision=precision, device=home.type)
     _check(module, plan, world, blocks)
+    check_float8_base(plan.precision, adapter.kind, plan.zero, plan.offload)
     mesh = build_mesh(plan, None, rank, home, fsdp=plan.uses_fsdp)
     if world > 1:
         for tensor in (*module.parameters(), *module.buffers()):

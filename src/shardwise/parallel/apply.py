@@ -103,6 +103,10 @@ def parallelize_decoder(
             apply_tensor_parallel(model, tp)
         if model.head is not None:
             model.head.fused, model.head.compiled = plan.loss == "fused", plan.compile != "none"
+            if plan.products == "measured":
+                from shardwise.model.measured_products import MeasuredProducts  # takes a second to load
+
+                model.head.products = MeasuredProducts()
         if plan.precision == "fp8":
             blocks, emulate = model.layers.values(), device.type == "cpu"
             float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=emulate, joined=plan.fuse, found=float8)
@@ -118,7 +122,8 @@ def parallelize_decoder(
         recompute = plan.recompute
         if plan.compile != "none":
             whole = plan.tp == plan.cp == plan.ep == 1
-            apply_compile(model.layers.values(), plan.compile, selective=recompute == "selective", whole=whole)
+            selective, measured = recompute == "selective", plan.products == "measured"
+            apply_compile(model.layers.values(), plan.compile, selective=selective, whole=whole, measured=measured)
             recompute = "none" if recompute == "selective" else recompute
         apply_recompute(list(model.layers.values()), recompute, layers.start)
         if plan.activation_offload:
@@ -132,6 +137,8 @@ def parallelize_decoder(
         if sums is not None:
             sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
         fill_stage(model, mesh, fill, layers, adapters)
+        if float8 is not None:
+            float8.round_frozen()
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
     return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic, float8)
 

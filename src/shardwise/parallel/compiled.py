@@ -24,8 +24,8 @@ from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
 
 MODES: dict[str, dict[str, Any]] = {
-    "blocks": {},
-    "graphs": {"mode": "reduce-overhead"},
+    "blocks": {"options": {}},
+    "graphs": {"options": {"triton.cudagraphs": True}},
     "trace": {"backend": "aot_eager"},
 }
 KEPT_OPERATIONS = (
@@ -36,7 +36,7 @@ KEPT_OPERATIONS = (
 
 
 def apply_joined(blocks: Iterable[nn.Module]) -> None:
-    """q, k, v and gate, up as one product each, where they are plain or all in fp8: adapters and slices have products of their own."""
+    """q, k, v and gate, up as one product each, where they are plain or all in fp8: adapters, slices and what is rounded once have products of their own."""
     for block in blocks:
         for module in block.modules():
             if isinstance(module, Attention):
@@ -47,24 +47,33 @@ def apply_joined(blocks: Iterable[nn.Module]) -> None:
 
 def _are_alike(*parts: nn.Module | None) -> bool:
     kinds = {type(part) for part in parts}
-    return kinds in ({nn.Linear}, {Float8Linear})
+    is_trained = all(p.requires_grad for part in parts if part is not None for p in part.parameters())
+    return kinds == {nn.Linear} or (kinds == {Float8Linear} and is_trained)
 
 
-def apply_compile(blocks: Iterable[nn.Module], mode: str, *, selective: bool, whole: bool) -> None:
-    """In place, before recomputation of whole blocks and FSDP2. `whole`: nothing in a block talks to other ranks, else its graph ends at every message."""
+def apply_compile(
+    blocks: Iterable[nn.Module], mode: str, *, selective: bool, whole: bool, measured: bool = False
+) -> None:
+    """In place, before recomputation of whole blocks and FSDP2. `whole`: nothing in a block talks to other ranks, else its graph ends at every message.
+    `measured`: large products by the kernel that is fastest (model/measured_products.py)."""
+    how = MODES[mode]
+    if measured:
+        from shardwise.model.measured_products import MeasureProducts  # takes a second to load
+
+        how = {**how, "options": {**how["options"], "post_grad_custom_post_pass": MeasureProducts()}}
     # One line per block about in-place operations, of which blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in blocks:
-        block.forward = _compiled(block.forward, getattr(block, "chance", None), mode, selective, whole)
+        block.forward = _compiled(block.forward, getattr(block, "chance", None), how, selective, whole)
 
 
 def _compiled(
-    forward: Callable[..., Any], chance: Chance | None, mode: str, selective: bool, whole: bool
+    forward: Callable[..., Any], chance: Chance | None, how: dict[str, Any], selective: bool, whole: bool
 ) -> Callable[..., Any]:
     def kept(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts)
 
-    fast = torch.compile(kept if selective else forward, fullgraph=whole, dynamic=False, **MODES[mode])
+    fast = torch.compile(kept if selective else forward, fullgraph=whole, dynamic=False, **how)
 
     @wraps(forward)
     def run(x: torch.Tensor, inputs: AttentionInputs, *args: Any) -> Any:

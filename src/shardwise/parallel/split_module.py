@@ -237,7 +237,9 @@ def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Laye
     if mesh.plan.precision != "fp8":
         return None
     blocks = [block for group in groups for block in group]
-    return apply_float8(module, blocks, mesh.plan.fp8_recipe, emulate=mesh.device.type == "cpu")
+    found = apply_float8(module, blocks, mesh.plan.fp8_recipe, emulate=mesh.device.type == "cpu")
+    found.round_frozen()
+    return found
 
 
 def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int) -> GradientSums:

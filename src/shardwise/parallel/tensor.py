@@ -23,6 +23,7 @@ from shardwise.model.adapters import product as adapted_product
 from shardwise.model.decoder import Block, Decoder
 from shardwise.model.experts import MixtureOfExperts, Routing
 from shardwise.model.nf4 import LEAVES, PAIR
+from shardwise.model.rounded import factor
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.expert import SpreadExperts
 from shardwise.parallel.regions import TensorParallel, enter, leave, scale_gradient, share
@@ -224,7 +225,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, x_BTF: Tensor) -> Tensor:
         is_adapted = hasattr(self, "chance")
-        part = adapted_product(self, x_BTF) if is_adapted else self.product(x_BTF, self.weight)
+        part = adapted_product(self, x_BTF) if is_adapted else self.product(x_BTF, factor(self))
         x_BTD = leave(part, self.tp)
         return x_BTD if self.bias is None else x_BTD + self.bias
 

@@ -22,13 +22,6 @@ def settle_adapter(config: Config, spec: ModelSpec, origins: Origins) -> Config:
     if adapter.kind == "none":
         _refuse_idle(config, origins)
         return config
-    if config.memory.precision == "fp8":
-        raise UserError(
-            f"adapter.kind = {adapter.kind} does not work with memory.precision = fp8",
-            why="fp8 replaces plain linear layers, and these are not plain any more",
-            fix="memory.precision=bf16",
-            where=where_written(origins, "memory.precision"),
-        )
     if adapter.dropout and not spec.is_ours:
         raise UserError(
             f"adapter.dropout does not work with {spec.name}",

@@ -47,6 +47,10 @@ HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.7
 IN_STEPS = 0.87
 """688 TFLOP/s on an H200 with 700 W. Profiles of our steps have 683 to 721 (1.5 B, 8 B, 32k and 128k tokens), with torch's choice of cuBLAS kernels."""
 
+CHOSEN = 1.04
+"""Of that, by the fastest of the library's kernels: the products of a step, one by one, take 1.05 times less with any of them (benchmarks/gpu/products.py), and a little more where the
+bits have to be the same. In steps not measured yet."""
+
 # Ampere: 195 products and 24 attentions on an A100-PCIe (calib_op_efficiency_simumax.csv; mean error of a product 4 %).
 # Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
 # Its `sdpa`: cuDNN in our steps, 2,048 to 131,072 tokens, where the card is warm; `beside` is out times its gradient, the queries' gradient from fp32, and
@@ -132,6 +136,7 @@ class Pricer:
         more = (device.watts / self.generation.watts) ** 0.5 if self.generation.watts and device.watts else 1.0
         self.sustained = min(1.0, self.generation.sustained * more)
         self.ceiling = self.generation.in_steps if stack.measured else 0.0
+        self.chosen = CHOSEN if stack.chosen else 1.0
         self._products: dict[Product, float] = {}  # a layer has many twice, and so have layouts
 
     def seconds(self, work: Work, backward: bool = False) -> float:
@@ -173,7 +178,8 @@ class Pricer:
         uneven = UNALIGNED[sides & -sides] if sides else 1.0
         computed = 2.0 * least * units / rate * uneven
         if self.ceiling:
-            computed = max(computed, p.flops / (rate * self.ceiling))
+            faster = 1.0 if p.groups > 1 or (self.eight_bit and p.in_eight) else self.chosen
+            computed = max(computed, p.flops / (rate * self.ceiling * faster))
         return max(computed, moved / self.bandwidth)
 
     def attention(self, a: Attention, backward: bool = False) -> float:

@@ -88,6 +88,8 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
     ends = groups.blocks[0 if share.spec.tied and plan.pp == 1 else -1]
     if stack.side_by_side and groups.apart:  # adapters have products of their own
         stack = replace(stack, side_by_side=tuple(word for word in stack.side_by_side if word not in groups.apart))
+    if stack.fp8_least and groups.whole.frozen:  # they read inputs in 16 bits
+        stack = replace(stack, fp8_least=0)
     activations = activations_of(share, plan, stack, trains_head=ends.trained > 0)
     parts = {
         "weights": states.weights,

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.plan.activations import MAX_LOGITS_BYTES, fused_chunks, has_chunks
-from shardwise.plan.fp8 import gains
+from shardwise.plan.fp8 import FROZEN_WORTH, gains
 from shardwise.plan.passes import (
     CAST,
     cast_passes,
@@ -39,8 +39,9 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
     core = _attention_core(spec, layer, shape, stack)
     cheap_forward, cheap_backward = cheap_passes(spec, layer, shape, stack)
     if shape.eight_bit and stack.fp8_least:  # experts are never in eight bits
+        least = stack.fp8_least * (1.0 if shape.trains == "all" else FROZEN_WORTH)
         attention, ffn = (
-            tuple(p._replace(small=p.groups > 1 or not gains(p.n, p.k, stack.fp8_least)) for p in part)
+            tuple(p._replace(small=p.groups > 1 or not gains(p.n, p.k, least)) for p in part)
             for part in (attention, ffn)
         )
     forward = (*attention, *ffn)

@@ -133,8 +133,8 @@ def _expert_activation(spec: ModelSpec, shape: Shape, stack: Stack) -> tuple[Pas
 
 def cast_passes(parts: Iterable[tuple[Product, ...]], shape: Shape, stack: Stack) -> tuple[Passes, Passes, Passes]:
     """Eight bits: both factors of each product are measured (their largest number), scaled and rounded. Forward, inputs, weights. A fused kernel
-    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own. `parts`: products of
-    attention and of the rest, of which all but the last multiply the same input."""
+    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own. Frozen weights were rounded
+    before. `parts`: products of attention and of the rest, of which all but the last multiply the same input."""
     if not shape.eight_bit:
         return (), (), ()
     wide = [p for part in parts for p in part if p.in_eight]
@@ -145,10 +145,14 @@ def cast_passes(parts: Iterable[tuple[Product, ...]], shape: Shape, stack: Stack
     if stack.measured:
         readers = [[p for p in some if p.in_eight] for *several, last in parts for some in (several, [last])]
         read = [float(some[0].m * some[0].k) for some in readers if some]
+        if shape.trains == "lora":  # nothing is turned around
+            return tuple(ROUND * one for one in read), tuple(ROUND * one for one in g), ()
         turned = tuple(TURN * ROUND * a + (LOOK + TURN * ROUND) * b for a, b in zip(g, w, strict=True))
         both = (*(ROUND * one for one in read), *((LOOK + ROUND) * one for one in w))
         return both, turned, tuple(TURN * ROUND * one for one in read)
     each = 7.0 if stack.compiled else EAGER_CAST
+    if shape.trains == "lora":
+        return tuple(each * a for a in x), tuple(each * a for a in g), ()
     pairs = ((x, w), (g, w), (g, x))
     forward, inputs, weights = (tuple(each * (a + b) for a, b in zip(*pair, strict=True)) for pair in pairs)
     return forward, inputs, weights

@@ -79,6 +79,7 @@ class Plan:
     copies: bool = False  # 16-bit copies of fp32 weights stay between steps
     loss: str = "fused"  # recompute | fused: logits that are too many at once
     kernels: str = "torch"  # torch | liger
+    products: str = "library"  # library | measured
     quantize_weights: str = "none"  # none | int8: of ZeRO's gathers
     quantize_gradients: str = "none"  # none | int8 | int4: of its reductions
     secondary_shard: int = 0  # neighbouring ranks that keep gathered parameters for backward between them; 0: nobody

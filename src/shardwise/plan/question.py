@@ -27,7 +27,7 @@ from shardwise.errors import UserError
 from shardwise.model.huggingface import find_model_dir, read_spec, spec_from_config
 from shardwise.model.presets import preset, preset_names
 from shardwise.model.spec import ModelSpec
-from shardwise.plan.contradictions import check_pairs
+from shardwise.plan.contradictions import check_float8_base, check_pairs
 from shardwise.plan.job import Job
 
 TYPED, ASSUMED = "typed", "assumed"
@@ -89,7 +89,9 @@ class Question:
             changes["optimizer"] = more.config.optimizer.name
         if any(key.startswith("adapter.") for key in typed):
             changes["adapter"] = more.config.adapter
-        return self.with_job(**changes)
+        changed = self.with_job(**changes)
+        _check_adapter(changed.job)
+        return changed
 
 
 def ask(
@@ -142,6 +144,7 @@ def ask(
         MappingProxyType(constraints),
         per_hour,
     )
+    _check_adapter(job)
     origins = {key: one.origin for key, one in told.items() if key in typed.origins and one.origin != TYPED}
     return Question(
         spec,
@@ -150,6 +153,11 @@ def ask(
         replace(typed, origins=typed.origins | origins),
         (*_hardware(hardware, precision), *told.values()),
     )
+
+
+def _check_adapter(job: Job) -> None:
+    zero, offload = (job.constraints.get(key) for key in ("parallel.zero", "memory.offload"))
+    check_float8_base(job.precision, job.adapter.kind, int(zero or 0), str(offload))
 
 
 # The model -------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def _shorter(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Try]:
 
 def _other_training(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Try]:
     if job.adapter.kind == "none":
-        for kind in ("lora", "qlora"):
+        for kind in ("lora",) if job.precision == "fp8" else ("lora", "qlora"):
             yield (
                 f"adapter.kind={kind}",
                 {"adapter.kind": kind},

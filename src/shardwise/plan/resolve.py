@@ -23,6 +23,7 @@ from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import no_document_mask
 from shardwise.plan.activations import check_activation_offload
 from shardwise.plan.adapter_choice import settle_adapter
+from shardwise.plan.contradictions import check_float8_base, keeps_base_whole
 from shardwise.plan.degrees import choose_degrees, global_batch_of
 from shardwise.plan.filled import fill
 from shardwise.plan.fit import does_not_fit, needed_memory, rank_memory_limit
@@ -125,6 +126,8 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
         _check_micro_batch(config, plan, int(train.micro_batch), origins)
     plan = _choose_states(asked, plan, rank_memory_limit(config, machine, plan))
     _check_fill(config, plan, origins)
+    written = where_written(origins, "memory.precision", "parallel.zero", "memory.offload")
+    check_float8_base(plan.precision, config.adapter.kind, plan.zero, plan.offload, written)
     _check_fp8_tokens(plan, origins)
     _check_fp8_head(plan, asked.spec, origins)
     _check_offload(plan, origins)
@@ -191,7 +194,8 @@ def _choose_states(asked: Asked, plan: Plan, limit: int) -> Plan:
     """The smallest ZeRO stage that fits, with the largest micro-batch that fits beside it. What costs time comes after that: computing again,
     then states in CPU memory. The run measures the micro-batch again."""
     config, size = asked.config, asked.config.train.micro_batch
-    stages, savings = _possible_stages(config.parallel, plan.dp, plan.cp), possible_savings(asked)
+    is_whole = keeps_base_whole(plan.precision, config.adapter.kind)
+    stages, savings = _possible_stages(config.parallel, plan.dp, plan.cp, is_whole), possible_savings(asked)
     for saving, zero in product(savings, stages):
         replicate = plan.dp if zero == 0 else degree(config.parallel.replicate)
         new = replace(plan, recompute=saving.recompute, offload=saving.offload, zero=zero, replicate=replicate)
@@ -217,12 +221,14 @@ def _said(plan: Plan, stages: Sequence[int], savings: Sequence[Saving]) -> str:
     return " ".join(words)
 
 
-def _possible_stages(parallel: ParallelConfig, dp: int, cp: int) -> tuple[int, ...]:
+def _possible_stages(parallel: ParallelConfig, dp: int, cp: int, is_whole: bool) -> tuple[int, ...]:
     if parallel.zero != "auto":
         return (int(parallel.zero),)
     if cp == 1 and (dp == 1 or parallel.replicate == dp):  # nobody to share with
         return (0,)
-    return (0, 1, 2, 3) if parallel.replicate == "auto" else (1, 2, 3)
+    if parallel.replicate == "auto":
+        return (0,) if is_whole else (0, 1, 2, 3)
+    return (1, 2, 3)
 
 
 def micro_batch_sizes(plan: Plan) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.contradictions import keeps_base_whole
 from shardwise.plan.degrees import tensor_degrees
 from shardwise.plan.fp8 import MULTIPLE
 from shardwise.plan.job import Job
@@ -101,13 +102,20 @@ class Space:
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, job: Job, fixed: dict[str, Any]):
         self.model, self.cluster, self.job, self.fixed = model, cluster, job, fixed
         self.precision = fixed.get("memory.precision", job.precision)
+        self.is_whole = keeps_base_whole(self.precision, job.adapter.kind)
         self.device = cluster.device.kind
         self.speed = asked_speed(fixed)
         kernels = kernels_of(self.speed, self.device, model, 1, "1f1b")
         self.fp8 = fp8_of(
             self.precision, fixed.get("memory.fp8_recipe", "rowwise"), fixed.get("memory.fp8_head", False)
         )
-        usual = our_stack(kernels["compile"] != "none", kernels["fuse"], self.speed.loss != "recompute", *self.fp8)
+        usual = our_stack(
+            kernels["compile"] != "none",
+            kernels["fuse"],
+            self.speed.loss != "recompute",
+            kernels["products"] == "measured",
+            *self.fp8,
+        )
         # What all layouts may have; only those that are not compiled stop early.
         self.fastest = replace(usual, stops_early=True)
         self._kernels: dict[str, dict[str, Any]] = {}
@@ -259,7 +267,7 @@ class Space:
 
     def _states_of(self, grid: Grid) -> list[States]:
         found = []
-        for zero in self.among("parallel.zero", (0, 1, 2, 3)):
+        for zero in self.among("parallel.zero", (0,) if self.is_whole else (0, 1, 2, 3)):
             if zero == 0:
                 if self.fixed.get("parallel.replicate", grid.dp) == grid.dp:
                     found.append(States(0, grid.dp))
@@ -277,7 +285,8 @@ class Space:
     def savings(self) -> list[Saving]:
         """The plainest first: what another one never beats comes before it."""
         on_gpus = self.device == "cuda"
-        places = ("none", "optimizer", "all") if on_gpus and not self.job.optimizer.endswith("8bit") else ("none",)
+        moved = ("optimizer",) if self.is_whole else ("optimizer", "all")
+        places = ("none", *moved) if on_gpus and not self.job.optimizer.endswith("8bit") else ("none",)
         asked = self.fixed.get("memory.offload")
         offloads = [{"nvme": "optimizer"}.get(asked, asked)] if asked is not None else list(places)
         if self.goes_to_disk and asked is None:

@@ -31,6 +31,12 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
         asked.fuse is True and not kernels["fuse"]
     ):
         raise _no_kernels("compile" if kernels["compile"] != asked.compile else "fuse", plan, asked, spec)
+    if asked.products == "measured" and kernels["products"] != "measured":
+        raise UserError(
+            "`speed.products = measured` is for compiled blocks on a GPU",
+            why=f"this run has speed.compile = {kernels['compile']} on {plan.device}",
+            fix="speed.products=auto, which measures where it can",
+        )
     if asked.loss == "fused" and loss != "fused":
         raise UserError(
             "`speed.loss = fused` does not go with `parallel.schedule = gpipe`",
@@ -56,7 +62,14 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
         compiled = "none"
     # Joined gradients are put side by side by a kernel that reads its inputs twice (docs/log.md); so not by itself.
     fuse = asked.fuse is True and spec.is_ours
-    return {"compile": compiled, "fuse": fuse, "kernels": "torch" if asked.kernels == "auto" else asked.kernels}
+    # Found by a pass over compiled graphs, among kernels that only CUDA has.
+    measures = device == "cuda" and compiled in ("blocks", "graphs") and asked.products != "library"
+    return {
+        "compile": compiled,
+        "fuse": fuse,
+        "kernels": "torch" if asked.kernels == "auto" else asked.kernels,
+        "products": "measured" if measures else "library",
+    }
 
 
 def keeps_copies(
@@ -101,12 +114,12 @@ def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
 
 def stack_of(plan: Plan) -> Stack:
     """How our runtime executes a plan."""
-    recipe = fp8_of(plan.precision, plan.fp8_recipe, plan.fp8_head)
-    return our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused", *recipe)
+    fp8 = fp8_of(plan.precision, plan.fp8_recipe, plan.fp8_head)
+    return our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused", plan.products == "measured", *fp8)
 
 
 def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:
-    """Of `our_stack`: the recipe, none without fp8, and whether the head has it too."""
+    """The last words of `our_stack`: the recipe, none without fp8, and whether the head has it too."""
     return (recipe, head) if precision == "fp8" else ("", False)
 
 
@@ -115,13 +128,16 @@ LOSS_PASSES = 1
 
 
 @cache
-def our_stack(compiled: bool, fuse: bool, fused_loss: bool, recipe: str = "", fp8_head: bool = False) -> Stack:
+def our_stack(
+    compiled: bool, fuse: bool, fused_loss: bool, chosen: bool = False, recipe: str = "", fp8_head: bool = False
+) -> Stack:
     if not (compiled or fuse or fused_loss or recipe):
         return OURS
     return replace(
         OURS,
         compiled=compiled,
         measured=compiled,
+        chosen=chosen,
         stops_early=not compiled,  # one graph, which ends at its end
         joined=fuse,
         side_by_side=("qkv", "gate up") if fuse else (),

@@ -35,6 +35,7 @@ class Stack:
     pads_vocab: int = 1  # a rank's slice of the vocabulary is filled up to a multiple of this
     dropout: bool = False
     measured: bool = False  # our compiled blocks: products, casts and passes as profiles of them on an H200 say
+    chosen: bool = False  # of the library's kernels for a product the fastest (model/measured_products.py)
     fp8_least: int = 0  # products with less of outputs * inputs / (outputs + inputs), and experts, stay in 16 bits
     fp8_rows: bool = False  # a scale per row; else one per tensor
     fp8_head: bool = False  # the head's products too

@@ -29,15 +29,11 @@ OPTIMIZER_RATE = 0.75
 COPY_RATE = 1.0
 """The same of AdamW's one pass over masters, moments and copies: 28 bytes per number at 4.05 to 4.14 TB/s on an H200 (1.5 to 6.9 B numbers)."""
 
-ONE_PASS = ("adamw",)
-"""Optimizers that have such a pass (memory/fused_update.py)."""
-
 FOREACH = 2.7
 """Passes of an optimizer that runs operation by operation, over the fused one: same file."""
 
-LOW_BIT, LOW_BIT_COPIES = 2.5, 6.3
-"""Time of an update whose states are unpacked and packed again, over what its bytes take: torchao's, and ours over copies, which searches for codes in four
-kernels (8 B numbers in 266 ms on an H200)."""
+LOW_BIT = 2.5
+"""Time of an update whose states are unpacked and packed again, over what its bytes take."""
 
 NORM_RATE = 0.6
 """Of the rate of plain passes: the norm of all gradients, same file."""
@@ -188,11 +184,10 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     gradient = gradient_bytes(plan)
     copy = COMPUTE_BYTES[plan.precision] if plan.copies else 0
     moved = 2 * weight + gradient + copy + 2 * state_bytes(job.optimizer, plan.precision)
-    is_one_pass = plan.copies and plan.device == "cuda" and job.optimizer in ONE_PASS
+    is_one_pass = plan.copies and plan.device == "cuda" and job.optimizer == "adamw"  # memory/fused_update.py
     update = numbers * moved / (COPY_RATE if is_one_pass else OPTIMIZER_RATE)
     update *= 1.0 if stack.fused_optimizer else FOREACH
-    if job.optimizer.endswith("8bit") and not is_one_pass:
-        update *= LOW_BIT_COPIES if plan.copies else LOW_BIT
+    update *= LOW_BIT if job.optimizer.endswith("8bit") else 1.0
     if not stack.copies_parameters:
         update += numbers * 6  # the 16-bit copy
     norm = numbers * gradient / NORM_RATE + (0 if plan.copies else numbers * 2 * weight)  # the update itself clips

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.memory.account import Held, Holders, plain_parts
+from shardwise.model.rounded import LEAVES
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.zero import parameter_groups
 
@@ -28,7 +29,8 @@ def holders_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Holde
         for group in groups:
             yield from _gathered(group)
         for model in engine.models if everything else ():
-            yield from (Held("buffers", name, value) for name, value in model.named_buffers())
+            for name, value in model.named_buffers():
+                yield Held("parameters" if name.rpartition(".")[2] in LEAVES else "buffers", name, value)
         for shard in engine.shards:
             if (gradient := shard.gradient) is not None:
                 yield Held("gradients", f"gradient of {shard.name}", gradient)

@@ -205,6 +205,8 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
                 skip_non_finite=config.run.on_nan == "skip",
                 ask=ask,
             )
+        if step == done + 1:
+            report.products(view, plan)
         is_timed = (step not in watched or plan.num_steps - done <= len(watched) + 1) and step not in profile.steps
         untold.append(Untold(step, started, clock.lap(), rate(step), batch, is_timed))
 

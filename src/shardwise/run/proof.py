@@ -28,6 +28,7 @@ def single_process_losses(
     if plan.precision == "fp8":
         blocks = model.blocks() if isinstance(model, TransformersModel) else model.layers.values()
         found = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", joined=plan.fuse)
+        found.round_frozen()
         if plan.fp8_head:
             apply_float8_head(model, found, compiled=False)
     optimizer = build_optimizer(config.optimizer, model.parameters())

@@ -79,6 +79,7 @@ def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Re
     model = _plain_model(spec, trial).to(device)
     if trial.precision == "fp8":
         found = apply_float8(model, model.layers.values(), trial.fp8_recipe, emulate=device.type == "cpu")
+        found.round_frozen()
         if trial.fp8_head:
             apply_float8_head(model, found, compiled=False)
     optimizer = build_optimizer(trial.optimizer, model.parameters())

@@ -183,6 +183,16 @@ def _states(engine: Engine, plan: Plan, optimizer: str, which: str) -> str:
     return text
 
 
+def products(view: View, plan: Plan) -> None:
+    """After the first step, which measures them."""
+    if plan.products == "measured":
+        from shardwise.model.measured_products import summary  # loaded by now
+
+        found = summary()
+        if found:
+            view.say(f"kernel   {found}")
+
+
 def evaluation(view: View, metrics: Metrics | None, step: int, loss: float | None) -> None:
     if loss is None:
         view.say("eval     nothing is held out, so there is no evaluation loss (data.validation_fraction)")

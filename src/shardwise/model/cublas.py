@@ -1,0 +1,116 @@
+"""cuBLASLt from Python: the kernels it proposes for a matrix product, and how each is started. torch takes the first proposal and has no way to ask for another.
+
+Owns the handful of the library's functions and numbers that this needs (cublasLt.h), by ctypes: torch has loaded the library already. Invariant: a kernel here needs no memory of its own, and matrices begin
+at multiples of `ALIGNMENT` bytes, so that one may be started anywhere, on any stream, any number of times. Read next: measured_products.py, which chooses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256  # what the library assumes, unless told otherwise
+TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+SUMS_IN_FP32, TURN_A, TURN_B = 68, 3, 4
+
+Launch = Callable[[Tensor, Tensor, Tensor, float], None]
+"""a, b, out, beta: out = a b + beta out."""
+
+
+class _Proposal(ctypes.Structure):
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """None where torch does not compute by cuBLAS, or its version is not one of those known here."""
+    version = (torch.version.cuda or "").split(".")[0]
+    if version not in ("12", "13"):
+        return None
+    try:
+        return ctypes.CDLL(f"libcublasLt.so.{version}")
+    except OSError:
+        return None
+
+
+@cache
+def _handle(_device: int) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    _check(_library().cublasLtCreate(ctypes.byref(handle)))
+    return handle
+
+
+def _library() -> ctypes.CDLL:
+    found = library()
+    assert found is not None, "asked for without looking whether it is there"
+    return found
+
+
+def _check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"cuBLASLt answered {status}")
+
+
+def turned(matrix: Tensor) -> bool | None:
+    """Whether its columns lie in memory one after the other, instead of its rows; None where neither do."""
+    rows, columns = matrix.stride()
+    if columns == 1 and rows >= matrix.shape[1]:
+        return False
+    return True if rows == 1 and columns >= matrix.shape[0] else None
+
+
+def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int) -> list[Launch]:
+    """For matrices of these shapes, formats and strides, the library's favourite first. The library counts columns first, so out' = b' a'."""
+    lt, handle = _library(), _handle(out_MN.device.index)
+    operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(lt.cublasLtMatmulDescCreate(ctypes.byref(operation), SUMS_IN_FP32, TYPES[torch.float32]))
+    layouts = [_layout(lt, matrix) for matrix in (b_KN, a_MK, out_MN)]
+    for attribute, matrix in ((TURN_A, b_KN), (TURN_B, a_MK)):
+        flag = ctypes.c_int(int(bool(turned(matrix))))
+        _check(lt.cublasLtMatmulDescSetAttribute(operation, attribute, ctypes.byref(flag), ctypes.c_size_t(4)))
+    _check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))  # as it is made, it allows no workspace
+    found, count = (_Proposal * most)(), ctypes.c_int()
+    b, a, out = layouts
+    _check(
+        lt.cublasLtMatmulAlgoGetHeuristic(
+            handle, operation, b, a, out, out, preference, most, found, ctypes.byref(count)
+        )
+    )
+    lt.cublasLtMatmulPreferenceDestroy(preference)
+    one = ctypes.byref(ctypes.c_float(1))
+
+    def launch_of(proposal: _Proposal) -> Launch:
+        chosen = ctypes.byref(proposal)
+
+        def launch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float) -> None:
+            at = ctypes.c_void_p(out_MN.data_ptr())
+            _check(
+                lt.cublasLtMatmul(
+                    handle, operation, one, ctypes.c_void_p(b_KN.data_ptr()), b, ctypes.c_void_p(a_MK.data_ptr()), a,
+                    ctypes.byref(ctypes.c_float(beta)), at, out, at, out, chosen, None, ctypes.c_size_t(0),
+                    ctypes.c_void_p(torch.cuda.current_stream(out_MN.device).cuda_stream),
+                )
+            )  # fmt: skip
+
+        return launch
+
+    return [launch_of(found[i]) for i in range(count.value) if not found[i].state]
+
+
+def _layout(lt: ctypes.CDLL, matrix: Tensor) -> ctypes.c_void_p:
+    """As it lies in memory. Kept as long as the process: there is one for each shape."""
+    memory, layout = matrix.t() if turned(matrix) else matrix, ctypes.c_void_p()
+    rows, columns = memory.shape
+    sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(memory.stride(0))
+    _check(lt.cublasLtMatrixLayoutCreate(ctypes.byref(layout), TYPES[matrix.dtype], *sizes))
+    return layout
