@@ -47,7 +47,7 @@ HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.7
 IN_STEPS = 0.87
 """688 TFLOP/s on an H200 with 700 W. Profiles of our steps have 683 to 721 (1.5 B, 8 B, 32k and 128k tokens), with torch's choice of cuBLAS kernels."""
 
-CHOSEN = 1.04
+CHOSEN = 1.045
 """Of that, by the fastest of the library's kernels: the products of a step, one by one, take 1.05 times less with any of them (benchmarks/gpu/products.py), and a little more where the
 bits have to be the same. In steps not measured yet."""
 
