@@ -10,12 +10,12 @@ transposed. The result says what choosing by measurement could gain, in millisec
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -24,85 +24,27 @@ import torch
 from gpu.shapes import SHAPES
 from torch import Tensor
 
-BF16, FP32, COMPUTE_FP32, TRANSPOSE_A, TRANSPOSE_B, WORKSPACE = 14, 0, 68, 3, 4, 1  # cublasLt.h's numbers
-WORKSPACE_BYTES = 64 * 2**20
+from shardwise.model.cublas import proposals
+
+Launch = Callable[[], None]
 
 
-class Proposal(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
-
-    _fields_ = (
-        ("algorithm", ctypes.c_uint64 * 8),
-        ("workspace", ctypes.c_size_t),
-        ("state", ctypes.c_int),
-        ("waves", ctypes.c_float),
-        ("reserved", ctypes.c_int * 4),
-    )
-
-
-def checked(status: int) -> None:
-    if status:
-        raise RuntimeError(f"cuBLASLt answered {status}")
-
-
-@dataclass
+@dataclass(frozen=True)
 class Product:
-    """out (rows, columns) = a @ b. Both in row-major memory, either may be a transposed view."""
+    """out = a b. Either factor may be a transposed view."""
 
     a: Tensor
     b: Tensor
     out: Tensor
 
-    def proposals(self, library: ctypes.CDLL, handle: ctypes.c_void_p, most: int) -> list[Callable[[], None]]:
-        """Row-major out = a b is column-major out' = b' a': the library's A is b."""
-        operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
-        checked(library.cublasLtMatmulDescCreate(ctypes.byref(operation), COMPUTE_FP32, FP32))
-        layouts = []
-        for attribute, matrix in ((TRANSPOSE_A, self.b), (TRANSPOSE_B, self.a), (None, self.out)):
-            turned = not matrix.is_contiguous()
-            memory = matrix.t() if turned else matrix
-            assert memory.is_contiguous()
-            layout = ctypes.c_void_p()
-            rows, columns = memory.shape
-            checked(
-                library.cublasLtMatrixLayoutCreate(
-                    ctypes.byref(layout), BF16, ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(columns)
-                )
-            )
-            layouts.append(layout)
-            if attribute is not None:
-                flag = ctypes.c_int(int(turned))
-                checked(library.cublasLtMatmulDescSetAttribute(operation, attribute, ctypes.byref(flag), 4))
-        checked(library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
-        room = ctypes.c_uint64(WORKSPACE_BYTES)
-        checked(library.cublasLtMatmulPreferenceSetAttribute(preference, WORKSPACE, ctypes.byref(room), 8))
-        found, count = (Proposal * most)(), ctypes.c_int()
-        a, b, out = layouts[0], layouts[1], layouts[2]
-        checked(
-            library.cublasLtMatmulAlgoGetHeuristic(
-                handle, operation, a, b, out, out, preference, most, found, ctypes.byref(count)
-            )
-        )
-        one, zero = ctypes.c_float(1), ctypes.c_float(0)
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    def as_torch(self) -> None:
+        torch.mm(self.a, self.b, out=self.out)
 
-        def run(proposal: Proposal) -> Callable[[], None]:
-            def launch() -> None:
-                checked(
-                    library.cublasLtMatmul(
-                        handle, operation, ctypes.byref(one), ctypes.c_void_p(self.b.data_ptr()), a,
-                        ctypes.c_void_p(self.a.data_ptr()), b, ctypes.byref(zero), ctypes.c_void_p(self.out.data_ptr()), out,
-                        ctypes.c_void_p(self.out.data_ptr()), out, ctypes.byref(proposal), ctypes.c_void_p(workspace.data_ptr()),
-                        ctypes.c_size_t(WORKSPACE_BYTES), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-                    )
-                )  # fmt: skip
-
-            return launch
-
-        return [run(found[i]) for i in range(count.value) if found[i].state == 0]
+    def proposals(self, most: int) -> list[Launch]:
+        return [partial(launch, self.a, self.b, self.out, 0.0) for launch in proposals(self.a, self.b, self.out, most)]
 
 
-def kernel_name(launch: Callable[[], None]) -> str:
+def kernel_name(launch: Launch) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         launch()
         torch.cuda.synchronize()
@@ -114,7 +56,7 @@ def kernel_name(launch: Callable[[], None]) -> str:
     return names[0] if names else "?"
 
 
-def timed(launches: list[Callable[[], None]], rounds: int, repeats: int) -> list[float]:
+def timed(launches: list[Launch], rounds: int, repeats: int) -> list[float]:
     """Median ms of each, taking turns."""
     times: list[list[float]] = [[] for _ in launches]
     for _ in range(rounds):
@@ -151,10 +93,6 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    library = ctypes.CDLL("libcublasLt.so.13" if (torch.version.cuda or "").startswith("13") else "libcublasLt.so.12")
-    handle = ctypes.c_void_p()
-    torch.zeros(1, device="cuda")
-    checked(library.cublasLtCreate(ctypes.byref(handle)))
     found: dict[str, dict] = {}
     for name in asked.shapes:
         spec = SHAPES[name].spec
@@ -170,10 +108,8 @@ def main() -> None:
         now = best = 0.0
         for matrix, (rows, out, width, count) in matrices.items():
             for kind, product in products_of(rows, out, width).items():
-                candidates = product.proposals(library, handle, asked.most)
-                torch_ms, *others = timed(
-                    [lambda p=product: torch.mm(p.a, p.b, out=p.out), *candidates], asked.rounds, 6
-                )
+                candidates = product.proposals(asked.most)
+                torch_ms, *others = timed([product.as_torch, *candidates], asked.rounds, 6)
                 order = sorted(range(len(others)), key=others.__getitem__)
                 flops = 2 * rows * out * width
                 row = {

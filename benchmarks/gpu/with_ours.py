@@ -16,6 +16,7 @@ from shardwise.config.schema import AdapterConfig, CommConfig, OptimizerConfig, 
 from shardwise.data.loader import StepBatch, TensorBatch
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
+from shardwise.model.measured_products import summary
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.plan.job import Job
 from shardwise.plan.plan import MIXED, Plan
@@ -96,6 +97,8 @@ def build(case: Case) -> Contender:
         batch = StepBatch(1, [TensorBatch(tokens_BT, targets_BT, None)], num_targets)
         norm, finish = accumulate(engine, batch, num_targets, clock)
         update(engine, optimizer, norm, lr=case.lr, clip=case.clip, clock=clock)
+        if plan.products == "measured" and "products found" not in notes:
+            notes["products found"] = summary()
         return finish()[0] / num_targets
 
     notes: dict[str, Any] = {key: value for key, value in asdict(plan).items() if key in TRICKS}

@@ -58,8 +58,8 @@ def apply_float8(
     joined: bool = False,
     found: Float8Layers | None = None,
 ) -> Float8Layers:
-    """In place, on `meta` or with weights; frozen ones wait for `round_frozen`. `emulate`: the same roundings where the hardware has no fp8; slow, for tests, whatever the size.
-    `joined`: q, k and v are one product and gate and up another, so that it is their sum which has a size."""
+    """In place, on `meta` or with weights; frozen ones wait for `round_frozen`. `emulate`: the same roundings where the hardware has no fp8;
+    slow, for tests, whatever the size. `joined`: q, k and v are one product and gate and up another, so that it is their sum which has a size."""
     found = found or Float8Layers(recipe)
     names = {id(module): name for name, module in model.named_modules()}
     for block in blocks:

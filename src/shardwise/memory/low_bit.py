@@ -1,4 +1,4 @@
-"""AdamW whose two states take one byte per number: torchao's AdamW8bit on plain local shards, updated in one pass (low_bit_update.py).
+"""AdamW whose two states take one byte per number: torchao's AdamW8bit on plain local shards; on CUDA one pass updates them (low_bit_kernel.py).
 
 A state is cut into blocks of 256 numbers, each stored as 8-bit codes and one fp32 scale: 2.03 bytes per parameter instead of 8. The
 update itself is computed in fp32. Blocks are cut from what a rank holds, so another layout may round its states at other places.
@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.memory.low_bit_update import BLOCK, compiled, flat, scalars_of
+from shardwise.memory.fused_update import has_kernel
+from shardwise.memory.low_bit_update import BLOCK, SMALLEST_SCALE, nearest, scalars_of
 from shardwise.memory.wide_state import CopyOf, take_gradient
 from shardwise.plan.hardware import LOWBIT_INSTALL
 
-PARTS = ("codes", "scale", "qmap")  # of a narrow state
 SMALLEST = 4096  # numbers: below it, 8 bits save nothing worth their rounding (torchao's rule, and bitsandbytes')
 CHUNK = 2**18
-"""Numbers that are updated at a time on a CPU: the codes' lookups take 8 bytes each while they are computed."""
+"""Numbers that are updated at a time without the kernel: the codes' lookups take several bytes each while they are computed."""
 
 
 def is_narrow(parameter: Tensor) -> bool:
@@ -107,37 +107,32 @@ def _adamw8bit_class() -> Any:
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
-            """On CUDA one compiled pass over each tensor. On a CPU compiling takes longer than most runs here and needs a C++
-            compiler: the same arithmetic, chunk by chunk."""
+            """On CUDA one kernel per tensor, where there is Triton. Elsewhere the same arithmetic, chunk by chunk: compiling takes longer than most
+            runs on a CPU, and needs a C++ compiler."""
             factor, self.grad_factor = self.grad_factor, None
             for group in self.param_groups:
-                if group["params"][0].is_cuda:
-                    self._step_at_once(group, factor, *compiled())
+                if group["params"][0].is_cuda and has_kernel():
+                    from shardwise.memory.low_bit_kernel import update  # Triton takes seconds to load
+
+                    self._step_at_once(group, factor, update)
                     continue
                 for p in group["params"]:
                     if p.grad is not None:
-                        self._step_on_cpu(p, group, factor)
+                        self._step_in_chunks(p, group, factor)
 
-        def _step_at_once(self, group: dict[str, Any], factor: Tensor | None, narrow: Any, wide: Any) -> None:
+        def _step_at_once(self, group: dict[str, Any], factor: Tensor | None, update: Any) -> None:
             scalars: dict[int, Tensor] = {}
             for p in group["params"]:
-                gradient, copy = take_gradient(p, self.copy_of), self.copy_of.get(p)
+                gradient = take_gradient(p, self.copy_of)
                 if gradient is None:
                     continue
                 state = self._state_of(p)
                 count = int(state["step"])
                 if count not in scalars:
                     scalars[count] = scalars_of(group, count, p.device)
-                is_apart = copy is not None and not copy.is_contiguous()  # experts' gate and up lie side by side
-                written = None if copy is None or is_apart else flat(copy)
-                given = (flat(p), written, flat(gradient), factor, scalars[count])
-                both: Any = state["exp_avg"], state["exp_avg_sq"]
-                if is_narrow(p):
-                    narrow(*given, *(tuple(flat(getattr(one, name)) for one in both) for name in PARTS))
-                else:
-                    wide(*given, tuple(flat(one) for one in both))
-                if copy is not None and is_apart:
-                    copy.detach().copy_(p.detach())
+                update(
+                    p, self.copy_of.get(p), gradient, factor, scalars[count], (state["exp_avg"], state["exp_avg_sq"])
+                )
 
         def _state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
             state = self.state[p]
@@ -147,7 +142,7 @@ def _adamw8bit_class() -> Any:
             state["step"] += 1
             return state
 
-        def _step_on_cpu(self, p: nn.Parameter, group: dict[str, Any], factor: Tensor | None) -> None:
+        def _step_in_chunks(self, p: nn.Parameter, group: dict[str, Any], factor: Tensor | None) -> None:
             state = self._state_of(p)
             assert p.grad is not None
             flat, gradient = p.detach().view(-1), p.grad.reshape(-1)
@@ -196,14 +191,8 @@ def _adamw8bit_class() -> Any:
         return torch.maximum(largest, blocks.amin(1) / buffer.qmap[0]) if buffer.signed else largest
 
     def _put(buffer: Any, value: Tensor, scale: Tensor) -> None:
-        """The nearest codes, those that torchao finds: it searches by eight lookups, for GPUs; here one search does it."""
-        scale = scale.clip(1e-12)
-        x = value.reshape(-1, BLOCK) / scale[:, None]
-        below = (torch.bucketize(x, buffer.qmap, right=True, out_int32=True) - 1).clip(min=0)
-        above = (below + 1).clip(max=255)
-        low, high = buffer.qmap[below], buffer.qmap[above]
-        codes = torch.where(x - low >= (high - low) * 0.5, above, below)
-        buffer.codes.copy_(codes.view_as(buffer.codes))
+        scale = scale.clip(SMALLEST_SCALE)
+        buffer.codes.copy_(nearest(value.reshape(-1, BLOCK) / scale[:, None], buffer.qmap).view_as(buffer.codes))
         buffer.scale.copy_(scale)
 
     return BlockAdamW

@@ -232,7 +232,8 @@ def product(layer: Any, x: Tensor) -> Tensor:
     if getattr(layer, "lora_a", None) is None:
         return y
     kept = layer.chance.drop(x, layer.salt, layer.first_input)
-    return y + F.linear(F.linear(kept, layer.lora_a), layer.lora_b) * layer.scale
+    # Scaled where it is narrow: a product of y's width would need its gradient once more, scaled.
+    return y + F.linear(F.linear(kept, layer.lora_a) * layer.scale, layer.lora_b)
 
 
 # Whole weights ----------------------------------------------------------------------------------------------------------

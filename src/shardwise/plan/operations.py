@@ -239,17 +239,16 @@ def _score_products(core: Attention, backward: bool = False) -> tuple[Product, .
 
 
 def _adapters(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tuple[Work, Work, Work]:
-    """y + s (x A) B beside each adapted product: two narrow products, a scaling, a sum. Forward, inputs, weights."""
+    """y + (s x A) B beside each adapted product: two narrow products, a narrow scaling, a sum. Forward, inputs, weights."""
     parts = [Work(), Work(), Work()]
     for index in shape.adapters:
         if index >= len(products):
             continue
         p = products[index]
-        wide = float(p.m * p.n * shape.size)
-        forward: tuple[float, ...] = (2 * wide, 3 * wide)
-        backward: tuple[float, ...] = (2 * wide, 3.0 * p.m * p.k * shape.size)
-        if stack.measured:  # kernels that are there anyway read one tensor more, and write one
-            forward, backward = (2 * wide,), (wide + p.m * p.k * shape.size,)
+        narrow, wide = float(p.m * shape.rank * shape.size), float(p.m * p.n * shape.size)
+        forward, backward = (2 * narrow, 3 * wide), (2 * narrow, 3.0 * p.m * p.k * shape.size)
+        if stack.measured:  # in kernels that are there anyway: one more tensor is read, and forward's is kept
+            forward, backward = (2 * narrow, 2 * wide), (2 * narrow, 1.0 * p.m * p.k * shape.size)
         down, up = Product(p.m, shape.rank, p.k, exact=True), Product(p.m, p.n, shape.rank, exact=True)
         parts[0] += Work((down, up), (), forward, 4)
         back = (Product(p.m, shape.rank, p.n, exact=True), Product(p.m, p.k, shape.rank, exact=True))

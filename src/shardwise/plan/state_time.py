@@ -33,7 +33,11 @@ FOREACH = 2.7
 """Passes of an optimizer that runs operation by operation, over the fused one: same file."""
 
 LOW_BIT = 2.5
-"""Time of an update whose states are unpacked and packed again, over what its bytes take."""
+"""Time of an update on a CPU whose states are unpacked and packed again, over what its bytes take."""
+
+LOW_BIT_RATE = 0.7
+"""Of the rate of plain passes: the same as one kernel on a GPU. Finding codes takes more than moving bytes: about 115 instructions per number, at three
+quarters of what an H200 can issue. Not measured yet."""
 
 NORM_RATE = 0.6
 """Of the rate of plain passes: the norm of all gradients, same file."""
@@ -186,8 +190,9 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     moved = 2 * weight + gradient + copy + 2 * state_bytes(job.optimizer, plan.precision)
     is_one_pass = plan.copies and plan.device == "cuda" and job.optimizer == "adamw"  # memory/fused_update.py
     update = numbers * moved / (COPY_RATE if is_one_pass else OPTIMIZER_RATE)
+    if job.optimizer.endswith("8bit"):  # memory/low_bit_kernel.py
+        update = numbers * moved / LOW_BIT_RATE if plan.device == "cuda" else LOW_BIT * update
     update *= 1.0 if stack.fused_optimizer else FOREACH
-    update *= LOW_BIT if job.optimizer.endswith("8bit") else 1.0
     if not stack.copies_parameters:
         update += numbers * 6  # the 16-bit copy
     norm = numbers * gradient / NORM_RATE + (0 if plan.copies else numbers * 2 * weight)  # the update itself clips

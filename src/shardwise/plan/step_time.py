@@ -22,7 +22,6 @@ from shardwise.plan.job import Job
 from shardwise.plan.kernels import Pricer
 from shardwise.plan.layer_time import LayerTime, LayerTimes, add
 from shardwise.plan.offloaded import host_rate, offload_seconds
-from shardwise.plan.operations import num_tensors
 from shardwise.plan.pipeline_time import pipeline_seconds
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
@@ -89,8 +88,6 @@ def step_seconds(
     parts["compute"] += state.casts_once
     trained = max(_trained(share, model, job, plan) for share in shares)
     parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
-    if job.optimizer.endswith("8bit") and plan.device == "cuda":
-        parts["optimizer"] = max(parts["optimizer"], _late_update(shares[slowest], mine[slowest], plan, times))
     parts["offload"] = offload_seconds(trained, plan, cluster.per_node)
     if plan.activation_offload:
         parts["offload"] += plan.num_microbatches * _paging_seconds(
@@ -264,18 +261,6 @@ def _paging_seconds(
     way = times.shape.here * kept * times.shape.size / host_rate(cluster)
     forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
     return max(0.0, way - forward) + max(0.0, way - backward)
-
-
-LOW_BIT_LAUNCHES = 44
-"""Operations' worth of host time per tensor that torchao's compiled update takes: guards and tensors that are wrapped (llama3.2-3b on an H200)."""
-
-
-def _late_update(share: RankShare, stages: Sequence[StageTime], plan: Plan, times: LayerTimes) -> float:
-    """The host starts an update tensor by tensor, while the device still computes what was started before."""
-    tensors = 3 + sum(num_tensors(share.spec, layer) for layer in share.layers)
-    host = tensors * LOW_BIT_LAUNCHES * times.pricer.launch
-    ahead = sum(s.forward + s.backward - s.layers.host_forward - s.layers.host_backward for s in stages)
-    return max(0.0, host - plan.num_microbatches * max(0.0, ahead))
 
 
 def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> float:
