@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/predicted_parts.py FILE [--words products=library ...]        FILE: as throughput.py --json writes it
 
-A row is predicted with what `auto` is today; `--words` says how it was measured where that was otherwise. Milliseconds, predicted / measured; profiles count cuDNN's small
-kernels as `other`, so these stand with attention here, and what nothing hides of the host with `idle`.
+A row is predicted with what `auto` is today; `--words` says how it was measured where that was otherwise. Milliseconds, predicted / measured.
+Profiles count cuDNN's small kernels as `other`, so these stand with attention here, and what nothing hides of the host with `idle`.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ def _layer(
 
 
 def _made_again(spec: ModelSpec, is_moe: bool, ffn: int, token_parts: int, stack: Stack) -> int:
-    """Inputs of products that a compiled block keeps in 16 bits and not in eight: rounding is cheap, so backward goes back to what they are made from. An operation
-    of our own makes its result once, which is kept as rounded. What is gathered for a region is not made again."""
+    """Inputs of products that a compiled block keeps in 16 bits and not in eight: rounding is cheap, so backward goes back to what they are
+    made from. An operation of our own makes its result once, which is kept as rounded. What is gathered for a region is not made again."""
 
     def narrow(outputs: int, inputs: int) -> bool:
         return gains(outputs, inputs, stack.fp8_least)

@@ -48,13 +48,13 @@ IN_STEPS = 0.87
 """688 TFLOP/s on an H200 with 700 W. Profiles of our steps have 683 to 721 (1.5 B, 8 B, 32k and 128k tokens), with torch's choice of cuBLAS kernels."""
 
 CHOSEN = 1.045
-"""Of that, by the fastest of the library's kernels: the products of a step, one by one, take 1.05 times less with any of them (benchmarks/gpu/products.py), and a little more where the
-bits have to be the same. In steps not measured yet."""
+"""Of that, by the fastest of the library's kernels: the products of a step, one by one, are 1.05 times as fast with any of them
+(benchmarks/gpu/products.py), and a little less where the bits have to be the same. In steps not measured yet."""
 
 # Ampere: 195 products and 24 attentions on an A100-PCIe (calib_op_efficiency_simumax.csv; mean error of a product 4 %).
 # Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
-# Its `sdpa`: cuDNN in our steps, 2,048 to 131,072 tokens, where the card is warm; `beside` is out times its gradient, the queries' gradient from fp32, and
-# those of keys added up over heads.
+# Its `sdpa`: cuDNN in our steps, 2,048 to 131,072 tokens, where the card is warm; `beside` is out times its gradient, the queries' gradient
+# from fp32, and those of keys added up over heads.
 GENERATIONS = {
     7: Generation(0.90, TILES, 160, 0.75, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
     8: Generation(

@@ -275,8 +275,8 @@ def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, train
 
 @lru_cache(4096)
 def _widest(cut: Cut, stack: Stack) -> int:
-    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled block has let go of what it multiplied
-    last by then."""
+    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled block has let go
+    of what it multiplied last by then."""
     spec, last = cut.spec, cut.layers[-1]
     width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts) if last.is_moe else last.ffn
     gone = stack.measured and not stack.fp8_least and not last.is_moe

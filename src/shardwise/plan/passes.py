@@ -50,7 +50,9 @@ def cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) 
         drop = (drop_bytes(x * size, size),) * 2
     forward = norm[0] * norms + (plus, plus) + drop
     backward = norm[1] * norms + (plus, plus) + drop
-    if stack.measured:  # norm; sum and norm; sum, which is made anew from all of its parts. Backward goes over them once more for the norms' weights
+    if (
+        stack.measured
+    ):  # norm; sum and norm; sum, made anew from all of its parts. Backward reads them again for the norms' weights
         forward, backward = (9.0 * x * size,), (16.0 * x * size,)
     elif stack.compiled:  # a sum and the norm after it are one kernel
         forward = (2 * (plus + x * size),)
@@ -159,13 +161,13 @@ def cast_passes(parts: Iterable[tuple[Product, ...]], shape: Shape, stack: Stack
 
 
 LOOK, ROUND, TURN = 2.0, 3.0, 3.2
-"""Bytes per number in our compiled blocks: looking for the largest number, which whoever makes a tensor does on its way, and rounding; and how much longer it takes
-to turn around as well, which is what 8 layers of 8 B with one scale per tensor leave for it (H200)."""
+"""Bytes per number in our compiled blocks: looking for the largest number, which whoever makes a tensor does on its way, and rounding; and
+how much longer it takes to turn around as well, which is what 8 layers of 8 B with one scale per tensor leave for it (H200)."""
 
 
 def head_casts(product: Product, chunks: int) -> tuple[Passes, Passes, Passes]:
-    """The same of a head whose loss is fused: outside of blocks, each a kernel of its own. Weights are rounded for every chunk, and what a chunk adds to their
-    gradient is not added inside of the product: read, and the sum in fp32 read and written."""
+    """The same of a head whose loss is fused: outside of blocks, each a kernel of its own. Weights are rounded for every chunk, and what a chunk
+    adds to their gradient is not added inside of the product: it is read, and the sum in fp32 read and written."""
     x, w, g = (float(n) for n in (product.m * product.k, product.k * product.n * chunks, product.m * product.n))
     each = LOOK + ROUND
     return (each * x, each * w), (each * g, each * w), (each * g, each * x, 10.0 * w)
