@@ -342,10 +342,12 @@ def test_modules_of_others_are_refused_alike() -> None:
 def test_the_planner_predicts_the_memory_of_bf16_and_less_time() -> None:
     spec, adapter = preset("llama3-8b"), AdapterConfig(kind="lora", rank=16, targets=("all-linear",))
     found = {}
-    for precision in ("bf16", "fp8"):
-        trial = Trial(precision=precision, global_batch=4, micro_batch=4, seq_len=2048)
+    for name, precision in {"bf16": "bf16", "tensorwise": "fp8", "rowwise": "fp8"}.items():
+        recipe = name if precision == "fp8" else "rowwise"
+        trial = Trial(precision=precision, global_batch=4, micro_batch=4, seq_len=2048, fp8_recipe=recipe)
         plan = replace(trial_plan(trial, compile="blocks", copies=True), device="cuda")
         job = Job(2048, 4, None, precision, "adamw", adapter)
-        found[precision] = predict(spec, known_cluster("h200", 1, 1), job, plan)
-    assert found["fp8"].memory_bytes == found["bf16"].memory_bytes
-    assert 0.5 < found["fp8"].step_s / found["bf16"].step_s < 0.8
+        found[name] = predict(spec, known_cluster("h200", 1, 1), job, plan)
+    assert found["rowwise"].memory_bytes == found["tensorwise"].memory_bytes == found["bf16"].memory_bytes
+    assert 0.5 < found["tensorwise"].step_s / found["bf16"].step_s < 0.8
+    assert found["tensorwise"].step_s < found["rowwise"].step_s < found["bf16"].step_s

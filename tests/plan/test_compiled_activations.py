@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.memory.float8 import apply_float8
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
@@ -17,6 +18,7 @@ from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.compiled import MODES, apply_compile, apply_joined
 from shardwise.plan.activations import kept_activations
+from shardwise.plan.fp8 import WORTH
 from shardwise.plan.speed import our_stack
 
 BATCH, LENGTH = 4, 128
@@ -65,9 +67,11 @@ def graphs_alone():
     del MODES["graphs alone"]
 
 
-def counted(spec: ModelSpec, mode: str, fuse: bool, size: int) -> float:
+def counted(spec: ModelSpec, mode: str, fuse: bool, size: int, recipe: str = "", least: int = 0) -> float:
     """Bytes of the last layer."""
     stack, saved = our_stack(True, fuse, True), replace(spec, norm="layer")  # compiled norms keep their input alone
+    if recipe:
+        stack = replace(our_stack(True, fuse, True, False, recipe), fp8_least=least)
     tokens = BATCH * LENGTH
     keys = LENGTH if spec.attention_softcap else LENGTH // BATCH  # a mask is one for all rows
     return (
@@ -94,6 +98,38 @@ def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert two - one == pytest.approx(counted(spec, mode, fuse, 2), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name, least, fuse, recipe",
+    [
+        ("llama", 1, False, "tensorwise"),
+        ("llama", 100, False, "rowwise"),
+        ("llama", 100, True, "tensorwise"),
+        ("gpt2", 1, False, "rowwise"),
+        ("moe", 1, True, "rowwise"),
+    ],
+)
+def test_graphs_in_fp8_keep_what_is_counted(
+    name: str, least: int, fuse: bool, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs of products are rounded again in backward and not kept, unless one of their products is too small for fp8: `least`, keys and values."""
+    torch._dynamo.reset()
+    spec = MODELS[name].with_overrides({"vocab": 112})
+    monkeypatch.setitem(WORTH, recipe, least)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = Decoder(spec)
+            apply_float8(model, model.layers.values(), recipe, emulate=False, joined=fuse)
+            apply_joined(model.layers.values() if fuse else ())
+            apply_compile(model.layers.values(), "graphs alone", selective=False, whole=True)
+            two = kept_by(model)
+            del model.layers["1"]
+            one = kept_by(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert two - one == pytest.approx(counted(spec, "none", fuse, 2, recipe, least), rel=0.02)
 
 
 def kept_by(model: Decoder) -> int:

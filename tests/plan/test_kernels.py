@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cluster.spec import known_cluster
-from shardwise.plan.kernels import Pricer, interpolate, power_share
+from shardwise.plan.kernels import CHOSEN, IN_STEPS, Pricer, interpolate, power_share
+from shardwise.plan.speed import our_stack
 from shardwise.plan.stack import OURS
 from shardwise.plan.work import Attention, Product, Work
 
@@ -104,3 +105,21 @@ def test_the_host_needs_its_time_for_every_operation():
         5 * pricer.host_seconds(Work(passes=(1.0,)))
     )
     assert Pricer(H200, "bf16", replace(OURS, host_share=0.0)).host_seconds(Work(passes=(1.0,))) == 0.0
+
+
+def test_products_of_compiled_steps_end_at_what_power_allows():
+    """Narrow ones lose nothing there, because idle tensor cores leave power to others; small ones are as slow as ever; eight bits with a scale per row are slower."""
+    compiled, chosen = (our_stack(True, False, True, word) for word in (False, True))
+    one, other = (Pricer(H200, "bf16", stack) for stack in (compiled, chosen))
+    for k in (2048, 8192):
+        product = Product(32768, 8192, k)
+        assert product.flops / one.product(product) == pytest.approx(IN_STEPS * 0.8 * 989e12)
+        assert one.product(product) / other.product(product) == pytest.approx(CHOSEN, rel=0.01)
+        assert one.product(product) < Pricer(H200, "bf16", OURS).product(product)
+    assert one.product(Product(64, 64, 64)) > Product(64, 64, 64).flops / (IN_STEPS * 0.8 * 989e12) * 10
+    tensor, row = (Pricer(H200, "fp8", our_stack(True, False, True, True, recipe)) for recipe in ("tensorwise", "rowwise"))  # fmt: skip
+    assert tensor.product(Product(32768, 8192, 8192)) == pytest.approx(
+        0.8 * row.product(Product(32768, 8192, 8192)), rel=1e-3
+    )
+    experts = Product(2048, 1024, 2048, 64)
+    assert one.product(experts) == other.product(experts)  # no choice among grouped ones

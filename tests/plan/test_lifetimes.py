@@ -168,18 +168,25 @@ def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_2_percent(
     assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.02)
 
 
-ROWS = [
-    row
+PEAKS = {
+    ("8b-wide", "ours-fp8-tensorwise"): 68_950_846_464,
+    ("8b-wide", "ours-fp8-head"): 71_085_675_520,
+    ("8b", "ours"): 118_627_977_216,
+    ("moe", "ours"): 139_084_759_552,
+    ("lora-8b", "ours"): 55_553_456_128,
+    ("128k", "ours"): 71_031_526_912,
+} | {
+    (row["shape"], row["contender"]): row["peak_bytes"]
     for row in json.loads((RESULTS / "throughput_h200.json").read_text())["rows"].values()
-    if row["contender"] in ("ours", "ours-joined")
-]
+    if row["contender"] in ("ours", "ours-joined", "ours-fp8", "ours-fp8-tensorwise", "ours-fp8-head")
+}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['shape']} {row['contender']}")
-def test_the_peak_of_compiled_blocks_on_an_h200_is_predicted_within_2_percent(row: dict[str, Any]) -> None:
-    """benchmarks/gpu/throughput.py measured them: compiled blocks, copies of weights, the fused loss."""
-    found = predicted(case_of(row["shape"], row["contender"]))
-    assert found["memory_bytes"] == pytest.approx(row["peak_bytes"], rel=0.02)
+@pytest.mark.parametrize("shape, contender", PEAKS)
+def test_the_peak_of_compiled_blocks_on_an_h200_is_predicted_within_2_percent(shape: str, contender: str) -> None:
+    """benchmarks/gpu/throughput.py measured them: compiled blocks, copies of weights, the fused loss. The first ones on 2026-11-16, torch 2.11."""
+    found = predicted(case_of(shape, contender))
+    assert found["memory_bytes"] == pytest.approx(PEAKS[shape, contender], rel=0.02)
 
 
 def test_a_fused_loss_keeps_two_gradients_and_lets_one_chunk_pass() -> None:

@@ -9,6 +9,8 @@ import pytest
 from shardwise.model.presets import preset
 from shardwise.model.transformers_spec import TransformersSpec
 from shardwise.plan.operations import embedding_work, head_work, layer_work
+from shardwise.plan.passes import LOOK, ROUND, TURN
+from shardwise.plan.speed import our_stack
 from shardwise.plan.stack import OURS
 from shardwise.plan.work import Shape, Training
 
@@ -119,3 +121,43 @@ def test_a_model_that_transformers_builds_has_the_products_of_its_counted_weight
 def test_an_embedding_multiplies_nothing():
     work = embedding_work(preset("llama3-8b"), Shape(1, 4096, 4096), OURS)
     assert work.forward.flops == work.weights.flops == 0 and work.weights.passes
+
+
+@pytest.mark.parametrize("recipe, small", [("tensorwise", 0), ("rowwise", 2)])
+def test_fp8_takes_what_gains(recipe, small):
+    """llama3-8b's keys and values are too small for a scale per row. An input that several products read is rounded once."""
+    shape, spec = Shape(8, 4096, 4096, eight_bit=True), preset("llama3-8b")
+    work = layer_work(spec, spec.layers[0], shape, our_stack(True, False, True, False, recipe))
+    for part in (work.forward, work.inputs, work.weights):
+        assert sum(p.small for p in part.products) == small and len(part.products) == 7
+    plain = layer_work(spec, spec.layers[0], Shape(8, 4096, 4096), our_stack(True, False, True))
+    read = 8 * 4096 * (3 * spec.hidden + spec.ffn)
+    turned = sum(work.weights.passes) - sum(plain.weights.passes)
+    assert turned == pytest.approx(TURN * ROUND * read)
+
+
+def test_a_head_in_fp8_is_rounded_chunk_by_chunk():
+    shape, spec = Shape(8, 4096, 4096, eight_bit=True), preset("llama3-8b")
+    plain, narrow = (
+        head_work(spec, shape, our_stack(True, False, True, False, "tensorwise", word)) for word in (False, True)
+    )
+    assert plain.forward.products[0].exact and not narrow.forward.products[0].exact
+    logits, weights = 8 * 4096 * spec.vocab, 4 * spec.vocab * spec.hidden  # four chunks
+    more = sum(sum(getattr(narrow, part).passes) - sum(getattr(plain, part).passes) for part in ("forward", "inputs"))
+    assert more == pytest.approx((LOOK + ROUND) * (8 * 4096 * spec.hidden + 2 * weights + logits))
+
+
+def test_a_fused_loss_goes_over_the_logits_so_often():
+    shape, spec = Shape(8, 4096, 4096), preset("llama3-8b")
+    stack = our_stack(True, False, True)
+    one, two = (head_work(spec, shape, replace(stack, loss_passes=word)) for word in (1, 2))
+    moved = 2 * 2 * 8 * 4096 * spec.vocab
+    assert moved in one.forward.passes and moved not in one.inputs.passes and moved in two.inputs.passes
+
+
+def test_experts_stay_in_16_bits():
+    spec = preset("tiny-moe").with_overrides({"hidden": 4096, "num_heads": 32, "num_kv_heads": 32, "expert_ffn": 4096})
+    shape, stack = Shape(8, 4096, 4096, eight_bit=True), our_stack(True, False, True, False, "tensorwise")
+    work = layer_work(spec, spec.layers[-1], shape, stack)
+    assert all(p.small for p in work.forward.products if p.groups > 1)
+    assert sum(p.in_eight for p in work.forward.products) == 4

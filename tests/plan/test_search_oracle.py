@@ -49,9 +49,9 @@ def questions(draw: st.DrawFn) -> tuple[ModelSpec, ClusterSpec, Job, dict[str, o
     device, slow = draw(st.sampled_from(["h100", "a100-80", "l40s"])), draw(st.booleans())
     cluster = read_cluster(f"{nodes}x{per_node}x{device}" + ":nic=1GB/s" * (slow and nodes > 1))
     job = Job(
-        seq_len=draw(st.sampled_from([512, 1024, 4096])),
+        seq_len=draw(st.sampled_from([512, 1024, 4096, 32768])),
         global_batch=draw(st.integers(1, 12)),
-        precision=draw(st.sampled_from(["bf16", "fp32", "bf16-true"])),
+        precision=draw(st.sampled_from(["bf16", "fp32", "bf16-true", "fp8"])),
         optimizer=draw(st.sampled_from(["adamw", "sgd"])),
         adapter=AdapterConfig(kind=draw(st.sampled_from(["none", "none", "lora", "qlora"])), targets=("all-linear",)),
     )
@@ -66,6 +66,10 @@ def questions(draw: st.DrawFn) -> tuple[ModelSpec, ClusterSpec, Job, dict[str, o
         fixed["parallel.pp"] = draw(st.sampled_from([1, 2]))
     if draw(st.booleans()):
         fixed["parallel.schedule"] = draw(st.sampled_from(["1f1b", "interleaved", "zero-bubble", "zbv", "gpipe"]))
+    if job.precision == "fp8" and draw(st.booleans()):
+        fixed |= {"memory.fp8_recipe": "tensorwise", "memory.fp8_head": draw(st.booleans())}
+    if draw(st.booleans()):
+        fixed["speed.fuse"] = draw(st.booleans())
     share = draw(st.floats(0.0, 1.0))
     return model, cluster, job, fixed, share
 

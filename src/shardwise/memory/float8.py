@@ -14,17 +14,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from shardwise.memory.float8_product import MULTIPLE, Float8Products, float8_product, frozen_product, round_once
+from shardwise.memory.float8_product import Float8Products, float8_product, frozen_product, round_once
 from shardwise.model.decoder import Decoder
 from shardwise.model.rounded import factor, hold
+from shardwise.plan.fp8 import why_not
 
 JOINED = (("q", "k", "v"), ("gate", "up"))  # children that `speed.fuse` makes one product of
-WORTH = {"rowwise": 1000, "tensorwise": 600}
-"""Of outputs * inputs / (outputs + inputs): from here on fp8 gains. For every token the three products save 6 O I / rate of the product, and rounding
-both sides both ways moves 6 (O + I) bytes. On an H200 (bf16 700, fp8 1250 TFLOP/s with one scale and 1000 with one per row, 4 TB/s) that is even at
-400 and 580; half as much again pays for launches and for sums that are refreshed."""
-FROZEN_WORTH = 0.75
-"""Of that, for a frozen matrix: two products save 4 O I, and what is rounded moves 3 (O + I)."""
 
 
 @dataclass
@@ -117,13 +112,3 @@ class Float8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y = self.product(x, factor(self))
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-def why_not(outputs: int, inputs: int, recipe: str, *, together: int | None, is_frozen: bool = False) -> str | None:
-    """Why a matrix stays in bf16, or None. `together`: outputs of the product that it takes part in; None: any size will do."""
-    if outputs % MULTIPLE or inputs % MULTIPLE:
-        return f"{outputs} x {inputs} does not divide by {MULTIPLE}"
-    worth = WORTH[recipe] * (FROZEN_WORTH if is_frozen else 1.0)
-    if together is None or together * inputs >= worth * (together + inputs):
-        return None
-    return f"{together} x {inputs} is too small to gain"

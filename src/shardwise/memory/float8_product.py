@@ -22,11 +22,11 @@ from torch import Tensor
 
 from shardwise.model.fused_loss import Products
 from shardwise.model.rounded import Rounded
+from shardwise.plan.fp8 import MULTIPLE
 
 NUMBERS, GRADIENTS = torch.float8_e4m3fn, {"rowwise": torch.float8_e4m3fn, "tensorwise": torch.float8_e5m2}
 SMALLEST = 1e-30  # what the largest number of a row counts for at least: zeros have a scale too
 EXPONENT = 0x7F800000  # of the bits of an fp32 number
-MULTIPLE = 16  # of both sides of a matrix: what the hardware's products take
 
 
 def float8_mm(

@@ -24,6 +24,7 @@ from itertools import pairwise
 
 from shardwise.errors import UserError
 from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.plan.fp8 import gains
 from shardwise.plan.stack import OURS, Stack
 
 MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks: fused, or again in backward
@@ -144,7 +145,27 @@ def _layer(
         attention += _scores(spec, seq_len)
     masks = spec.hidden // token_parts if stack.dropout else 0  # two, of half a number each
     rest = _experts(spec, routed_parts, stack) if is_moe else _feedforward(spec, ffn, stack)
+    if stack.compiled and stack.fp8_least and not spec.is_latent:
+        rest -= _made_again(spec, is_moe, ffn, token_parts, stack)
     return norms + attention + masks + rest
+
+
+def _made_again(spec: ModelSpec, is_moe: bool, ffn: int, token_parts: int, stack: Stack) -> int:
+    """Inputs of products that a compiled block keeps in 16 bits and not in eight: rounding is cheap, so backward goes back to what they are
+    made from. An operation of our own makes its result once, which is kept as rounded. What is gathered for a region is not made again."""
+
+    def narrow(outputs: int, inputs: int) -> bool:
+        return gains(outputs, inputs, stack.fp8_least)
+
+    heads = (spec.num_heads, spec.num_kv_heads)
+    smallest = sum(heads) + heads[1] if "qkv" in stack.side_by_side else heads[1]
+    normed = narrow(smallest * spec.head_dim, spec.hidden)
+    width = spec.expert_ffn * spec.num_shared_experts if is_moe else ffn
+    wide = 2 * width if "gate up" in stack.side_by_side and spec.gated else width
+    again = (normed + (not is_moe and narrow(wide, spec.hidden))) * (token_parts == 1) * spec.hidden
+    if narrow(spec.hidden, width):
+        again += width // 2 if _is_one(spec, stack) else width
+    return again
 
 
 def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:

@@ -120,7 +120,10 @@ class TimeFloors:
         pricer = Pricer(space.cluster.device, space.precision, self.works.stack_for(), space.threads(1))
         rate, best = max(pricer.peak, pricer.exact_peak), pricer.generation
         if not pricer.curves:  # measured rates may be higher than the table's
-            rate *= max(space.cluster.device.achievable * best.sustained, *map(max, best.attention.values()))
+            rate *= max(
+                space.cluster.device.achievable * max(best.sustained, best.in_steps * pricer.chosen),
+                *map(max, best.attention.values()),
+            )
         share = 1.0 if space.job.adapter.kind == "none" else 1 / 3  # frozen weights have no gradients
         work = self.batch * space.job.seq_len * space.model.flops_per_token(space.job.seq_len) * share
         return work / rate

@@ -36,13 +36,25 @@ class Generation:
         0.0  # at which `sustained` holds; with more power more is sustained. 0: all cards of the generation have enough
     )
     eight_bit: float = 0.98  # share of the peak that fp8 reaches over what bf16 does (calib_mamf_stas.csv)
+    rows: float = 1.0  # of that, with a scale for every row
+    in_steps: float = 0.0  # by products of our compiled steps, a ceiling: what a tile's ends leave idle, power gives to the rest. 0: unknown
+    beside: float = 0.0  # bytes per number of queries that kernels beside the backward of `sdpa` move
 
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.86), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.45))
 HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.73), (64, 128, 0.73), (64, 64, 0.4))
 
+IN_STEPS = 0.87
+"""688 TFLOP/s on an H200 with 700 W. Profiles of our steps have 683 to 721 (1.5 B, 8 B, 32k and 128k tokens), with torch's choice of cuBLAS kernels."""
+
+CHOSEN = 1.045
+"""Of that, by the fastest of the library's kernels: the products of a step, one by one, are 1.05 times as fast with any of them
+(benchmarks/gpu/products.py), and a little less where the bits have to be the same. In steps not measured yet."""
+
 # Ampere: 195 products and 24 attentions on an A100-PCIe (calib_op_efficiency_simumax.csv; mean error of a product 4 %).
 # Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
+# Its `sdpa`: cuDNN in our steps, 2,048 to 131,072 tokens, where the card is warm; `beside` is out times its gradient, the queries' gradient
+# from fp32, and those of keys added up over heads.
 GENERATIONS = {
     7: Generation(0.90, TILES, 160, 0.75, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
     8: Generation(
@@ -54,8 +66,17 @@ GENERATIONS = {
         165,
         0.35,
         0.85,
-        {"flash1": (0.25, 0.18), "flash2": (0.36, 0.31), "flash3": (0.68, 0.53), "cudnn": (0.68, 0.53)},
+        {
+            "flash1": (0.25, 0.18),
+            "flash2": (0.36, 0.31),
+            "flash3": (0.68, 0.53),
+            "cudnn": (0.68, 0.53),
+            "sdpa": (0.56, 0.53),
+        },
         eight_bit=0.9,
+        rows=0.8,
+        in_steps=IN_STEPS,
+        beside=20.0,
     ),
     10: Generation(
         0.59,
@@ -63,7 +84,7 @@ GENERATIONS = {
         110,
         0.5,
         0.75,
-        {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38)},
+        {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38), "sdpa": (0.44, 0.38)},
         watts=1000.0,
     ),
 }
@@ -76,7 +97,7 @@ FLASH_TILE = 128
 FLASH_TAIL = (0.7, 1.4)
 """Times of the longest tile that are lost at the end, forward and backward: from cuDNN and flash 2 on an H200 with 1024 to 32768 tokens."""
 
-NARROW = {"flash3": 0.58, "cudnn": 0.58}
+NARROW = {"flash3": 0.58, "cudnn": 0.58, "sdpa": 0.58}
 """How much faster kernels lose to heads narrower than 128: 391 of 596 TFLOP/s with 64 for cuDNN, 277 of 296 for flash 2 (H200)."""
 
 GAP = 0.12
@@ -99,10 +120,10 @@ class Pricer:
         self.eight_bit = kind in ("fp8", "fp4") and kind in device.flops
         self.size = {"fp64": 8, "fp32": 4}.get(kind, 2)
         self.threads = threads if device.kind == "cpu" else 1
-        capped = power_share(device)
+        capped, rows = power_share(device), self.generation.rows if stack.fp8_rows else 1.0
         self.exact_peak = self.threads * peak_flops(device, exact) * capped
         self.peak = (
-            self.threads * device.flops[kind] * capped * self.generation.eight_bit
+            self.threads * device.flops[kind] * capped * self.generation.eight_bit * rows
             if self.eight_bit
             else self.exact_peak
         )
@@ -114,6 +135,8 @@ class Pricer:
         self.half = PASS_HALF[device.kind]
         more = (device.watts / self.generation.watts) ** 0.5 if self.generation.watts and device.watts else 1.0
         self.sustained = min(1.0, self.generation.sustained * more)
+        self.ceiling = self.generation.in_steps if stack.measured else 0.0
+        self.chosen = CHOSEN if stack.chosen else 1.0
         self._products: dict[Product, float] = {}  # a layer has many twice, and so have layouts
 
     def seconds(self, work: Work, backward: bool = False) -> float:
@@ -134,24 +157,30 @@ class Pricer:
         return found
 
     def _product(self, p: Product) -> float:
-        generation, peak = self.generation, self.exact_peak if p.exact else self.peak
-        size = 1 if self.eight_bit and not p.exact else self.size
+        generation, peak = self.generation, self.peak if p.in_eight else self.exact_peak
+        size = 1 if self.eight_bit and p.in_eight else self.size
         moved = p.groups * (size * (p.m * p.k + p.k * p.n) + (8 if p.adds else self.size) * p.m * p.n)
         if curve := self.curves.get(f"matmul/{self.name}"):
             rate = self.threads * interpolate(curve, p.flops)
             return max(p.flops / rate, moved / self.bandwidth)
-        rate = peak * self.device.achievable * self.sustained * (generation.grouped if p.groups > 1 else 1.0)
+        rate = peak * self.device.achievable * (generation.grouped if p.groups > 1 else 1.0)
+        rate *= 1.0 if self.ceiling else self.sustained
         if self.device.kind == "cpu":
             return max(p.flops * (1 + generation.ramp / p.k) / rate, moved / self.bandwidth)
         units, deep = self.device.units, p.k + generation.ramp
         least = math.inf
         for rows, columns, share in generation.tiles:
             waves = p.groups * -(-p.m // rows) * -(-p.n // columns) / units
-            waves = generation.wave * math.ceil(waves) + (1 - generation.wave) * max(waves, 1.0)
+            if not p.split:
+                waves = generation.wave * math.ceil(waves) + (1 - generation.wave) * max(waves, 1.0)
             least = min(least, waves * rows * columns * deep / share)
         sides = (p.m | p.n | p.k) & 7 if p.groups == 1 or p.exact else 0
         uneven = UNALIGNED[sides & -sides] if sides else 1.0
-        return max(2.0 * least * units / rate * uneven, moved / self.bandwidth)
+        computed = 2.0 * least * units / rate * uneven
+        if self.ceiling:
+            faster = 1.0 if p.groups > 1 or (self.eight_bit and p.in_eight) else self.chosen
+            computed = max(computed, p.flops / (rate * self.ceiling * faster))
+        return max(computed, moved / self.bandwidth)
 
     def attention(self, a: Attention, backward: bool = False) -> float:
         flops = a.flops * (2.5 if backward else 1.0)
@@ -174,7 +203,10 @@ class Pricer:
         longest = FLASH_TILE * a.keys * (a.width + a.value_width) * 2.0 * (2.5 if backward else 1.0)
         computed = (flops * diagonal + FLASH_TAIL[backward] * longest * self.device.units) / rate
         moved = self.size * a.rows * a.queries * (a.heads * (a.width + a.value_width) + 2 * a.kv_heads * a.width)
-        return max(computed, moved * (2 + 2 * backward) / self.bandwidth)
+        beside = (
+            self.generation.beside * a.rows * a.queries * a.heads * a.width if kernel == "sdpa" and backward else 0.0
+        )
+        return max(computed, moved * (2 + 2 * backward) / self.bandwidth) + beside / self.bandwidth
 
     def pass_(self, size: float) -> float:
         """Bytes read and written by one kernel."""

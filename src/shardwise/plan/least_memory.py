@@ -54,9 +54,10 @@ NOTHING = Weights(0.0, 0.0, 0.0)
 
 class MemoryFloors:
     def __init__(self, space: Space, stack: Stack):
-        # Whether products are joined depends on the adapters; what is sure is that nothing keeps an activated gate.
-        less = stack.fused_activation or bool(stack.side_by_side)
-        self.space, self.stack = space, replace(stack, side_by_side=(), fused_activation=less)
+        # Whether products are joined depends on the adapters; what is sure is that nothing keeps an activated gate. Joined, all may be
+        # large enough for fp8.
+        less, least = stack.fused_activation or bool(stack.side_by_side), min(stack.fp8_least, 1)
+        self.space, self.stack = space, replace(stack, side_by_side=(), fused_activation=less, fp8_least=least)
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self.weight, self.compute = WEIGHT_BYTES[space.precision], COMPUTE_BYTES[space.precision]
         self.state = state_bytes(space.job.optimizer, space.precision)

@@ -62,7 +62,9 @@ class Works:
         speed, device, model = self.space.speed, self.space.device, self.space.model
         able = kernels_of(speed, device, model, 2, "zero-bubble")
         loss = loss_of(speed, 2, "gpipe" if kernels == SLOWEST else "zero-bubble")
-        return our_stack(able["compile"] != "none", able["fuse"], loss == "fused")
+        return our_stack(
+            able["compile"] != "none", able["fuse"], loss == "fused", able["products"] == "measured", *self.space.fp8
+        )
 
     def times(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> LayerTimes:
         key = (

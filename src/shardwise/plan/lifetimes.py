@@ -88,6 +88,8 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
     ends = groups.blocks[0 if share.spec.tied and plan.pp == 1 else -1]
     if stack.side_by_side and groups.apart:  # adapters have products of their own
         stack = replace(stack, side_by_side=tuple(word for word in stack.side_by_side if word not in groups.apart))
+    if stack.fp8_least and groups.whole.frozen:  # they read inputs in 16 bits
+        stack = replace(stack, fp8_least=0)
     activations = activations_of(share, plan, stack, trains_head=ends.trained > 0)
     parts = {
         "weights": states.weights,
@@ -224,7 +226,7 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
         held = tokens * here * size
     most = max(stages, key=lambda stage: stage.repeated)
     repeated = tokens * most.repeated * size * max(1, share.weights_waiting)
-    working = tokens * size * _widest(share.cut)
+    working = tokens * size * _widest(share.cut, stack)
     if not share.has_last_stage:
         return Activations(held, 0, repeated, working, most.at)
     losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
@@ -252,6 +254,8 @@ def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head
     waiting = inputs + max(4, size) * numbers
     logits = tokens * spec.vocab
     chunk = size * logits // fused_chunks(logits, size, plan.device)
+    if plan.precision == "fp8" and plan.fp8_head:  # its gradient in eight bits, and what it adds to that of the weights
+        chunk += chunk // size + size * numbers
     if plan.device == "cpu":  # the gradients that backward hands on are counted as such
         return waiting, chunk
     block = 0 if plan.compile != "none" else logit_bytes(spec, tokens, size)
@@ -270,11 +274,13 @@ def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, train
 
 
 @lru_cache(4096)
-def _widest(cut: Cut) -> int:
-    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once."""
+def _widest(cut: Cut, stack: Stack) -> int:
+    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled block has let go
+    of what it multiplied last by then."""
     spec, last = cut.spec, cut.layers[-1]
     width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts) if last.is_moe else last.ffn
-    return (2 if spec.gated else 1) * width + spec.hidden
+    gone = stack.measured and not stack.fp8_least and not last.is_moe
+    return ((2 if spec.gated else 1) - gone) * width + spec.hidden
 
 
 @lru_cache(4096)

@@ -13,12 +13,14 @@ from collections.abc import Iterable
 
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.plan.activations import MAX_LOGITS_BYTES
+from shardwise.plan.activations import MAX_LOGITS_BYTES, fused_chunks, has_chunks
+from shardwise.plan.fp8 import FROZEN_WORTH, gains
 from shardwise.plan.passes import (
     CAST,
     cast_passes,
     cheap_passes,
     drop_bytes,
+    head_casts,
     norm_passes,
     score_passes,
     unpacking_passes,
@@ -36,11 +38,17 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
     ffn = _expert_products(spec, shape) if layer.is_moe else _dense_products(spec, layer.ffn, shape, stack)
     core = _attention_core(spec, layer, shape, stack)
     cheap_forward, cheap_backward = cheap_passes(spec, layer, shape, stack)
+    if shape.eight_bit and stack.fp8_least:  # experts are never in eight bits
+        least = stack.fp8_least * (1.0 if shape.trains == "all" else FROZEN_WORTH)
+        attention, ffn = (
+            tuple(p._replace(small=p.groups > 1 or not gains(p.n, p.k, least)) for p in part)
+            for part in (attention, ffn)
+        )
     forward = (*attention, *ffn)
     if isinstance(spec, TransformersSpec):  # counted, not known: one product with as many weights
         forward = (Product(shape.here, max(1, spec.block_parameters[layer.index] // spec.hidden), spec.hidden),)
-    inputs = tuple(Product(p.m, p.k, p.n, p.groups, exact=p.exact) for p in forward)
-    casts = cast_passes(forward, shape, stack)
+    inputs = tuple(Product(p.m, p.k, p.n, p.groups, exact=p.exact, small=p.small) for p in forward)
+    casts = cast_passes((attention, ffn), shape, stack)
     capped = bool(spec.attention_softcap) and not stack.windows  # which our fused kernels cannot do
     scores = score_passes(core, stack, shape.size, capped)
     unpacked = unpacking_passes(forward, shape)
@@ -48,7 +56,7 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
     math = stack.attention == "math" or capped
     core_work = Work(_score_products(core), (), scores[0]) if math else Work((), (core,))
     core_back = Work(_score_products(core, backward=True), (), scores[1]) if math else Work((), (core,))
-    added = _adapters(forward, shape)
+    added = _adapters(forward, shape, stack)
     return Training(
         forward=Work(forward, (), cheap_forward + casts[0] + unpacked, views) + core_work + added[0],
         inputs=Work(inputs, (), cheap_backward + casts[1] + unpacked, views) + core_back + added[1],
@@ -88,7 +96,7 @@ def embedding_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
 def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
     """Last norm, logits, loss."""
     vocab = -(-spec.vocab // (shape.tp * stack.pads_vocab)) * stack.pads_vocab
-    product = Product(shape.here, vocab, spec.hidden, exact=True)
+    product = Product(shape.here, vocab, spec.hidden, exact=not (shape.eight_bit and stack.fp8_head))
     logits = shape.here * vocab
     norm = norm_passes(spec, shape.outside * spec.hidden, shape.size, stack)
     again = stack.logits_again and logits * 4 > MAX_LOGITS_BYTES
@@ -96,7 +104,8 @@ def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
     backward: tuple[float, ...]
     # Written by the product; then: rounded up to fp32, softmax, loss. Backward: the softmax's gradient, rounded down.
     if stack.fused_loss:
-        forward, backward = (logits * 2.0 * shape.size,), (logits * 2.0 * shape.size,)
+        passes = (logits * 2.0 * shape.size,) * stack.loss_passes
+        forward, backward = passes[:1], passes[1:]
     elif stack.compiled:
         forward, backward = (logits * (shape.size + 4.0),), (logits * (4.0 + shape.size),)
     elif (
@@ -109,14 +118,17 @@ def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
         backward = tuple(logits * b for b in (4.0, 12.0, CAST * (4.0 + shape.size)))
     chunks = -(-logits * 4 // MAX_LOGITS_BYTES) if again else 1
     products = (product,) * (2 if again else 1)
-    back = Product(product.m, product.k, product.n, exact=True)
+    back = Product(product.m, product.k, product.n, exact=product.exact)
+    casts = ((), (), ()) if product.exact else head_casts(product, fused_chunks(logits, shape.size, "cuda"))
+    if stack.measured and not stack.logits_again and has_chunks(logits):  # both gradients wait in forward's format
+        backward += (6.0 * vocab * spec.hidden * (shape.trains == "all"), 2.0 * shape.size * shape.here * spec.hidden)
     trained = shape.trains == "all"
     if again:
         forward = forward * 2  # both passes are charged to the stage's backward and forward together
     return Training(
-        forward=Work(products, (), norm[0] + forward, 6 * chunks),
-        inputs=Work((back,), (), norm[1] + backward, 6 * chunks),
-        weights=weight_gradients((product,), shape, stack) if trained else Work(),
+        forward=Work(products, (), norm[0] + forward + casts[0], 6 * chunks),
+        inputs=Work((back,), (), norm[1] + backward + casts[1], 6 * chunks),
+        weights=weight_gradients((product,), shape, stack) + Work((), (), casts[2]) if trained else Work(),
         cheap=Work(),
         attention=Work(),
     )
@@ -184,7 +196,7 @@ def weight_gradients(forward: Iterable[Product], shape: Shape, stack: Stack) -> 
         return Work()
     forward = tuple(forward)
     in_product = stack.gradient_passes == IN_PRODUCT
-    products = tuple(Product(p.n, p.k, p.m, p.groups, in_product, p.exact) for p in forward)
+    products = tuple(Product(p.n, p.k, p.m, p.groups, in_product, p.exact, p.small) for p in forward)
     if in_product:
         return Work(products)
     added = tuple(float(p.n * p.k * p.groups * stack.gradient_passes) for p in forward) if stack.gradient_passes else ()
@@ -226,7 +238,7 @@ def _score_products(core: Attention, backward: bool = False) -> tuple[Product, .
     return (scores, values) * 2 if backward else (scores, values)
 
 
-def _adapters(products: tuple[Product, ...], shape: Shape) -> tuple[Work, Work, Work]:
+def _adapters(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tuple[Work, Work, Work]:
     """y + (s x A) B beside each adapted product: two narrow products, a narrow scaling, a sum. Forward, inputs, weights."""
     parts = [Work(), Work(), Work()]
     for index in shape.adapters:
@@ -234,9 +246,13 @@ def _adapters(products: tuple[Product, ...], shape: Shape) -> tuple[Work, Work, 
             continue
         p = products[index]
         narrow, wide = float(p.m * shape.rank * shape.size), float(p.m * p.n * shape.size)
+        forward, backward = (2 * narrow, 3 * wide), (2 * narrow, 3.0 * p.m * p.k * shape.size)
+        if stack.measured:  # in kernels that are there anyway: one more tensor is read, and forward's is kept
+            forward, backward = (2 * narrow, 2 * wide), (2 * narrow, 1.0 * p.m * p.k * shape.size)
         down, up = Product(p.m, shape.rank, p.k, exact=True), Product(p.m, p.n, shape.rank, exact=True)
-        parts[0] += Work((down, up), (), (2 * narrow, 3 * wide), 4)
+        parts[0] += Work((down, up), (), forward, 4)
         back = (Product(p.m, shape.rank, p.n, exact=True), Product(p.m, p.k, shape.rank, exact=True))
-        parts[1] += Work(back, (), (2 * narrow, 3.0 * p.m * p.k * shape.size), 4)
-        parts[2] += Work((Product(p.k, shape.rank, p.m, exact=True), Product(shape.rank, p.n, p.m, exact=True)))
+        parts[1] += Work(back, (), backward, 4)
+        sides = ((p.k, shape.rank), (shape.rank, p.n))
+        parts[2] += Work(tuple(Product(m, n, p.m, exact=True, split=True) for m, n in sides))
     return parts[0], parts[1], parts[2]

@@ -6,6 +6,8 @@ that runs below the memory's rate is counted longer. Read next: operations.py, w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shardwise.model.spec import LayerSpec, ModelSpec
 from shardwise.plan.stack import Stack
 from shardwise.plan.work import Attention, Product, Shape
@@ -48,7 +50,11 @@ def cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) 
         drop = (drop_bytes(x * size, size),) * 2
     forward = norm[0] * norms + (plus, plus) + drop
     backward = norm[1] * norms + (plus, plus) + drop
-    if stack.compiled:  # a sum and the norm after it are one kernel
+    if (
+        stack.measured
+    ):  # norm; sum and norm; sum, made anew from all of its parts. Backward reads them again for the norms' weights
+        forward, backward = (9.0 * x * size,), (16.0 * x * size,)
+    elif stack.compiled:  # a sum and the norm after it are one kernel
         forward = (2 * (plus + x * size),)
         backward = (2 * (plus + 2.0 * x * size),)
     heads = (spec.num_heads + spec.num_kv_heads) // shape.tp
@@ -127,23 +133,44 @@ def _expert_activation(spec: ModelSpec, shape: Shape, stack: Stack) -> tuple[Pas
     return act[0] + sorts + routing + shared[0], act[1] + sorts + routing + shared[1]
 
 
-def cast_passes(products: tuple[Product, ...], shape: Shape, stack: Stack) -> tuple[Passes, Passes, Passes]:
+def cast_passes(parts: Iterable[tuple[Product, ...]], shape: Shape, stack: Stack) -> tuple[Passes, Passes, Passes]:
     """Eight bits: both factors of each product are measured (their largest number), scaled and rounded. Forward, inputs, weights. A fused kernel
-    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own.
-    Frozen weights were rounded before."""
+    writes a tensor as it is and turned around, for both products that it takes part in; else each product rounds its own. Frozen weights were rounded
+    before. `parts`: products of attention and of the rest, of which all but the last multiply the same input."""
     if not shape.eight_bit:
         return (), (), ()
-    wide = [p for p in products if not p.exact]
+    wide = [p for part in parts for p in part if p.in_eight]
     x, w, g = ([float(p.groups * numbers) for p in wide for numbers in (f(p),)] for f in (
         lambda p: p.m * p.k, lambda p: p.k * p.n, lambda p: p.m * p.n))  # fmt: skip
     if stack.fused_cast:
         return tuple(4.0 * (a + b) for a, b in zip(x, w, strict=True)), tuple(4.0 * a for a in g), ()
+    if stack.measured:
+        readers = [[p for p in some if p.in_eight] for *several, last in parts for some in (several, [last])]
+        read = [float(some[0].m * some[0].k) for some in readers if some]
+        if shape.trains == "lora":  # nothing is turned around
+            return tuple(ROUND * one for one in read), tuple(ROUND * one for one in g), ()
+        turned = tuple(TURN * ROUND * a + (LOOK + TURN * ROUND) * b for a, b in zip(g, w, strict=True))
+        both = (*(ROUND * one for one in read), *((LOOK + ROUND) * one for one in w))
+        return both, turned, tuple(TURN * ROUND * one for one in read)
     each = 7.0 if stack.compiled else EAGER_CAST
     if shape.trains == "lora":
         return tuple(each * a for a in x), tuple(each * a for a in g), ()
     pairs = ((x, w), (g, w), (g, x))
     forward, inputs, weights = (tuple(each * (a + b) for a, b in zip(*pair, strict=True)) for pair in pairs)
     return forward, inputs, weights
+
+
+LOOK, ROUND, TURN = 2.0, 3.0, 3.2
+"""Bytes per number in our compiled blocks: looking for the largest number, which whoever makes a tensor does on its way, and rounding; and
+how much longer it takes to turn around as well, which is what 8 layers of 8 B with one scale per tensor leave for it (H200)."""
+
+
+def head_casts(product: Product, chunks: int) -> tuple[Passes, Passes, Passes]:
+    """The same of a head whose loss is fused: outside of blocks, each a kernel of its own. Weights are rounded for every chunk, and what a chunk
+    adds to their gradient is not added inside of the product: it is read, and the sum in fp32 read and written."""
+    x, w, g = (float(n) for n in (product.m * product.k, product.k * product.n * chunks, product.m * product.n))
+    each = LOOK + ROUND
+    return (each * x, each * w), (each * g, each * w), (each * g, each * x, 10.0 * w)
 
 
 EAGER_CAST = 60.0

@@ -27,6 +27,7 @@ from shardwise.plan.contradictions import check_float8_base, keeps_base_whole
 from shardwise.plan.degrees import choose_degrees, global_batch_of
 from shardwise.plan.filled import fill
 from shardwise.plan.fit import does_not_fit, needed_memory, rank_memory_limit
+from shardwise.plan.fp8 import MULTIPLE
 from shardwise.plan.hardware import check_cuda_only, choose_precision, why_precision
 from shardwise.plan.plan import Plan
 from shardwise.plan.planned import Saving, better_layout, fits_on_host, possible_savings
@@ -34,7 +35,6 @@ from shardwise.plan.refusal import Asked
 from shardwise.plan.speed import with_speed
 
 DEFAULT_STEPS = 340
-FP8_MULTIPLE = 16
 HEADROOM = 0.9  # of the limit, where there is a choice; what is asked for outright may use all of it
 
 
@@ -242,11 +242,11 @@ def micro_batch_sizes(plan: Plan) -> list[int]:
 def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
     """The gradient of a weight multiplies over tokens."""
     tokens = plan.seq_len // plan.cp
-    if plan.precision == "fp8" and tokens % FP8_MULTIPLE:
-        needed = FP8_MULTIPLE * plan.cp
+    if plan.precision == "fp8" and tokens % MULTIPLE:
+        needed = MULTIPLE * plan.cp
         raise UserError(
             f"memory.precision = fp8 needs sequences that divide by {needed}",
-            why=f"fp8 products take tokens by {FP8_MULTIPLE}, and a rank has {tokens} of each sequence",
+            why=f"fp8 products take tokens by {MULTIPLE}, and a rank has {tokens} of each sequence",
             fix=f"train.seq_len={-(-plan.seq_len // needed) * needed} or memory.precision=bf16",
             where=where_written(origins, "memory.precision", "train.seq_len", "parallel.cp"),
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.contradictions import keeps_base_whole
 from shardwise.plan.degrees import tensor_degrees
+from shardwise.plan.fp8 import MULTIPLE
 from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan
-from shardwise.plan.speed import asked_speed, bears, keeps_copies, kernels_of, loss_of, our_stack
+from shardwise.plan.speed import asked_speed, bears, fp8_of, keeps_copies, kernels_of, loss_of, our_stack
 from shardwise.plan.split import balanced_split, estimated_costs, even_split
 
 SMALL_WORLD = 16
@@ -33,7 +35,6 @@ SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "gpipe")
 LEAST_PIECE = 512
 """Tokens: context parallelism does not cut sequences finer than this."""
 
-FP8_MULTIPLE = 16
 PASSED_ON = (
     "loss_scale",
     "reduce_dtype",
@@ -105,7 +106,18 @@ class Space:
         self.device = cluster.device.kind
         self.speed = asked_speed(fixed)
         kernels = kernels_of(self.speed, self.device, model, 1, "1f1b")
-        self.fastest = our_stack(kernels["compile"] != "none", kernels["fuse"], self.speed.loss != "recompute")
+        self.fp8 = fp8_of(
+            self.precision, fixed.get("memory.fp8_recipe", "rowwise"), fixed.get("memory.fp8_head", False)
+        )
+        usual = our_stack(
+            kernels["compile"] != "none",
+            kernels["fuse"],
+            self.speed.loss != "recompute",
+            kernels["products"] == "measured",
+            *self.fp8,
+        )
+        # What all layouts may have; only those that are not compiled stop early.
+        self.fastest = replace(usual, stops_early=True)
         self._kernels: dict[str, dict[str, Any]] = {}
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._sizes: dict[tuple[int, int], list[int]] = {}
@@ -178,7 +190,7 @@ class Space:
                 continue
             if "parallel.cp" not in self.fixed and cp > 1 and seq_len // cp < LEAST_PIECE:
                 continue
-            if self.precision == "fp8" and seq_len // cp % FP8_MULTIPLE:
+            if self.precision == "fp8" and seq_len // cp % MULTIPLE:
                 continue
             if cp == 1:
                 yield 1, self.fixed.get("parallel.cp_kind", "ring")

@@ -14,6 +14,7 @@ from typing import Any
 from shardwise.config.schema import SpeedConfig
 from shardwise.errors import UserError
 from shardwise.model.spec import ModelSpec
+from shardwise.plan.fp8 import WORTH
 from shardwise.plan.plan import MIXED, Plan
 from shardwise.plan.schedules import splits_backward
 from shardwise.plan.stack import OURS, Stack
@@ -113,18 +114,37 @@ def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
 
 def stack_of(plan: Plan) -> Stack:
     """How our runtime executes a plan."""
-    return our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused")
+    fp8 = fp8_of(plan.precision, plan.fp8_recipe, plan.fp8_head)
+    return our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused", plan.products == "measured", *fp8)
+
+
+def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:
+    """The last words of `our_stack`: the recipe, none without fp8, and whether the head has it too."""
+    return (recipe, head) if precision == "fp8" else ("", False)
+
+
+LOSS_PASSES = 1
+"""Each reads and writes the logits once: model/loss_kernel.py keeps a row near by until it has its gradient. Two compiled passes were 2."""
 
 
 @cache
-def our_stack(compiled: bool, fuse: bool, fused_loss: bool) -> Stack:
-    if not (compiled or fuse or fused_loss):
+def our_stack(
+    compiled: bool, fuse: bool, fused_loss: bool, chosen: bool = False, recipe: str = "", fp8_head: bool = False
+) -> Stack:
+    if not (compiled or fuse or fused_loss or recipe):
         return OURS
     return replace(
         OURS,
         compiled=compiled,
+        measured=compiled,
+        chosen=chosen,
+        stops_early=not compiled,  # one graph, which ends at its end
         joined=fuse,
         side_by_side=("qkv", "gate up") if fuse else (),
         logits_again=not fused_loss,
         fused_loss=compiled and fused_loss,
+        loss_passes=LOSS_PASSES,
+        fp8_least=WORTH.get(recipe, 0),
+        fp8_rows=recipe == "rowwise",
+        fp8_head=fp8_head,
     )

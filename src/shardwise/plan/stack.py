@@ -15,7 +15,9 @@ class Stack:
     name: str = "shardwise"
 
     # Kernels: how often memory is read and written, and how often the host starts something.
-    attention: str = "cudnn"  # math (scores in memory) | flash1 | flash2 | flash3 | cudnn
+    attention: str = (
+        "sdpa"  # math (scores in memory) | flash1 | flash2 | flash3 | cudnn | sdpa (cuDNN, as torch calls it)
+    )
     windows: bool = False  # its kernel skips keys outside of a window and knows soft caps; else all pairs are computed
     joined: bool = False  # queries, keys and values are one product; gate and up another
     # Of `qkv`, `gate up`: joined, but their weights lie apart and are copied in every pass.
@@ -28,9 +30,15 @@ class Stack:
     fused_softmax: bool = True  # of attention = math: scale, mask and softmax in one kernel
     sharded_loss: bool = False  # the loss goes the way of a cut vocabulary on one rank too
     fused_loss: bool = False  # softmax, loss and its gradient in one or two passes over the logits
+    loss_passes: int = 2  # of a fused loss, each reads and writes the logits
     logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
     pads_vocab: int = 1  # a rank's slice of the vocabulary is filled up to a multiple of this
     dropout: bool = False
+    measured: bool = False  # our compiled blocks: products, casts and passes as profiles of them on an H200 say
+    chosen: bool = False  # of the library's kernels for a product the fastest (model/measured_products.py)
+    fp8_least: int = 0  # products with less of outputs * inputs / (outputs + inputs), and experts, stay in 16 bits
+    fp8_rows: bool = False  # a scale per row; else one per tensor
+    fp8_head: bool = False  # the head's products too
     fused_cast: bool = False  # fp8: finding the largest number, scaling and turning around are one kernel
     host_share: float = 1.0  # of the usual host time per operation; 0: replayed graphs
 

@@ -18,6 +18,12 @@ class Product(NamedTuple):
     groups: int = 1
     adds: bool = False
     exact: bool = False  # not in eight bits, whatever the precision
+    small: bool = False  # stays in 16 bits where others of its layer are in eight
+    split: bool = False  # along k: a few tiles with a long k keep all of a device busy
+
+    @property
+    def in_eight(self) -> bool:
+        return not (self.exact or self.small)
 
     @property
     def flops(self) -> float:
