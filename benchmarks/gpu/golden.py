@@ -30,6 +30,10 @@ from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.step import accumulate, update
 
 LIMIT, FP8_LIMIT = 0.005, 0.01
+LR, WARM_UP = (
+    1e-4,
+    5,
+)  # gentle, over a fifth of the steps: where a loss jumps, two runs of the same program part by more than the limit (docs/log.md)
 OFF = {
     "compile": "none",
     "fuse": "false",
@@ -87,12 +91,13 @@ def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: fl
     place = torch.device(device)
     engine = parallelize_decoder(shape.spec, plan, 0, place, CommConfig(), "auto", lambda model: initialize(model, 0))
     optimizer, clock, losses = engine_optimizer(values, engine), Clock(place), []
+    warm_up = max(1, len(steps) // WARM_UP)
     for number, batch in enumerate(steps, 1):
         micro = [batch.rows(first, first + plan.micro_batch) for first in range(0, plan.global_batch, plan.micro_batch)]
         num_targets = batch.targets.numel()
         clock.begin()
         norm, finish = accumulate(engine, StepBatch(number, micro, num_targets), num_targets, clock)
-        update(engine, optimizer, norm, lr=lr * min(1.0, number / 10), clip=1.0, clock=clock)
+        update(engine, optimizer, norm, lr=lr * min(1.0, number / warm_up), clip=1.0, clock=clock)
         losses.append(float(finish()[0]) / num_targets)
     fp8 = str(engine.float8) if engine.float8 else None
     return {"contender": RUNS[name], "model": shape.title, "fp8": fp8, "losses": losses}
@@ -137,7 +142,7 @@ def golden(path: Path | None, *, steps: int, smoke: bool = False, only: list[str
         taken, began = WIDE if is_wide(name) else small, time.perf_counter()
         data = batches(text(), steps, taken.micro_batch, taken.seq_len)
         try:
-            found["runs"][name] = train(taken, name, data, device, 3e-3 if smoke else 3e-4)
+            found["runs"][name] = train(taken, name, data, device, 3e-3 if smoke else LR)
         except Exception as error:  # one trick that fails must not take the others' figures with it
             found["runs"][name] = {"contender": RUNS[name], "error": f"{type(error).__name__}: {error}"[:500]}
         found["runs"][name]["seconds"] = time.perf_counter() - began
