@@ -52,6 +52,9 @@ def bars() -> Iterator[Bar]:
     for shape, first, then in (("1.5b", 66_000, 68_000), ("8b-wide", 42_000, 43_500)):
         yield Bar(f"{shape}: first", (f"{shape}/ours",), speed, first, "tok/s")
         yield Bar(f"{shape}: then", (f"{shape}/ours",), speed, then, "tok/s")
+        more = (f"{shape}/ours:micro_batch=16",)
+        yield Bar(f"{shape}: first, 16 sequences a step", more, speed, first, "tok/s")
+        yield Bar(f"{shape}: then, 16 sequences a step", more, speed, then, "tok/s")
     for shape in ("1.5b", "1.5b-b4"):
         pair = (f"{shape}/ours", f"{shape}/transformers-compiled")
         yield Bar(f"{shape}: over compiled transformers", pair, faster, 1.4, "x")
@@ -64,11 +67,13 @@ def bars() -> Iterator[Bar]:
     yield Bar("8b-wide: fp8 with the head", ("8b-wide/ours-fp8-head", "8b-wide/ours"), faster, 1.3, "x")
     for shape, limit in (("8b", 0.50), ("moe", 0.35), ("32k", 0.60)):
         yield Bar(f"{shape}: MFU", (f"{shape}/ours",), mfu, limit)
+    yield Bar("32k: MFU in fp8, of bf16's peak", ("32k/ours-fp8-head",), mfu, 0.60)
     yield Bar("128k: fits", ("128k/ours",), lambda row: row["peak_bytes"] / GIB, 140.0, "GiB", below=True)
     lora = ("lora-8b/ours", "lora-8b/peft-compiled")
     yield Bar("lora-8b: over compiled peft", lora, faster, 1.5, "x")
     yield Bar("lora-8b: memory over theirs", lora, memory, 1.0, "x", below=True)
-    for name in ("ours-fp8", "ours-fp8-tensorwise"):
+    yield Bar("lora-8b: over peft compiled in one piece", ("lora-8b/ours", "lora-8b/peft-whole"), faster, 1.5, "x")
+    for name in ("ours-fp8", "ours-fp8-tensorwise", "ours-fp8-head"):
         fp8 = (f"lora-8b/{name}", "lora-8b/peft-compiled")
         yield Bar(f"lora-8b: {name} over compiled peft", fp8, faster, 1.5, "x")
         yield Bar(f"lora-8b: {name}, memory over theirs", fp8, memory, 1.0, "x", below=True)

@@ -47,9 +47,9 @@ HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.7
 IN_STEPS = 0.87
 """688 TFLOP/s on an H200 with 700 W. Profiles of our steps have 683 to 721 (1.5 B, 8 B, 32k and 128k tokens), with torch's choice of cuBLAS kernels."""
 
-CHOSEN = 1.045
-"""Of that, by the fastest of the library's kernels: the products of a step, one by one, are 1.05 times as fast with any of them
-(benchmarks/gpu/products.py), and a little less where the bits have to be the same. In steps not measured yet."""
+CHOSEN = 1.01
+"""Of that, by the fastest of the library's kernels. One by one and in turns, the products of a step are 1.05 times as fast (benchmarks/gpu/products.py);
+in steps, at the power limit, 1.02 (1.5 B), 1.014 (8 layers of 8 B) and 1.0 (8 B) times."""
 
 # Ampere: 195 products and 24 attentions on an A100-PCIe (calib_op_efficiency_simumax.csv; mean error of a product 4 %).
 # Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
