@@ -1,6 +1,6 @@
 """Which of cuBLASLt's kernels is fastest for each product of a training step, and by how much it beats the one torch gets.
 
-    python benchmarks/gpu/products.py --json FILE [--shapes 1.5b 8b-wide] [--most 12]
+    python benchmarks/gpu/products.py --json FILE [--shapes 1.5b 8b-wide] [--most 12] [--seconds 0.15]
 
 torch takes the library's first proposal for a shape. Here every proposal is timed, all of one product taking turns (a card at its power limit slows
 down for everyone alike), with numbers as training has them: normal, not zeros, which would save power. Input gradients are also tried with the weight kept
@@ -56,8 +56,9 @@ def kernel_name(launch: Launch) -> str:
     return names[0] if names else "?"
 
 
-def timed(launches: list[Launch], rounds: int, repeats: int) -> list[float]:
-    """Median ms of each, taking turns."""
+def timed(launches: list[Launch], rounds: int, seconds: float) -> list[float]:
+    """Median ms of each, taking turns of so many seconds. Short turns find all at one clock; long ones each at the clock that its own power leaves."""
+    repeats = max(6, round(1e3 * seconds / timed(launches[:1], 1, 0.0)[0])) if seconds else 6
     times: list[list[float]] = [[] for _ in launches]
     for _ in range(rounds):
         for launch, found in zip(launches, times, strict=True):
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--most", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.0, help="of each turn; by default six products")
     asked = parser.parse_args()
     found: dict[str, dict] = {}
     for name in asked.shapes:
@@ -109,7 +111,7 @@ def main() -> None:
         for matrix, (rows, out, width, count) in matrices.items():
             for kind, product in products_of(rows, out, width).items():
                 candidates = product.proposals(asked.most)
-                torch_ms, *others = timed([product.as_torch, *candidates], asked.rounds, 6)
+                torch_ms, *others = timed([product.as_torch, *candidates], asked.rounds, asked.seconds)
                 order = sorted(range(len(others)), key=others.__getitem__)
                 flops = 2 * rows * out * width
                 row = {

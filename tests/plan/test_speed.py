@@ -44,6 +44,23 @@ def test_auto_gives_way():
     assert {plan.compile for plan in found} == {"none"}, "a CPU compiles nothing by itself"
 
 
+def test_products_are_measured_in_compiled_blocks_on_gpus():
+    assert plan_of().products == "library"
+    with pytest.raises(UserError) as caught:
+        plan_of("speed.products=measured")
+    assert len(str(caught.value).splitlines()) == 3 and "on cpu" in str(caught.value)
+    assert (
+        {plan.products for plan in search()}
+        == {plan.products for plan in search("speed.products=measured")}
+        == {"measured"}
+    )
+    assert {plan.products for plan in search("speed.products=library")} == {"library"}
+    assert {plan.products for plan in search("speed.compile=none")} == {"library"}
+    split = ("parallel.pp=2", "parallel.schedule=zbv")
+    with pytest.raises(UserError, match=r"speed\.products"):
+        search(*split, "speed.products=measured")
+
+
 def search(*words: str) -> list[Plan]:
     question = ask("llama3.2-1b", "4xh100", seq="2k", batch="64k", words=words)
     return [found.plan for found in explore(question.spec, question.cluster, question.job, 5).candidates]

@@ -82,9 +82,8 @@ def keeps_copies(
 
 def bears(asked: SpeedConfig, schedule: str) -> bool:
     """Whether a pipeline with this schedule can have what is asked for outright."""
-    return not (asked.compile not in ("auto", "none") and splits_backward(schedule)) and not (
-        asked.loss == "fused" and schedule == "gpipe"
-    )
+    compiles = asked.compile not in ("auto", "none") or asked.products == "measured"
+    return not (compiles and splits_backward(schedule)) and not (asked.loss == "fused" and schedule == "gpipe")
 
 
 def _no_kernels(key: str, plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> UserError:
