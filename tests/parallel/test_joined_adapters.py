@@ -55,9 +55,10 @@ def make(settings: AdapterConfig, spec: Any = SPEC) -> Decoder:
 def through(model: Decoder) -> list[Tensor]:
     """What comes out of the blocks, and all gradients."""
     model.zero_grad()
-    inputs = model.prepare_attention(torch.float64, torch.arange(16)[None], None, None)
+    device = next(model.parameters()).device
+    inputs = model.prepare_attention(torch.float64, torch.arange(16, device=device)[None], None, None)
     draw = torch.Generator().manual_seed(2)
-    x_BTD = first = torch.randn(2, 16, 64, generator=draw, dtype=torch.float64).requires_grad_()
+    x_BTD = first = torch.randn(2, 16, 64, generator=draw, dtype=torch.float64).to(device).requires_grad_()
     for index, block in model.layers.items():
         x_BTD, _ = block(x_BTD, inputs[int(index)])
     x_BTD.square().sum().backward()
@@ -101,6 +102,17 @@ def test_compiled_blocks_compute_what_they_did(
     apply_compile(model.layers.values(), "trace", selective=selective, whole=True)
     assert apart(through(model), truth) < 1e-12
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_kernels_compute_what_they_did(kind: str) -> None:
+    torch.compiler.reset()
+    model = make(adapter(kind)).to("cuda")
+    truth = through(model)
+    apply_joined_adapters(model.layers.values())
+    apply_compile(model.layers.values(), "blocks", selective=False, whole=True)
+    assert apart(through(model), truth) < 1e-12
 
 
 @pytest.mark.parametrize("base", ["rowwise", "tensorwise"])
@@ -182,7 +194,7 @@ def test_training(recompute: str) -> None:
 
 @pytest.mark.parametrize(
     "layout, is_joined",
-    [({"dp": 2, "zero": 3}, True), ({"pp": 2, "split": (1, 1)}, True), ({"tp": 2}, False)],
+    [({"dp": 2, "zero": 3}, True), ({"pp": 2, "split": (1, 1)}, True), ({"cp": 2}, True), ({"tp": 2}, False)],
     ids=str,
 )
 def test_layouts(layout: dict[str, Any], is_joined: bool, ranks: Any) -> None:
