@@ -206,8 +206,8 @@ class AdaptedLinear(nn.Linear):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = product(self, x)
+    def forward(self, x: Tensor, narrow: Tensor | None = None) -> Tensor:
+        y = product(self, x, narrow)
         return y if self.bias is None else y + self.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -220,8 +220,8 @@ class AdaptedLinear(nn.Linear):
         return self
 
 
-def product(layer: Any, x: Tensor) -> Tensor:
-    """What a linear layer adds up, without its bias. Also for layers without an adapter."""
+def product(layer: Any, x: Tensor, narrow: Tensor | None = None) -> Tensor:
+    """What a linear layer adds up, without its bias. Also for layers without an adapter. `narrow`: x A^T, scaled, where it is there already."""
     if not hasattr(layer, "chance"):
         return F.linear(x, layer.weight)
     if hasattr(layer, "weight_nf4"):
@@ -231,9 +231,10 @@ def product(layer: Any, x: Tensor) -> Tensor:
         y = layer.product(x, factor(layer))
     if getattr(layer, "lora_a", None) is None:
         return y
-    kept = layer.chance.drop(x, layer.salt, layer.first_input)
-    # Scaled where it is narrow: a product of y's width would need its gradient once more, scaled.
-    return y + F.linear(F.linear(kept, layer.lora_a) * layer.scale, layer.lora_b)
+    if narrow is None:
+        # Scaled where it is narrow: a product of y's width would need its gradient once more, scaled.
+        narrow = F.linear(layer.chance.drop(x, layer.salt, layer.first_input), layer.lora_a) * layer.scale
+    return y + F.linear(narrow, layer.lora_b)
 
 
 # Whole weights ----------------------------------------------------------------------------------------------------------

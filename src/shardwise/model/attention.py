@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import UserError
 from shardwise.model.cache import KeyValueCache
-from shardwise.model.feedforward import join
+from shardwise.model.feedforward import join, join_adapters
 from shardwise.model.masking import Mask
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, rotate, softmax_scale
@@ -66,6 +66,7 @@ class Attention(nn.Module):
     """Causal self-attention with H query heads that share K key-value heads."""
 
     joined = False  # queries, keys and values are one product
+    joined_adapters = False  # only what is narrow of them is
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: str):
         super().__init__()
@@ -84,6 +85,8 @@ class Attention(nn.Module):
         if self.joined:
             sizes = [part.weight.shape[0] for part in (self.q, self.k, self.v)]
             q_BTX, k_BTX, v_BTX = join([self.q, self.k, self.v], x_BTD).split(sizes, dim=-1)
+        elif self.joined_adapters:
+            q_BTX, k_BTX, v_BTX = join_adapters([self.q, self.k, self.v], x_BTD)
         else:
             q_BTX, k_BTX, v_BTX = self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)
         q_BTHC = self.q_norm(q_BTX.unflatten(-1, (-1, self.head_dim)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,19 @@ def join(linears: Sequence[nn.Linear], x: Tensor) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
+def join_adapters(linears: Sequence[Any], x: Tensor) -> list[Tensor]:
+    """Several projections of the same states, one by one but for their adapters: x A^T of all of them is one product, and so backward has one for
+    the gradients of all A and one for that of x. Layers without an adapter may be among them."""
+    adapted = [linear for linear in linears if getattr(linear, "lora_a", None) is not None]
+    # Scaled while they are put together, a pass that is there anyway.
+    a_RI = torch.cat([linear.lora_a * linear.scale for linear in adapted])
+    narrow = iter(F.linear(x, a_RI).split([linear.lora_a.shape[0] for linear in adapted], dim=-1))
+    return [linear(x, next(narrow)) if linear in adapted else linear(x) for linear in linears]
+
+
 class FeedForward(nn.Module):
     joined = False  # gate and up are one product
+    joined_adapters = False  # only what is narrow of them is
 
     def __init__(self, spec: ModelSpec, ffn: int):
         super().__init__()
@@ -52,4 +64,7 @@ class FeedForward(nn.Module):
             return self.down(self.activation(self.up(x_BTD)))
         if self.joined:
             return self.down(gated(join([self.gate, self.up], x_BTD), self.activation))
+        if self.joined_adapters:
+            gate_BTF, up_BTF = join_adapters([self.gate, self.up], x_BTD)
+            return self.down(self.activation(gate_BTF) * up_BTF)
         return self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))

@@ -10,7 +10,7 @@ Compiled kernels round where a fused chain ends, not after every operation: bf16
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise.memory.float8 import Float8Linear
-from shardwise.model.adapters import Chance
+from shardwise.model.adapters import AdaptedLinear, Chance
 from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
 
+Parts = tuple[nn.Linear | None, ...]
 MODES: dict[str, dict[str, Any]] = {
     "blocks": {"options": {}},
     "graphs": {"options": {"triton.cudagraphs": True}},
@@ -37,12 +38,25 @@ KEPT_OPERATIONS = (
 
 def apply_joined(blocks: Iterable[nn.Module]) -> None:
     """q, k, v and gate, up as one product each, where they are plain or all in fp8: adapters, slices and what is rounded once have products of their own."""
+    for module, parts in _with_same_inputs(blocks):
+        module.joined = _are_alike(*parts)
+
+
+def apply_joined_adapters(blocks: Iterable[nn.Module]) -> None:
+    """x A^T of q, k, v and of gate, up as one product each, where two or more have adapters. What is dropped is drawn for each layer, so dropout keeps them apart."""
+    for module, parts in _with_same_inputs(blocks):
+        adapted = [part for part in parts if getattr(part, "lora_a", None) is not None]
+        is_plain = all(type(part) is AdaptedLinear and not part.chance.rate for part in adapted)
+        module.joined_adapters = len(adapted) > 1 and is_plain
+
+
+def _with_same_inputs(blocks: Iterable[nn.Module]) -> Iterator[tuple[Attention | FeedForward, Parts]]:
     for block in blocks:
         for module in block.modules():
             if isinstance(module, Attention):
-                module.joined = _are_alike(module.q, module.k, module.v)
+                yield module, (module.q, module.k, module.v)
             elif isinstance(module, FeedForward):
-                module.joined = _are_alike(module.gate, module.up)
+                yield module, (module.gate, module.up)
 
 
 def _are_alike(*parts: nn.Module | None) -> bool:
