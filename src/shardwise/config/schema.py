@@ -241,8 +241,8 @@ class SpeedConfig:
 
     compile: str = setting(
         "auto",
-        "blocks become compiled kernels; `graphs` also replays their launches; `trace` runs their graphs with plain kernels, "
-        "to find where a difference comes from; auto: blocks on GPUs",
+        "blocks become compiled kernels; `graphs` also replays their launches; `trace` runs their graphs with plain kernels; "
+        "auto: blocks on GPUs",
         choices=("auto", "none", "blocks", "graphs", "trace"),
     )
     fuse: bool | Auto = setting(
@@ -254,8 +254,8 @@ class SpeedConfig:
     )
     loss: str = setting(
         "auto",
-        "logits that are too many at once: `recompute` makes them again in backward, `fused` takes their gradient at once; "
-        "auto: fused where the layout allows",
+        "too many logits at once: `recompute` makes them again in backward, `fused` takes their gradient at once; "
+        "auto: fused if it can be",
         choices=("auto", "recompute", "fused"),
     )
     kernels: str = setting(
@@ -263,14 +263,14 @@ class SpeedConfig:
     )
     products: str = setting(
         "auto",
-        "large matrix products by torch's choice of kernel (`library`), or by the fastest one that gives the same bits, found in the first step "
-        "(`measured`); auto: measured in compiled blocks on GPUs",
+        "large products by the kernel that torch takes (`library`), or by the fastest with the same bits (`measured`); "
+        "auto: measured in compiled blocks on GPUs",
         choices=("auto", "library", "measured"),
     )
     results: str = setting(
         "auto",
-        "when a step's loss is read: `at-once`, or `late`, with the next step already queued; auto: late on GPUs, "
-        "unless fp16 or on_nan=skip must look before every update",
+        "when a loss is read: `at-once`, or `late`, with the next step queued; auto: late on GPUs, but not with fp16 or "
+        "on_nan=skip",
         choices=("auto", "at-once", "late"),
     )
     allocator: str = setting(
