@@ -51,14 +51,25 @@ def test_the_operation_is_a_product_wherever_there_is_no_gpu() -> None:
     torch.library.opcheck(operation(), (a, b), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_a_graph_keeps_its_products_where_no_kernels_are_known() -> None:
+def test_graphs_with_other_passes_are_told_apart_in_torchs_cache() -> None:
+    assert MeasureProducts(1.0).uuid() != MeasureProducts(2.0).uuid()
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "is_measured"),
+    [(8192, torch.bfloat16, True), (512, torch.bfloat16, False), (8192, torch.float32, False)],
+)
+def test_large_products_of_a_graph_are_measured_where_there_is_a_choice(
+    size: int, dtype: torch.dtype, is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass alone: a machine without a GPU has no such library."""
+    monkeypatch.setattr(cublas, "library", lambda: "there")
     graph = torch.fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
-    a.meta["val"] = b.meta["val"] = torch.empty(8192, 8192, dtype=torch.float32, device="meta")
+    a.meta["val"] = b.meta["val"] = torch.empty(size, size, dtype=dtype, device="meta")
     node = graph.call_function(torch.ops.aten.mm.default, (a, b))
     MeasureProducts()(graph)
-    assert node.target is torch.ops.aten.mm.default  # fp32: not one of those that are measured
-    assert MeasureProducts(1.0).uuid() != MeasureProducts(2.0).uuid()
+    assert node.target is (operation() if is_measured else torch.ops.aten.mm.default)
 
 
 def test_a_head_on_a_cpu_has_its_plain_products() -> None:

@@ -98,7 +98,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         dw_VD = torch.empty_like(weight_VD, dtype=wide(weight_VD.dtype)) if wants[1] else None
         loss = _compute(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, dx_ND, dw_VD)
         ctx.save_for_backward(dx_ND, dw_VD)
-        ctx.dtypes, ctx.run = (x_ND.dtype, weight_VD.dtype), _compiled(times) if way.compiled else times
+        ctx.dtypes, ctx.run = (x_ND.dtype, weight_VD.dtype), _compiled_times() if way.compiled else times
         return loss
 
     @staticmethod
@@ -179,7 +179,7 @@ def _with_passes(
 
 
 def log_sums(logits_NV: Tensor, sums_N: Tensor, softcap: float) -> None:
-    """Of each row's exponentials, into `sums_N`. Written as the compiler knows it, which then reads logits once for both."""
+    """Of each row's exponentials, into `sums_N`."""
     capped_NV, _ = _cap(logits_NV.to(sums_N.dtype), softcap)
     largest_N1 = capped_NV.amax(-1, keepdim=True)
     exponentials_N1 = (capped_NV - largest_N1).exp_().sum(-1, keepdim=True)
@@ -202,15 +202,13 @@ def _cap(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
 
 
 def _go_over(way: Way, run: Callable[[Tensor, Tensor, float], None], logits_NV: Tensor, sums_N: Tensor) -> None:
-    if way.compiled:
-        return _compiled(run)(logits_NV, sums_N, way.softcap)
     for logits, sums in zip(logits_NV.split(way.block), sums_N.split(way.block), strict=True):
         run(logits, sums, way.softcap)
 
 
 @cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
+def _compiled_times() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
+    return torch.compile(times)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -50,9 +50,8 @@ def cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) 
         drop = (drop_bytes(x * size, size),) * 2
     forward = norm[0] * norms + (plus, plus) + drop
     backward = norm[1] * norms + (plus, plus) + drop
-    if (
-        stack.measured
-    ):  # norm; sum and norm; sum, made anew from all of its parts. Backward reads them again for the norms' weights
+    if stack.measured:
+        # Norm; sum and norm; sum, made anew from all of its parts. Backward reads them again for the norms' weights.
         forward, backward = (9.0 * x * size,), (16.0 * x * size,)
     elif stack.compiled:  # a sum and the norm after it are one kernel
         forward = (2 * (plus + x * size),)

@@ -15,9 +15,8 @@ class Stack:
     name: str = "shardwise"
 
     # Kernels: how often memory is read and written, and how often the host starts something.
-    attention: str = (
-        "sdpa"  # math (scores in memory) | flash1 | flash2 | flash3 | cudnn | sdpa (cuDNN, as torch calls it)
-    )
+    # math (scores in memory) | flash1 | flash2 | flash3 | cudnn | sdpa (cuDNN's, as torch calls it)
+    attention: str = "sdpa"
     windows: bool = False  # its kernel skips keys outside of a window and knows soft caps; else all pairs are computed
     joined: bool = False  # queries, keys and values are one product; gate and up another
     # Of `qkv`, `gate up`: joined, but their weights lie apart and are copied in every pass.
