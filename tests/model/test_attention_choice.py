@@ -18,7 +18,7 @@ LLAMA = preset("tiny").with_overrides(SMALL)
 def test_candidates_follow_from_what_a_layer_sees():
     gemma = preset("gemma2-2b")
     mistral = preset("mistral-7b")
-    assert candidates(LLAMA, LLAMA.layers[0], 4096) == ("cudnn", "flash")
+    assert candidates(LLAMA, LLAMA.layers[0], 4096) == ("cudnn", "flash", "flash4")
     assert candidates(gemma, gemma.layers[0], 4096) == ("flex", "math")
     assert (
         mistral.layers[0].window and candidates(mistral, mistral.layers[0], 2 * mistral.layers[0].window)[0] == "flex"

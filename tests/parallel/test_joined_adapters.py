@@ -107,12 +107,16 @@ def test_compiled_blocks_compute_what_they_did(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_kernels_compute_what_they_did(kind: str) -> None:
-    torch.compiler.reset()
-    model = make(adapter(kind)).to("cuda")
-    truth = through(model)
-    apply_joined_adapters(model.layers.values())
-    apply_compile(model.layers.values(), "blocks", selective=False, whole=True)
-    assert apart(through(model), truth) < 1e-12
+    """Kernels both times: unpacking four bits, a kernel multiplies and adds in fp32 in one rounding, which is 6e-9 of an eager run's result."""
+    results = []
+    for joins in (False, True):
+        torch.compiler.reset()
+        model = make(adapter(kind)).to("cuda")
+        if joins:
+            apply_joined_adapters(model.layers.values())
+        apply_compile(model.layers.values(), "blocks", selective=False, whole=True)
+        results.append(through(model))
+    assert apart(*results) < 1e-12
 
 
 @pytest.mark.parametrize("base", ["rowwise", "tensorwise"])

@@ -13,6 +13,7 @@ from shardwise.cluster.usable import TorchBuild, torch_build, why_unusable
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
 from shardwise.model.presets import preset
+from shardwise.plan.hardware import has_flash4
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import resolve
 
@@ -87,6 +88,18 @@ def test_liger_that_is_not_installed_is_said_with_the_way_without_it() -> None:
     assert "liger-kernel, which is not installed" in problem.what
     assert problem.fix == "speed.kernels=torch, or pip install liger-kernel"
     assert plan_on(H200, "speed.kernels=torch").kernels == "torch"
+
+
+@pytest.mark.skipif(has_flash4(), reason="flash-attn-4 is installed")
+def test_flash4_that_is_not_installed_is_said_with_the_way_without_it() -> None:
+    problem = refusal(H200, "model.attention=flash4")
+    assert "flash-attn-4, which is not installed" in problem.what
+    assert problem.fix == "model.attention=auto, or pip install 'flash-attn-4[cu13]'"
+
+
+def test_flash4_on_an_older_card_is_refused() -> None:
+    problem = refusal(A100, "model.attention=flash4")
+    assert "capability 9.0" in problem.what and "8.0" in problem.why and problem.fix == "model.attention=auto"
 
 
 @pytest.mark.parametrize("words", [["speed.compile=blocks"], ["speed.compile=graphs"], ["speed.fuse=true"]])

@@ -48,8 +48,8 @@ class ModelConfig:
     )
     attention: str = setting(
         "auto",
-        "attention kernel; cudnn, flash and flex are for CUDA; auto: the fastest there, by measurement, sdpa on CPUs",
-        choices=("auto", "sdpa", "math", "flex", "cudnn", "flash"),
+        "attention kernel; cudnn, flash, flash4 and flex are for CUDA; auto: the fastest there, by measurement, sdpa on CPUs",
+        choices=("auto", "sdpa", "math", "flex", "cudnn", "flash", "flash4"),
     )
     overrides: tuple[tuple[str, Any], ...] = setting(
         (), "ModelSpec fields given in [model], for example num_layers = 4"

@@ -1,4 +1,4 @@
-"""Attention: projections, rotary positions, and the three ways to compute softmax(QK^T)V.
+"""Attention: projections, rotary positions, and the ways to compute softmax(QK^T)V.
 
 Owns grouped-query attention and the kernels that latent attention shares. Invariant: every kernel computes the same
 function ("math" is the reference they are tested against). Read next: `masking.py`, `rope.py`, `latent_attention.py`.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import UserError
+from shardwise.model import flash4
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.feedforward import join, join_adapters
 from shardwise.model.masking import Mask
@@ -26,15 +27,19 @@ from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, rotate, softmax_scale
 from shardwise.model.spec import LayerSpec, ModelSpec
 
-KERNELS = ("auto", "sdpa", "math", "flex", "cudnn", "flash")
+KERNELS = ("auto", "sdpa", "math", "flex", "cudnn", "flash", "flash4")
 FUSED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 """Kernels of torch's scaled_dot_product_attention for 16 bits on CUDA. `sdpa` leaves the choice to torch."""
+ON_CUDA = ("flex", *FUSED, "flash4")
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def attend(
     q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, kernel: str, scale: float, softcap: float
 ) -> Tensor:
     """softmax(scale * QK^T, softly capped, masked) V by the chosen kernel."""
+    if kernel == "flash4" and mask.is_causal and q_BTHC.dtype in HALVES:
+        return flash4.attend_causally(q_BTHC, k_BSKC, v_BSKC, scale)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BTHC, k_BSKC, v_BSKC))
     if kernel == "flex" and mask.block_mask is None:
         kernel = "math" if softcap else "sdpa"  # with a cache; see Decoder.prepare_attention
@@ -106,7 +111,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, kernel: str
     # (fp32, masks) is for the memory-efficient kernel, which knows no grouped heads: asked for them, torch falls back to
     # building the whole score matrix. On a CPU grouped heads cost what repeated ones cost and spare two copies (12.7 ms
     # both ways at tiny's shape, 4 x 256 tokens on one core).
-    grouped = mask.allowed_1TS is None and (not q.is_cuda or q.dtype in (torch.bfloat16, torch.float16))
+    grouped = mask.allowed_1TS is None and (not q.is_cuda or q.dtype in HALVES)
     if not grouped:
         k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     if kernel in FUSED and mask.is_causal and grouped:
@@ -161,7 +166,7 @@ def choose_kernel(spec: ModelSpec, attention: str) -> tuple[str, str]:
             why=f"kernels are: {', '.join(KERNELS)}",
             fix='use model.attention = "auto"',
         )
-    if spec.attention_softcap and attention in ("auto", "sdpa", *FUSED):
+    if spec.attention_softcap and attention in ("auto", "sdpa", "flash4", *FUSED):
         reason = f"{spec.name} caps its attention scores softly, which SDPA cannot do"
         if attention != "auto":
             raise UserError(
@@ -172,7 +177,7 @@ def choose_kernel(spec: ModelSpec, attention: str) -> tuple[str, str]:
 
 
 def check_kernel_device(kernel: str, device_type: str) -> None:
-    if kernel in ("flex", *FUSED) and device_type != "cuda":
+    if kernel in ON_CUDA and device_type != "cuda":
         why = "FlexAttention has no backward pass there" if kernel == "flex" else "it is a kernel of CUDA"
         raise UserError(
             f"attention {kernel} does not run on {device_type}",

@@ -1,18 +1,20 @@
 """Which attention kernel is fastest here, for these shapes: measured, once, before a run on a GPU.
 
 Owns the candidates and their stop-watch. What a kernel takes depends on the GPU, the versions of torch and cuDNN, the head's width and the length of sequences, so no table is
-kept. A candidate that cannot run this shape drops out. Read next: attention.py, which has the kernels.
+kept. A candidate that cannot run this shape drops out, and so does one whose results are not the first one's. Read next: attention.py, which has the kernels.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from shardwise.model import flash4
 from shardwise.model.attention import attend
 from shardwise.model.masking import MaskBuilder
 from shardwise.model.rope import softmax_scale
@@ -20,7 +22,12 @@ from shardwise.model.spec import LayerSpec, ModelSpec
 
 MOST_TOKENS = 16384  # of a measurement: the order of kernels does not change beyond, their time does
 REPEATS = 5
-PLAIN, MASKED, CAPPED = ("cudnn", "flash"), ("flex", "sdpa"), ("flex", "math")
+PLAIN, MASKED, CAPPED = ("cudnn", "flash", "flash4"), ("flex", "sdpa"), ("flex", "math")
+ALIKE = 0.02  # how far apart results of two kernels in 16 bits may be, by norm; 0.004 on an H200
+
+
+Results = tuple[Tensor, ...]
+"""Of attention, and the gradients of queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,7 @@ def choose(
         kernels = among or candidates(spec, layer, shape.seq_len)
         key = (kernels, layer.window)
         if key not in found:
-            times = {kernel: _seconds(spec, layer, kernel, short, dtype, device) for kernel in kernels}
-            ran = {kernel: seconds for kernel, seconds in times.items() if seconds is not None}
-            found[key] = Choice(min(ran, key=ran.__getitem__) if ran else _fallback(spec), ran, short)
+            found[key] = _measured(spec, layer, kernels, short, dtype, device)
         result[layer.index] = found[key]
     return result
 
@@ -78,34 +83,62 @@ def _fallback(spec: ModelSpec) -> str:
     return "math" if spec.attention_softcap else "sdpa"
 
 
-def _seconds(
+def _measured(
+    spec: ModelSpec, layer: LayerSpec, kernels: Sequence[str], shape: Shape, dtype: torch.dtype, device: torch.device
+) -> Choice:
+    times: dict[str, float] = {}
+    truth: Results | None = None
+    for kernel in kernels:
+        if (run := _ready(spec, layer, kernel, shape, dtype, device)) is None:
+            continue
+        try:
+            results = run()
+            truth = truth or results
+            if _apart(results, truth) < ALIKE:
+                times[kernel] = statistics.median(_seconds(run, device) for _ in range(REPEATS))
+        except Exception:  # a kernel that refuses says so in many words, each in an error of its own
+            continue
+    return Choice(min(times, key=times.__getitem__) if times else _fallback(spec), times, shape)
+
+
+def _ready(
     spec: ModelSpec, layer: LayerSpec, kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device
-) -> float | None:
-    """Forward and backward once, the median of a few; None where the kernel does not take this."""
-    if kernel == "flex" and device.type != "cuda":
+) -> Callable[[], Results] | None:
+    """Forward and backward, the same numbers for every kernel; None where it is known not to run."""
+    if (kernel == "flex" and device.type != "cuda") or (kernel == "flash4" and not flash4.can_run(device)):
         return None
     heads, kv_heads = max(1, spec.num_heads // shape.tp), max(1, spec.num_kv_heads // shape.tp)
     width = spec.head_dim
     if spec.is_latent:  # values are padded to the width of queries
         width, kv_heads = spec.qk_nope_head_dim + spec.qk_rope_head_dim, heads
+    draw = torch.Generator(device).manual_seed(0)
     q, k, v = (
-        torch.randn(shape.rows, shape.seq_len, num, width, device=device, dtype=dtype, requires_grad=True)
+        torch.randn(shape.rows, shape.seq_len, num, width, device=device, dtype=dtype, generator=draw).requires_grad_()
         for num in (heads, kv_heads, kv_heads)
     )
     builder = MaskBuilder(shape.seq_len, 0, device)
     mask = builder.build((layer,), flex=kernel == "flex")[builder.key(layer)]
 
-    def once() -> float:
-        began = _now(device)
+    def run() -> Results:
         y = attend(q, k, v, mask, kernel, softmax_scale(spec), spec.attention_softcap)
-        torch.autograd.grad(y, (q, k, v), y)
-        return _now(device) - began
+        return y.detach(), *torch.autograd.grad(y, (q, k, v), y)
 
-    try:
-        once()
-        return statistics.median(once() for _ in range(REPEATS))
-    except RuntimeError:  # a kernel that refuses says so in many words; torch.OutOfMemoryError is one too
-        return None
+    return run
+
+
+def _apart(results: Results, truth: Results) -> float:
+    """The largest distance, by norm. Not a number is far."""
+    norm = torch.linalg.vector_norm
+    apart = [
+        norm(a - b, dtype=torch.float32) / norm(b, dtype=torch.float32) for a, b in zip(results, truth, strict=True)
+    ]
+    return float(torch.stack(apart).nan_to_num(torch.inf).max())
+
+
+def _seconds(run: Callable[[], Results], device: torch.device) -> float:
+    began = _now(device)
+    run()
+    return _now(device) - began
 
 
 def _now(device: torch.device) -> float:

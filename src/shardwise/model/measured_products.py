@@ -24,7 +24,8 @@ from shardwise.model import cublas
 from shardwise.model.fused_loss import Products, adds_in_place
 
 LEAST_FLOPS = 3e10  # 0.05 ms on an H200: below, choosing saves less than the operation's way through Python costs
-MOST_PROPOSALS, FINALISTS, ROUNDS = 12, 4, 5
+MOST_PROPOSALS, FINALISTS, ROUNDS = 20, 4, 4
+TURN_MS = 25.0  # of a finalist, so that each works at the clock that its own power leaves it: what is fastest for a moment may draw more
 TRIES = 2  # of a product that is all zeros, as gradients can be in a first step
 WORTH = 0.99  # of torch's time: less of a gain is within the noise
 
@@ -117,24 +118,25 @@ def _is_same(launch: cublas.Launch, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, 
 
 
 def _fastest(launches: list[cublas.Launch], a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> Found:
-    """The first is torch's. All once, then those that did best and torch's, taking turns: the card slows down and speeds up for all alike."""
+    """The first is torch's. All for a moment, then those that did best and torch's, taking turns: the card slows down and speeds up for all alike."""
 
-    def milliseconds(launch: cublas.Launch) -> float:
+    def milliseconds(launch: cublas.Launch, repeats: int = 2) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         launch(a_MK, b_KN, out_MN, 0.0)  # the other's matrices have left the caches
         start.record()
-        launch(a_MK, b_KN, out_MN, 0.0)
-        launch(a_MK, b_KN, out_MN, 0.0)
+        for _ in range(repeats):
+            launch(a_MK, b_KN, out_MN, 0.0)
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 2
+        return start.elapsed_time(end) / repeats
 
     first = {index: milliseconds(launch) for index, launch in enumerate(launches)}
     best = sorted((index for index in first if index), key=first.__getitem__)[:FINALISTS]
     times: dict[int, list[float]] = {index: [] for index in (0, *best)}
+    repeats = max(2, round(TURN_MS / first[0]))
     for _ in range(ROUNDS):
         for index, each in times.items():
-            each.append(milliseconds(launches[index]))
+            each.append(milliseconds(launches[index], repeats))
     medians = {index: statistics.median(each) for index, each in times.items()}
     winner = min(medians, key=medians.__getitem__)
     if medians[winner] > WORTH * medians[0]:

@@ -108,4 +108,5 @@ def _keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Checkpo
 
 
 def _kept_operations() -> set[Any]:
-    return {getattr(torch.ops.aten, name) for name in KEPT_OPERATIONS if hasattr(torch.ops.aten, name)}
+    known = {getattr(torch.ops.aten, name) for name in KEPT_OPERATIONS if hasattr(torch.ops.aten, name)}
+    return {*known, torch.ops.shardwise.flash}  # model/flash4.py

@@ -14,7 +14,8 @@ from shardwise.config.schema import Config
 from shardwise.errors import UserError
 from shardwise.plan.refusal import Asked
 
-FP8_CAPABILITY, BF16_CAPABILITY = (8, 9), (8, 0)
+FP8_CAPABILITY, BF16_CAPABILITY, FLASH4_CAPABILITY = (8, 9), (8, 0), (9, 0)
+FLASH4_INSTALL = "pip install 'flash-attn-4[cu13]'"
 LOWBIT_INSTALL = "pip install 'shardwise[lowbit]'"
 
 
@@ -88,7 +89,7 @@ def _check_torchao(origins: Origins) -> None:
         )
 
 
-CUDA_ATTENTION = ("flex", "cudnn", "flash")
+CUDA_ATTENTION = ("flex", "cudnn", "flash", "flash4")
 
 
 def check_cuda_only(asked: Asked, origins: Origins) -> None:
@@ -99,6 +100,8 @@ def check_cuda_only(asked: Asked, origins: Origins) -> None:
     kernel = asked.config.model.attention
     if kernel in CUDA_ATTENTION and asked.device == "cpu":
         raise _needs(f"model.attention = {kernel}", "a GPU", none, "model.attention=auto", origins)
+    if kernel == "flash4":
+        _check_flash4(asked.machine, origins)
     if asked.config.speed.compile == "graphs" and asked.device == "cpu":
         raise _needs("speed.compile = graphs", "a GPU", none, "speed.compile=blocks", origins)
     if asked.config.speed.kernels != "liger":
@@ -113,6 +116,24 @@ def check_cuda_only(asked: Asked, origins: Origins) -> None:
         raise _needs(
             key, "liger-kernel, which is not installed", why, f"{instead}, or pip install liger-kernel", origins
         )
+
+
+def _check_flash4(machine: Machine, origins: Origins) -> None:
+    key, instead = "model.attention = flash4", "model.attention=auto"
+    if old := next((gpu for gpu in machine.gpus if gpu.capability < FLASH4_CAPABILITY), None):
+        why = f"{old.name} has capability {_dotted(old.capability)}"
+        raise _needs(key, f"a GPU of capability {_dotted(FLASH4_CAPABILITY)} (Hopper) or newer", why, instead, origins)
+    if not has_flash4():
+        why = "its kernels are those of FlashAttention 4, a package of its own"
+        fix = f"{instead}, or {FLASH4_INSTALL}"
+        raise _needs(key, "flash-attn-4, which is not installed", why, fix, origins)
+
+
+def has_flash4() -> bool:
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _needs(value: str, what: str, why: str, fix: str, origins: Origins) -> UserError:

@@ -124,7 +124,7 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
 
 def check_attention(config: ModelConfig, device_type: str) -> None:
-    if config.attention in ("flex", "cudnn", "flash") and device_type != "cuda":
+    if config.attention in ("flex", "cudnn", "flash", "flash4") and device_type != "cuda":
         why = "FlexAttention has no backward pass on a CPU" if config.attention == "flex" else "it is a kernel of CUDA"
         raise UserError(
             f"model.attention = {config.attention} needs a CUDA GPU",
