@@ -2,7 +2,7 @@
 
 `none` is the plain eager run. `again` repeats it: what the device itself does not repeat. `halves` cuts its batch in two: the same sums in another order,
 so its distance is what bf16's roundings make of nothing. fp8 takes large matrices only, so it has a model of its own with 8B's width, and eager runs of that,
-`wide none` and `wide again`. A trick holds if the mean loss of the last tenth is within 0.5 % of the eager run's (the bound that runs have for bf16), fp8 within 1 %.
+`wide none` and `wide again`. Adapters over a frozen base of that model, in bf16 (`lora none`) and in fp8, are compared with each other. A trick holds if the mean loss of the last tenth is within 0.5 % of the eager run's (the bound that runs have for bf16), fp8 within 1 %.
 The file has every loss of every run.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.shapes import Shape, case_of
-from gpu.with_ours import plan_of
+from gpu.shapes import LORA, Shape, case_of
+from gpu.with_ours import adapter_of, plan_of
 
 from shardwise.config.schema import CommConfig, OptimizerConfig
 from shardwise.data.loader import StepBatch, TensorBatch
@@ -30,6 +30,7 @@ from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.step import accumulate, update
 
 LIMIT, FP8_LIMIT = 0.005, 0.01
+LORA_LR = 1e-3
 LR, WARM_UP = (
     1e-4,
     5,
@@ -50,6 +51,11 @@ ALONE = {
     "loss": "fused",
     "kernels": "liger",
     "attention": "auto",
+}
+LORA_RUNS = {
+    "lora none": "ours:compile=none,products=library,attention=sdpa",
+    "lora, fp8 tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",
+    "lora, fp8 tensorwise, head too": "ours:precision=fp8,fp8_recipe=tensorwise,fp8_head=true",
 }
 FP8 = {"fp8 rowwise": "rowwise", "fp8 tensorwise": "tensorwise", "fp8 tensorwise, head too": "tensorwise,fp8_head=true"}
 CHANGES = {
@@ -84,12 +90,27 @@ RUNS = {
     "wide all": "ours",
     **{name: f"ours:precision=fp8,fp8_recipe={recipe}" for name, recipe in FP8.items()},
     "all, with graphs": "ours:compile=graphs",
+    **LORA_RUNS,
 }
 SMOKE_RUNS = ("none", "again", "halves", "fuse alone", "loss alone")
 
 
-def is_wide(name: str) -> bool:
-    return name.startswith("wide") or name in FP8
+def shape_of(name: str) -> Shape:
+    if name in LORA_RUNS:
+        return replace(WIDE, adapter=LORA)
+    return WIDE if name.startswith("wide") or name in FP8 else GOLDEN
+
+
+def lr_of(name: str) -> float:
+    if name in LORA_RUNS:
+        return LORA_LR
+    return LR if shape_of(name) is GOLDEN else WIDE_LR
+
+
+def reference_of(name: str) -> str:
+    if name in LORA_RUNS:
+        return "lora none"
+    return "none" if shape_of(name) is GOLDEN else "wide none"
 
 
 def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: float) -> dict[str, Any]:
@@ -101,7 +122,14 @@ def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: fl
     place = torch.device(device)
     attention = case.options.get("attention", "auto")
     engine = parallelize_decoder(
-        shape.spec, plan, 0, place, CommConfig(), attention, lambda model: initialize(model, 0)
+        shape.spec,
+        plan,
+        0,
+        place,
+        CommConfig(),
+        attention,
+        lambda model: initialize(model, 0),
+        adapter=adapter_of(case),
     )
     optimizer, clock, losses = engine_optimizer(values, engine), Clock(place), []
     warm_up = max(1, len(steps) // WARM_UP)
@@ -153,10 +181,10 @@ def golden(path: Path | None, *, steps: int, smoke: bool = False, only: list[str
     for name in only or (SMOKE_RUNS if smoke else RUNS):
         if "losses" in found["runs"].get(name, {}):
             continue
-        taken, began = WIDE if is_wide(name) else small, time.perf_counter()
+        taken, began = small if smoke else shape_of(name), time.perf_counter()
         data = batches(text(), steps, taken.micro_batch, taken.seq_len)
         try:
-            found["runs"][name] = train(taken, name, data, device, 3e-3 if smoke else WIDE_LR if is_wide(name) else LR)
+            found["runs"][name] = train(taken, name, data, device, 3e-3 if smoke else lr_of(name))
         except Exception as error:  # one trick that fails must not take the others' figures with it
             found["runs"][name] = {"contender": RUNS[name], "error": f"{type(error).__name__}: {error}"[:500]}
         found["runs"][name]["seconds"] = time.perf_counter() - began
@@ -177,17 +205,17 @@ def golden(path: Path | None, *, steps: int, smoke: bool = False, only: list[str
 
 def judge(found: dict[str, Any]) -> None:
     for name, run in found["runs"].items():
-        reference = "wide none" if is_wide(name) else "none"
+        reference = reference_of(name)
         truth = found["runs"].get(reference, {}).get("losses")
         if truth and "losses" in run and name != reference:
-            run |= compared(run["losses"], truth, FP8_LIMIT if name in FP8 else LIMIT)
+            run |= compared(run["losses"], truth, FP8_LIMIT if "fp8" in name else LIMIT)
 
 
 def line_of(name: str, run: dict[str, Any]) -> str:
-    if name in ("none", "wide none") and "losses" in run:
+    if name == reference_of(name) and "losses" in run:
         return f"{name:<26}last loss {run['losses'][-1]:.4f}   what the others are compared with"
     if "holds" not in run:
-        return f"{name:<26}{run.get('error', 'nothing to compare with yet: run `none` or `wide none` first')}"
+        return f"{name:<26}{run.get('error', 'nothing to compare with yet: run `{reference_of(name)}` first')}"
     return (
         f"{name:<26}last loss {run['losses'][-1]:.4f}   off by {run['last_tenth_off']:+.3%} (limit {run['limit']:.1%})   "
         f"largest difference {run['max_difference']:.5f}, first {run['first_difference']:.6f}   {'holds' if run['holds'] else 'MOVES THE LOSS'}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise.model import attention_choice
+from shardwise.model.attention import attend
 from shardwise.model.attention_choice import Shape, candidates, choose
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
@@ -40,6 +42,21 @@ def test_a_kernel_that_does_not_run_here_drops_out():
     assert (found[0].kernel, found[0].seconds) == ("sdpa", {})
     gemma = preset("gemma2-2b").with_overrides({**SMALL, "query_scale_dim": 16})
     assert choose(gemma, gemma.layers[:1], Shape(1, 32), torch.float32, CPU, among=("flex",))[0].kernel == "math"
+
+
+def test_a_kernel_that_fails_drops_out_aloud(monkeypatch: pytest.MonkeyPatch):
+    """Another one's mistake costs nobody a run, but is not hidden either."""
+
+    def faulty(q, k, v, mask, kernel, scale, softcap):
+        if kernel == "cudnn":
+            raise KeyError("no such\nengine")
+        out = attend(q, k, v, mask, "sdpa", scale, softcap)
+        return 1.1 * out if kernel == "flash" else out
+
+    monkeypatch.setattr(attention_choice, "attend", faulty)
+    found = choose(LLAMA, LLAMA.layers[:1], Shape(1, 32), torch.float32, CPU, among=("cudnn", "sdpa", "flash"))[0]
+    assert found.kernel == "sdpa" and set(found.seconds) == {"sdpa"}
+    assert "; cudnn dropped out: KeyError: 'no such\\nengine'; flash dropped out: its results are " in str(found)
 
 
 def test_layers_may_use_different_kernels():

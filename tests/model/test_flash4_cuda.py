@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +87,73 @@ def test_without_it_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(flash4, "can_run", lambda device: False)
     choice = choose(SPEC, SPEC.layers, Shape(1, 64), torch.float32, DEVICE, among=("sdpa", "flash4"))[0]
     assert set(choice.seconds) == {"sdpa"}
+
+
+class OnCpu:
+    """The two functions of the package, by torch's kernel for CPUs."""
+
+    calls: list[str] = []
+
+    @staticmethod
+    def _flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, **_: bool) -> tuple[Tensor | None, ...]:
+        OnCpu.calls.append("forward")
+        ready = (x.detach().transpose(1, 2) for x in (q, *repeated(q, k, v)))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*ready, 0.0, True, scale=softmax_scale)
+        return out.transpose(1, 2).contiguous(), lse.contiguous(), None
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+        softmax_scale: float, **_: bool,
+    ) -> None:  # fmt: skip
+        OnCpu.calls.append("backward")
+        ready = (x.transpose(1, 2) for x in (grad, q, *repeated(q, k, v), out))
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = [x.transpose(1, 2) for x in backward(*ready, lse, 0.0, True, scale=softmax_scale)]
+        for mine, theirs in zip((dq, dk, dv), found, strict=True):
+            mine.copy_(theirs.unflatten(2, (mine.shape[2], -1)).sum(3))
+
+
+def repeated(q: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in tensors]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(flash4, "_interface", lambda: OnCpu)
+    monkeypatch.setattr("shardwise.model.decoder.check_kernel_device", lambda *_: None)
+    with torch.library._scoped_library("shardwise", "FRAGMENT") as library:
+        library.impl("flash", flash4._forward, "CPU")
+        library.impl("flash_backward", flash4._backward, "CPU")
+        yield
+
+
+def test_its_operations_have_gradients(on_cpu: None) -> None:
+    """As torch sees them, whoever computes: schema, shapes, autograd, and a graph of both."""
+    q, k, v = (torch.randn(2, 32, num, 16, requires_grad=True) for num in (4, 2, 2))
+    torch.library.opcheck(torch.ops.shardwise.flash.default, (q, k, v, 0.25))
+    half, OnCpu.calls = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)], []
+    truth, out = attend(q, k, v, CAUSAL, "math", 0.25, 0.0), attend(*half, CAUSAL, "flash4", 0.25, 0.0)
+    pairs = zip(torch.autograd.grad(out, half, out), torch.autograd.grad(truth, (q, k, v), truth), strict=True)
+    assert max(float((a.float() - b).norm() / b.norm()) for a, b in pairs) < 0.02
+    assert OnCpu.calls == ["forward", "backward"]
+    attend(q, k, v, CAUSAL, "flash4", 0.25, 0.0)
+    assert len(OnCpu.calls) == 2, "it is not for fp32"
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_compiled_blocks_hold_it_as_one_operation(on_cpu: None, selective: bool) -> None:
+    def gradients_of(kernel: str) -> list[Tensor]:
+        torch.compiler.reset()
+        model = Decoder(preset("tiny").with_overrides({"num_layers": 1, "vocab": 64}), kernel)
+        initialize(model, 0)
+        model.bfloat16()
+        apply_compile(model.layers.values(), "trace", selective=selective, whole=True)
+        tokens = torch.arange(128).view(2, 64) % 61
+        model(tokens, tokens.roll(-1, 1)).cross_entropy.backward()
+        return [p.grad.float() for p in model.parameters() if p.grad is not None]
+
+    assert apart(gradients_of("flash4"), gradients_of("sdpa")) < 0.02
 
 
 def test_shapes_are_known_before_anything_runs() -> None:

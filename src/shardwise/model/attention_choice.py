@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,13 +42,15 @@ class Choice:
     kernel: str
     seconds: dict[str, float]  # of forward and backward by kernel that runs here
     shape: Shape
+    dropped: dict[str, str] = field(default_factory=dict)  # why, by kernel that should run here and did not
 
     def __str__(self) -> str:
+        dropped = "".join(f"; {kernel} dropped out: {why}" for kernel, why in self.dropped.items())
         if not self.seconds:
-            return f"attention {self.kernel}"
+            return f"attention {self.kernel}{dropped}"
         order = sorted(self.seconds, key=self.seconds.__getitem__)
         times = ", ".join(f"{kernel} {1e3 * self.seconds[kernel]:.2f}" for kernel in order)
-        return f"attention {self.kernel}, the fastest for {self.shape.rows} x {self.shape.seq_len:,} tokens (ms per layer: {times})"
+        return f"attention {self.kernel}, the fastest for {self.shape.rows} x {self.shape.seq_len:,} tokens (ms per layer: {times}){dropped}"
 
 
 def candidates(spec: ModelSpec, layer: LayerSpec, seq_len: int) -> tuple[str, ...]:
@@ -87,6 +89,7 @@ def _measured(
     spec: ModelSpec, layer: LayerSpec, kernels: Sequence[str], shape: Shape, dtype: torch.dtype, device: torch.device
 ) -> Choice:
     times: dict[str, float] = {}
+    dropped: dict[str, str] = {}
     truth: Results | None = None
     for kernel in kernels:
         if (run := _ready(spec, layer, kernel, shape, dtype, device)) is None:
@@ -94,11 +97,13 @@ def _measured(
         try:
             results = run()
             truth = truth or results
-            if _apart(results, truth) < ALIKE:
+            if (apart := _apart(results, truth)) < ALIKE:
                 times[kernel] = statistics.median(_seconds(run, device) for _ in range(REPEATS))
-        except Exception:  # a kernel that refuses says so in many words, each in an error of its own
-            continue
-    return Choice(min(times, key=times.__getitem__) if times else _fallback(spec), times, shape)
+            else:
+                dropped[kernel] = f"its results are {apart:.1%} off"
+        except Exception as error:  # a kernel that refuses says so in many words, each in an error of its own
+            dropped[kernel] = " ".join(f"{type(error).__name__}: {error}".split())[:100]
+    return Choice(min(times, key=times.__getitem__) if times else _fallback(spec), times, shape, dropped)
 
 
 def _ready(

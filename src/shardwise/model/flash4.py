@@ -72,13 +72,13 @@ def _backward_shapes(
     return q_BTHC.new_empty(q_BTHC.shape), k_BTKC.new_empty(k_BTKC.shape), v_BTKC.new_empty(v_BTKC.shape)
 
 
-def _keep(context: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, context.scale = inputs
-    context.save_for_backward(*tensors, *output)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # torch names its arguments
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _gradients(context: Any, grad_BTHC: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
-    return *torch.ops.shardwise.flash_backward.default(grad_BTHC, *context.saved_tensors, context.scale), None
+def _gradients(ctx: Any, grad_BTHC: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
+    return *torch.ops.shardwise.flash_backward.default(grad_BTHC, *ctx.saved_tensors, ctx.scale), None
 
 
 _here = torch.library.Library("shardwise", "FRAGMENT")
