@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_without_it_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> 
 class OnCpu:
     """The two functions of the package, by torch's kernel for CPUs."""
 
-    calls: list[str] = []
+    calls: ClassVar[list[str]] = []
 
     @staticmethod
     def _flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, **_: bool) -> tuple[Tensor | None, ...]:
