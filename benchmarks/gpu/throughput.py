@@ -133,11 +133,11 @@ class Measuring:
             self.folder = Path(folder)
             try:
                 for shape, contender in wanted:
+                    if self.alive and not self.has_room(shape, contender):
+                        self.finish()
                     if self.left_s() < RESERVED_S:
                         print(f"{shape} {contender}: no time left; the same command goes on from here")
                         continue
-                    if self.alive and not self.has_room(shape, contender):
-                        self.finish()
                     self.start(shape, contender)
                 self.finish()
             finally:
