@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.shapes import VARIANTS, Case, case_of
-from gpu.with_ours import adapter_of, options_of, plan_of
+from gpu.with_ours import adapter_of, options_of, plan_of, run_with
 
 from shardwise.cluster.spec import known_cluster
 from shardwise.plan.job import Job
@@ -61,7 +61,8 @@ def table(rows: list[dict[str, Any]], words: list[str]) -> None:
     for row in rows:
         text = VARIANTS.get(row["contender"], row["contender"])
         text += (":" if ":" not in text else ",") + ",".join(words) if words else ""
-        said, measured = predicted_parts(case_of(row["shape"], text)), row.get("profile")
+        case = run_with(case_of(row["shape"], text), row.get("notes") or {})
+        said, measured = predicted_parts(case), row.get("profile")
         cells = [f"{said[name] * 1e3:.1f} / " for name in PARTS]
         if measured:
             parts = measured["parts_s"]

@@ -251,10 +251,12 @@ def row_of(process: Process, ready: dict[str, Any], beside: int) -> dict[str, An
         **{key: last.get(key) for key in ("parameters", "notes", "compiled_graphs", "graph_breaks", "alloc_retries", "versions", "device")},
     }  # fmt: skip
     if case.base in ("ours", "train"):
-        from gpu.with_ours import predicted
+        from gpu.with_ours import predicted, run_with
 
         try:
-            row["predicted"] = predicted(case, PREDICTED_FOR) if case.device == "cuda" else None
+            row["predicted"] = (
+                predicted(run_with(case, row["notes"] or {}), PREDICTED_FOR) if case.device == "cuda" else None
+            )
         except Exception as error:  # what was measured is worth more
             print(f"{process.shape} {process.contender}: no prediction: {error}", flush=True)
             row["predicted"] = None

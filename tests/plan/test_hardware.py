@@ -13,6 +13,7 @@ from shardwise.cluster.usable import TorchBuild, torch_build, why_unusable
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
 from shardwise.model.presets import preset
+from shardwise.plan import hardware
 from shardwise.plan.hardware import has_flash4
 from shardwise.plan.plan import Plan
 from shardwise.plan.resolve import resolve
@@ -100,6 +101,40 @@ def test_flash4_that_is_not_installed_is_said_with_the_way_without_it() -> None:
 def test_flash4_on_an_older_card_is_refused() -> None:
     problem = refusal(A100, "model.attention=flash4")
     assert "capability 9.0" in problem.what and "8.0" in problem.why and problem.fix == "model.attention=auto"
+
+
+@pytest.fixture
+def has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if flash-attn-4 were installed."""
+    monkeypatch.setattr(hardware, "has_flash4", lambda: True)
+
+
+MIXED_CARDS = Machine(8, 64 * GIB, (*H200.gpus, *A100.gpus), "linux")
+
+
+@pytest.mark.usefixtures("has_it")
+@pytest.mark.parametrize(
+    ("machine", "words", "attention"),
+    [
+        (H200, [], "flash4"),
+        (H200, ["model.attention=flash4"], "flash4"),
+        (H200, ["model.attention=cudnn"], "sdpa"),
+        (H200, ["memory.precision=fp32"], "sdpa"),
+        (H200, ["data.document_mask=true"], "sdpa"),
+        (H200, ["train.deterministic=true"], "sdpa"),
+        (H200, ["memory.precision=fp8", "train.seq_len=256"], "flash4"),
+        (A100, [], "sdpa"),
+        (MIXED_CARDS, [], "sdpa"),
+        (NO_GPU, [], "sdpa"),
+    ],
+)
+def test_the_plan_says_which_attention_it_is_priced_with(machine: Machine, words: list[str], attention: str) -> None:
+    assert plan_on(machine, *words).attention == attention
+
+
+def test_auto_without_the_package_is_priced_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "has_flash4", lambda: False)
+    assert plan_on(H200).attention == "sdpa"
 
 
 @pytest.mark.parametrize("words", [["speed.compile=blocks"], ["speed.compile=graphs"], ["speed.fuse=true"]])

@@ -56,6 +56,47 @@ def test_attention_on_an_h200_takes_what_was_measured(kernel):
     assert statistics.median(map(abs, errors)) < 0.12 and max(map(abs, errors)) < 0.45, errors
 
 
+# rows, tokens, heads, key-value heads, width: milliseconds of cuDNN's forward and backward on an H200 at sustained power, and of FlashAttention 4's
+FLASH4 = {
+    (8, 4096, 32, 8, 64): ((1.323, 3.751), (1.198, 3.109)),
+    (8, 4096, 32, 8, 128): ((2.025, 6.085), (1.885, 5.515)),
+    (1, 32768, 32, 8, 128): ((14.850, 41.480), (13.683, 36.724)),
+    (4, 4096, 16, 16, 128): ((0.538, 1.547), (0.479, 1.354)),
+    (4, 2048, 32, 8, 128): ((0.291, 0.939), (0.285, 0.861)),
+}
+
+
+@pytest.mark.parametrize("shape", FLASH4, ids=str)
+def test_flash4_is_as_much_faster_than_cudnn_as_was_measured(shape):
+    """Of both passes within 3 %, of each within 5 %."""
+    (rows, tokens, heads, kv_heads, width), (cudnn, flash) = shape, FLASH4[shape]
+    work = Attention(rows, heads, kv_heads, tokens, tokens, tokens / 2, width, width)
+    usual, other = (
+        [Pricer(H200, "bf16", replace(OURS, attention=kernel)).attention(work, backward) for backward in (False, True)]
+        for kernel in ("sdpa", "flash4")
+    )
+    for priced, before, measured, was in zip(other, usual, flash, cudnn, strict=True):
+        assert priced / before == pytest.approx(measured / was, rel=0.05)
+    assert sum(other) / sum(usual) == pytest.approx(sum(flash) / sum(cudnn), rel=0.03)
+
+
+def test_measured_curves_are_of_torchs_own_attention():
+    curve, work = ((1e9, 4e14), (1e14, 4e14)), Attention(8, 32, 8, 4096, 4096, 2048.0, 128, 128)
+    device = replace(H200, curves={"attention/bf16": curve})
+    usual, other = (Pricer(device, "bf16", replace(OURS, attention=kernel)) for kernel in ("sdpa", "flash4"))
+    assert usual.attention(work) == pytest.approx(work.flops / 4e14)
+    assert other.attention(work) == pytest.approx(0.56 / 0.60 * usual.attention(work))
+    assert other.attention(work._replace(masked=True)) == usual.attention(work)
+
+
+@pytest.mark.parametrize("kind", ["a100-80", "h200", "b200"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_flash4_is_never_priced_slower_than_what_it_would_replace(kind, width):
+    device, work = known_cluster(kind, 1, 1).device, Attention(4, 32, 8, 4096, 4096, 2048.0, width, width)
+    usual, other = (Pricer(device, "bf16", replace(OURS, attention=kernel)) for kernel in ("sdpa", "flash4"))
+    assert all(other.attention(work, backward) <= usual.attention(work, backward) for backward in (False, True))
+
+
 def test_passes_on_an_h200_take_what_was_measured():
     """Sums and products of two large tensors. Small ones were timed with their launch."""
     pricer = Pricer(H200, "bf16", OURS)

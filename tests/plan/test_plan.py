@@ -151,6 +151,13 @@ def test_a_plan_json_from_before_layouts_reads_back():
     assert (here.world, here.replicate, here.tp, here.pp, here.split) == (2, 2, 1, 1, ())
 
 
+def test_a_plan_json_from_before_flash4_reads_back():
+    here = plan(attention="flash4").to_dict()
+    assert Plan.from_dict(here).attention == "flash4"
+    del here["attention"]
+    assert Plan.from_dict(here) == plan()
+
+
 def test_another_zero_stage_of_the_same_plan():
     """Whoever changes zero says replicate too: without it the replicas of stage 0 stay replicas."""
     here = plan(dp=4)

@@ -153,6 +153,23 @@ def test_floors_know_what_joined_products_keep(compiled: str, mode: str) -> None
     no_floor_is_above(space, every)
 
 
+@pytest.mark.parametrize("attention", ["measured", "flash4"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_floors_know_which_layouts_have_flash_attention(attention: str, schedule: str) -> None:
+    """A ring has its own attention, and where sequences are cut nobody measures, so layouts of one question differ."""
+    model = ModelSpec(num_layers=4, hidden=512, num_heads=4, num_kv_heads=4, ffn=1024, vocab=500)
+    fixed = {"memory.recompute": "none", "memory.offload": "none", "parallel.schedule": schedule}
+    job = Job(seq_len=16384, global_batch=4, attention=attention)
+    space = Space(model, read_cluster("1x4xh100"), job, fixed)
+    every = layouts(space)
+    assert every
+    found = {(grid.cp > 1, grid.cp_kind, space.attention(grid)) for grid, *_ in every}
+    ulysses = "flash4" if attention == "flash4" else "sdpa"
+    assert found == {(False, "ring", "flash4"), (True, "ring", "sdpa"), (True, "ulysses", ulysses)}
+    no_floor_is_above(space, every)
+    assert [c.plan for c in BestFirst(space, 2**40).best(1)] == [min(all_predicted(space, every), key=rank_of).plan]
+
+
 def no_floor_is_above(space: Space, some: list[Layout]) -> None:
     """The prediction."""
     assert some

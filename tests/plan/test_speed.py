@@ -6,12 +6,14 @@ import pytest
 
 from shardwise.cluster.machine import Machine
 from shardwise.config.load import load_config
+from shardwise.config.schema import SpeedConfig
 from shardwise.errors import UserError
 from shardwise.model.presets import preset
 from shardwise.plan.plan import Plan
 from shardwise.plan.question import ask
 from shardwise.plan.resolve import resolve
 from shardwise.plan.searching import explore
+from shardwise.plan.speed import with_speed
 
 CPU = Machine(cores=4, memory_bytes=2**36, gpus=(), platform="linux")
 PIPELINE = ("parallel.layout=pp=2", "train.global_batch=16")
@@ -74,6 +76,43 @@ def test_a_search_is_bound_by_it():
     with pytest.raises(UserError, match=r"speed\.compile"):
         search(*split, "speed.compile=blocks")
     assert {(plan.world, plan.copies) for plan in search("speed.copies=true")} == {(1, True)}
+
+
+def test_flash4_is_priced_where_it_is_asked_for_and_can_run():
+    usual, other = search(), search("model.attention=flash4")
+    assert {plan.attention for plan in usual} == {"sdpa"} and {plan.attention for plan in other} == {"flash4"}
+    with pytest.raises(UserError, match="capability") as caught:
+        ask("llama3.2-1b", "4xa100-80", seq="2k", batch="64k", words=("model.attention=flash4",))
+    assert len(str(caught.value).splitlines()) == 3 and "model.attention=auto" in caught.value.fix
+    question = ask("llama3.2-1b", "4xh100", seq="32k", batch="128k")
+    before, after = (
+        explore(one.spec, one.cluster, one.job, 1).candidates[0].prediction.step_s
+        for one in (question, question.constrained(["model.attention=flash4"]))
+    )
+    assert 0.86 < after / before < 0.97
+
+
+@pytest.mark.parametrize(
+    ("layout", "asked", "attention"),
+    [
+        ({}, "sdpa", "sdpa"),
+        ({}, "measured", "flash4"),
+        ({}, "flash4", "flash4"),
+        ({"cp": 2}, "measured", "sdpa"),
+        ({"cp": 2}, "flash4", "sdpa"),
+        ({"cp": 2, "cp_kind": "ulysses"}, "measured", "sdpa"),
+        ({"cp": 2, "cp_kind": "ulysses"}, "flash4", "flash4"),
+    ],
+)
+def test_a_ring_has_its_own_attention_and_cut_sequences_are_not_measured(layout, asked, attention):
+    here = Plan("cuda", "bf16", 2048, 4, 1, 1, 1, "", **layout)
+    assert with_speed(here, SpeedConfig(), preset("llama3.2-1b"), asked).attention == attention
+
+
+@pytest.mark.parametrize("model", ["gemma2-2b", "deepseek-v3"])
+def test_soft_caps_and_latent_heads_have_no_flash4(model):
+    here = Plan("cuda", "bf16", 2048, 4, 1, 1, 1, "")
+    assert with_speed(here, SpeedConfig(), preset(model), "flash4").attention == "sdpa"
 
 
 def test_plain_blocks_are_predicted_to_be_slower():

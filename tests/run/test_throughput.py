@@ -19,7 +19,7 @@ from gpu.golden import compared, judge
 from gpu.parts import Busy, divide, part_of, profile_of
 from gpu.shapes import CONTENDERS, SHAPES, case_of
 from gpu.speed_page import GOLDEN, GOLDEN_MARKS, MARKS, cells, golden_table, plot, table, tables, write_page
-from gpu.with_ours import plan_of, predicted
+from gpu.with_ours import plan_of, predicted, run_with
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGE, RESULTS = BENCHMARKS.parent / "docs/speed.md", BENCHMARKS / "results/throughput_h200.json"
@@ -192,6 +192,16 @@ def test_bars_are_judged_by_their_rows():
     }
     rows["1.5b/ours"] = row(71_000, 49)
     assert {verdict for _, _, _, verdict in judged({"rows": rows})} == {"holds"}
+
+
+def test_a_row_is_predicted_with_the_attention_that_it_took():
+    case, words = case_of("32k", "ours"), "the fastest for 1 x 16,384 tokens (ms per layer: flash4 12.30, cudnn 13.64)"
+    usual, *others = (
+        predicted(run_with(case, {"attention": said}))["step_s"]
+        for said in (f"attention cudnn, {words}", f"attention flash4, {words}", "flash4")
+    )
+    assert usual == predicted(case)["step_s"] == predicted(run_with(case, {}))["step_s"]
+    assert others == [predicted(case_of("32k", "ours:attention=flash4"))["step_s"]] * 2 and others[0] < 0.97 * usual
 
 
 OURS = [

@@ -121,12 +121,27 @@ def check_cuda_only(asked: Asked, origins: Origins) -> None:
 def _check_flash4(machine: Machine, origins: Origins) -> None:
     key, instead = "model.attention = flash4", "model.attention=auto"
     if old := next((gpu for gpu in machine.gpus if gpu.capability < FLASH4_CAPABILITY), None):
-        why = f"{old.name} has capability {_dotted(old.capability)}"
-        raise _needs(key, f"a GPU of capability {_dotted(FLASH4_CAPABILITY)} (Hopper) or newer", why, instead, origins)
+        raise too_old_for_flash4(old.name, old.capability, origins)
     if not has_flash4():
         why = "its kernels are those of FlashAttention 4, a package of its own"
         fix = f"{instead}, or {FLASH4_INSTALL}"
         raise _needs(key, "flash-attn-4, which is not installed", why, fix, origins)
+
+
+def too_old_for_flash4(name: str, capability: tuple[int, int], origins: Origins) -> UserError:
+    why, what = f"{name} has capability {_dotted(capability)}", f"capability {_dotted(FLASH4_CAPABILITY)} (Hopper)"
+    return _needs("model.attention = flash4", f"a GPU of {what} or newer", why, "model.attention=auto", origins)
+
+
+def attention_here(asked: Asked) -> str:
+    """As a `Job` has it: `measured` where `auto` finds FlashAttention 4 among the kernels that it times. Masks of documents are not for it, and its
+    deterministic backward takes as long as cuDNN's."""
+    config, gpus = asked.config, asked.machine.gpus
+    if config.data.document_mask or config.train.deterministic or not gpus:
+        return "sdpa"
+    if config.model.attention != "auto":
+        return "flash4" if config.model.attention == "flash4" else "sdpa"
+    return "measured" if has_flash4() and all(gpu.capability >= FLASH4_CAPABILITY for gpu in gpus) else "sdpa"
 
 
 def has_flash4() -> bool:

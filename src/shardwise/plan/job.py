@@ -24,6 +24,7 @@ class Job:
     adapter: AdapterConfig = WHOLE
     constraints: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # config key -> value
     price: float | None = None  # per device and hour; None: the cluster's own
+    attention: str = "sdpa"  # sdpa | flash4 | measured: the faster of both, found as the run starts
 
     @property
     def tokens_per_step(self) -> int:

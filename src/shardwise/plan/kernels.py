@@ -38,7 +38,7 @@ class Generation:
     eight_bit: float = 0.98  # share of the peak that fp8 reaches over what bf16 does (calib_mamf_stas.csv)
     rows: float = 1.0  # of that, with a scale for every row
     in_steps: float = 0.0  # by products of our compiled steps, a ceiling: what a tile's ends leave idle, power gives to the rest. 0: unknown
-    beside: float = 0.0  # bytes per number of queries that kernels beside the backward of `sdpa` move
+    beside: float = 0.0  # bytes per number of queries that kernels beside the backward of `BESIDE` move
 
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.86), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.45))
@@ -54,7 +54,9 @@ in steps, at the power limit, 1.02 (1.5 B), 1.014 (8 layers of 8 B) and 1.0 (8 B
 # Ampere: 195 products and 24 attentions on an A100-PCIe (calib_op_efficiency_simumax.csv; mean error of a product 4 %).
 # Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
 # Its `sdpa`: cuDNN in our steps, 2,048 to 131,072 tokens, where the card is warm; `beside` is out times its gradient, the queries' gradient
-# from fp32, and those of keys added up over heads.
+# from fp32, and those of keys added up over heads. `flash4`: as much faster than that as it is than cuDNN alone, on an H200 at sustained power,
+# 2,048 to 32,768 tokens: 482 to 643 TFLOP/s for 473 to 592 in forward, 399 to 599 for 366 to 530 in backward. Long and short sequences of as
+# many tokens say what lies beside: 28 bytes for 27. Nobody measured it on Blackwell, where it has cuDNN's shares.
 GENERATIONS = {
     7: Generation(0.90, TILES, 160, 0.75, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
     8: Generation(
@@ -72,6 +74,7 @@ GENERATIONS = {
             "flash3": (0.68, 0.53),
             "cudnn": (0.68, 0.53),
             "sdpa": (0.56, 0.53),
+            "flash4": (0.60, 0.60),
         },
         eight_bit=0.9,
         rows=0.8,
@@ -84,7 +87,13 @@ GENERATIONS = {
         110,
         0.5,
         0.75,
-        {"flash2": (0.20, 0.16), "flash3": (0.44, 0.38), "cudnn": (0.44, 0.38), "sdpa": (0.44, 0.38)},
+        {
+            "flash2": (0.20, 0.16),
+            "flash3": (0.44, 0.38),
+            "cudnn": (0.44, 0.38),
+            "sdpa": (0.44, 0.38),
+            "flash4": (0.44, 0.38),
+        },
         watts=1000.0,
     ),
 }
@@ -97,8 +106,12 @@ FLASH_TILE = 128
 FLASH_TAIL = (0.7, 1.4)
 """Times of the longest tile that are lost at the end, forward and backward: from cuDNN and flash 2 on an H200 with 1024 to 32768 tokens."""
 
-NARROW = {"flash3": 0.58, "cudnn": 0.58, "sdpa": 0.58}
-"""How much faster kernels lose to heads narrower than 128: 391 of 596 TFLOP/s with 64 for cuDNN, 277 of 296 for flash 2 (H200)."""
+NARROW = {"flash3": 0.58, "cudnn": 0.58, "sdpa": 0.58, "flash4": 0.5}
+"""How much faster kernels lose to heads narrower than 128: 391 of 596 TFLOP/s with 64 for cuDNN, 277 of 296 for flash 2 (H200). FlashAttention 4 gains
+more over cuDNN with 64 than with 128: 0.91 and 0.83 of its time in forward and backward, for 0.93 and 0.91."""
+
+BESIDE = ("sdpa", "flash4")
+"""Kernels whose backward has others beside it: out times its gradient before, gradients from fp32 after."""
 
 GAP = 0.12
 """Pause of a GPU between two kernels, over what the host takes to start one: 3 microseconds where that takes 25."""
@@ -137,6 +150,11 @@ class Pricer:
         self.sustained = min(1.0, self.generation.sustained * more)
         self.ceiling = self.generation.in_steps if stack.measured else 0.0
         self.chosen = CHOSEN if stack.chosen else 1.0
+        shares = self.generation.attention
+        is_faster = stack.attention == "flash4" and "flash4" in shares
+        self.faster = (
+            tuple(a / b for a, b in zip(shares["flash4"], shares["sdpa"], strict=True)) if is_faster else (1.0, 1.0)
+        )
         self._products: dict[Product, float] = {}  # a layer has many twice, and so have layouts
 
     def seconds(self, work: Work, backward: bool = False) -> float:
@@ -186,7 +204,8 @@ class Pricer:
         flops = a.flops * (2.5 if backward else 1.0)
         curve = self.curves.get(f"attention{'-backward' * backward}/{self.name}")
         if curve:
-            return flops / (self.threads * interpolate(curve, flops))
+            faster = 1.0 if a.masked else self.faster[backward]  # what was measured is torch's own
+            return flops / (self.threads * interpolate(curve, flops) * faster)
         if self.device.kind == "cpu":
             share = self.generation.attention["flash2"][backward]
             return flops / (self.exact_peak * self.device.achievable * share)
@@ -204,7 +223,7 @@ class Pricer:
         computed = (flops * diagonal + FLASH_TAIL[backward] * longest * self.device.units) / rate
         moved = self.size * a.rows * a.queries * (a.heads * (a.width + a.value_width) + 2 * a.kv_heads * a.width)
         beside = (
-            self.generation.beside * a.rows * a.queries * a.heads * a.width if kernel == "sdpa" and backward else 0.0
+            self.generation.beside * a.rows * a.queries * a.heads * a.width if kernel in BESIDE and backward else 0.0
         )
         return max(computed, moved * (2 + 2 * backward) / self.bandwidth) + beside / self.bandwidth
 

@@ -13,7 +13,7 @@ from shardwise.plan.activations import segments
 from shardwise.plan.layer_time import LayerTime, LayerTimes
 from shardwise.plan.plan import Plan
 from shardwise.plan.space import Grid, Space
-from shardwise.plan.speed import kernels_of, loss_of, our_stack
+from shardwise.plan.speed import attending, kernels_of, loss_of, our_stack
 from shardwise.plan.stack import Stack
 from shardwise.plan.step_time import layer_times
 
@@ -105,7 +105,8 @@ class Works:
             zero=3 if shared else 0,
             copies=space.may_copy(grid) and not shared,
         )
-        return layer_times(space.model, space.cluster, space.job, plan, self.stack_for(kernels))
+        stack = self.stack or attending(self.stack_for(kernels), space.attention(grid))
+        return layer_times(space.model, space.cluster, space.job, plan, stack)
 
     @cached_property
     def are_alike(self) -> bool:

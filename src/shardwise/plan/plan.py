@@ -80,6 +80,7 @@ class Plan:
     loss: str = "fused"  # recompute | fused: logits that are too many at once
     kernels: str = "torch"  # torch | liger
     products: str = "library"  # library | measured
+    attention: str = "sdpa"  # sdpa | flash4: what it is priced as; config decides what runs
     quantize_weights: str = "none"  # none | int8: of ZeRO's gathers
     quantize_gradients: str = "none"  # none | int8 | int4: of its reductions
     secondary_shard: int = 0  # neighbouring ranks that keep gathered parameters for backward between them; 0: nobody

@@ -17,6 +17,7 @@ from shardwise.config.keys import DEFAULT, Origins
 from shardwise.config.units import format_bytes
 from shardwise.errors import UserError
 from shardwise.plan.degrees import MAX_DEFAULT_CPU_RANKS
+from shardwise.plan.hardware import attention_here
 from shardwise.plan.job import job_of
 from shardwise.plan.memory import predict_elsewhere
 from shardwise.plan.plan import Plan
@@ -88,7 +89,8 @@ def better_layout(
     cluster = _cluster(asked, usual, limit)
     fixed = {key: value for key, value in _settings(usual, asked).items() if key not in open_keys}
     fixed |= {f"speed.{key}": value for key, value in asdict(asked.config.speed).items() if value != "auto"}
-    job = replace(job_of(asked.config, usual), constraints=MappingProxyType(fixed))
+    job = job_of(asked.config, usual)
+    job = replace(job, constraints=MappingProxyType(fixed), attention=attention_here(asked))
     found = fastest(asked.spec, cluster, job, asked.nproc)
     if found is None or not fits_on_host(asked, found.plan):
         return None

@@ -28,6 +28,7 @@ from shardwise.model.huggingface import find_model_dir, read_spec, spec_from_con
 from shardwise.model.presets import preset, preset_names
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.contradictions import check_float8_base, check_pairs
+from shardwise.plan.hardware import FLASH4_CAPABILITY, too_old_for_flash4
 from shardwise.plan.job import Job
 
 TYPED, ASSUMED = "typed", "assumed"
@@ -87,6 +88,8 @@ class Question:
             changes["precision"] = _precision(more.config.memory.precision, self.cluster)[0]
         if "optimizer.name" in typed:
             changes["optimizer"] = more.config.optimizer.name
+        if "model.attention" in typed:
+            changes["attention"] = _attention(more, self.cluster)
         if any(key.startswith("adapter.") for key in typed):
             changes["adapter"] = more.config.adapter
         changed = self.with_job(**changes)
@@ -143,7 +146,10 @@ def ask(
         adapter,
         MappingProxyType(constraints),
         per_hour,
+        _attention(typed, hardware),
     )
+    if job.attention != "sdpa":
+        told["model.attention"] = Assumption("attention", "FlashAttention 4", TYPED)
     _check_adapter(job)
     origins = {key: one.origin for key, one in told.items() if key in typed.origins and one.origin != TYPED}
     return Question(
@@ -328,6 +334,15 @@ def _precision(asked: str, cluster: ClusterSpec) -> tuple[str, Assumption]:
             fix=" or ".join(f"memory.precision={name}" for name in ("bf16", "fp16", "fp32") if name in rates),
         )
     return asked, Assumption(what, asked, TYPED)
+
+
+def _attention(typed: Loaded, cluster: ClusterSpec) -> str:
+    """As a `Job` has it. What is installed here says nothing about machines that are described: FlashAttention 4 counts where it is typed."""
+    if typed.config.model.attention != "flash4":
+        return "sdpa"
+    if cluster.device.kind != "cuda" or cluster.device.capability < FLASH4_CAPABILITY:
+        raise too_old_for_flash4(cluster.device.name, cluster.device.capability, typed.origins)
+    return "flash4"
 
 
 def _hardware(cluster: ClusterSpec, precision: str) -> list[Assumption]:

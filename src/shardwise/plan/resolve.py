@@ -28,7 +28,7 @@ from shardwise.plan.degrees import choose_degrees, global_batch_of
 from shardwise.plan.filled import fill
 from shardwise.plan.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.fp8 import MULTIPLE
-from shardwise.plan.hardware import check_cuda_only, choose_precision, why_precision
+from shardwise.plan.hardware import attention_here, check_cuda_only, choose_precision, why_precision
 from shardwise.plan.plan import Plan
 from shardwise.plan.planned import Saving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.refusal import Asked
@@ -133,7 +133,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
     _check_offload(plan, origins)
     _check_profile(config.run.profile, plan.num_steps, origins)
     check_cuda_only(asked, origins)
-    return with_speed(plan, config.speed, asked.spec)
+    return with_speed(plan, config.speed, asked.spec, attention_here(asked))
 
 
 def _check_micro_batch(config: Config, plan: Plan, micro_batch: int, origins: Origins) -> None:

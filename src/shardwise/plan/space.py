@@ -23,7 +23,7 @@ from shardwise.plan.degrees import tensor_degrees
 from shardwise.plan.fp8 import MULTIPLE
 from shardwise.plan.job import Job
 from shardwise.plan.plan import Plan
-from shardwise.plan.speed import asked_speed, bears, fp8_of, keeps_copies, kernels_of, loss_of, our_stack
+from shardwise.plan.speed import asked_speed, attention_of, bears, fp8_of, keeps_copies, kernels_of, loss_of, our_stack
 from shardwise.plan.split import balanced_split, estimated_costs, even_split
 
 SMALL_WORLD = 16
@@ -348,6 +348,7 @@ class Space:
             threads_per_rank=self.threads(grid.gpus),
             copies=self.may_copy(grid) and saving.offload == "none" and states.zero == 0,
             loss=loss_of(self.speed, grid.pp, pace.schedule),
+            attention=self.attention(grid),
             **self._kernels_of(grid.pp, pace.schedule),
             **(self._common | changes),
         )
@@ -357,6 +358,9 @@ class Space:
         if key not in self._kernels:
             self._kernels[key] = kernels_of(self.speed, self.device, self.model, pp, schedule)
         return self._kernels[key]
+
+    def attention(self, grid: Grid) -> str:
+        return attention_of(self.job.attention, self.model, self.precision, grid.cp, grid.cp_kind)
 
     def may_copy(self, grid: Grid) -> bool:
         return keeps_copies(self.speed, self.device, self.precision, self.model, grid.gpus, "none", 0)

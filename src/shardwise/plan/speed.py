@@ -20,8 +20,8 @@ from shardwise.plan.schedules import splits_backward
 from shardwise.plan.stack import OURS, Stack
 
 
-def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
-    """The plan with its tricks. Called last: what they may do depends on the layout."""
+def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str = "sdpa") -> Plan:
+    """The plan with its tricks. Called last: what they may do depends on the layout. `attention`: as a `Job` has it."""
     kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
     copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
     copies, loss = copies and not plan.rounds_sums, loss_of(asked, plan.pp, plan.schedule)
@@ -43,7 +43,8 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Plan:
             why="all micro-batches wait for their backward, each with a gradient of the head's weights in fp32",
             fix="speed.loss=auto or parallel.schedule=1f1b",
         )
-    return replace(plan, **kernels, copies=copies, loss=loss)
+    attention = attention_of(attention, spec, plan.precision, plan.cp, plan.cp_kind)
+    return replace(plan, **kernels, copies=copies, loss=loss, attention=attention)
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
@@ -111,10 +112,33 @@ def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
     return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
 
 
+WIDEST_FLASH4 = 128
+"""Heads of 64 and 128 were measured (kernels.py)."""
+
+
+def attention_of(asked: str, spec: ModelSpec, precision: str, cp: int, cp_kind: str) -> str:
+    """What a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody measures kernels where sequences are
+    cut (parallel/apply.py), and a ring has its own."""
+    can = asked != "sdpa" and spec.is_ours and not spec.is_latent and not spec.attention_softcap
+    can = can and spec.head_dim <= WIDEST_FLASH4 and precision not in ("fp32", "fp64")
+    return "flash4" if can and (cp == 1 or (asked == "flash4" and cp_kind == "ulysses")) else "sdpa"
+
+
 def stack_of(plan: Plan) -> Stack:
     """How our runtime executes a plan."""
     fp8 = fp8_of(plan.precision, plan.fp8_recipe, plan.fp8_head)
-    return our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused", plan.products == "measured", *fp8)
+    stack = our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused", plan.products == "measured", *fp8)
+    return attending(stack, plan.attention)
+
+
+def attending(stack: Stack, kernel: str) -> Stack:
+    return stack if stack.attention == kernel else _attending(stack, kernel)
+
+
+@cache
+def _attending(stack: Stack, kernel: str) -> Stack:
+    """The same object for the same words, because prices are kept by it (step_time.py)."""
+    return replace(stack, attention=kernel)
 
 
 def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:

@@ -15,7 +15,7 @@ class Stack:
     name: str = "shardwise"
 
     # Kernels: how often memory is read and written, and how often the host starts something.
-    # math (scores in memory) | flash1 | flash2 | flash3 | cudnn | sdpa (cuDNN's, as torch calls it)
+    # math (scores in memory) | flash1 | flash2 | flash3 | cudnn | sdpa (cuDNN's, as torch calls it) | flash4
     attention: str = "sdpa"
     windows: bool = False  # its kernel skips keys outside of a window and knows soft caps; else all pairs are computed
     joined: bool = False  # queries, keys and values are one product; gate and up another

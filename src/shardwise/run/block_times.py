@@ -42,7 +42,7 @@ class BlockTimes:
 def block_times(
     spec: ModelSpec, plan: Plan, attention: str, optimizer: OptimizerConfig, device: torch.device
 ) -> BlockTimes:
-    part, alone = _slice(spec, plan), _alone(plan)
+    part, alone = _slice(spec, plan), _alone(plan, attention)
     # No more than a step holds at once, so that what fits does not run out of memory here.
     count = min(-(-part.num_layers // plan.pp), MOST_BLOCKS[device.type]) if plan.recompute == "none" else 1
     kinds = [replace(layer, index=0) for layer in part.layers]
@@ -68,8 +68,8 @@ def _slice(spec: ModelSpec, plan: Plan) -> ModelSpec:
     return part
 
 
-def _alone(plan: Plan) -> Plan:
-    """One micro-batch in one process, and no parameters that are rounded on the way."""
+def _alone(plan: Plan, attention: str) -> Plan:
+    """One micro-batch in one process, and no parameters that are rounded on the way. Which kernel `auto` takes is not measured yet."""
     precision = {"bf16": "bf16-true", "fp16": "fp16-true", "fp8": "bf16-true"}.get(plan.precision, plan.precision)
     return Plan(
         device=plan.device,
@@ -80,6 +80,7 @@ def _alone(plan: Plan) -> Plan:
         num_steps=1,
         threads_per_rank=plan.threads_per_rank,
         reason="",
+        attention=plan.attention if attention == "flash4" else "sdpa",
     )
 
 
