@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from torch.fx import GraphModule, Node
 
 from shardwise.config.schema import AdapterConfig
 from shardwise.memory.float8 import apply_float8
+from shardwise.model import measured_products
 from shardwise.model.adapters import adapt, decoder_adapters
 from shardwise.model.attention import Attention
 from shardwise.model.decoder import Decoder
 from shardwise.model.feedforward import FeedForward, join_adapters
 from shardwise.model.initialize import initialize
+from shardwise.model.measured_products import add_narrow
 from shardwise.model.presets import preset
-from shardwise.parallel.compiled import apply_compile, apply_joined_adapters
+from shardwise.parallel.compiled import apply_compile, apply_joined_adapters, apply_narrow_sums
 from shardwise.plan.plan import Plan
 from shardwise.run.reference import Trial, train_plain
 from shardwise.run.trial import build_trial, train_in_layout, trial_plan
@@ -117,6 +120,48 @@ def test_kernels_compute_what_they_did(kind: str) -> None:
         apply_compile(model.layers.values(), "blocks", selective=False, whole=True)
         results.append(through(model))
     assert apart(*results) < 1e-12
+
+
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_sums_in_one_kernel_are_the_same_sums(kind: str, joins: bool) -> None:
+    """As graphs see them. What the kernel does is for a GPU."""
+    torch.compiler.reset()
+    model = make(replace(adapter(kind), rank=8))
+    truth = through(model)
+    if joins:
+        apply_joined_adapters(model.layers.values())
+    apply_narrow_sums(model.layers.values())
+    attention: Any = model.layers["0"].attention
+    assert attention.q.add_narrow is torch.ops.shardwise.add_narrow.default
+    apply_compile(model.layers.values(), "trace", selective=False, whole=True)
+    assert apart(through(model), truth) < 1e-12
+
+
+def test_the_sum_is_an_operation_with_gradients() -> None:
+    y, x, b = (torch.randn(size, requires_grad=True, dtype=torch.float64) for size in ((2, 5, 7), (2, 5, 8), (7, 8)))
+    torch.library.opcheck(add_narrow(), (y, x, b))
+    assert torch.autograd.gradcheck(add_narrow(), (y, x, b))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rank, first", [(16, 0), (16, 16), (64, 0)])
+def test_the_kernel_of_the_sum_rounds_once(rank: int, first: int) -> None:
+    """x is a part of the rows of another matrix, as with joined adapters; a product that is zero chooses nobody."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    y, wide, b = (
+        torch.randn(size, device="cuda", generator=draw).bfloat16()
+        for size in ((4, 1024, 4096), (4, 1024, rank + 32), (4096, rank))
+    )
+    x = wide[..., first : first + rank]
+    measured_products._found.clear()
+    assert torch.equal(add_narrow()(y, x, torch.zeros_like(b)), y) and not measured_products._found
+    truth = (y.double() + x.double() @ b.double().t()).bfloat16()
+    out = add_narrow()(y, x, b)
+    assert (out != truth).float().mean() < 1e-3  # fp32 sums that lie between two numbers
+    (found,) = measured_products._found.values()
+    assert found.launch is not None and found.ms < found.torch_ms, "torch copies y first"
+    assert torch.equal(add_narrow()(y, x, b), out)
 
 
 @pytest.mark.parametrize("base", ["rowwise", "tensorwise"])

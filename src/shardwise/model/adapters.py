@@ -203,6 +203,7 @@ class AdaptedLinear(nn.Linear):
     chance: Chance
     first_input: int = 0  # tensor parallelism may keep a slice of the inputs
     product: Callable[..., Tensor] = staticmethod(F.linear)  # of the base; fp8 has its own
+    add_narrow: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # y + narrow B^T, where that is one kernel
     lora_a: nn.Parameter
     lora_b: nn.Parameter
 
@@ -234,6 +235,8 @@ def product(layer: Any, x: Tensor, narrow: Tensor | None = None) -> Tensor:
     if narrow is None:
         # Scaled where it is narrow: a product of y's width would need its gradient once more, scaled.
         narrow = F.linear(layer.chance.drop(x, layer.salt, layer.first_input), layer.lora_a) * layer.scale
+    if (add := getattr(layer, "add_narrow", None)) is not None:
+        return add(y, narrow, layer.lora_b)
     return y + F.linear(narrow, layer.lora_b)
 
 

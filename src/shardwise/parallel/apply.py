@@ -40,7 +40,7 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.parallel.compiled import apply_compile, apply_joined, apply_joined_adapters
+from shardwise.parallel.compiled import apply_compile, apply_joined, apply_joined_adapters, apply_narrow_sums
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.copies import Copies
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
@@ -123,6 +123,8 @@ def parallelize_decoder(
         if plan.compile != "none":
             if plan.tp == 1:
                 apply_joined_adapters(model.layers.values())
+                if plan.products == "measured" and COMPUTED[plan.precision].itemsize == 2:
+                    apply_narrow_sums(model.layers.values())
             whole = plan.tp == plan.cp == plan.ep == 1
             selective, measured = recompute == "selective", plan.products == "measured"
             apply_compile(model.layers.values(), plan.compile, selective=selective, whole=whole, measured=measured)
