@@ -67,6 +67,7 @@ def bars() -> Iterator[Bar]:
     yield Bar("8b-wide: fp8 with the head", ("8b-wide/ours-fp8-head", "8b-wide/ours"), faster, 1.3, "x")
     for shape, limit in (("8b", 0.50), ("moe", 0.35), ("32k", 0.60)):
         yield Bar(f"{shape}: MFU", (f"{shape}/ours",), mfu, limit)
+    yield Bar("32k: MFU, 2 sequences a step", ("32k/ours:micro_batch=2",), mfu, 0.60)
     yield Bar("32k: MFU in fp8, of bf16's peak", ("32k/ours-fp8-head",), mfu, 0.60)
     yield Bar("128k: fits", ("128k/ours",), lambda row: row["peak_bytes"] / GIB, 140.0, "GiB", below=True)
     lora = ("lora-8b/ours", "lora-8b/peft-compiled")
@@ -77,6 +78,7 @@ def bars() -> Iterator[Bar]:
         fp8 = (f"lora-8b/{name}", "lora-8b/peft-compiled")
         yield Bar(f"lora-8b: {name} over compiled peft", fp8, faster, 1.5, "x")
         yield Bar(f"lora-8b: {name}, memory over theirs", fp8, memory, 1.0, "x", below=True)
+        yield Bar(f"lora-8b: {name}, idle", fp8[:1], idle, 0.02, below=True)
     yield Bar("lora-8b: all in bf16", ("lora-8b/ours-true", "lora-8b/peft-bf16"), faster, 1.5, "x")
     for shape, names in CONTENDERS.items():
         if shape not in SMOKE:

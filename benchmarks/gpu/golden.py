@@ -30,7 +30,7 @@ from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.step import accumulate, update
 
 LIMIT, FP8_LIMIT = 0.005, 0.01
-LORA_LR = 1e-3
+LORA_LR = 3e-4
 LR, WARM_UP = (
     1e-4,
     5,
@@ -52,8 +52,10 @@ ALONE = {
     "kernels": "liger",
     "attention": "auto",
 }
+PLAIN_LORA = "ours:compile=none,products=library,attention=sdpa"
 LORA_RUNS = {
-    "lora none": "ours:compile=none,products=library,attention=sdpa",
+    "lora none": PLAIN_LORA,
+    "lora again": PLAIN_LORA,
     "lora, fp8 tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",
     "lora, fp8 tensorwise, head too": "ours:precision=fp8,fp8_recipe=tensorwise,fp8_head=true",
 }
@@ -83,6 +85,7 @@ RUNS = {
     "again": contender(**OFF),
     "halves": contender(**OFF),
     **{f"{name} alone": contender(**{**OFF, name: value}) for name, value in ALONE.items()},
+    "flash4 alone": contender(**{**OFF, "attention": "flash4"}),
     "all": "ours",
     "all, torch's products": "ours:products=library",
     "wide none": contender(**OFF),

@@ -95,7 +95,7 @@ def test_liger_that_is_not_installed_is_said_with_the_way_without_it() -> None:
 def test_flash4_that_is_not_installed_is_said_with_the_way_without_it() -> None:
     problem = refusal(H200, "model.attention=flash4")
     assert "flash-attn-4, which is not installed" in problem.what
-    assert problem.fix == "model.attention=auto, or pip install 'flash-attn-4[cu13]'"
+    assert problem.fix == "model.attention=auto, or pip install 'shardwise[flash]'"
 
 
 def test_flash4_on_an_older_card_is_refused() -> None:

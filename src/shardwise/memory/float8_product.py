@@ -27,7 +27,6 @@ from shardwise.plan.fp8 import MULTIPLE
 NUMBERS, GRADIENTS = torch.float8_e4m3fn, {"rowwise": torch.float8_e4m3fn, "tensorwise": torch.float8_e5m2}
 SMALLEST = 1e-30  # what the largest number of a row counts for at least: zeros have a scale too
 EXPONENT = 0x7F800000  # of the bits of an fp32 number
-FROZEN_FAST = False
 
 
 def float8_mm(
@@ -117,7 +116,7 @@ class _FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         columns_IO, scale = ctx.saved_tensors
         g_NO, kind = gradient.flatten(0, -2), GRADIENTS[ctx.recipe]
-        dx_NI = _mm_frozen(g_NO, columns_IO, scale, ctx.recipe, kind, fast=FROZEN_FAST)
+        dx_NI = _mm_frozen(g_NO, columns_IO, scale, ctx.recipe, kind, fast=False)
         return dx_NI.unflatten(0, gradient.shape[:-1]), None, None, None, None, None
 
 

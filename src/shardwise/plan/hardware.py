@@ -15,7 +15,7 @@ from shardwise.errors import UserError
 from shardwise.plan.refusal import Asked
 
 FP8_CAPABILITY, BF16_CAPABILITY, FLASH4_CAPABILITY = (8, 9), (8, 0), (9, 0)
-FLASH4_INSTALL = "pip install 'flash-attn-4[cu13]'"
+FLASH4_INSTALL = "pip install 'shardwise[flash]'"
 LOWBIT_INSTALL = "pip install 'shardwise[lowbit]'"
 
 
