@@ -134,7 +134,7 @@ def test_sums_in_one_kernel_are_the_same_sums(kind: str, joins: bool) -> None:
     apply_narrow_sums(model.layers.values())
     attention: Any = model.layers["0"].attention
     assert attention.q.add_narrow is torch.ops.shardwise.add_narrow.default
-    apply_compile(model.layers.values(), "trace", selective=False, whole=True)
+    apply_compile(model.layers.values(), "trace", selective=joins, whole=True)
     assert apart(through(model), truth) < 1e-12
 
 

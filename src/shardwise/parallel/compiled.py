@@ -33,6 +33,7 @@ KEPT_OPERATIONS = (
     "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
+OUR_KEPT = ("flash", "add_narrow")  # model/flash4.py, model/measured_products.py
 """What selective recomputation keeps the results of. `bmm` is not here: attention by its definition has a score for every pair of tokens."""
 
 
@@ -119,5 +120,5 @@ def _keep(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> Checkpo
 
 
 def _kept_operations() -> set[Any]:
-    known = {getattr(torch.ops.aten, name) for name in KEPT_OPERATIONS if hasattr(torch.ops.aten, name)}
-    return {*known, torch.ops.shardwise.flash}  # model/flash4.py
+    named = [(torch.ops.aten, name) for name in KEPT_OPERATIONS] + [(torch.ops.shardwise, name) for name in OUR_KEPT]
+    return {getattr(where, name) for where, name in named if hasattr(where, name)}
