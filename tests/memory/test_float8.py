@@ -15,7 +15,7 @@ from shardwise.cluster.machine import Gpu, Machine
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
 from shardwise.memory.float8 import apply_float8, apply_float8_head, why_not
-from shardwise.memory.float8_product import float8_product, rounded
+from shardwise.memory.float8_product import GRADIENTS, Float8Products, float8_mm, float8_product, rounded
 from shardwise.memory.low_bit import load_torchao
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
@@ -236,3 +236,17 @@ def test_auto_is_bf16_on_gpus_that_have_it_and_says_so() -> None:
     assert [plan.precision for plan in (new, old, none)] == ["bf16", "fp32", "fp32"]
     assert "bf16 over fp32 weights" in new.reason and "bf16" not in none.reason
     assert "7.5, bf16 needs 8.0" in old.reason
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("vocab", [64, 53])
+def test_a_head_rounds_its_weights_once_to_what_each_product_would(recipe: str, vocab: int) -> None:
+    """53 is no multiple of what the hardware's product takes: padded."""
+    draw = torch.Generator().manual_seed(0)
+    weight_VD, x_ND, grad_NV = (torch.randn(size, generator=draw) for size in ((vocab, 32), (48, 32), (48, vocab)))
+    products = Float8Products(recipe, compiled=False)
+    weight, dx_ND = products.prepared(weight_VD), torch.empty(48, 32)
+    products.input_gradient(grad_NV, weight, dx_ND)
+    assert torch.equal(products.logits(x_ND, weight), float8_mm(x_ND, weight_VD, recipe))
+    assert torch.equal(dx_ND, float8_mm(grad_NV, weight_VD.t(), recipe, GRADIENTS[recipe]))
+    assert weight.rows is weight.rows and weight.columns is weight.columns

@@ -13,7 +13,7 @@ tensor operations, so that a compiler makes one kernel of finding the scale, rou
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -40,14 +40,17 @@ def float8_mm(
 ) -> Tensor:
     """a b^T in the format of a. `kind`: what a is rounded to. `fast`: sums inside the tensor cores are not refreshed in fp32, which is
     exact enough for forward. `compiled`: roundings are kernels of their own, for products outside of compiled blocks."""
-    if a_MK.shape[1] % MULTIPLE:  # tokens of a chunk; zeros add nothing
-        a_MK, b_NK = (F.pad(x, (0, -x.shape[1] % MULTIPLE)) for x in (a_MK, b_NK))
-    a8_MK, a_scale = _round(a_MK, kind, recipe, compiled)
-    b8_NK, b_scale = _round(b_NK, NUMBERS, recipe, compiled)
-    if not a_MK.is_cuda:
-        return ((a8_MK.float() / a_scale) @ (b8_NK.float() / b_scale).t()).to(a_MK.dtype)
+    a_MK, b_NK = _padded(a_MK), _padded(b_NK)  # tokens of a chunk; zeros add nothing
+    return _multiply(_round(a_MK, kind, recipe, compiled), _round(b_NK, NUMBERS, recipe, compiled), a_MK.dtype, fast)
+
+
+def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
+    """a b^T, both as `rounded` gives them."""
+    (a8_MK, a_scale), (b8_NK, b_scale) = a, b
+    if not a8_MK.is_cuda:
+        return ((a8_MK.float() / a_scale) @ (b8_NK.float() / b_scale).t()).to(dtype)
     scales = {"scale_a": a_scale.reciprocal(), "scale_b": b_scale.reciprocal().t()}
-    return torch._scaled_mm(a8_MK, b8_NK.t(), **scales, out_dtype=a_MK.dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a8_MK, b8_NK.t(), **scales, out_dtype=dtype, use_fast_accum=fast)
 
 
 def rounded(x_MK: Tensor, kind: torch.dtype, recipe: str) -> tuple[Tensor, Tensor]:
@@ -159,17 +162,44 @@ def float8_product(recipe: str, *, compiled: bool = False) -> partial[Tensor]:
     return partial(_product, recipe, compiled)
 
 
+class HeadWeight:
+    """In eight bits as its two products read it, each when it is first wanted: a loss in many chunks rounds its weights once."""
+
+    def __init__(self, weight_VD: Tensor, recipe: str, compiled: bool):
+        self.weight_VD, self.recipe, self.compiled = weight_VD, recipe, compiled
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        return _round(_padded(self.weight_VD), NUMBERS, self.recipe, self.compiled)
+
+    @cached_property
+    def columns(self) -> tuple[Tensor, Tensor]:
+        if self.recipe == "tensorwise":  # the same scale, so the same bits
+            bits_VD, scale = self.rows
+            return _padded(bits_VD[:, : self.weight_VD.shape[1]].t()).contiguous(), scale
+        return _round(_padded(self.weight_VD.t()), NUMBERS, self.recipe, self.compiled)
+
+
+def _padded(x_MK: Tensor) -> Tensor:
+    return F.pad(x_MK, (0, -x_MK.shape[1] % MULTIPLE)) if x_MK.shape[1] % MULTIPLE else x_MK
+
+
 class Float8Products(Products):
     """The same three for a head whose loss takes its gradients at once."""
 
     def __init__(self, recipe: str, *, compiled: bool):
         self.recipe, self.compiled, self.kind = recipe, compiled, GRADIENTS[recipe]
 
-    def logits(self, x_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        return float8_mm(x_ND, weight_VD, self.recipe, fast=True, compiled=self.compiled)
+    def prepared(self, weight_VD: Tensor) -> HeadWeight:
+        return HeadWeight(weight_VD, self.recipe, self.compiled)
 
-    def input_gradient(self, grad_NV: Tensor, weight_VD: Tensor, out_ND: Tensor) -> None:
-        out_ND.copy_(float8_mm(grad_NV, weight_VD.t(), self.recipe, self.kind, compiled=self.compiled))
+    def logits(self, x_ND: Tensor, weight: HeadWeight) -> Tensor:
+        x = _round(_padded(x_ND), NUMBERS, self.recipe, self.compiled)
+        return _multiply(x, weight.rows, x_ND.dtype, fast=True)
+
+    def input_gradient(self, grad_NV: Tensor, weight: HeadWeight, out_ND: Tensor) -> None:
+        grad = _round(_padded(grad_NV), self.kind, self.recipe, self.compiled)
+        out_ND.copy_(_multiply(grad, weight.columns, grad_NV.dtype, fast=False))
 
     def weight_gradient(self, grad_NV: Tensor, x_ND: Tensor, sum_VD: Tensor, is_first: bool) -> None:
         """The product is rounded to 16 bits before it is added: the hardware's with scales per row has no wider result."""

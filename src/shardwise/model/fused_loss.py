@@ -27,13 +27,16 @@ Meet = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Products:
-    """The three products of a head. A subclass may compute them in another format."""
+    """The three products of a head. A subclass may compute them in another format, which `prepared` may put the weights into, once for all chunks."""
 
-    def logits(self, x_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        return F.linear(x_ND, weight_VD)
+    def prepared(self, weight_VD: Tensor) -> Any:
+        return weight_VD
 
-    def input_gradient(self, grad_NV: Tensor, weight_VD: Tensor, out_ND: Tensor) -> None:
-        torch.mm(grad_NV, weight_VD, out=out_ND)
+    def logits(self, x_ND: Tensor, weight: Any) -> Tensor:
+        return F.linear(x_ND, weight)
+
+    def input_gradient(self, grad_NV: Tensor, weight: Any, out_ND: Tensor) -> None:
+        torch.mm(grad_NV, weight, out=out_ND)
 
     def weight_gradient(self, grad_NV: Tensor, x_ND: Tensor, sum_VD: Tensor, is_first: bool) -> None:
         """Added to the sum, which holds nothing yet when it `is_first`. Inside, a GPU's 16-bit products are in fp32: they stay so."""
@@ -133,14 +136,14 @@ def _compute(
 ) -> Tensor:
     """The loss. The gradients of its sum are written where there is room for them."""
     loss_N = x_ND.new_empty(x_ND.shape[0], dtype=wide(x_ND.dtype))
-    wants_gradient = dx_ND is not None or dw_VD is not None
+    wants_gradient, weight = dx_ND is not None or dw_VD is not None, way.products.prepared(weight_VD)
     for start in range(0, x_ND.shape[0], way.rows):
         part = slice(start, start + way.rows)
-        logits_NV = way.products.logits(x_ND[part], weight_VD)
+        logits_NV = way.products.logits(x_ND[part], weight)
         run = _with_kernel if way.compiled and uses_kernel(logits_NV) else _with_passes
         run(logits_NV, rows_N[part], is_target_N[part], is_here_N[part], loss_N[part], way, wants_gradient)
         if dx_ND is not None:
-            way.products.input_gradient(logits_NV, weight_VD, dx_ND[part])
+            way.products.input_gradient(logits_NV, weight, dx_ND[part])
         if dw_VD is not None:
             way.products.weight_gradient(logits_NV, x_ND[part], dw_VD, is_first=start == 0)
         del logits_NV  # before the next ones are made

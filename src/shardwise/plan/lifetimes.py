@@ -254,8 +254,10 @@ def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head
     waiting = inputs + max(4, size) * numbers
     logits = tokens * spec.vocab
     chunk = size * logits // fused_chunks(logits, size, plan.device)
-    if plan.precision == "fp8" and plan.fp8_head:  # its gradient in eight bits, and what it adds to that of the weights
-        chunk += chunk // size + size * numbers
+    if (
+        plan.precision == "fp8" and plan.fp8_head
+    ):  # weights both ways and the chunk's gradient in eight bits, and what it adds to that of the weights
+        chunk += 2 * spec.vocab * spec.hidden + chunk // size + size * numbers
     if plan.device == "cpu":  # the gradients that backward hands on are counted as such
         return waiting, chunk
     block = 0 if plan.compile != "none" else logit_bytes(spec, tokens, size)

@@ -165,11 +165,11 @@ how much longer it takes to turn around as well, which is what 8 layers of 8 B w
 
 
 def head_casts(product: Product, chunks: int) -> tuple[Passes, Passes, Passes]:
-    """The same of a head whose loss is fused: outside of blocks, each a kernel of its own. Weights are rounded for every chunk, and what a chunk
+    """The same of a head whose loss is fused: outside of blocks, each a kernel of its own. Weights are rounded once for all chunks, and what a chunk
     adds to their gradient is not added inside of the product: it is read, and the sum in fp32 read and written."""
-    x, w, g = (float(n) for n in (product.m * product.k, product.k * product.n * chunks, product.m * product.n))
+    x, w, g = (float(n) for n in (product.m * product.k, product.k * product.n, product.m * product.n))
     each = LOOK + ROUND
-    return (each * x, each * w), (each * g, each * w), (each * g, each * x, 10.0 * w)
+    return (each * x, each * w), (each * g, each * w), (each * g, each * x, 10.0 * w * chunks)
 
 
 EAGER_CAST = 60.0
