@@ -11,7 +11,7 @@ CORE = ("torch", "numpy", "safetensors", "tokenizers", "rich")
 OPTIONAL = (
     (("pyarrow",), "reads .parquet", "pip install 'shardwise[parquet]'"),
     (("torchao",), "adamw8bit", "pip install 'shardwise[lowbit]'"),
-    (("flash-attn-4",), "attention on Hopper", "pip install 'shardwise[flash]'"),
+    (("flash-attn-4",), "attention", "pip install 'shardwise[flash]'"),
     (("liger-kernel",), "GPU kernels", "pip install liger-kernel"),
     (("tensorboard",), "logger", "pip install 'shardwise[tensorboard]'"),
     (("wandb",), "logger", "pip install 'shardwise[wandb]'"),
