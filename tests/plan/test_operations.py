@@ -136,15 +136,18 @@ def test_fp8_takes_what_gains(recipe, small):
     assert turned == pytest.approx(TURN * ROUND * read)
 
 
-def test_a_head_in_fp8_is_rounded_chunk_by_chunk():
+def test_a_head_in_fp8_rounds_its_weights_once_and_adds_chunk_by_chunk():
     shape, spec = Shape(8, 4096, 4096, eight_bit=True), preset("llama3-8b")
     plain, narrow = (
         head_work(spec, shape, our_stack(True, False, True, False, "tensorwise", word)) for word in (False, True)
     )
     assert plain.forward.products[0].exact and not narrow.forward.products[0].exact
-    logits, weights = 8 * 4096 * spec.vocab, 4 * spec.vocab * spec.hidden  # four chunks
+    logits, weights = 8 * 4096 * spec.vocab, spec.vocab * spec.hidden
     more = sum(sum(getattr(narrow, part).passes) - sum(getattr(plain, part).passes) for part in ("forward", "inputs"))
-    assert more == pytest.approx((LOOK + ROUND) * (8 * 4096 * spec.hidden + 2 * weights + logits))
+    x = 8 * 4096 * spec.hidden
+    assert more == pytest.approx((LOOK + ROUND) * (x + 2 * weights + logits))
+    added = sum(narrow.weights.passes) - sum(plain.weights.passes)
+    assert added == pytest.approx((LOOK + ROUND) * (logits + x) + 10 * 4 * weights)  # four chunks
 
 
 def test_a_fused_loss_goes_over_the_logits_so_often():
