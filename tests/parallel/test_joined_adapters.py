@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from shardwise.config.schema import AdapterConfig
 from shardwise.memory.float8 import apply_float8
-from shardwise.model import measured_products
+from shardwise.model import cublas, measured_products
 from shardwise.model.adapters import adapt, decoder_adapters
 from shardwise.model.attention import Attention
 from shardwise.model.decoder import Decoder
@@ -124,15 +124,18 @@ def test_kernels_compute_what_they_did(kind: str) -> None:
 
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_sums_in_one_kernel_are_the_same_sums(kind: str, joins: bool) -> None:
+def test_sums_in_one_kernel_are_the_same_sums(kind: str, joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs see them. What the kernel does is for a GPU."""
     torch.compiler.reset()
+    monkeypatch.setattr(cublas, "library", lambda: "there")
     model = make(replace(adapter(kind), rank=8))
     truth = through(model)
     if joins:
         apply_joined_adapters(model.layers.values())
-    apply_narrow_sums(model.layers.values())
     attention: Any = model.layers["0"].attention
+    apply_narrow_sums(model.layers.values(), torch.float32)
+    assert attention.q.add_narrow is None, "it is for 16 bits"
+    apply_narrow_sums(model.layers.values(), torch.bfloat16)
     assert attention.q.add_narrow is torch.ops.shardwise.add_narrow.default
     apply_compile(model.layers.values(), "trace", selective=joins, whole=True)
     assert apart(through(model), truth) < 1e-12

@@ -123,8 +123,8 @@ def parallelize_decoder(
         if plan.compile != "none":
             if plan.tp == 1:
                 apply_joined_adapters(model.layers.values())
-                if plan.products == "measured" and COMPUTED[plan.precision].itemsize == 2:
-                    apply_narrow_sums(model.layers.values())
+                if plan.products == "measured":
+                    apply_narrow_sums(model.layers.values(), COMPUTED[plan.precision])
             whole = plan.tp == plan.cp == plan.ep == 1
             selective, measured = recompute == "selective", plan.products == "measured"
             apply_compile(model.layers.values(), plan.compile, selective=selective, whole=whole, measured=measured)

@@ -51,11 +51,11 @@ def apply_joined_adapters(blocks: Iterable[nn.Module]) -> None:
         module.joined_adapters = len(adapted) > 1 and is_plain
 
 
-def apply_narrow_sums(blocks: Iterable[nn.Module]) -> None:
-    """What adapters add is added in one kernel; kernels want rows of whole 16 bytes."""
-    from shardwise.model.measured_products import add_narrow  # takes a second to load
+def apply_narrow_sums(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """What adapters add is added in one kernel, where the library has it; kernels want rows of whole 16 bytes."""
+    from shardwise.model.measured_products import add_narrow, can_measure  # takes a second to load
 
-    for block in blocks:
+    for block in blocks if can_measure(dtype) else ():
         for module in block.modules():
             a_RI = getattr(module, "lora_a", None)
             if isinstance(module, AdaptedLinear) and a_RI is not None and a_RI.shape[0] % 8 == 0:
