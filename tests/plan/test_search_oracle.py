@@ -17,8 +17,9 @@ from shardwise.plan.best_first import BestFirst
 from shardwise.plan.candidate import Candidate, family, rank_of
 from shardwise.plan.effort import effort
 from shardwise.plan.job import Job
+from shardwise.plan.parts import Grid, Pace, Saving, States
 from shardwise.plan.prediction import predict
-from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.space import Space
 
 Layout = tuple[Grid, Pace, States, Saving]
 MOST = 4000

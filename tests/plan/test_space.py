@@ -13,9 +13,10 @@ from shardwise.cluster.read import read_cluster
 from shardwise.config.load import load_config
 from shardwise.model.presets import preset
 from shardwise.plan.job import Job
+from shardwise.plan.parts import Saving, never_faster
 from shardwise.plan.refusal import Asked
 from shardwise.plan.resolve import plan_of
-from shardwise.plan.space import Saving, Space, divisors, never_faster
+from shardwise.plan.space import Space, divisors
 
 MODELS = ["llama3.2-1b", "gpt2", "smollm2-135m", "mixtral-8x7b", "deepseek-v3", "gemma2-2b"]
 

@@ -28,8 +28,9 @@ from shardwise.plan.effort import effort
 from shardwise.plan.layouts import Layouts
 from shardwise.plan.least_memory import MemoryFloors
 from shardwise.plan.least_sharing import Sharing
+from shardwise.plan.parts import Grid, Pace, Saving, States, never_faster
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import Grid, Pace, Saving, Space, States, never_faster
+from shardwise.plan.space import Space
 from shardwise.plan.stack import Stack
 
 FEW = 8

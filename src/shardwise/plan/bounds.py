@@ -19,10 +19,11 @@ from shardwise.plan.layer_time import LayerTimes
 from shardwise.plan.least_sharing import Sharing, Sharings
 from shardwise.plan.least_work import FASTEST, SPLIT, Works
 from shardwise.plan.offloaded import host_rate
+from shardwise.plan.parts import Grid, Pace, Saving, States
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, cuts_of, tensor_slice
 from shardwise.plan.schedules import splits_backward, stage_owners
-from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.space import Space
 from shardwise.plan.speed import stack_of
 from shardwise.plan.stack import Stack
 from shardwise.plan.state_time import StateTime

@@ -16,8 +16,9 @@ from shardwise.plan.effort import effort, effort_of
 from shardwise.plan.least_memory import MemoryFloors
 from shardwise.plan.least_sharing import Sharing
 from shardwise.plan.memory import WEIGHT_BYTES, state_bytes
+from shardwise.plan.parts import Grid, Pace, Saving, States
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import SCHEDULES, Grid, Pace, Saving, Space, States
+from shardwise.plan.space import SCHEDULES, Space
 
 Place = tuple[str, bool]
 """Where states wait, and whether activations do."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from shardwise.plan.parts import Grid
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import Grid
 
 PER_CENT = {
     "offload=optimizer": 2.0,  # its link was measured on one card alone; others of the node share the CPU

@@ -16,9 +16,10 @@ from typing import NamedTuple
 from shardwise.model.spec import ModelSpec
 from shardwise.plan.activations import kept_activations, segments
 from shardwise.plan.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, state_bytes
+from shardwise.plan.parts import Grid, Pace, Saving, States
 from shardwise.plan.rank_share import Cut, cuts, numbers_of, stages_in_flight, stages_of_cut, tensor_slice
 from shardwise.plan.schedules import stage_owners
-from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.space import Space
 from shardwise.plan.stack import Stack
 from shardwise.plan.states import groups_of
 

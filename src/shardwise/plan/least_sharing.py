@@ -12,9 +12,10 @@ from shardwise.plan.adapter_share import Held
 from shardwise.plan.collectives import Network
 from shardwise.plan.least_work import FASTEST, SLOWEST, Works
 from shardwise.plan.offloaded import offload_seconds
+from shardwise.plan.parts import Grid, Pace, Saving, States
 from shardwise.plan.plan import Plan
 from shardwise.plan.rank_share import RankShare, rank_shares
-from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.space import Space
 from shardwise.plan.state_time import optimizer_seconds, state_time
 from shardwise.plan.states import groups_of
 from shardwise.plan.step_time import network_of, odd_world

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from shardwise.model.spec import LayerSpec
 from shardwise.plan.activations import segments
 from shardwise.plan.layer_time import LayerTime, LayerTimes
+from shardwise.plan.parts import Grid
 from shardwise.plan.plan import Plan
-from shardwise.plan.space import Grid, Space
+from shardwise.plan.space import Space
 from shardwise.plan.speed import attending, kernels_of, loss_of, our_stack
 from shardwise.plan.stack import Stack
 from shardwise.plan.step_time import layer_times

@@ -13,8 +13,9 @@ from shardwise.cluster.spec import ClusterSpec
 from shardwise.config.units import format_bytes
 from shardwise.plan.best_first import Accept, BestFirst
 from shardwise.plan.candidate import Candidate
+from shardwise.plan.parts import Grid, Pace, Saving, States
 from shardwise.plan.placement import PARTS, placement
-from shardwise.plan.space import Grid, Pace, Saving, Space, States
+from shardwise.plan.space import Space
 
 
 @dataclass(frozen=True)

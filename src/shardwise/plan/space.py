@@ -1,11 +1,8 @@
 """Every layout that the planner considers for a job: what the runtime accepts, within the job's constraints. No torch.
 
-    grid    degrees of all axes: dp x cp x tp x pp = GPUs        pace     micro-batch and pipeline schedule
-    states  ZeRO stage and replicas                              saving   what is computed again or waits elsewhere
-
-A layout is one of each. Invariant: a `Plan` made here is one that `shardwise train` takes (a test sends them through the config's rules and
+Invariant: a `Plan` made here is one that `shardwise train` takes (a test sends them through the config's rules and
 plan/degrees.py). Left out is what cannot be better or changes the losses: micro-batches that do not divide a rank's rows, other splits
-than the balanced one, other number formats, disks; unless a constraint asks for them. Read next: searching.py.
+than the balanced one, other number formats, disks; unless a constraint asks for them. Read next: parts.py (what a layout is made of), searching.py.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.cluster.spec import ClusterSpec
 from shardwise.model.spec import ModelSpec
@@ -22,6 +19,7 @@ from shardwise.plan.contradictions import keeps_base_whole
 from shardwise.plan.degrees import tensor_degrees
 from shardwise.plan.fp8 import MULTIPLE
 from shardwise.plan.job import Job
+from shardwise.plan.parts import Grid, Pace, Saving, States
 from shardwise.plan.plan import Plan
 from shardwise.plan.speed import asked_speed, attention_of, bears, fp8_of, keeps_copies, kernels_of, loss_of, our_stack
 from shardwise.plan.split import balanced_split, estimated_costs, even_split
@@ -45,55 +43,6 @@ PASSED_ON = (
     "quantize_gradients",
 )
 """Settings that are as the user has them, else the default: they change numbers, not the layout."""
-
-
-class Grid(NamedTuple):
-    dp: int
-    tp: int
-    sequence: bool
-    cp: int
-    cp_kind: str
-    pp: int
-    ep: int
-
-    @property
-    def gpus(self) -> int:
-        return self.dp * self.tp * self.cp * self.pp
-
-
-class Pace(NamedTuple):
-    micro_batch: int
-    schedule: str
-    virtual_stages: int
-
-
-class States(NamedTuple):
-    zero: int
-    replicate: int
-
-
-class Saving(NamedTuple):
-    recompute: str
-    offload: str
-    activation_offload: bool
-
-
-def never_faster(saving: Saving, than: Saving) -> bool:
-    """Whether `saving` does all the extra work of `than`, and perhaps more. What is computed again is not moved, so of two layouts that
-    move activations the one that computes more again may be faster."""
-    if than.activation_offload and saving.recompute != than.recompute:
-        return False
-    return (
-        than.offload in ("none", saving.offload)
-        and than.activation_offload <= saving.activation_offload
-        and _repeats_all_of(saving.recompute, than.recompute)
-    )
-
-
-def _repeats_all_of(mode: str, other: str) -> bool:
-    """Every fourth block is among every second; groups of blocks and parts of blocks compare with nothing."""
-    step, of = (1 if word == "full" else int(word[6:]) if word.startswith("every-") else 0 for word in (mode, other))
-    return other in ("none", mode) or (step > 0 and of % step == 0 and of > 0)
 
 
 class Space:

@@ -1,0 +1,60 @@
+"""What a layout is made of. No torch.
+
+    grid    degrees of all axes: dp x cp x tp x pp = GPUs        pace     micro-batch and pipeline schedule
+    states  ZeRO stage and replicas                              saving   what is computed again or waits elsewhere
+
+A layout is one of each; space.py says which of them there are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Grid(NamedTuple):
+    dp: int
+    tp: int
+    sequence: bool
+    cp: int
+    cp_kind: str
+    pp: int
+    ep: int
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+
+class Pace(NamedTuple):
+    micro_batch: int
+    schedule: str
+    virtual_stages: int
+
+
+class States(NamedTuple):
+    zero: int
+    replicate: int
+
+
+class Saving(NamedTuple):
+    recompute: str
+    offload: str
+    activation_offload: bool
+
+
+def never_faster(saving: Saving, than: Saving) -> bool:
+    """Whether `saving` does all the extra work of `than`, and perhaps more. What is computed again is not moved, so of two layouts that
+    move activations the one that computes more again may be faster."""
+    if than.activation_offload and saving.recompute != than.recompute:
+        return False
+    return (
+        than.offload in ("none", saving.offload)
+        and than.activation_offload <= saving.activation_offload
+        and _repeats_all_of(saving.recompute, than.recompute)
+    )
+
+
+def _repeats_all_of(mode: str, other: str) -> bool:
+    """Every fourth block is among every second; groups of blocks and parts of blocks compare with nothing."""
+    step, of = (1 if word == "full" else int(word[6:]) if word.startswith("every-") else 0 for word in (mode, other))
+    return other in ("none", mode) or (step > 0 and of % step == 0 and of > 0)
