@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from shardwise.model import flash4
-from shardwise.model.attention import attend
+from shardwise.model.attention import KERNELS, ON_CUDA, attend
 from shardwise.model.attention_choice import Shape, choose
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.masking import Mask
 from shardwise.model.presets import preset
 from shardwise.parallel.compiled import apply_compile
+from shardwise.plan import hardware
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 needs_it = pytest.mark.skipif(not flash4.can_run(DEVICE), reason="needs flash-attn-4 and a Hopper GPU")
@@ -82,6 +83,12 @@ def test_a_model_computes_what_it_does_with_cudnn(compiled: bool, selective: boo
 def test_it_takes_part_in_the_choice() -> None:
     choice = choose(SPEC, SPEC.layers, Shape(2, 4096), torch.bfloat16, DEVICE)[0]
     assert {"cudnn", "flash", "flash4"} == set(choice.seconds)
+
+
+def test_one_rule_says_which_kernels_and_cards_these_are() -> None:
+    """The planner, which has no torch, has its own words for both."""
+    assert flash4.LEAST_CAPABILITY == hardware.FLASH4_CAPABILITY
+    assert ON_CUDA == hardware.CUDA_ATTENTION and {*ON_CUDA} < {*KERNELS}
 
 
 def test_without_it_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,8 @@ from shardwise.model.rope import softmax_scale
 from shardwise.model.spec import LayerSpec, ModelSpec
 
 MOST_TOKENS = 16384  # of a measurement: the order of kernels does not change beyond, their time does
-REPEATS, TURN = (
-    3,
-    6,
-)  # a turn's runs wait for nothing between them: in a step the host is ahead, so what it takes to start a kernel does not count
+REPEATS = 3
+TURN = 6  # runs that wait for nothing between them: in a step the host is ahead, so what it takes to start a kernel does not count
 PLAIN, MASKED, CAPPED = ("cudnn", "flash", "flash4"), ("flex", "sdpa"), ("flex", "math")
 ALIKE = 0.02  # how far apart results of two kernels in 16 bits may be, by norm; 0.004 on an H200
 

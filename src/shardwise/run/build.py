@@ -17,6 +17,7 @@ from shardwise.errors import UserError
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_spec import TransformersSpec
+from shardwise.plan.hardware import CUDA_ATTENTION
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +125,7 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
 
 def check_attention(config: ModelConfig, device_type: str) -> None:
-    if config.attention in ("flex", "cudnn", "flash", "flash4") and device_type != "cuda":
+    if config.attention in CUDA_ATTENTION and device_type != "cuda":
         why = "FlexAttention has no backward pass on a CPU" if config.attention == "flex" else "it is a kernel of CUDA"
         raise UserError(
             f"model.attention = {config.attention} needs a CUDA GPU",
