@@ -75,9 +75,21 @@ def divide(busy: Iterable[Busy]) -> tuple[dict[str, float], Counter[str]]:
     return parts, names
 
 
+def gaps(busy: Iterable[Busy]) -> Counter[tuple[str, str]]:
+    """Idle microseconds by the kernels before and after: where the host, or a wait for it, came too late. `busy` is sorted by start."""
+    found, until, last = Counter[tuple[str, str]](), 0.0, ""
+    for name, start, end in busy:
+        if last and start > until:
+            found[last, name] += start - until  # type: ignore[assignment]
+        if end > until:
+            until, last = end, name
+    return found
+
+
 def profile_of(trace: dict[str, Any], steps: int, top: int = 25) -> dict[str, Any]:
     """Seconds per step. Whoever reads it can see by `kernels` what was counted where."""
-    parts, names = divide(kernels(trace))
+    busy = kernels(trace)
+    parts, names = divide(busy)
     per_step = {name: microseconds / steps / 1e6 for name, microseconds in parts.items()}
     return {
         "parts_s": per_step,
@@ -85,4 +97,5 @@ def profile_of(trace: dict[str, Any], steps: int, top: int = 25) -> dict[str, An
         "busy_s": sum(per_step.values()) - per_step["idle"],
         "host_waits": waits(trace) / steps,
         "kernels": [[part_of(n), round(us / steps / 1e3, 4), n[:150]] for n, us in names.most_common(top)],
+        "gaps": [[round(us / steps / 1e3, 4), *(n[:100] for n in pair)] for pair, us in gaps(busy).most_common(8)],
     }

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu.bars import judged
 from gpu.contender import batches, build
 from gpu.golden import compared, judge
-from gpu.parts import Busy, divide, part_of, profile_of
+from gpu.parts import Busy, divide, gaps, part_of, profile_of
 from gpu.shapes import CONTENDERS, SHAPES, case_of
 from gpu.speed_page import GOLDEN, GOLDEN_MARKS, MARKS, cells, golden_table, plot, table, tables, write_page
 from gpu.with_ours import plan_of, predicted, run_with
@@ -95,6 +95,7 @@ def test_every_moment_counts_once():
     parts, names = divide(busy)
     assert (parts["matmul"], parts["attention"], parts["optimizer"], parts["idle"]) == (11, 4, 0, 6)
     assert sum(parts.values()) == 21 and names["gemm"] == 11
+    assert gaps(busy) == {("flash", "gemm"): 6}
 
 
 def test_a_trace_becomes_seconds_per_step():
@@ -107,6 +108,7 @@ def test_a_trace_becomes_seconds_per_step():
     found = profile_of({"traceEvents": events}, steps=2)
     assert found["window_s"] == pytest.approx(25e-6) and found["parts_s"]["idle"] == pytest.approx(5e-6)
     assert found["busy_s"] == pytest.approx(20e-6) and found["host_waits"] == 0.5
+    assert found["gaps"] == [[0.005, "nvjet_a", "Memcpy DtoH"]]
 
 
 def call(*words: str) -> str:
