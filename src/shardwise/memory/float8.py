@@ -101,7 +101,7 @@ def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) ->
         return
     found.has_head = True
     model.head.product = float8_product(found.recipe, compiled=compiled)
-    model.head.products = Float8Products(found.recipe, compiled=compiled)
+    model.head.products = Float8Products(found.recipe, compiled=compiled, is_frozen=not weight.requires_grad)
 
 
 class Float8Linear(nn.Linear):

@@ -167,6 +167,12 @@ class HeadWeight:
 
     def __init__(self, weight_VD: Tensor, recipe: str, compiled: bool):
         self.weight_VD, self.recipe, self.compiled = weight_VD, recipe, compiled
+        self.state = self.state_of(weight_VD)
+
+    @staticmethod
+    def state_of(weight_VD: Tensor) -> tuple[int, int]:
+        """Changes whenever its numbers are written."""
+        return weight_VD.data_ptr(), weight_VD._version
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -176,8 +182,14 @@ class HeadWeight:
     def columns(self) -> tuple[Tensor, Tensor]:
         if self.recipe == "tensorwise":  # the same scale, so the same bits
             bits_VD, scale = self.rows
-            return _padded(bits_VD[:, : self.weight_VD.shape[1]].t()).contiguous(), scale
+            turn = _compiled(turned) if self.compiled else turned
+            return turn(bits_VD, self.weight_VD.shape[1]), scale
         return _round(_padded(self.weight_VD.t()), NUMBERS, self.recipe, self.compiled)
+
+
+def turned(bits_VD: Tensor, width: int) -> Tensor:
+    """The first columns as rows. As bytes, which every kernel moves."""
+    return _padded(bits_VD.view(torch.uint8)[:, :width].t()).contiguous().view(bits_VD.dtype)
 
 
 def _padded(x_MK: Tensor) -> Tensor:
@@ -185,13 +197,18 @@ def _padded(x_MK: Tensor) -> Tensor:
 
 
 class Float8Products(Products):
-    """The same three for a head whose loss takes its gradients at once."""
+    """The same three for a head whose loss takes its gradients at once. A frozen one's weights are rounded once for all steps."""
 
-    def __init__(self, recipe: str, *, compiled: bool):
+    def __init__(self, recipe: str, *, compiled: bool, is_frozen: bool = False):
         self.recipe, self.compiled, self.kind = recipe, compiled, GRADIENTS[recipe]
+        self.is_frozen, self.kept = is_frozen, None  # type: bool, HeadWeight | None
 
     def prepared(self, weight_VD: Tensor) -> HeadWeight:
-        return HeadWeight(weight_VD, self.recipe, self.compiled)
+        if self.kept is not None and self.kept.state == HeadWeight.state_of(weight_VD):
+            return self.kept
+        weight = HeadWeight(weight_VD, self.recipe, self.compiled)
+        self.kept = weight if self.is_frozen else None
+        return weight
 
     def logits(self, x_ND: Tensor, weight: HeadWeight) -> Tensor:
         x = _round(_padded(x_ND), NUMBERS, self.recipe, self.compiled)

@@ -1,7 +1,7 @@
 """cuBLASLt from Python: the kernels it proposes for a matrix product, and how each is started. torch takes the first proposal and has no way to ask for another.
 
 Owns the handful of the library's functions and numbers that this needs (cublasLt.h), by ctypes: torch has loaded the library already. Invariant: a kernel here needs no memory of its own, and matrices begin
-at multiples of as many bytes as it was proposed for, so that one may be started anywhere, on any stream, any number of times. Read next: measured_products.py, which chooses.
+at multiples of `ALIGNMENT` bytes, so that one may be started anywhere, on any stream, any number of times. Read next: measured_products.py, which chooses.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-ALIGNMENT, LEAST_ALIGNMENT = 256, 16  # where matrices of torch begin, and parts of their rows; below, kernels are slow
+ALIGNMENT = 256  # what the library assumes, unless told otherwise
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 SUMS_IN_FP32, TURN_A, TURN_B = 68, 3, 4
-BEGIN_AT = (5, 6, 7, 8)  # multiples of so many bytes: both factors, what is added, the result
 
-Launch = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], None]
-"""a, b, out, beta, added: out = a b + beta added. Where nothing else is added, out is."""
+Launch = Callable[[Tensor, Tensor, Tensor, float], None]
+"""a, b, out, beta: out = a b + beta out."""
 
 
 class _Proposal(ctypes.Structure):
@@ -70,8 +69,8 @@ def turned(matrix: Tensor) -> bool | None:
     return True if rows == 1 and columns >= matrix.shape[0] else None
 
 
-def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int, alignment: int = ALIGNMENT) -> list[Launch]:
-    """For matrices of these shapes, formats and strides, the library's favourite first. What is added lies as the result does. The library counts columns first, so out' = b' a'."""
+def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int) -> list[Launch]:
+    """For matrices of these shapes, formats and strides, the library's favourite first. The library counts columns first, so out' = b' a'."""
     lt, handle = _library(), _handle(out_MN.device.index)
     operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
     _check(lt.cublasLtMatmulDescCreate(ctypes.byref(operation), SUMS_IN_FP32, TYPES[torch.float32]))
@@ -80,9 +79,6 @@ def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int, alignment: 
         flag = ctypes.c_int(int(bool(turned(matrix))))
         _check(lt.cublasLtMatmulDescSetAttribute(operation, attribute, ctypes.byref(flag), ctypes.c_size_t(4)))
     _check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))  # as it is made, it allows no workspace
-    for attribute in BEGIN_AT:
-        begin = ctypes.c_uint32(alignment)
-        _check(lt.cublasLtMatmulPreferenceSetAttribute(preference, attribute, ctypes.byref(begin), ctypes.c_size_t(4)))
     found, count = (_Proposal * most)(), ctypes.c_int()
     b, a, out = layouts
     _check(
@@ -96,13 +92,12 @@ def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int, alignment: 
     def launch_of(proposal: _Proposal) -> Launch:
         chosen = ctypes.byref(proposal)
 
-        def launch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float, added_MN: Tensor | None = None) -> None:
+        def launch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float) -> None:
             at = ctypes.c_void_p(out_MN.data_ptr())
-            added = at if added_MN is None else ctypes.c_void_p(added_MN.data_ptr())
             _check(
                 lt.cublasLtMatmul(
                     handle, operation, one, ctypes.c_void_p(b_KN.data_ptr()), b, ctypes.c_void_p(a_MK.data_ptr()), a,
-                    ctypes.byref(ctypes.c_float(beta)), added, out, at, out, chosen, None, ctypes.c_size_t(0),
+                    ctypes.byref(ctypes.c_float(beta)), at, out, at, out, chosen, None, ctypes.c_size_t(0),
                     ctypes.c_void_p(torch.cuda.current_stream(out_MN.device).cuda_stream),
                 )
             )  # fmt: skip

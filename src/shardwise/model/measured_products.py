@@ -4,8 +4,7 @@ torch takes the kernel that cuBLASLt's rule of thumb puts first. On a card that 
 is computed, the library's proposals take turns with torch's own and the fastest is kept. Invariant: only kernels whose result equals torch's bit for bit take part, so that what is chosen decides how long a step takes and nothing
 else: not the loss, not whether two ranks or two runs agree.
 
-Three ways lead here: an operation (`shardwise::mm`), a pass that puts it in the place of `aten.mm` in compiled graphs, forward and backward, and the products of a fused head. Adapters of
-compiled blocks have a sum of their own (`shardwise::add_narrow`), which rounds once where two operations round twice.
+Three ways lead here: an operation (`shardwise::mm`), a pass that puts it in the place of `aten.mm` in compiled graphs, forward and backward, and the products of a fused head.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -27,14 +24,12 @@ from shardwise.model import cublas
 from shardwise.model.fused_loss import Products, adds_in_place
 
 LEAST_FLOPS = 3e10  # 0.05 ms on an H200: below, choosing saves less than the operation's way through Python costs
-LEAST_BYTES = 2**24  # the same of a sum with a narrow product
 MOST_PROPOSALS, FINALISTS, ROUNDS = 20, 4, 4
 TURN_MS = 25.0  # of a finalist, so that each works at the clock that its own power leaves it: what is fastest for a moment may draw more
 TRIES = 2  # of a product that is all zeros, as gradients can be in a first step
 WORTH = 0.99  # of torch's time: less of a gain is within the noise
 
 Key = tuple[Any, ...]
-Start = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -58,16 +53,12 @@ def multiply(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return out_MN
 
 
-def multiply_into(
-    a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float = 0.0, added_MN: Tensor | None = None
-) -> None:
-    """out = a b + beta added, or beta out; `out` may be fp32 where a and b are 16 bits."""
-    (_launch(a_MK, b_KN, out_MN, added_MN) or _as_torch)(a_MK, b_KN, out_MN, beta, added_MN)
+def multiply_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float = 0.0) -> None:
+    """out = a b + beta out; `out` may be fp32 where a and b are 16 bits."""
+    (_launch(a_MK, b_KN, out_MN) or _as_torch)(a_MK, b_KN, out_MN, beta)
 
 
-def _as_torch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float = 0.0, added_MN: Tensor | None = None) -> None:
-    if added_MN is not None:
-        out_MN.copy_(added_MN)
+def _as_torch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float) -> None:
     if out_MN.dtype != a_MK.dtype:
         torch.ops.aten.addmm.dtype_out(out_MN, a_MK, b_KN, out_MN.dtype, beta=beta, out=out_MN)
     elif beta:
@@ -76,30 +67,24 @@ def _as_torch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float = 0.0, add
         torch.mm(a_MK, b_KN, out=out_MN)
 
 
-def _launch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, added_MN: Tensor | None) -> cublas.Launch | None:
-    flops, moved = 2 * a_MK.numel() * b_KN.shape[1], out_MN.nbytes if added_MN is not None else 0
-    if not out_MN.is_cuda or (flops < LEAST_FLOPS and moved < LEAST_BYTES):
+def _launch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> cublas.Launch | None:
+    if 2 * a_MK.numel() * b_KN.shape[1] < LEAST_FLOPS or not out_MN.is_cuda:
         return None
-    alignment, matrices = cublas.ALIGNMENT, (a_MK, b_KN, out_MN, *(() if added_MN is None else (added_MN,)))
-    if added_MN is not None and any(matrix.data_ptr() % alignment for matrix in matrices):
-        alignment = cublas.LEAST_ALIGNMENT  # a narrow factor may be a part of another matrix's rows
-    if any(matrix.data_ptr() % alignment for matrix in matrices):
+    if any(matrix.data_ptr() % cublas.ALIGNMENT for matrix in (a_MK, b_KN, out_MN)):
         return None
-    if added_MN is not None and (added_MN.stride(), added_MN.dtype) != (out_MN.stride(), out_MN.dtype):
-        return None
-    kinds = tuple((matrix.dtype, matrix.stride()) for matrix in matrices)
-    key = (a_MK.shape, b_KN.shape[1], kinds, out_MN.device.index, alignment)
+    kinds = tuple((matrix.dtype, matrix.stride()) for matrix in (a_MK, b_KN, out_MN))
+    key = (a_MK.shape, b_KN.shape[1], kinds, out_MN.device.index)
     found = _found.get(key)
     if found is None:
         with _lock:
-            found = _found.get(key) or _measure(a_MK, b_KN, out_MN, added_MN, key)
+            found = _found.get(key) or _measure(a_MK, b_KN, out_MN, key)
             if found is None:
                 return None
             _found[key] = found
     return found.launch
 
 
-def _measure(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, added_MN: Tensor | None, key: Key) -> Found | None:
+def _measure(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, key: Key) -> Found | None:
     """With the numbers at hand: how long a product takes depends on them. None where this is not the time: there is no memory for a second result, the result is all zeros, which any kernel
     gets right, or launches are being recorded."""
     if torch.cuda.is_current_stream_capturing():
@@ -110,58 +95,53 @@ def _measure(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, added_MN: Tensor | None
         truth_MN = torch.empty_like(out_MN)
     except torch.OutOfMemoryError:
         return None
-    _as_torch(a_MK, b_KN, truth_MN)
+    _as_torch(a_MK, b_KN, truth_MN, 0.0)
     if not truth_MN.any():
-        _zeros[key] += added_MN is None  # an adapter's product is zero until its first update
+        _zeros[key] += 1
         return TORCH if _zeros[key] == TRIES else None
-    beta = 0.0 if added_MN is None else 1.0
-    if added_MN is not None:
-        _as_torch(a_MK, b_KN, truth_MN, beta, added_MN)
     try:
-        proposals = cublas.proposals(a_MK, b_KN, out_MN, MOST_PROPOSALS, key[-1])
+        proposals = cublas.proposals(a_MK, b_KN, out_MN, MOST_PROPOSALS)
     except RuntimeError:  # the library has none for these
         return TORCH
-    starts = [partial(launch, a_MK, b_KN, out_MN, beta, added_MN) for launch in (_as_torch, *proposals)]
-    same = [0, *(index for index in range(1, len(starts)) if _is_same(starts[index], out_MN, truth_MN))]
+    launches = [launch for launch in proposals if _is_same(launch, a_MK, b_KN, out_MN, truth_MN)]
     del truth_MN
-    winner, torch_ms, ms = _fastest([starts[index] for index in same])
-    return Found(torch_ms, ms, proposals[same[winner] - 1] if winner else None)
+    return _fastest([_as_torch, *launches], a_MK, b_KN, out_MN)
 
 
-def _is_same(start: Start, out_MN: Tensor, truth_MN: Tensor) -> bool:
+def _is_same(launch: cublas.Launch, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, truth_MN: Tensor) -> bool:
     bits = torch.int32 if out_MN.element_size() == 4 else torch.int16
     try:
-        start()
+        launch(a_MK, b_KN, out_MN, 0.0)
     except RuntimeError:
         return False
     return torch.equal(out_MN.view(bits), truth_MN.view(bits))
 
 
-def _fastest(starts: list[Start]) -> tuple[int, float, float]:
-    """Which, the milliseconds of the first, which is torch's, and of that one. All for a moment, then those that did best and torch's, taking turns: the card slows down and speeds up for all alike."""
+def _fastest(launches: list[cublas.Launch], a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> Found:
+    """The first is torch's. All for a moment, then those that did best and torch's, taking turns: the card slows down and speeds up for all alike."""
 
-    def milliseconds(start: Start, repeats: int = 2) -> float:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start()  # the other's matrices have left the caches
-        began.record()
+    def milliseconds(launch: cublas.Launch, repeats: int = 2) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        launch(a_MK, b_KN, out_MN, 0.0)  # the other's matrices have left the caches
+        start.record()
         for _ in range(repeats):
-            start()
-        ended.record()
-        ended.synchronize()
-        return began.elapsed_time(ended) / repeats
+            launch(a_MK, b_KN, out_MN, 0.0)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / repeats
 
-    first = {index: milliseconds(start) for index, start in enumerate(starts)}
+    first = {index: milliseconds(launch) for index, launch in enumerate(launches)}
     best = sorted((index for index in first if index), key=first.__getitem__)[:FINALISTS]
     times: dict[int, list[float]] = {index: [] for index in (0, *best)}
     repeats = max(2, round(TURN_MS / first[0]))
     for _ in range(ROUNDS):
         for index, each in times.items():
-            each.append(milliseconds(starts[index], repeats))
+            each.append(milliseconds(launches[index], repeats))
     medians = {index: statistics.median(each) for index, each in times.items()}
     winner = min(medians, key=medians.__getitem__)
     if medians[winner] > WORTH * medians[0]:
         winner = 0
-    return winner, medians[0], medians[winner]
+    return Found(medians[0], medians[winner], launches[winner] if winner else None)
 
 
 def can_measure(dtype: torch.dtype) -> bool:
@@ -189,34 +169,6 @@ def operation() -> Any:
     torch.library.impl("shardwise::mm", "CPU", torch.mm, lib=_here())
     torch.library.register_fake("shardwise::mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=_here())
     return torch.ops.shardwise.mm.default
-
-
-@cache
-def add_narrow() -> Any:
-    """`shardwise::add_narrow`, y + x B^T with x of an adapter's few columns, in one pass and one rounding: apart, the product is written and y and it are read
-    wherever their sum is wanted. torch's own sum copies y first."""
-    torch.library.define("shardwise::add_narrow", "(Tensor y, Tensor x, Tensor b) -> Tensor", lib=_here())
-    torch.library.impl("shardwise::add_narrow", "CUDA", _add_narrow, lib=_here())
-    torch.library.impl("shardwise::add_narrow", "CPU", lambda y, x, b: y + F.linear(x, b), lib=_here())
-    torch.library.register_fake("shardwise::add_narrow", lambda y, x, b: y.new_empty(y.shape), lib=_here())
-    torch.library.register_autograd("shardwise::add_narrow", _narrow_gradients, setup_context=_keep_narrow, lib=_here())
-    return torch.ops.shardwise.add_narrow.default
-
-
-def _add_narrow(y: Tensor, x: Tensor, b_OR: Tensor) -> Tensor:
-    y_NO, x_NR = y.flatten(0, -2), x.flatten(0, -2)
-    out_NO = y_NO.new_empty(y_NO.shape)
-    multiply_into(x_NR, b_OR.t(), out_NO, 1.0, y_NO)
-    return out_NO.view(y.shape)
-
-
-def _keep_narrow(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # torch names its arguments
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _narrow_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    x, b_OR = ctx.saved_tensors
-    return gradient, gradient @ b_OR, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 @cache

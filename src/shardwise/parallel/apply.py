@@ -123,9 +123,7 @@ def parallelize_decoder(
         if plan.compile != "none":
             if plan.tp == 1:
                 apply_joined_adapters(model.layers.values())
-                if (
-                    plan.products == "measured" and plan.compile == "blocks"
-                ):  # launches are recorded before there is a sum
+                if device.type == "cuda":
                     apply_narrow_sums(model.layers.values(), COMPUTED[plan.precision])
             whole = plan.tp == plan.cp == plan.ep == 1
             selective, measured = recompute == "selective", plan.products == "measured"

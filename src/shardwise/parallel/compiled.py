@@ -22,6 +22,7 @@ from shardwise.memory.float8 import Float8Linear
 from shardwise.model.adapters import AdaptedLinear, Chance
 from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
+from shardwise.model.narrow_sum import add_narrow, fits
 
 Parts = tuple[nn.Linear | None, ...]
 MODES: dict[str, dict[str, Any]] = {
@@ -33,7 +34,7 @@ KEPT_OPERATIONS = (
     "mm", "addmm", "_scaled_mm", "_grouped_mm", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
-OUR_KEPT = ("flash", "add_narrow")  # model/flash4.py, model/measured_products.py
+OUR_KEPT = ("flash", "add_narrow")  # model/flash4.py, model/narrow_sum.py
 """What selective recomputation keeps the results of. `bmm` is not here: attention by its definition has a score for every pair of tokens."""
 
 
@@ -52,13 +53,11 @@ def apply_joined_adapters(blocks: Iterable[nn.Module]) -> None:
 
 
 def apply_narrow_sums(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """What adapters add is added in one kernel, where the library has it; kernels want rows of whole 16 bytes."""
-    from shardwise.model.measured_products import add_narrow, can_measure  # takes a second to load
-
-    for block in blocks if can_measure(dtype) else ():
+    """What adapters add is added in one kernel, in 16 bits."""
+    for block in blocks:
         for module in block.modules():
             a_RI = getattr(module, "lora_a", None)
-            if isinstance(module, AdaptedLinear) and a_RI is not None and a_RI.shape[0] % 8 == 0:
+            if isinstance(module, AdaptedLinear) and a_RI is not None and fits(dtype, a_RI.shape[0]):
                 module.add_narrow = add_narrow()
 
 
