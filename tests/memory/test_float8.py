@@ -16,7 +16,6 @@ from shardwise.config.load import load_config
 from shardwise.errors import UserError
 from shardwise.memory.float8 import apply_float8, apply_float8_head, why_not
 from shardwise.memory.float8_product import (
-    Float8Products,
     GRADIENTS,
     Float8Products,
     float8_mm,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TALL, WIDE, WARPS = 64, 128, 4
+TALL, WIDE, WARPS = 32, 128, 4  # of nine, the fastest on an H200: as fast as a copy
 LEAST_RANK = 16  # of a tensor core's product
 
 
