@@ -105,6 +105,23 @@ def test_frozen_weights_have_no_gradients_and_adapters_have_small_ones():
     assert sum(qlora.forward.passes) > sum(lora.forward.passes)
 
 
+def test_compiled_adapters_share_a_product_and_add_in_one_pass():
+    """q, k, v and gate, up have one A each; tensor-parallel ranks keep them apart."""
+    spec, shape = preset("llama3-8b"), Shape(1, 2048, 2048, trains="lora", adapters=tuple(range(7)), rank=16)
+    ours = replace(OURS, compiled=True, measured=True)
+    apart = layer_work(spec, spec.layers[0], shape, OURS)
+    for where, products in ((shape, (4, 7 + 4, 7 + 4)), (shape._replace(tp=2), (7, 14, 14))):
+        work = layer_work(spec, spec.layers[0], where, ours)
+        narrow = [
+            sum(16 in {p.m, p.n, p.k} or {32, 48} & {p.m, p.n, p.k} != set() for p in part.products)
+            for part in (work.forward, work.inputs, work.weights)
+        ]
+        assert tuple(narrow) == products
+    assert sum(p.flops for p in work.inputs.products) < sum(p.flops for p in apart.inputs.products)  # half of it
+    few = layer_work(spec, spec.layers[0], shape._replace(adapters=(0, 2)), ours)
+    assert len(few.forward.products) == 7 + 1 and len(few.inputs.products) == 7 + 2 + 1
+
+
 def test_large_logits_are_computed_twice():
     spec = preset("llama3-8b")
     few, many = (head_work(spec, Shape(1, tokens, tokens), OURS).forward for tokens in (256, 4096))
@@ -145,7 +162,9 @@ def test_a_head_in_fp8_rounds_its_weights_once_and_adds_chunk_by_chunk():
     logits, weights = 8 * 4096 * spec.vocab, spec.vocab * spec.hidden
     more = sum(sum(getattr(narrow, part).passes) - sum(getattr(plain, part).passes) for part in ("forward", "inputs"))
     x = 8 * 4096 * spec.hidden
-    assert more == pytest.approx((LOOK + ROUND) * (x + 2 * weights + logits))
+    assert more == pytest.approx((LOOK + ROUND) * (x + weights + logits) + 2 * weights)  # turned around as bytes
+    frozen = head_work(spec, shape._replace(trains="lora"), our_stack(True, False, True, False, "tensorwise", True))
+    assert sum(narrow.forward.passes) - sum(frozen.forward.passes) == pytest.approx((LOOK + ROUND) * weights)
     added = sum(narrow.weights.passes) - sum(plain.weights.passes)
     assert added == pytest.approx((LOOK + ROUND) * (logits + x) + 10 * 4 * weights)  # four chunks
 

@@ -291,15 +291,16 @@ STEPS = {
     ("1.5b", "ours"): 0.4923,
     ("8b-wide", "ours"): 0.7871,
     ("8b-wide", "ours:micro_batch=16"): 1.5520,
-    ("8b-wide", "ours-fp8-tensorwise"): 0.6210,
-    ("8b-wide", "ours-fp8-head"): 0.5713,
     ("8b", "ours"): 1.3657,
-    ("lora-8b", "ours-fp8-tensorwise"): 0.3563,
     ("1.5b", "ours:attention=flash4"): 0.4757,
     ("8b-wide", "ours:attention=flash4"): 0.7705,
     ("32k", "ours:attention=flash4"): 1.1254,
-    ("32k", "ours:attention=flash4,micro_batch=2"): 2.2164,
-    ("lora-8b", "ours-fp8-head"): 0.3359,
+    ("32k", "ours:attention=flash4,micro_batch=2"): 2.2233,
+    ("8b-wide", "ours:attention=flash4,micro_batch=16"): 1.5282,
+    ("8b-wide", "ours:attention=flash4,precision=fp8,fp8_recipe=tensorwise"): 0.5987,
+    ("8b-wide", "ours:attention=flash4,precision=fp8,fp8_recipe=tensorwise,fp8_head=true"): 0.5447,
+    ("moe", "ours:attention=flash4"): 0.3347,
+    ("lora-8b", "ours-fp8-head"): 0.3328,
 }
 
 
