@@ -216,10 +216,11 @@ def judge(found: dict[str, Any]) -> None:
 
 def line_of(name: str, run: dict[str, Any]) -> str:
     if name == reference_of(name) and "losses" in run:
-        return f"{name:<26}last loss {run['losses'][-1]:.4f}   what the others are compared with"
+        return f"{name:<32}last loss {run['losses'][-1]:.4f}   what the others are compared with"
     if "holds" not in run:
-        return f"{name:<26}{run.get('error', 'nothing to compare with yet: run `{reference_of(name)}` first')}"
+        missing = f"nothing to compare with yet: run `{reference_of(name)}` first"
+        return f"{name:<32}{run.get('error', missing)}"
     return (
-        f"{name:<26}last loss {run['losses'][-1]:.4f}   off by {run['last_tenth_off']:+.3%} (limit {run['limit']:.1%})   "
+        f"{name:<32}last loss {run['losses'][-1]:.4f}   off by {run['last_tenth_off']:+.3%} (limit {run['limit']:.1%})   "
         f"largest difference {run['max_difference']:.5f}, first {run['first_difference']:.6f}   {'holds' if run['holds'] else 'MOVES THE LOSS'}"
     )

@@ -104,7 +104,7 @@ def build(case: Case) -> Contender:
         batch = StepBatch(1, [TensorBatch(tokens_BT, targets_BT, None)], num_targets)
         norm, finish = accumulate(engine, batch, num_targets, clock)
         update(engine, optimizer, norm, lr=case.lr, clip=case.clip, clock=clock)
-        if plan.products == "measured" and "products found" not in notes:
+        if plan.products == "measured" and not notes.get("products found"):
             notes["products found"] = summary()
         return finish()[0] / num_targets
 
