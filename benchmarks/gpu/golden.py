@@ -56,6 +56,7 @@ PLAIN_LORA = "ours:compile=none,products=library,attention=sdpa"
 LORA_RUNS = {
     "lora none": PLAIN_LORA,
     "lora again": PLAIN_LORA,
+    "lora all": "ours",
     "lora, fp8 tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",
     "lora, fp8 tensorwise, head too": "ours:precision=fp8,fp8_recipe=tensorwise,fp8_head=true",
 }

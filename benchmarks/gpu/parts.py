@@ -24,7 +24,7 @@ RULES = [
         (r"flash|fmha|sdpa|attention|flex", "attention"),
         (r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|_mm\b|_mm_|matmul|scaled_mm|grouped", "matmul"),
         (r"softmax|nll|cross_entropy|logsumexp|log_sum_exp|linear_loss", "loss"),
-        (r"elementwise|norm|reduce|vectorized|embedding|index|rope|rotary|silu|swiglu|scatter|gather|sort|triton|elem|cub|scan|topk|histc|bincount|arange", "elementwise"),
+        (r"elementwise|norm|narrow_sum|reduce|vectorized|embedding|index|rope|rotary|silu|swiglu|scatter|gather|sort|triton|elem|cub|scan|topk|histc|bincount|arange", "elementwise"),
     )
 ]  # fmt: skip
 COMPILED_RULES = [

@@ -22,7 +22,9 @@ GOLDEN = Path(__file__).parents[1] / "results/golden_h200.json"
 LABELS = {
     "ours": "Shardwise",
     "train": "`shardwise train`, whole run",
-    "ours-fp8": "Shardwise, fp8",
+    "ours-fp8": "Shardwise, fp8, a scale per row",
+    "ours-fp8-tensorwise": "Shardwise, fp8, a scale per tensor",
+    "ours-fp8-head": "Shardwise, fp8, the head too",
     "plain": "plain PyTorch",
     "plain-bf16": "plain PyTorch, all bf16",
     "torchtitan": "torchtitan 0.2.2",
@@ -32,12 +34,13 @@ LABELS = {
     "transformers-layers": "transformers, layers compiled",
     "transformers-bf16": "transformers, layers compiled, all bf16",
     "peft": "peft, eager",
-    "peft-compiled": "peft, compiled",
-    "peft-bf16": "peft, compiled, all bf16",
+    "peft-compiled": "peft, layers compiled",
+    "peft-whole": "peft, compiled",
+    "peft-bf16": "peft, layers compiled, all bf16",
 }
 COLUMNS = ("attention", "matmul", "elementwise", "loss", "optimizer", "copies", "other", "idle")
 PLOTTED = (
-    "ours", "ours-fp8", "plain", "torchtitan", "torchtitan-fsdp", "transformers-layers", "transformers-compiled", "transformers", "peft-compiled", "peft",
+    "ours", "ours-fp8-head", "plain", "torchtitan", "torchtitan-fsdp", "transformers-layers", "transformers-compiled", "transformers", "peft-compiled", "peft-whole", "peft",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from shardwise.cluster.spec import known_cluster
 from shardwise.config.load import load_config
 from shardwise.config.schema import AdapterConfig
 from shardwise.errors import UserError
-from shardwise.memory.float8 import apply_float8, why_not
+from shardwise.memory.float8 import apply_float8, apply_float8_head, why_not
 from shardwise.memory.float8_product import float8_product, frozen_product, round_once
 from shardwise.model.adapters import AdaptedLinear, adapt, decoder_adapters
 from shardwise.model.decoder import Decoder
@@ -216,6 +216,52 @@ def test_every_layout_trains_what_one_process_trains(recipe: str, ranks: Any) ->
         most = (5e-3, 4 * 2**-4) if name == "tp=2" else (1e-6, 1e-6)
         assert losses <= most[0] and gradients <= most[1], (name, worst)
     assert 0 < max(abs(one - other) for one, other in zip(truth.losses, bf16.losses, strict=True)) < 5e-3
+
+
+TIED = SPEC.with_overrides({"tied": True})
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_frozen_head_is_rounded_once_too(recipe: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a head that rounds at every step, at once and chunk by chunk; on a CPU one divides by a scale where the other multiplies by its inverse."""
+    monkeypatch.setattr("shardwise.model.loss.MAX_LOGITS_BYTES", 4 * 128 * 10 if is_fused else 2**20)
+    results = []
+    for rounds in (False, True):
+        model = adapted()
+        found = apply_float8(model, model.layers.values(), recipe, emulate=True)
+        apply_float8_head(model, found, compiled=False)
+        weight = model.head.weight if model.head is not None else None
+        if not rounds:
+            assert found.waiting.pop() is model.head
+            model.head.product = float8_product(recipe)  # type: ignore[union-attr]
+        found.round_frozen()
+        assert weight is not None and (getattr(model.head, "weight", None) is None) == rounds
+        results.append(gradients_of(model))
+    assert results[0].keys() == results[1].keys() and len(results[0]) == 1 + 2 * 2 * 3
+    for name, truth in results[0].items():
+        assert float((results[1][name] - truth).abs().max()) <= 1e-5 * float(truth.abs().max()), name
+
+
+def test_every_layout_trains_what_one_process_trains_with_such_a_head(ranks: Any) -> None:
+    trial = Trial(precision="fp8", clip=0.0, fp8_recipe="tensorwise", adapter=LORA, fp8_head=True)
+    [(truth, without)] = ranks.run(truths_of, 1, SPEC, [trial, replace(trial, fp8_head=False)])
+    assert truth.losses != without.losses
+    for world, names in ((1, ("one process", "copies")), (2, ("dp=2", "pp=2", "tp=2"))):
+        rows = [(trial, trial_plan(trial, **LAYOUTS[name])) for name in names]
+        for name, record in zip(names, ranks.run(trained, world, SPEC, rows)[0], strict=True):
+            (losses, _, gradients, _), worst = compare(record, truth)
+            most = (5e-3, 4 * 2**-4) if name == "tp=2" else (1e-6, 1e-6)  # slices have scales of their own
+            assert losses <= most[0] and gradients <= most[1], (name, worst)
+
+
+@pytest.mark.parametrize("spec", [SPEC, TIED], ids=["apart", "tied"])
+def test_memory_with_a_head_in_fp8_is_that_without(spec: ModelSpec, ranks: Any) -> None:
+    """Two times one byte for two. A tied one is the embedding too, and stays what it is."""
+    trial = Trial(precision="fp8", adapter=LORA, fp8_recipe="tensorwise")
+    [(plain, _)] = ranks.run(held, 1, spec, trial)
+    [(rounded, saved)] = ranks.run(held, 1, spec, replace(trial, fp8_head=True))
+    assert rounded == plain and "head.weight" not in saved
 
 
 def held(spec: ModelSpec, trial: Trial) -> tuple[int, set[str]]:

@@ -105,21 +105,42 @@ def test_frozen_weights_have_no_gradients_and_adapters_have_small_ones():
     assert sum(qlora.forward.passes) > sum(lora.forward.passes)
 
 
-def test_compiled_adapters_share_a_product_and_add_in_one_pass():
-    """q, k, v and gate, up have one A each; tensor-parallel ranks keep them apart."""
-    spec, shape = preset("llama3-8b"), Shape(1, 2048, 2048, trains="lora", adapters=tuple(range(7)), rank=16)
-    ours = replace(OURS, compiled=True, measured=True)
-    apart = layer_work(spec, spec.layers[0], shape, OURS)
-    for where, products in ((shape, (4, 7 + 4, 7 + 4)), (shape._replace(tp=2), (7, 14, 14))):
-        work = layer_work(spec, spec.layers[0], where, ours)
-        narrow = [
-            sum(16 in {p.m, p.n, p.k} or {32, 48} & {p.m, p.n, p.k} != set() for p in part.products)
-            for part in (work.forward, work.inputs, work.weights)
-        ]
-        assert tuple(narrow) == products
-    assert sum(p.flops for p in work.inputs.products) < sum(p.flops for p in apart.inputs.products)  # half of it
-    few = layer_work(spec, spec.layers[0], shape._replace(adapters=(0, 2)), ours)
-    assert len(few.forward.products) == 7 + 1 and len(few.inputs.products) == 7 + 2 + 1
+NARROW = dict(trains="lora", adapters=tuple(range(7)), rank=16)
+
+
+@pytest.mark.parametrize(
+    "changes, products",
+    [
+        ({}, (4, 7 + 4, 7 + 4)),  # q k v, o, gate up, down
+        ({"drops": True}, (7, 14, 14)),
+        ({"tp": 2}, (14, 14, 14)),
+        ({"rank": 12}, (4 + 7, 7 + 4, 7 + 4)),
+        ({"size": 4}, (4 + 7, 7 + 4, 7 + 4)),
+        ({"adapters": (0, 2)}, (1, 2 + 1, 2 + 1)),
+        ({"adapters": ()}, (0, 0, 0)),
+    ],
+    ids=str,
+)
+def test_compiled_adapters_share_a_product_and_add_at_once(changes, products):
+    """As the engine has it: layers that read the same states have one A, without dropout and tensor parallelism; the kernel takes 16 bits and whole 16 bytes."""
+    spec, shape = preset("llama3-8b"), Shape(1, 2048, 2048, **(NARROW | changes))
+    ours, plain = (
+        layer_work(spec, spec.layers[0], shape._replace(adapters=some), replace(OURS, compiled=True, measured=True))
+        for some in (shape.adapters, ())
+    )
+    parts = ("forward", "inputs", "weights")
+    assert tuple(len(getattr(ours, part).products) - len(getattr(plain, part).products) for part in parts) == products
+
+
+@pytest.mark.parametrize(
+    "name, index, fewer", [("deepseek-v3", 0, 1), ("deepseek-v3", 60, 0), ("tiny-moe", 0, 3), ("tiny-moe", 1, 2)]
+)
+def test_adapters_of_other_layers_stay_apart(name, index, fewer):
+    """Latents are not made of what the others are made of, and experts have their own tokens: gate and up of a plain layer share, and q, k, v."""
+    spec, stacks = preset(name), (OURS, replace(OURS, compiled=True, measured=True))
+    apart, ours = (layer_work(spec, spec.layers[index], Shape(1, 2048, 2048, **NARROW), stack) for stack in stacks)
+    assert len(apart.weights.products) - len(ours.weights.products) == fewer
+    assert apart.weights.flops == ours.weights.flops
 
 
 def test_large_logits_are_computed_twice():

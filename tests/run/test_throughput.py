@@ -83,6 +83,7 @@ def test_flops_are_counted_as_the_page_says(trained):
         ("void at::native::multi_tensor_apply_kernel<..., Copy<c10::BFloat16, float>>", "copies"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "elementwise"),
+        ("_narrow_sum", "elementwise"),
         ("a kernel that nobody knows", "other"),
     ],
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from shardwise.memory.float8_product import Float8Products, float8_product, frozen_product, round_once
-from shardwise.model.decoder import Decoder
+from shardwise.model.decoder import Decoder, Head
 from shardwise.model.rounded import factor, hold
 from shardwise.plan.fp8 import why_not
 
@@ -29,7 +29,7 @@ class Float8Layers:
     recipe: str
     num_converted: int = 0
     num_frozen: int = 0  # of those, rounded once
-    waiting: list[nn.Linear] = field(default_factory=list)  # frozen ones whose weights are not there yet
+    waiting: list[nn.Linear | Head] = field(default_factory=list)  # frozen ones whose weights are not there yet
     kept: dict[str, str] = field(default_factory=dict)  # name, layers as *: why it stays in bf16
     has_head: bool = False  # in fp8
 
@@ -46,6 +46,7 @@ class Float8Layers:
         """Once the weights are there."""
         while self.waiting:
             layer = self.waiting.pop()
+            assert layer.weight is not None, "it is let go once"
             hold(layer, round_once(layer.weight, self.recipe))
 
 
@@ -88,8 +89,8 @@ def apply_float8(
 
 
 def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) -> None:
-    """The head's products too, on whatever part of a model has one. `compiled`: it is outside of the blocks, so its roundings are kernels of
-    their own."""
+    """The head's products too, on whatever part of a model has one; before `round_frozen`, which takes a frozen one too, if the embedding is another.
+    `compiled`: it is outside of the blocks, so its roundings are kernels of their own."""
     if model.head is None:
         return
     weight = model.embed.weight if model.head.weight is None and model.embed is not None else model.head.weight
@@ -101,7 +102,10 @@ def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) ->
         return
     found.has_head = True
     model.head.product = float8_product(found.recipe, compiled=compiled)
-    model.head.products = Float8Products(found.recipe, compiled=compiled, is_frozen=not weight.requires_grad)
+    model.head.products = Float8Products(found.recipe, compiled=compiled)
+    if model.head.weight is not None and not weight.requires_grad:
+        model.head.product = frozen_product(found.recipe, compiled=compiled)
+        found.waiting.append(model.head)
 
 
 class Float8Linear(nn.Linear):

@@ -97,9 +97,11 @@ def round_once(weight_OI: Tensor, recipe: str) -> Rounded:
     return Rounded(rows_OI, rows_scale.reciprocal(), columns_IO, columns_scale.reciprocal())
 
 
-def _mm_frozen(a_MK: Tensor, b8_NK: Tensor, b_scale: Tensor, recipe: str, kind: torch.dtype, *, fast: bool) -> Tensor:
+def _mm_frozen(
+    a_MK: Tensor, b8_NK: Tensor, b_scale: Tensor, recipe: str, kind: torch.dtype, *, fast: bool, compiled: bool
+) -> Tensor:
     """`float8_mm` of a factor that was rounded before."""
-    a8_MK, a_scale = rounded(a_MK, kind, recipe)
+    a8_MK, a_scale = _round(a_MK, kind, recipe, compiled)
     if not a_MK.is_cuda:
         return ((a8_MK.float() / a_scale) @ (b8_NK.float() * b_scale).t()).to(a_MK.dtype)
     scales = {"scale_a": a_scale.reciprocal(), "scale_b": b_scale.t()}
@@ -111,28 +113,35 @@ class _FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows_OI: Tensor, rows_scale: Tensor, columns_IO: Tensor, columns_scale: Tensor, recipe: str
+        ctx: Any,
+        x: Tensor,
+        rows_OI: Tensor,
+        rows_scale: Tensor,
+        columns_IO: Tensor,
+        columns_scale: Tensor,
+        recipe: str,
+        compiled: bool,
     ) -> Tensor:
         ctx.save_for_backward(columns_IO, columns_scale)
-        ctx.recipe = recipe
-        y_NO = _mm_frozen(x.flatten(0, -2), rows_OI, rows_scale, recipe, NUMBERS, fast=True)
+        ctx.recipe, ctx.compiled = recipe, compiled
+        y_NO = _mm_frozen(x.flatten(0, -2), rows_OI, rows_scale, recipe, NUMBERS, fast=True, compiled=compiled)
         return y_NO.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns_IO, scale = ctx.saved_tensors
         g_NO, kind = gradient.flatten(0, -2), GRADIENTS[ctx.recipe]
-        dx_NI = _mm_frozen(g_NO, columns_IO, scale, ctx.recipe, kind, fast=False)
-        return dx_NI.unflatten(0, gradient.shape[:-1]), None, None, None, None, None
+        dx_NI = _mm_frozen(g_NO, columns_IO, scale, ctx.recipe, kind, fast=False, compiled=ctx.compiled)
+        return dx_NI.unflatten(0, gradient.shape[:-1]), None, None, None, None, None, None
 
 
-def _frozen_product(recipe: str, x: Tensor, weight: Rounded) -> Tensor:
-    return _FrozenProduct.apply(x, *weight, recipe)
+def _frozen_product(recipe: str, compiled: bool, x: Tensor, weight: Rounded) -> Tensor:
+    return _FrozenProduct.apply(x, *weight, recipe, compiled)
 
 
-def frozen_product(recipe: str) -> partial[Tensor]:
+def frozen_product(recipe: str, *, compiled: bool = False) -> partial[Tensor]:
     """(x, rounded weight) -> x W^T. Only x and the gradient of y are rounded at every step."""
-    return partial(_frozen_product, recipe)
+    return partial(_frozen_product, recipe, compiled)
 
 
 # Trained weights ------------------------------------------------------------------------------------------------------
@@ -170,12 +179,6 @@ class HeadWeight:
 
     def __init__(self, weight_VD: Tensor, recipe: str, compiled: bool):
         self.weight_VD, self.recipe, self.compiled = weight_VD, recipe, compiled
-        self.state = self.state_of(weight_VD)
-
-    @staticmethod
-    def state_of(weight_VD: Tensor) -> tuple[int, int]:
-        """Changes whenever its numbers are written."""
-        return weight_VD.data_ptr(), weight_VD._version
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -200,24 +203,27 @@ def _padded(x_MK: Tensor) -> Tensor:
 
 
 class Float8Products(Products):
-    """The same three for a head whose loss takes its gradients at once. A frozen one's weights are rounded once for all steps."""
+    """The same three for a head whose loss takes its gradients at once. A frozen one was rounded before."""
 
-    def __init__(self, recipe: str, *, compiled: bool, is_frozen: bool = False):
+    def __init__(self, recipe: str, *, compiled: bool):
         self.recipe, self.compiled, self.kind = recipe, compiled, GRADIENTS[recipe]
-        self.is_frozen, self.kept = is_frozen, None  # type: bool, HeadWeight | None
 
-    def prepared(self, weight_VD: Tensor) -> HeadWeight:
-        if self.kept is not None and self.kept.state == HeadWeight.state_of(weight_VD):
-            return self.kept
-        weight = HeadWeight(weight_VD, self.recipe, self.compiled)
-        self.kept = weight if self.is_frozen else None
-        return weight
+    def prepared(self, weight: Tensor | Rounded) -> HeadWeight | Rounded:
+        return HeadWeight(weight, self.recipe, self.compiled) if isinstance(weight, Tensor) else weight
 
-    def logits(self, x_ND: Tensor, weight: HeadWeight) -> Tensor:
+    def logits(self, x_ND: Tensor, weight: HeadWeight | Rounded) -> Tensor:
+        if isinstance(weight, Rounded):
+            return _mm_frozen(
+                x_ND, weight.rows_OI, weight.rows_scale, self.recipe, NUMBERS, fast=True, compiled=self.compiled
+            )
         x = _round(_padded(x_ND), NUMBERS, self.recipe, self.compiled)
         return _multiply(x, weight.rows, x_ND.dtype, fast=True)
 
-    def input_gradient(self, grad_NV: Tensor, weight: HeadWeight, out_ND: Tensor) -> None:
+    def input_gradient(self, grad_NV: Tensor, weight: HeadWeight | Rounded, out_ND: Tensor) -> None:
+        if isinstance(weight, Rounded):
+            bits, scale = weight.columns_IO, weight.columns_scale
+            out_ND.copy_(_mm_frozen(grad_NV, bits, scale, self.recipe, self.kind, fast=False, compiled=self.compiled))
+            return
         grad = _round(_padded(grad_NV), self.kind, self.recipe, self.compiled)
         out_ND.copy_(_multiply(grad, weight.columns, grad_NV.dtype, fast=False))
 

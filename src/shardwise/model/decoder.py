@@ -30,6 +30,7 @@ from shardwise.model.loss import IGNORE, cross_entropy_sum, fused_rows, rows_at_
 from shardwise.model.masking import MaskBuilder
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, make_rotation
+from shardwise.model.rounded import factor
 from shardwise.model.spec import LayerSpec, ModelSpec
 
 
@@ -208,8 +209,7 @@ class Head(nn.Module):
         self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab, spec.hidden))
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head is given the embedding's weight"
+        weight = factor(self) if tied is None else tied
         if targets_BT is None:
             return self.logits(x_BTD, weight)
         x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()

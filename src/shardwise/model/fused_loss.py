@@ -79,7 +79,8 @@ def fused_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, rows_N: Tensor, is_target_N: Tensor, is_here_N: Tensor, way: Way
 ) -> Tensor:
     """Sum of -log p(target) over rows that have one. rows_N: targets as rows of this weight, any where `is_here_N` is false."""
-    wants = tuple(torch.is_grad_enabled() and tensor.requires_grad for tensor in (x_ND, weight_VD))
+    trains = (x_ND.requires_grad, isinstance(weight_VD, Tensor) and weight_VD.requires_grad)
+    wants = tuple(torch.is_grad_enabled() and one for one in trains)
     if not any(wants):
         return _compute(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, None, None)
     return _FusedCrossEntropy.apply(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, wants)
@@ -101,7 +102,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         dw_VD = torch.empty_like(weight_VD, dtype=wide(weight_VD.dtype)) if wants[1] else None
         loss = _compute(x_ND, weight_VD, rows_N, is_target_N, is_here_N, way, dx_ND, dw_VD)
         ctx.save_for_backward(dx_ND, dw_VD)
-        ctx.dtypes, ctx.run = (x_ND.dtype, weight_VD.dtype), _compiled_times() if way.compiled else times
+        dtypes = (x_ND.dtype, weight_VD.dtype if wants[1] else None)
+        ctx.dtypes, ctx.run = dtypes, _compiled_times() if way.compiled else times
         return loss
 
     @staticmethod

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MULTIPLE = 8  # of the rank: rows of B begin at whole 16 bytes in 16 bits
-
 
 @cache
 def add_narrow() -> Any:
@@ -27,10 +25,6 @@ def add_narrow() -> Any:
     torch.library.register_fake("shardwise::add_narrow", lambda y, x, b: y.new_empty(y.shape), lib=_here())
     torch.library.register_autograd("shardwise::add_narrow", _gradients, setup_context=_keep, lib=_here())
     return torch.ops.shardwise.add_narrow.default
-
-
-def fits(dtype: torch.dtype, rank: int) -> bool:
-    return dtype in (torch.bfloat16, torch.float16) and rank % MULTIPLE == 0
 
 
 def _add(y: Tensor, x: Tensor, b_OR: Tensor) -> Tensor:

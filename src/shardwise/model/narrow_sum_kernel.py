@@ -22,18 +22,21 @@ def add(y_NO: Tensor, x_NR: Tensor, b_OR: Tensor) -> Tensor:
     (num_rows, width), rank = y_NO.shape, x_NR.shape[1]
     padded = max(LEAST_RANK, triton.next_power_of_2(rank))
     if out_NO.numel():
-        grid = (triton.cdiv(width, WIDE), triton.cdiv(num_rows, TALL))
-        _add[grid](y_NO, x_NR, b_OR, out_NO, num_rows, width, x_NR.stride(0), rank, padded, TALL, WIDE, num_warps=WARPS)
+        grid = (triton.cdiv(width, WIDE) * triton.cdiv(num_rows, TALL),)
+        _narrow_sum[grid](
+            y_NO, x_NR, b_OR, out_NO, num_rows, width, x_NR.stride(0), rank, padded, TALL, WIDE, num_warps=WARPS
+        )
     return out_NO
 
 
 @triton.jit
-def _add(
+def _narrow_sum(
     y_ptr, x_ptr, b_ptr, out_ptr, num_rows, width, x_stride,
     RANK: tl.constexpr, PADDED: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(1).to(tl.int64) * TALL + tl.arange(0, TALL)
-    columns, ranks = tl.program_id(0) * WIDE + tl.arange(0, WIDE), tl.arange(0, PADDED)
+    across = tl.cdiv(width, WIDE)
+    rows = (tl.program_id(0) // across).to(tl.int64) * TALL + tl.arange(0, TALL)
+    columns, ranks = tl.program_id(0) % across * WIDE + tl.arange(0, WIDE), tl.arange(0, PADDED)
     is_row, is_column, is_rank = rows < num_rows, columns < width, ranks < RANK
     at = rows[:, None] * width + columns[None, :]
     inside = is_row[:, None] & is_column[None, :]

@@ -1,4 +1,4 @@
-"""A frozen weight in eight bits, as a linear layer holds it: rounded once, in the two layouts that its two products read.
+"""A frozen weight in eight bits, as a linear layer or a head holds it: rounded once, in the two layouts that its two products read.
 
     y  = x W^T    reads rows_OI, W with the inputs side by side
     dx = g W      reads columns_IO, W turned around, with the outputs side by side
@@ -26,7 +26,7 @@ class Rounded(NamedTuple):
 LEAVES = tuple(f"weight_{field}" for field in Rounded._fields)
 
 
-def hold(layer: nn.Linear, rounded: Rounded) -> None:
+def hold(layer: nn.Module, rounded: Rounded) -> None:
     """In place of the layer's weight."""
     layer.register_parameter("weight", None)
     for leaf, value in zip(LEAVES, rounded, strict=True):
@@ -37,4 +37,5 @@ def factor(layer: Any) -> Any:
     """What the layer's product takes beside x: a weight, or what it was rounded to."""
     if layer.weight is not None:
         return layer.weight
+    assert hasattr(layer, LEAVES[0]), "a tied head is given the embedding's weight"
     return Rounded(*(getattr(layer, leaf) for leaf in LEAVES))

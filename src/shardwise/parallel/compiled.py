@@ -22,7 +22,8 @@ from shardwise.memory.float8 import Float8Linear
 from shardwise.model.adapters import AdaptedLinear, Chance
 from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
-from shardwise.model.narrow_sum import add_narrow, fits
+from shardwise.model.narrow_sum import add_narrow
+from shardwise.plan.work import adds_at_once
 
 Parts = tuple[nn.Linear | None, ...]
 MODES: dict[str, dict[str, Any]] = {
@@ -54,10 +55,10 @@ def apply_joined_adapters(blocks: Iterable[nn.Module]) -> None:
 
 def apply_narrow_sums(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
     """What adapters add is added in one kernel, in 16 bits."""
-    for block in blocks:
+    for block in blocks if dtype.itemsize == 2 else ():
         for module in block.modules():
             a_RI = getattr(module, "lora_a", None)
-            if isinstance(module, AdaptedLinear) and a_RI is not None and fits(dtype, a_RI.shape[0]):
+            if isinstance(module, AdaptedLinear) and a_RI is not None and adds_at_once(a_RI.shape[0]):
                 module.add_narrow = add_narrow()
 
 

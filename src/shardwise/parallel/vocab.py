@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.model.decoder import Head
 from shardwise.model.loss import IGNORE, rows_at_once, sum_in_chunks
+from shardwise.model.rounded import factor
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.regions import TensorParallel, all_gather, all_reduce, enter, leave, share
 
@@ -46,8 +47,7 @@ class VocabHead(Head):
         self.weight, self.tp = weight, tp
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head is given the embedding's weight"
+        weight = factor(self) if tied is None else tied
         x_BTD = enter(x_BTD, self.tp)
         if targets_BT is None:
             return _GatherLogits.apply(self.logits(x_BTD, weight), self.vocab, self.tp)

@@ -77,6 +77,7 @@ class LayerTimes:
             trains={"none": "all"}.get(job.adapter.kind, job.adapter.kind),
             adapters=adapted(job) if job.adapter.kind != "none" else (),
             rank=job.adapter.rank if job.adapter.kind != "none" else 0,
+            drops=job.adapter.dropout > 0,
         )
         self.known: dict[object, LayerTime] = {}
         self._once: dict[object, tuple[Training, LayerTime]] = {}  # of a kind of layer, whatever is computed again

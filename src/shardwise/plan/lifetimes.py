@@ -256,8 +256,9 @@ def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head
     chunk = size * logits // fused_chunks(logits, size, plan.device)
     if (
         plan.precision == "fp8" and plan.fp8_head
-    ):  # weights both ways and the chunk's gradient in eight bits, and what it adds to that of the weights
-        chunk += 2 * spec.vocab * spec.hidden + chunk // size + size * numbers
+    ):  # weights both ways, unless they are frozen and stay so, and the chunk's gradient in eight bits, and what it adds to that of the weights
+        weights = spec.vocab * spec.hidden if trains_head or spec.tied else 0
+        chunk += 2 * weights + chunk // size + size * numbers
     if plan.device == "cpu":  # the gradients that backward hands on are counted as such
         return waiting, chunk
     block = 0 if plan.compile != "none" else logit_bytes(spec, tokens, size)

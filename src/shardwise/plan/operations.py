@@ -56,7 +56,8 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: Shape, stack: Stack) ->
     math = stack.attention == "math" or capped
     core_work = Work(_score_products(core), (), scores[0]) if math else Work((), (core,))
     core_back = Work(_score_products(core, backward=True), (), scores[1]) if math else Work((), (core,))
-    added = _adapters((forward,) if isinstance(spec, TransformersSpec) else (attention, ffn), shape, stack)
+    same = [(attention, not spec.is_latent), (ffn, not layer.is_moe)]
+    added = _adapters([(forward, False)] if isinstance(spec, TransformersSpec) else same, shape, stack)
     return Training(
         forward=Work(forward, (), cheap_forward + casts[0] + unpacked, views) + core_work + added[0],
         inputs=Work(inputs, (), cheap_backward + casts[1] + unpacked, views) + core_back + added[1],
@@ -119,7 +120,9 @@ def head_work(spec: ModelSpec, shape: Shape, stack: Stack) -> Training:
     chunks = -(-logits * 4 // MAX_LOGITS_BYTES) if again else 1
     products = (product,) * (2 if again else 1)
     back = Product(product.m, product.k, product.n, exact=product.exact)
-    casts = ((), (), ()) if product.exact else head_casts(product, fused_chunks(logits, shape.size, "cuda"), shape)
+    casts = (
+        ((), (), ()) if product.exact else head_casts(product, fused_chunks(logits, shape.size, "cuda"), shape, stack)
+    )
     if stack.measured and not stack.logits_again and has_chunks(logits):  # both gradients wait in forward's format
         backward += (6.0 * vocab * spec.hidden * (shape.trains == "all"), 2.0 * shape.size * shape.here * spec.hidden)
     trained = shape.trains == "all"
@@ -238,30 +241,32 @@ def _score_products(core: Attention, backward: bool = False) -> tuple[Product, .
     return (scores, values) * 2 if backward else (scores, values)
 
 
-def _adapters(parts: Iterable[tuple[Product, ...]], shape: Shape, stack: Stack) -> tuple[Work, Work, Work]:
-    """y + (s x A) B beside each adapted product: two narrow products, a narrow scaling, a sum. Forward, inputs, weights. In our compiled blocks layers that
-    multiply the same input have one A (not over tensor-parallel ranks), and the product with B is a part of the sum's pass. `parts`: as in `cast_passes`."""
-    found, groups, first = [Work(), Work(), Work()], [], 0
-    for *several, last in parts:
-        groups += [several, [last]]
+def _adapters(parts: Iterable[tuple[tuple[Product, ...], bool]], shape: Shape, stack: Stack) -> tuple[Work, Work, Work]:
+    """y + (s x A) B beside each adapted product: two narrow products, a narrow scaling, a sum. Forward, inputs, weights. In our compiled blocks, without
+    tensor parallelism, layers that multiply the same input have one A, and the product with B is a part of the sum's pass. `parts`: products of
+    attention and of the rest, and whether all but the last multiply the same input."""
+    ours = stack.measured and shape.tp == 1
+    at_once = ours and shape.adds_at_once
+    found, groups = [Work(), Work(), Work()], []
+    first = 0
+    for products, is_same in parts:
+        adapted = [p if index in shape.adapters else None for index, p in enumerate(products, first)]
+        first += len(products)
+        cut = len(adapted) - 1 if is_same and ours and not shape.drops else 0
+        groups += [adapted[:cut], *([one] for one in adapted[cut:])]
     for group in groups:
-        adapted = [p for index, p in enumerate(group, first) if index in shape.adapters]
-        first += len(group)
-        joins = stack.measured and shape.tp == 1
-        for some in [adapted] if joins and adapted else [[p] for p in adapted]:
-            m, k, rank = some[0].m, some[0].k, shape.rank * len(some)
-            narrow, wide = 2.0 * m * rank * shape.size, [float(m * p.n * shape.size) for p in some]
-            found[0] += Work((Product(m, rank, k, exact=True),), (), (narrow,), 4)
-            found[1] += Work((Product(m, k, rank, exact=True),), (), (narrow,), 4)
-            found[1] += Work(tuple(Product(m, shape.rank, p.n, exact=True) for p in some))
-            found[2] += Work((Product(k, rank, m, exact=True, split=True),))
-            found[2] += Work(tuple(Product(shape.rank, p.n, m, exact=True, split=True) for p in some))
-            if stack.measured:  # the gradient of x is read by a kernel that is there anyway
-                found[0] += Work((), (), tuple(2 * one for one in wide))
-                found[1] += Work((), (), (1.0 * m * k * shape.size,))
-            else:
-                found[0] += Work(
-                    tuple(Product(m, p.n, rank, exact=True) for p in some), (), tuple(3 * one for one in wide)
-                )
-                found[1] += Work((), (), (3.0 * m * k * shape.size,))
+        some = [p for p in group if p is not None]
+        if not some:
+            continue
+        m, k, rank = some[0].m, some[0].k, shape.rank * len(some)
+        narrow, wide = 2.0 * m * rank * shape.size, [float(m * p.n * shape.size) for p in some]
+        ups = () if at_once else tuple(Product(m, p.n, shape.rank, exact=True) for p in some)
+        found[0] += Work(
+            (Product(m, rank, k, exact=True), *ups), (), (narrow, *((2 if ours else 3) * w for w in wide)), 4
+        )
+        back = (Product(m, k, rank, exact=True), *(Product(m, shape.rank, p.n, exact=True) for p in some))
+        # In compiled blocks x's gradient is read by a kernel that is there anyway.
+        found[1] += Work(back, (), (narrow, (1.0 if ours else 3.0) * m * k * shape.size), 4)
+        sides = ((k, rank), *((shape.rank, p.n) for p in some))
+        found[2] += Work(tuple(Product(a, b, m, exact=True, split=True) for a, b in sides))
     return found[0], found[1], found[2]

@@ -164,14 +164,15 @@ LOOK, ROUND, TURN = 2.0, 3.0, 3.2
 how much longer it takes to turn around as well, which is what 8 layers of 8 B with one scale per tensor leave for it (H200)."""
 
 
-def head_casts(product: Product, chunks: int, shape: Shape) -> tuple[Passes, Passes, Passes]:
+def head_casts(product: Product, chunks: int, shape: Shape, stack: Stack) -> tuple[Passes, Passes, Passes]:
     """The same of a head whose loss is fused: outside of blocks, each a kernel of its own. Weights are rounded once for all chunks, frozen ones once for all steps, and what a chunk
     adds to their gradient is not added inside of the product: it is read, and the sum in fp32 read and written."""
     x, w, g = (float(n) for n in (product.m * product.k, product.k * product.n, product.m * product.n))
     each = LOOK + ROUND
     if shape.trains != "all":
         return (each * x,), (each * g,), ()
-    return (each * x, each * w), (each * g, 2.0 * w), (each * g, each * x, 10.0 * w * chunks)
+    turned = each if stack.fp8_rows else 2.0  # one scale for all: the same bits, turned around
+    return (each * x, each * w), (each * g, turned * w), (each * g, each * x, 10.0 * w * chunks)
 
 
 EAGER_CAST = 60.0

@@ -99,6 +99,12 @@ class Shape(NamedTuple):
     trains: str = "all"  # all | lora | qlora
     adapters: tuple[int, ...] = ()  # products of a layer that have them
     rank: int = 0  # of the adapters
+    drops: bool = False  # their inputs have dropout
+
+    @property
+    def adds_at_once(self) -> bool:
+        """Whether one kernel can add what an adapter adds."""
+        return self.size == 2 and adds_at_once(self.rank)
 
     @property
     def here(self) -> int:
@@ -109,3 +115,8 @@ class Shape(NamedTuple):
     def outside(self) -> int:
         """Tokens that norms and sums see: a share of them under sequence parallelism."""
         return max(1, self.here // self.tp) if self.sequence else self.here
+
+
+def adds_at_once(rank: int) -> bool:
+    """Adapters of what ranks the kernel takes: rows of B begin at whole 16 bytes in 16 bits, and a program has all of it at once."""
+    return rank % 8 == 0 and rank <= 256

@@ -28,9 +28,9 @@ def single_process_losses(
     if plan.precision == "fp8":
         blocks = model.blocks() if isinstance(model, TransformersModel) else model.layers.values()
         found = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", joined=plan.fuse)
-        found.round_frozen()
         if plan.fp8_head:
             apply_float8_head(model, found, compiled=False)
+        found.round_frozen()
     optimizer = build_optimizer(config.optimizer, model.parameters())
     scaler = plain_scaler(plan.precision, plan.loss_scale)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)

@@ -79,9 +79,9 @@ def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Re
     model = _plain_model(spec, trial).to(device)
     if trial.precision == "fp8":
         found = apply_float8(model, model.layers.values(), trial.fp8_recipe, emulate=device.type == "cpu")
-        found.round_frozen()
         if trial.fp8_head:
             apply_float8_head(model, found, compiled=False)
+        found.round_frozen()
     optimizer = build_optimizer(trial.optimizer, model.parameters())
     scaler = plain_scaler(trial.precision, trial.loss_scale)
     record = Record()
