@@ -30,7 +30,7 @@ from shardwise.model.loss import IGNORE, cross_entropy_sum, fused_rows, rows_at_
 from shardwise.model.masking import MaskBuilder
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, make_rotation
-from shardwise.model.rounded import factor
+from shardwise.model.rounded import Rounded, factor
 from shardwise.model.spec import LayerSpec, ModelSpec
 
 
@@ -201,7 +201,7 @@ class Head(nn.Module):
     )
     compiled = False  # fused, on a GPU: one kernel makes losses and gradients of logits
     products = Products()  # fused: how the three products are computed
-    product: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)  # otherwise
+    product: Callable[..., Tensor] = staticmethod(F.linear)  # otherwise
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -222,7 +222,7 @@ class Head(nn.Module):
     def fused_loss(
         self,
         x_ND: Tensor,
-        weight: Tensor,
+        weight: Tensor | Rounded,
         rows_N: Tensor,
         is_target_N: Tensor,
         is_here_N: Tensor,
@@ -233,7 +233,7 @@ class Head(nn.Module):
         way = Way(rows, block, self.softcap or 0.0, self.products, self.compiled and x_ND.is_cuda, meet)
         return fused_cross_entropy(x_ND, weight, rows_N, is_target_N, is_here_N, way)
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, weight: Tensor | Rounded) -> Tensor:
         """From normalised hidden states of any leading shape."""
         logits = self.product(x, weight)
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits

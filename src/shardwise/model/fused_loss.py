@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.errors import UserError
 from shardwise.model.gated import uses_kernel
+from shardwise.model.rounded import Rounded
 
 Meet = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """log-sum-exp and target's logit of each row, by a part of the vocabulary -> the same by all of it."""
@@ -29,7 +30,7 @@ Meet = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class Products:
     """The three products of a head. A subclass may compute them in another format, which `prepared` may put the weights into, once for all chunks."""
 
-    def prepared(self, weight_VD: Tensor) -> Any:
+    def prepared(self, weight_VD: Tensor | Rounded) -> Any:
         return weight_VD
 
     def logits(self, x_ND: Tensor, weight: Any) -> Tensor:
@@ -76,9 +77,10 @@ class Way:
 
 
 def fused_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, rows_N: Tensor, is_target_N: Tensor, is_here_N: Tensor, way: Way
+    x_ND: Tensor, weight_VD: Tensor | Rounded, rows_N: Tensor, is_target_N: Tensor, is_here_N: Tensor, way: Way
 ) -> Tensor:
-    """Sum of -log p(target) over rows that have one. rows_N: targets as rows of this weight, any where `is_here_N` is false."""
+    """Sum of -log p(target) over rows that have one. rows_N: targets as rows of this weight, any where `is_here_N` is false. A weight that was rounded
+    before (rounded.py) is for products that take it."""
     trains = (x_ND.requires_grad, isinstance(weight_VD, Tensor) and weight_VD.requires_grad)
     wants = tuple(torch.is_grad_enabled() and one for one in trains)
     if not any(wants):
@@ -91,7 +93,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_ND: Tensor,
-        weight_VD: Tensor,
+        weight_VD: Any,
         rows_N: Tensor,
         is_target_N: Tensor,
         is_here_N: Tensor,
@@ -128,7 +130,7 @@ def times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _compute(
     x_ND: Tensor,
-    weight_VD: Tensor,
+    weight_VD: Tensor | Rounded,
     rows_N: Tensor,
     is_target_N: Tensor,
     is_here_N: Tensor,

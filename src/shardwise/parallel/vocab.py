@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.model.decoder import Head
 from shardwise.model.loss import IGNORE, rows_at_once, sum_in_chunks
-from shardwise.model.rounded import factor
+from shardwise.model.rounded import Rounded, factor
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.regions import TensorParallel, all_gather, all_reduce, enter, leave, share
 
@@ -65,7 +65,7 @@ class VocabHead(Head):
         all_P2N = all_gather(torch.stack((sums_N, target_N)), self.tp.group, self.tp.wait)
         return torch.logsumexp(all_P2N[:, 0], 0), all_P2N[:, 1].sum(0)
 
-    def _loss(self, weight: Tensor, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+    def _loss(self, weight: Tensor | Rounded, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _CrossEntropy.apply(self.logits(x_ND, weight), targets_N, self.vocab, self.tp)
 
 
