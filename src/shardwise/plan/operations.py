@@ -26,7 +26,7 @@ from shardwise.plan.passes import (
     unpacking_passes,
 )
 from shardwise.plan.stack import Stack
-from shardwise.plan.work import Attention, Product, Shape, Training, Work
+from shardwise.plan.work import Attention, Product, Shape, Training, Work, adds_at_once
 
 EXPERT_IMBALANCE = 1.1
 """The fullest expert rank's tokens over the mean, with a router that is balanced by a loss or a bias."""
@@ -246,7 +246,7 @@ def _adapters(parts: Iterable[tuple[tuple[Product, ...], bool]], shape: Shape, s
     tensor parallelism, layers that multiply the same input have one A, and the product with B is a part of the sum's pass. `parts`: products of
     attention and of the rest, and whether all but the last multiply the same input."""
     ours = stack.measured and shape.tp == 1
-    at_once = ours and shape.adds_at_once
+    at_once = ours and shape.size == 2 and adds_at_once(shape.rank)
     found, groups = [Work(), Work(), Work()], []
     first = 0
     for products, is_same in parts:

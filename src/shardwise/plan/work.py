@@ -102,11 +102,6 @@ class Shape(NamedTuple):
     drops: bool = False  # their inputs have dropout
 
     @property
-    def adds_at_once(self) -> bool:
-        """Whether one kernel can add what an adapter adds."""
-        return self.size == 2 and adds_at_once(self.rank)
-
-    @property
     def here(self) -> int:
         """Tokens inside of tensor-parallel regions."""
         return self.rows * self.tokens
@@ -118,5 +113,5 @@ class Shape(NamedTuple):
 
 
 def adds_at_once(rank: int) -> bool:
-    """Adapters of what ranks the kernel takes: rows of B begin at whole 16 bytes in 16 bits, and a program has all of it at once."""
+    """Whether one kernel adds what adapters of this rank add, in 16 bits: rows of B begin at whole 16 bytes, and a program has all of it at once."""
     return rank % 8 == 0 and rank <= 256
