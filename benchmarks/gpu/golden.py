@@ -87,6 +87,7 @@ RUNS = {
     "halves": contender(**OFF),
     **{f"{name} alone": contender(**{**OFF, name: value}) for name, value in ALONE.items()},
     "flash4 alone": contender(**{**OFF, "attention": "flash4"}),
+    "compile, own kernels": contender(**{**OFF, "compile": "blocks", "kernels": "own"}),
     "all": "ours",
     "all, torch's products": "ours:products=library",
     "wide none": contender(**OFF),

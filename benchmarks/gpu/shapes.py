@@ -97,6 +97,7 @@ VARIANTS = {
     "ours-liger": "ours:kernels=liger",
     "ours-graphs": "ours:compile=graphs",
     "ours-library": "ours:products=library",
+    "ours-torch-norms": "ours:kernels=torch",
     "ours-true": "ours:precision=bf16-true",
     "ours-fp8": "ours:precision=fp8,fp8_recipe=rowwise",
     "ours-fp8-tensorwise": "ours:precision=fp8,fp8_recipe=tensorwise",

@@ -84,6 +84,8 @@ def test_flops_are_counted_as_the_page_says(trained):
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "elementwise"),
         ("_narrow_sum", "elementwise"),
+        ("_norm_gradient", "elementwise"),
+        ("_squares", "optimizer"),
         ("a kernel that nobody knows", "other"),
     ],
 )

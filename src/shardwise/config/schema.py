@@ -259,7 +259,10 @@ class SpeedConfig:
         choices=("auto", "recompute", "fused"),
     )
     kernels: str = setting(
-        "auto", "norms and activations by torch, or by liger-kernel (CUDA)", choices=("auto", "torch", "liger")
+        "auto",
+        "norms and activations by torch; with a kernel of our own for the backward of norms (`own`); or by liger-kernel; "
+        "auto: own in compiled blocks on GPUs",
+        choices=("auto", "torch", "own", "liger"),
     )
     products: str = setting(
         "auto",

@@ -40,7 +40,13 @@ from shardwise.model.precision import COMPUTED, KEPT
 from shardwise.model.spec import ModelSpec
 from shardwise.model.transformers_model import TransformersModel
 from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.parallel.compiled import apply_compile, apply_joined, apply_joined_adapters, apply_narrow_sums
+from shardwise.parallel.compiled import (
+    apply_compile,
+    apply_joined,
+    apply_joined_adapters,
+    apply_narrow_sums,
+    apply_norm_gradients,
+)
 from shardwise.parallel.context import ContextParallel, apply_context_parallel
 from shardwise.parallel.copies import Copies
 from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
@@ -126,8 +132,18 @@ def parallelize_decoder(
                 if device.type == "cuda":
                     apply_narrow_sums(model.layers.values(), COMPUTED[plan.precision])
             whole = plan.tp == plan.cp == plan.ep == 1
-            selective, measured = recompute == "selective", plan.products == "measured"
-            apply_compile(model.layers.values(), plan.compile, selective=selective, whole=whole, measured=measured)
+            selective, measured, gathers = recompute == "selective", plan.products == "measured", False
+            # In fp8 a compiler looks for a gradient's largest number in the pass that makes it.
+            if whole and plan.kernels == "own" and plan.precision != "fp8":
+                gathers = apply_norm_gradients([*model.layers.values(), model], COMPUTED[plan.precision])
+            apply_compile(
+                model.layers.values(),
+                plan.compile,
+                selective=selective,
+                whole=whole,
+                measured=measured,
+                gathers_sums=gathers,
+            )
             recompute = "none" if recompute == "selective" else recompute
         apply_recompute(list(model.layers.values()), recompute, layers.start)
         if plan.activation_offload:

@@ -23,6 +23,8 @@ from shardwise.model.adapters import AdaptedLinear, Chance
 from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
 from shardwise.model.narrow_sum import add_narrow
+from shardwise.model.norm import RMSNorm
+from shardwise.model.norm_gradient import LEAST_WIDTH, MOST_WIDTH, kernel_norm, operation
 from shardwise.plan.work import adds_at_once
 
 Parts = tuple[nn.Linear | None, ...]
@@ -62,6 +64,16 @@ def apply_narrow_sums(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
                 module.add_narrow = add_narrow()
 
 
+def apply_norm_gradients(blocks: Iterable[nn.Module], dtype: torch.dtype) -> bool:
+    """Norms of a block's width whose backward is one kernel with the sums around it, in 16 bits. True where there are any."""
+    norms = [module for block in blocks for module in block.children() if isinstance(module, RMSNorm)]
+    fitting = [norm for norm in norms if dtype.itemsize == 2 and LEAST_WIDTH <= norm.dim <= MOST_WIDTH]
+    operation()
+    for norm in fitting:
+        norm.compute = kernel_norm
+    return bool(fitting)
+
+
 def _with_same_inputs(blocks: Iterable[nn.Module]) -> Iterator[tuple[Attention | FeedForward, Parts]]:
     for block in blocks:
         for module in block.modules():
@@ -78,15 +90,22 @@ def _are_alike(*parts: nn.Module | None) -> bool:
 
 
 def apply_compile(
-    blocks: Iterable[nn.Module], mode: str, *, selective: bool, whole: bool, measured: bool = False
+    blocks: Iterable[nn.Module],
+    mode: str,
+    *,
+    selective: bool,
+    whole: bool,
+    measured: bool = False,
+    gathers_sums: bool = False,
 ) -> None:
     """In place, before recomputation of whole blocks and FSDP2. `whole`: nothing in a block talks to other ranks, else its graph ends at every message.
-    `measured`: large products by the kernel that is fastest (model/measured_products.py)."""
+    `measured`: large products by the kernel that is fastest (model/measured_products.py). `gathers_sums`: into the backward of norms (model/norm_gradient.py)."""
     how = MODES[mode]
-    if measured:
-        from shardwise.model.measured_products import MeasureProducts  # takes a second to load
+    if measured or gathers_sums:
+        from shardwise.model.graph_passes import GraphPasses  # takes a second to load
 
-        how = {**how, "options": {**how["options"], "post_grad_custom_post_pass": MeasureProducts()}}
+        passes = GraphPasses(measures_products=measured, gathers_sums=gathers_sums)
+        how = {**how, "options": {**how["options"], "post_grad_custom_post_pass": passes}}
     # One line per block about in-place operations, of which blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for block in blocks:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.memory.offload import Elsewhere
+from shardwise.memory.squares import sums_of_squares
 from shardwise.model.spec import ModelSpec
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.tensor import Placement, Slice, placement, take
@@ -169,13 +170,10 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
     total = torch.stack(away).sum() if away else torch.zeros((), dtype=torch.float64)
     if not gradients:
         return total
-    # In 16 bits a norm would be rounded to 8 or 11 of them, and one of scaled fp16 gradients would overflow.
-    wide = None if all(gradient.dtype.itemsize > 2 for gradient in gradients) else torch.float32
-    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).double()
-    squares = norms.square()
+    squares = sums_of_squares(gradients)
     if any(count != 1 for count in copies):
-        squares /= torch.tensor(copies, dtype=torch.float64, pin_memory=norms.is_cuda).to(
-            norms.device, non_blocking=True
+        squares /= torch.tensor(copies, dtype=torch.float64, pin_memory=squares.is_cuda).to(
+            squares.device, non_blocking=True
         )
     return squares.sum() + total  # a number on the CPU needs no copy, which a GPU would be waited for
 

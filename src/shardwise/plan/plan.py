@@ -78,7 +78,7 @@ class Plan:
     fuse: bool = False  # q, k, v are one product; gate and up another
     copies: bool = False  # 16-bit copies of fp32 weights stay between steps
     loss: str = "fused"  # recompute | fused: logits that are too many at once
-    kernels: str = "torch"  # torch | liger
+    kernels: str = "torch"  # torch | own | liger
     products: str = "library"  # library | measured
     attention: str = "sdpa"  # sdpa | flash4: what it is priced as; config decides what runs
     quantize_weights: str = "none"  # none | int8: of ZeRO's gathers

@@ -31,12 +31,13 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str =
         asked.fuse is True and not kernels["fuse"]
     ):
         raise _no_kernels("compile" if kernels["compile"] != asked.compile else "fuse", plan, asked, spec)
-    if asked.products == "measured" and kernels["products"] != "measured":
-        raise UserError(
-            "`speed.products = measured` is for compiled blocks on a GPU",
-            why=f"this run has speed.compile = {kernels['compile']} on {plan.device}",
-            fix="speed.products=auto, which measures where it can",
-        )
+    for key, value in (("products", "measured"), ("kernels", "own")):
+        if getattr(asked, key) == value and kernels[key] != value:
+            raise UserError(
+                f"`speed.{key} = {value}` is for compiled blocks on a GPU",
+                why=f"this run has speed.compile = {kernels['compile']} on {plan.device}",
+                fix=f"speed.{key}=auto, which takes that where it can",
+            )
     if asked.loss == "fused" and loss != "fused":
         raise UserError(
             "`speed.loss = fused` does not go with `parallel.schedule = gpipe`",
@@ -63,13 +64,13 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
         compiled = "none"
     # Joined gradients are put side by side by a kernel that reads its inputs twice (docs/log.md); so not by itself.
     fuse = asked.fuse is True and spec.is_ours
-    # Found by a pass over compiled graphs, among kernels that only CUDA has.
-    measures = device == "cuda" and compiled in ("blocks", "graphs") and asked.products != "library"
+    # By a pass over compiled graphs, with kernels that only CUDA has.
+    can = device == "cuda" and compiled in ("blocks", "graphs")
     return {
         "compile": compiled,
         "fuse": fuse,
-        "kernels": "torch" if asked.kernels == "auto" else asked.kernels,
-        "products": "measured" if measures else "library",
+        "kernels": asked.kernels if asked.kernels in ("torch", "liger") else "own" if can else "torch",
+        "products": "measured" if can and asked.products != "library" else "library",
     }
 
 
@@ -83,7 +84,7 @@ def keeps_copies(
 
 def bears(asked: SpeedConfig, schedule: str) -> bool:
     """Whether a pipeline with this schedule can have what is asked for outright."""
-    compiles = asked.compile not in ("auto", "none") or asked.products == "measured"
+    compiles = asked.compile not in ("auto", "none") or asked.products == "measured" or asked.kernels == "own"
     return not (compiles and splits_backward(schedule)) and not (asked.loss == "fused" and schedule == "gpipe")
 
 
