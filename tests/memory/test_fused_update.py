@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
-from shardwise.memory.fused_update import CopyAdamW
+from shardwise.memory.fused_update import CopyAdamW, _scalars, plain_update, update_together
 from shardwise.run.optimizer import build_optimizer, set_learning_rate
 
 CONFIG = OptimizerConfig(lr=3e-3, weight_decay=0.1)
@@ -69,6 +69,28 @@ def test_steps_are_torchs(clips: bool, summed: bool) -> None:
             assert torch.equal(found.copy_of[our], our.bfloat16())
             assert our.grad is None and found.copy_of[our].grad is None
             assert float(found.state[our]["step"]) == step
+
+
+@pytest.mark.parametrize("bucket", [1, 100, 2**24])
+@pytest.mark.parametrize("clips", [True, False])
+def test_small_ones_together_are_updated_as_one_by_one(
+    clips: bool, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.memory.fused_update.BUCKET_NUMBERS", bucket)
+    factor = torch.tensor(0.37, dtype=torch.float64) if clips else None
+    group = {"betas": CONFIG.betas, "lr": CONFIG.lr, "weight_decay": 0.1, "eps": CONFIG.eps}
+    draw = torch.Generator().manual_seed(3)
+    tasks = [
+        (m.detach(), m.detach().bfloat16(), g, *(torch.rand(m.shape, generator=draw) for _ in range(2)))
+        for m, g in zip(masters(), gradients(1), strict=True)
+    ]
+    truth = [tuple(tensor.clone() for tensor in task) for task in tasks]
+    update_together(tasks, group, 3, factor)
+    for found, one in zip(tasks, truth, strict=True):
+        plain_update(*one, _scalars(group, 3), factor)
+        for ours, theirs in zip((found[0], *found[3:]), (one[0], *one[3:]), strict=True):
+            assert within(ours, theirs, 4)
+        assert torch.equal(found[1], found[0].bfloat16())
 
 
 def test_states_have_torchs_names_and_go_on_after_torch() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
-from shardwise.memory.fused_update import CopyAdamW, _scalars, plain_update
+from shardwise.memory.fused_update import MANY, CopyAdamW, _scalars, plain_update
 from shardwise.model.presets import preset
 from shardwise.run.clock import Clock
 from shardwise.run.optimizer import build_optimizer, engine_optimizer
@@ -62,9 +62,13 @@ def ulps(found: Tensor, truth: Tensor) -> int:
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("clips", [True, False])
 @pytest.mark.parametrize("copy_dtype", [torch.bfloat16, torch.float16])
-def test_every_step_is_torchs_own_to_one_ulp(gradient_dtype: torch.dtype, clips: bool, copy_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("many", [1, MANY])
+def test_every_step_is_torchs_own_to_one_ulp(
+    gradient_dtype: torch.dtype, clips: bool, copy_dtype: torch.dtype, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each step begins with torch's numbers, so that nothing adds up: it shows the rounding of one. A first moment is a sum that may cancel, which is
     exact to the size of its terms and not to its own; in the first step there is one term."""
+    monkeypatch.setattr("shardwise.memory.fused_update.MANY", many)
     theirs, ours = masters(), masters()
     copy_of = copied(ours, copy_dtype)
     truth, found = build_optimizer(CONFIG, theirs), build_optimizer(CONFIG, ours, copy_of)
