@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 PARTS = ("attention", "matmul", "elementwise", "loss", "optimizer", "copies", "messages", "other")
+STEP = "a step"  # the name that a range of a trace has
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 WAITS = re.compile(r"(Stream|Device|Event)Synchronize$")
 MADE_BY_COMPILER = re.compile(r"triton_(poi|red|per|for|mix)_")  # named after all operations that are in them
@@ -55,6 +56,15 @@ def kernels(trace: dict[str, Any]) -> list[Busy]:
     return sorted((Busy(e["name"], e["ts"], e["ts"] + e["dur"]) for e in found), key=lambda busy: busy.start)
 
 
+def begins(trace: dict[str, Any]) -> list[float]:
+    """When the first kernel of each step began, where steps were named; of the stream that has most of them."""
+    streams: dict[Any, list[float]] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "gpu_user_annotation" and event["name"] == STEP:
+            streams.setdefault(event.get("tid"), []).append(event["ts"])
+    return sorted(max(streams.values(), key=len, default=[]))
+
+
 def waits(trace: dict[str, Any]) -> int:
     """How often the host stood still until the device was done."""
     runtime = [event for event in trace["traceEvents"] if event.get("cat") in ("cuda_runtime", "cuda_driver")]
@@ -86,9 +96,12 @@ def gaps(busy: Iterable[Busy]) -> Counter[tuple[str, str]]:
     return found
 
 
-def profile_of(trace: dict[str, Any], steps: int, top: int = 25) -> dict[str, Any]:
-    """Seconds per step. Whoever reads it can see by `kernels` what was counted where."""
-    busy = kernels(trace)
+def profile_of(trace: dict[str, Any], steps: int, before: int = 0, top: int = 25) -> dict[str, Any]:
+    """Seconds per step. The steps `before` are left out: the device has been waited for, and the host is not ahead of it yet as it is in training. Whoever reads it can see by `kernels` what was counted where."""
+    starts = begins(trace)
+    if before and len(starts) != before + steps:  # not known where they end
+        steps, before = steps + before, 0
+    busy = [one for one in kernels(trace) if not before or one.start >= starts[before]]
     parts, names = divide(busy)
     per_step = {name: microseconds / steps / 1e6 for name, microseconds in parts.items()}
     return {

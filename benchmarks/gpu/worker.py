@@ -139,24 +139,26 @@ class Worker:
     def profile(self) -> dict[str, Any]:
         """Without it the times are still worth something."""
         try:
-            return {"profile": self.traced(3 if self.step_s < 2 else 1) if self.on_cuda else None}
+            return {"profile": self.traced(*((3, 1) if self.step_s < 2 else (1, 0))) if self.on_cuda else None}
         except Exception as error:
             return {"profile": None, "why": why(error)}
 
-    def traced(self, steps: int) -> dict[str, Any]:
+    def traced(self, steps: int, before: int) -> dict[str, Any]:
         import torch
-        from gpu.parts import profile_of
-        from torch.profiler import ProfilerActivity
+        from gpu.parts import STEP, profile_of
+        from torch.profiler import ProfilerActivity, record_function
 
         self.synchronize()
         with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-            self.run(steps)
+            for _ in range(before + steps):
+                with record_function(STEP):
+                    self.run(1)
             self.synchronize()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             found.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        return profile_of(trace, steps)
+        return profile_of(trace, steps, before)
 
     def synchronize(self) -> None:
         if self.on_cuda:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu.bars import judged
 from gpu.contender import batches, build
 from gpu.golden import compared, judge
-from gpu.parts import Busy, divide, gaps, part_of, profile_of
+from gpu.parts import STEP, Busy, divide, gaps, part_of, profile_of
 from gpu.shapes import CONTENDERS, SHAPES, case_of
 from gpu.speed_page import GOLDEN, GOLDEN_MARKS, MARKS, cells, golden_table, plot, table, tables, write_page
 from gpu.with_ours import plan_of, predicted, run_with
@@ -112,6 +112,19 @@ def test_a_trace_becomes_seconds_per_step():
     assert found["window_s"] == pytest.approx(25e-6) and found["parts_s"]["idle"] == pytest.approx(5e-6)
     assert found["busy_s"] == pytest.approx(20e-6) and found["host_waits"] == 0.5
     assert found["gaps"] == [[0.005, "nvjet_a", "Memcpy DtoH"]]
+
+
+def test_a_step_before_the_host_is_ahead_is_left_out():
+    kernels = [{"ph": "X", "cat": "kernel", "name": "nvjet_a", "ts": ts, "dur": 30.0} for ts in (100, 190, 230, 270)]
+    named = [
+        {"ph": "X", "cat": "gpu_user_annotation", "name": STEP, "tid": 7, "ts": ts, "dur": 9.0}
+        for ts in (100, 190, 270)
+    ]
+    other = [{"ph": "X", "cat": "gpu_user_annotation", "name": STEP, "tid": 8, "ts": 100, "dur": 9.0}]
+    found = profile_of({"traceEvents": kernels + named + other}, steps=2, before=1)
+    assert found["window_s"] == pytest.approx(55e-6) and found["parts_s"]["idle"] == pytest.approx(10e-6)
+    unnamed = profile_of({"traceEvents": kernels}, steps=2, before=1)
+    assert unnamed["window_s"] == pytest.approx(200e-6 / 3), "all three, where nobody knows where the first one ends"
 
 
 def call(*words: str) -> str:
