@@ -292,15 +292,17 @@ STEPS = {
     ("8b-wide", "ours"): 0.7871,
     ("8b-wide", "ours:micro_batch=16"): 1.5520,
     ("8b", "ours"): 1.3657,
-    ("1.5b", "ours:attention=flash4"): 0.4757,
-    ("8b-wide", "ours:attention=flash4"): 0.7705,
+    ("1.5b", "ours:attention=flash4"): 0.4710,
+    ("8b-wide", "ours:attention=flash4"): 0.7627,
     ("32k", "ours:attention=flash4"): 1.1254,
-    ("32k", "ours:attention=flash4,micro_batch=2"): 2.2233,
+    ("32k", "ours:attention=flash4,micro_batch=2"): 2.1989,
     ("8b-wide", "ours:attention=flash4,micro_batch=16"): 1.5282,
-    ("8b-wide", "ours:attention=flash4,precision=fp8,fp8_recipe=tensorwise"): 0.5987,
-    ("8b-wide", "ours:attention=flash4,precision=fp8,fp8_recipe=tensorwise,fp8_head=true"): 0.5447,
+    ("8b-wide", "ours:attention=flash4,micro_batch=20"): 1.8802,
+    ("8b-wide", "ours:attention=flash4,precision=fp8,fp8_recipe=tensorwise"): 0.5908,
+    ("8b-wide", "ours:attention=flash4,precision=fp8,fp8_recipe=tensorwise,fp8_head=true"): 0.5396,
     ("moe", "ours:attention=flash4"): 0.3347,
-    ("lora-8b", "ours-fp8-head"): 0.3328,
+    ("lora-8b", "ours:attention=flash4"): 0.4658,
+    ("lora-8b", "ours:attention=flash4,precision=fp8,fp8_recipe=tensorwise,fp8_head=true"): 0.3262,
 }
 
 
