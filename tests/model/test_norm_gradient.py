@@ -144,17 +144,32 @@ def test_only_plain_sums_are_taken() -> None:
 SMALL = {"hidden": LEAST_WIDTH, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "num_layers": 2, "ffn": 256}
 
 
-def make(dtype: torch.dtype, device: str = "cpu") -> Decoder:
+MODELS: dict[str, tuple[str, dict[str, bool]]] = {
+    "llama": ("tiny", {}),
+    "experts": ("tiny-moe", {}),
+    "gemma": ("tiny", {"norm_plus_one": True, "post_norms": True}),
+}
+TAKEN = {
+    "llama": [(2, True), (3, True)],  # gate and up; q, k and v
+    "experts": [(1, True), (3, True), (2, True), (3, True)],  # those and the router, unsummed; then a dense layer
+    "gemma": [(1, False), (2, True), (1, False), (3, True)],  # what it normalises last goes nowhere else
+}
+"""For each norm of a backward pass, from its beginning: how many gradients, and whether one goes around."""
+
+
+def make(dtype: torch.dtype, device: str = "cpu", kind: str = "llama") -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(preset("tiny").with_overrides(SMALL), "sdpa")
+    base, changes = MODELS[kind]
+    model = Decoder(preset(base).with_overrides({**SMALL, **changes}), "sdpa")
     for parameter in model.parameters():
-        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 and kind != "gemma" else 0.0, 0.05)
     return model.to(device, dtype)
 
 
 def gradients(model: Decoder, device: str = "cpu") -> dict[str, Tensor]:
     tokens_BT = torch.randint(0, model.spec.vocab, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
-    model(tokens_BT, tokens_BT.roll(1, 1)).cross_entropy.backward()
+    losses = model(tokens_BT, tokens_BT.roll(1, 1))
+    (losses.cross_entropy + losses.aux + losses.z).backward()
     return {name: parameter.grad.double() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
 
 
@@ -175,8 +190,10 @@ def test_norms_of_the_right_width_in_16_bits() -> None:
     assert not apply_norm_gradients([*gpt.layers.values(), gpt], torch.bfloat16)
 
 
-@pytest.mark.parametrize("selective", [False, True])
-def test_compiled_blocks_add_all_gradients_in_it(selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "selective"), [("llama", False), ("llama", True), ("experts", False), ("gemma", False)]
+)
+def test_compiled_blocks_add_all_gradients_in_it(kind: str, selective: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor cuts a list of inputs to the length it had when it was traced, unless the operation asks for contiguous ones (torch 2.11, 2.13):
     gradients of all but the first input would be lost."""
     seen: list[tuple[int, bool]] = []
@@ -188,13 +205,13 @@ def test_compiled_blocks_add_all_gradients_in_it(selective: bool, monkeypatch: p
         seen.extend((len(node.args[0]), node.args[1] is not None) for node in nodes)
 
     monkeypatch.setattr(GatherSums, "__call__", watched)
-    truth = gradients(make(torch.float64))
-    model = make(torch.float32)
+    truth = gradients(make(torch.float64, kind=kind))
+    model = make(torch.float32, kind=kind)
     assert apply_norm_gradients([*model.layers.values(), model], torch.bfloat16)
     apply_compile(model.layers.values(), "blocks", selective=selective, whole=True, gathers_sums=True)
     with torch.compiler.config.patch(force_disable_caches=True):  # what comes from there is not passed over
         found = distances(gradients(model), truth)
-    assert seen == [(2, True), (3, True)], "gate and up; q, k and v"
+    assert seen == TAKEN[kind]
     assert max(found.values()) < 1e-5, found
 
 

@@ -46,6 +46,17 @@ def test_auto_gives_way():
     assert {plan.compile for plan in found} == {"none"}, "a CPU compiles nothing by itself"
 
 
+def test_norms_have_a_kernel_in_compiled_blocks_on_gpus():
+    assert plan_of().kernels == plan_of("speed.kernels=torch").kernels == "torch"
+    with pytest.raises(UserError, match=r"speed\.kernels = own.* is for compiled blocks on a GPU"):
+        plan_of("speed.kernels=own")
+    assert {plan.kernels for plan in search()} == {plan.kernels for plan in search("speed.kernels=own")} == {"own"}
+    assert {plan.kernels for plan in search("speed.kernels=torch")} == {"torch"}
+    assert {plan.kernels for plan in search("speed.compile=none")} == {"torch"}
+    with pytest.raises(UserError, match=r"speed\.kernels"):
+        search("parallel.pp=2", "parallel.schedule=zbv", "speed.kernels=own")
+
+
 def test_products_are_measured_in_compiled_blocks_on_gpus():
     assert plan_of().products == "library"
     with pytest.raises(UserError) as caught:

@@ -260,8 +260,8 @@ class SpeedConfig:
     )
     kernels: str = setting(
         "auto",
-        "norms and activations by torch; with a kernel of our own for the backward of norms (`own`); or by liger-kernel; "
-        "auto: own in compiled blocks on GPUs",
+        "norms and activations by torch, with a kernel for norms' backward (`own`), or by liger; auto: own in compiled "
+        "blocks on GPUs",
         choices=("auto", "torch", "own", "liger"),
     )
     products: str = setting(
