@@ -27,7 +27,18 @@ def round_once() -> None:
     InterpreterBuilder.create_fma = fma
 
 
+def shared_bytes(kernel: Any, types: dict[str, str], options: dict[str, Any], capability: int, **constants: Any) -> int:
+    """Of a processor, that one program takes there."""
+    return _compiled(kernel, types, options, capability, constants).metadata.shared
+
+
 def ptx_for_h200(kernel: Any, types: dict[str, str], options: dict[str, Any] | None = None, **constants: Any) -> str:
+    return _compiled(kernel, types, options, 90, constants).asm["ptx"]
+
+
+def _compiled(
+    kernel: Any, types: dict[str, str], options: dict[str, Any] | None, capability: int, constants: dict[str, Any]
+) -> Any:
     """`types`: of the arguments, as Triton writes them; addresses and sizes divide by 16, as those of most tensors do."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -39,4 +50,4 @@ def ptx_for_h200(kernel: Any, types: dict[str, str], options: dict[str, Any] | N
         {(numbers[name],): value for name, value in constants.items()},
         {(numbers[name],): [["tt.divisibility", 16]] for name in types},
     )
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -108,7 +108,7 @@ def profile_of(trace: dict[str, Any], steps: int, before: int = 0, top: int = 25
         "parts_s": per_step,
         "window_s": sum(per_step.values()),
         "busy_s": sum(per_step.values()) - per_step["idle"],
-        "host_waits": waits(trace) / steps,
+        "host_waits": waits(trace) / (steps + before),
         "kernels": [[part_of(n), round(us / steps / 1e3, 4), n[:150]] for n, us in names.most_common(top)],
         "gaps": [[round(us / steps / 1e3, 4), *(n[:100] for n in pair)] for pair, us in gaps(busy).most_common(8)],
     }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.schema import OptimizerConfig
-from shardwise.memory.fused_update import CopyAdamW, _scalars, plain_update, update_together
+from shardwise.memory.fused_update import MANY, CopyAdamW, _scalars, plain_update, update_together
 from shardwise.run.optimizer import build_optimizer, set_learning_rate
 
 CONFIG = OptimizerConfig(lr=3e-3, weight_decay=0.1)
@@ -91,6 +91,30 @@ def test_small_ones_together_are_updated_as_one_by_one(
         for ours, theirs in zip((found[0], *found[3:]), (one[0], *one[3:]), strict=True):
             assert within(ours, theirs, 4)
         assert torch.equal(found[1], found[0].bfloat16())
+
+
+def test_small_and_large_ones_of_a_group_with_different_ages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with many small parameters. One of them missed a step, so its moments are corrected by another count."""
+    found, small = {}, []
+    together = update_together
+    monkeypatch.setattr("shardwise.memory.fused_update.SMALL", 100)
+    monkeypatch.setattr(
+        "shardwise.memory.fused_update.update_together",
+        lambda tasks, group, count, factor: (small.append((count, len(tasks))), together(tasks, group, count, factor)),
+    )
+    for many in (False, True):
+        monkeypatch.setattr("shardwise.memory.fused_update._num_small", lambda _, many=many: MANY if many else MANY - 1)
+        ours = masters()
+        optimizer = optimizer_of(ours)
+        for step in (1, 2, 3):
+            for number, (our, gradient) in enumerate(zip(ours, gradients(step), strict=True)):
+                optimizer.copy_of[our].grad = None if (number, step) == (1, 2) else gradient
+            optimizer.step()
+        found[many] = ours
+        assert all(torch.equal(optimizer.copy_of[our], our.bfloat16()) for our in ours)
+        assert [float(optimizer.state[our]["step"]) for our in ours] == [3, 2, 3]
+    assert sorted(small) == [(1, 1), (1, 1), (2, 1), (2, 1), (3, 1)]
+    assert all(within(one, other, 12) for one, other in zip(found[True], found[False], strict=True))
 
 
 def test_states_have_torchs_names_and_go_on_after_torch() -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import torch
 import torch.nn.functional as F
-from triton_kernels import interpret, ptx_for_h200
+from triton_kernels import interpret, ptx_for_h200, shared_bytes
 
 EPS = 1e-5
 
@@ -41,13 +41,37 @@ def compare(
         assert torch.allclose(found_weight.double(), truth_weight, rtol=2**-10, atol=2**-10)
 
 
+@pytest.mark.parametrize(("capability", "shared"), [(90, 232_448), (80, 166_912), (89, 101_376)])
+@pytest.mark.parametrize("width", [520, 2048, 4096, 4160, 4608, 8256, 9216, 16384])
+def test_rows_in_flight_fit_into_a_processor(
+    width: int, capability: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H200, A100, L40S. A width that is no power of two takes as much as the next one."""
+    from shardwise.model import norm_gradient_kernel as kernel
+
+    monkeypatch.setattr(kernel, "_properties", lambda _: (132, shared))
+    wide = 1 << (width - 1).bit_length()
+    for terms in (1, 4):
+        _, stages = kernel.schedule(terms + 2, width, torch.empty(0, dtype=torch.bfloat16))
+        constants = {"WIDTH": width, "TERMS": terms, "GOES_AROUND": True, "LEARNS": True, "EACH": 62, "WIDE": wide}
+        options = {"num_warps": kernel.warps(wide)}
+        assert shared_bytes(kernel._norm_gradient, types(), options, capability, **constants, STAGES=stages) <= shared
+
+
+def types() -> dict[str, str]:
+    """In the kernel's order."""
+    from shardwise.model.norm_gradient_kernel import _norm_gradient
+
+    names = ("a_ptr", "b_ptr", "c_ptr", "d_ptr", "around_ptr", "x_ptr", "weight_ptr", "out_ptr")
+    known = dict.fromkeys(names, "*bf16") | {"scale_ptr": "*fp32", "shares_ptr": "*fp32", "num_rows": "i32"}
+    return {name: known[name] for name in _norm_gradient.arg_names if name in known}
+
+
 def test_an_h200_moves_16_bytes_at_a_time_and_keeps_a_row_in_registers() -> None:
     from shardwise.model import norm_gradient_kernel as kernel
 
-    names = ("a_ptr", "b_ptr", "c_ptr", "d_ptr", "around_ptr", "x_ptr", "weight_ptr", "out_ptr")
-    types = dict.fromkeys(names, "*bf16") | {"scale_ptr": "*fp32", "shares_ptr": "*fp32", "num_rows": "i32"}
     ptx = ptx_for_h200(
-        kernel._norm_gradient, {name: types[name] for name in kernel._norm_gradient.arg_names if name in types}, {"num_warps": kernel.warps(4096)},
+        kernel._norm_gradient, types(), {"num_warps": kernel.warps(4096)},
         WIDTH=4096, TERMS=3, GOES_AROUND=True, LEARNS=True, EACH=62, WIDE=4096, STAGES=kernel.STAGES,
     )  # fmt: skip
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx

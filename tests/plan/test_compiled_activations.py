@@ -16,10 +16,11 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.presets import preset
 from shardwise.model.spec import ModelSpec
-from shardwise.parallel.compiled import MODES, apply_compile, apply_joined
+from shardwise.parallel.compiled import MODES, apply_compile, apply_joined, apply_norm_gradients
 from shardwise.plan.activations import kept_activations
 from shardwise.plan.fp8 import WORTH
 from shardwise.plan.speed import our_stack
+from shardwise.plan.work import norms_have_kernel
 
 BATCH, LENGTH = 4, 128
 SMALL = {"num_layers": 2, "hidden": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "ffn": 640, "vocab": 100}
@@ -85,15 +86,20 @@ def counted(spec: ModelSpec, mode: str, fuse: bool, size: int, recipe: str = "",
 
 
 @pytest.mark.parametrize("name, mode, fuse", CASES, ids=["-".join(map(str, case)) for case in CASES])
-def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool) -> None:
-    """In bf16 and without memory: no kernel runs. What is counted as one number per head is fp32 there."""
+@pytest.mark.parametrize("own", [False, True])
+def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool, own: bool) -> None:
+    """In bf16 and without memory: no kernel runs. What is counted as one number per head is fp32 there. `own`: with a kernel for norms' backward, where runs have it."""
     torch._dynamo.reset()
     spec = MODELS[name]
+    if own and not norms_have_kernel(replace(spec, hidden=512)):
+        pytest.skip("runs have none there")
     torch.set_default_dtype(torch.bfloat16)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = Decoder(spec)
             apply_joined(model.layers.values() if fuse else ())
+            if own:
+                apply_norm_gradients(model.layers.values())
             apply_compile(model.layers.values(), "graphs alone", selective=mode == "selective", whole=True)
             two = kept_by(model)
             del model.layers["1"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.cluster.machine import Machine
@@ -50,11 +52,29 @@ def test_norms_have_a_kernel_in_compiled_blocks_on_gpus():
     assert plan_of().kernels == plan_of("speed.kernels=torch").kernels == "torch"
     with pytest.raises(UserError, match=r"speed\.kernels = own.* is for compiled blocks on a GPU"):
         plan_of("speed.kernels=own")
-    assert {plan.kernels for plan in search()} == {plan.kernels for plan in search("speed.kernels=own")} == {"own"}
+    assert {(plan.kernels, plan.tp == plan.cp == 1) for plan in search()} == {("own", True), ("torch", False)}
+    assert {(plan.kernels, plan.tp, plan.cp) for plan in search("speed.kernels=own")} == {("own", 1, 1)}
     assert {plan.kernels for plan in search("speed.kernels=torch")} == {"torch"}
     assert {plan.kernels for plan in search("speed.compile=none")} == {"torch"}
-    with pytest.raises(UserError, match=r"speed\.kernels"):
-        search("parallel.pp=2", "parallel.schedule=zbv", "speed.kernels=own")
+    assert {plan.kernels for plan in search("memory.precision=fp8")} == {"torch"}
+    assert {plan.kernels for plan in search("parallel.tp=2")} == {"torch"}
+    gpu = replace(plan_of(), device="cuda", precision="bf16")
+    own, layer, post = SpeedConfig(kernels="own"), {"norm": "layer"}, {"post_norms": True}
+    wide = preset("tiny").with_overrides({"hidden": 512})
+    assert with_speed(gpu, own, wide).kernels == "own"
+    for plan, spec in (
+        (replace(gpu, precision="fp8"), wide),
+        (replace(gpu, precision="fp32"), wide),
+        (replace(gpu, tp=2), wide),
+        *((gpu, wide.with_overrides(changes)) for changes in (layer, post, {"hidden": 256}, {"hidden": 32768})),
+    ):
+        assert with_speed(plan, SpeedConfig(), spec).kernels == "torch"
+        with pytest.raises(UserError, match=r"speed\.kernels = own.* is for norms of 512") as caught:
+            with_speed(plan, own, spec)
+        assert plan.precision in str(caught.value) and len(str(caught.value).splitlines()) == 3
+    for words in (("parallel.pp=2", "parallel.schedule=zbv"), ("parallel.tp=2",), ("memory.precision=fp8",)):
+        with pytest.raises(UserError, match=r"speed\.kernels"):
+            search(*words, "speed.kernels=own")
 
 
 def test_products_are_measured_in_compiled_blocks_on_gpus():

@@ -123,6 +123,10 @@ def test_a_step_before_the_host_is_ahead_is_left_out():
     other = [{"ph": "X", "cat": "gpu_user_annotation", "name": STEP, "tid": 8, "ts": 100, "dur": 9.0}]
     found = profile_of({"traceEvents": kernels + named + other}, steps=2, before=1)
     assert found["window_s"] == pytest.approx(55e-6) and found["parts_s"]["idle"] == pytest.approx(10e-6)
+    waits = [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": ts, "dur": 1.0} for ts in (1, 2, 3)
+    ]
+    assert profile_of({"traceEvents": kernels + named + waits}, steps=2, before=1)["host_waits"] == 1
     unnamed = profile_of({"traceEvents": kernels}, steps=2, before=1)
     assert unnamed["window_s"] == pytest.approx(200e-6 / 3), "all three, where nobody knows where the first one ends"
 

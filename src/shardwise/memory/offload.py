@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.memory.squares import sums_of_squares
 from shardwise.plan.plan import Plan
 
 Build = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -183,7 +184,7 @@ class StreamingOptimizer(OffloadedOptimizer):
         gradient, there = shard.gradient_here, shard.elsewhere
         if gradient is None:
             return
-        there.square = torch.linalg.vector_norm(gradient).double().square()
+        there.square = sums_of_squares([gradient])[0]
         landing = self.landing[id(shard.local)]
         with on_stream(self._down):
             landing.copy_(gradient, non_blocking=True)

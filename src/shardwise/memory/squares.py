@@ -1,6 +1,6 @@
 """Sums of squares of many tensors, for the norm of all gradients: on a GPU by one kernel per large tensor (squares_kernel.py), which reads it at the memory's speed; torch's norms of many tensors at once do at half of it.
 
-Invariant: a sum is the same every time, and is fp32 or wider where numbers are 16 bits: in their own format a norm would be rounded to 8 or 11 bits, and one of scaled fp16 gradients would overflow.
+Invariant: a sum of the same tensor is the same every time on machines of a kind (with a compiler for kernels, or without), and is fp32 or wider where numbers are 16 bits: in their own format a norm would be rounded to 8 or 11 bits, and one of scaled fp16 gradients would overflow.
 """
 
 from __future__ import annotations

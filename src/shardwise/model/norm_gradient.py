@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 MOST_TERMS = 4  # of the sum that arrives; adapters' gradient beside q, k, v
-LEAST_WIDTH, MOST_WIDTH = 512, 16384  # of a row that one program holds; of shorter ones a compiler has several
 SCHEMA = "(Tensor[] grads, Tensor? around, Tensor x, Tensor scale, Tensor weight, bool learns) -> (Tensor, Tensor)"
 
 
@@ -91,9 +90,10 @@ class GatherSums:
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=self.operation):
-            grads, _, *rest = node.args
-            node.args = (_terms(grads[0]), None, *rest)
-            self._take_around(graph, node)
+            grads, around, *rest = node.args
+            if len(grads) == 1 and around is None:  # not seen before
+                node.args = (_terms(grads[0]), None, *rest)
+                self._take_around(graph, node)
         graph.eliminate_dead_code()
 
     def _take_around(self, graph: Graph, node: Node) -> None:

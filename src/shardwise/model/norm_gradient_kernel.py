@@ -21,12 +21,11 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     x, (width,), num_rows = x.contiguous(), weight_D.shape, scale.numel()
     given = [one.contiguous() for one in grads]
-    out = torch.empty_like(x)
-    at_once = (len(grads) + 1 + (around is not None)) * width * x.element_size()
-    programs, stages = schedule(at_once, x.device) if learns else (FROZEN * _properties(x.device)[0], 1)
+    out, wide = torch.empty_like(x), triton.next_power_of_2(width)
+    num_tensors = len(grads) + 1 + (around is not None)
+    programs, stages = schedule(num_tensors, width, x) if learns else (FROZEN * _properties(x.device)[0], 1)
     programs = min(num_rows, programs)
     shares = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=x.device)
-    wide = triton.next_power_of_2(width)
     if num_rows:
         _norm_gradient[(programs,)](
             *(given + [x] * 4)[:4], x if around is None else around.contiguous(), x, scale.contiguous(), weight_D, out, shares, num_rows,
@@ -39,9 +38,10 @@ def warps(wide: int) -> int:
     return max(1, min(MOST_WARPS, wide // (32 * PER_THREAD)))
 
 
-def schedule(row_bytes: int, device: torch.device) -> tuple[int, int]:
-    """Programs, and stages of each, for rows of so many bytes, all tensors counted. On an H200 one of three stages for 4096 numbers is fastest, two for 2048."""
-    processors, shared = _properties(device)
+def schedule(num_tensors: int, width: int, like: Tensor) -> tuple[int, int]:
+    """Programs, and stages of each, where so many tensors are read. On an H200 one program with three stages for 4096 numbers is fastest, two for 2048."""
+    processors, shared = _properties(like.device)
+    row_bytes = num_tensors * triton.next_power_of_2(width) * like.element_size()
     stages = max(1, min(STAGES, shared // row_bytes))
     fitting = int(0.75 * shared / (stages * row_bytes))
     return processors * (max(1, fitting) if stages > 1 else FROZEN), stages

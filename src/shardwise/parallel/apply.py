@@ -132,17 +132,16 @@ def parallelize_decoder(
                 if device.type == "cuda":
                     apply_narrow_sums(model.layers.values(), COMPUTED[plan.precision])
             whole = plan.tp == plan.cp == plan.ep == 1
-            selective, measured, gathers = recompute == "selective", plan.products == "measured", False
-            # In fp8 a compiler looks for a gradient's largest number in the pass that makes it.
-            if whole and plan.kernels == "own" and plan.precision != "fp8":
-                gathers = apply_norm_gradients([*model.layers.values(), model], COMPUTED[plan.precision])
+            selective, measured, own = recompute == "selective", plan.products == "measured", plan.kernels == "own"
+            if own:
+                apply_norm_gradients([*model.layers.values(), model])
             apply_compile(
                 model.layers.values(),
                 plan.compile,
                 selective=selective,
                 whole=whole,
                 measured=measured,
-                gathers_sums=gathers,
+                gathers_sums=own,
             )
             recompute = "none" if recompute == "selective" else recompute
         apply_recompute(list(model.layers.values()), recompute, layers.start)

@@ -24,7 +24,7 @@ from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
 from shardwise.model.narrow_sum import add_narrow
 from shardwise.model.norm import RMSNorm
-from shardwise.model.norm_gradient import LEAST_WIDTH, MOST_WIDTH, kernel_norm, operation
+from shardwise.model.norm_gradient import kernel_norm, operation
 from shardwise.plan.work import adds_at_once
 
 Parts = tuple[nn.Linear | None, ...]
@@ -64,14 +64,13 @@ def apply_narrow_sums(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
                 module.add_narrow = add_narrow()
 
 
-def apply_norm_gradients(blocks: Iterable[nn.Module], dtype: torch.dtype) -> bool:
-    """Norms of a block's width whose backward is one kernel with the sums around it, in 16 bits. True where there are any."""
-    norms = [module for block in blocks for module in block.children() if isinstance(module, RMSNorm)]
-    fitting = [norm for norm in norms if dtype.itemsize == 2 and LEAST_WIDTH <= norm.dim <= MOST_WIDTH]
+def apply_norm_gradients(modules: Iterable[nn.Module]) -> None:
+    """Of blocks, and of the model itself for its last one: the backward of a norm is one kernel, which adds what is around it if a graph is told to (`gathers_sums`)."""
     operation()
-    for norm in fitting:
-        norm.compute = kernel_norm
-    return bool(fitting)
+    for module in modules:
+        for norm in module.children():
+            if isinstance(norm, RMSNorm):
+                norm.compute = kernel_norm
 
 
 def _with_same_inputs(blocks: Iterable[nn.Module]) -> Iterator[tuple[Attention | FeedForward, Parts]]:

@@ -21,7 +21,17 @@ from shardwise.plan.fp8 import MULTIPLE
 from shardwise.plan.job import Job
 from shardwise.plan.parts import Grid, Pace, Saving, States
 from shardwise.plan.plan import Plan
-from shardwise.plan.speed import asked_speed, attention_of, bears, fp8_of, keeps_copies, kernels_of, loss_of, our_stack
+from shardwise.plan.speed import (
+    asked_speed,
+    attention_of,
+    bears,
+    fp8_of,
+    keeps_copies,
+    kernels_of,
+    loss_of,
+    norms_of,
+    our_stack,
+)
 from shardwise.plan.split import balanced_split, estimated_costs, even_split
 
 SMALL_WORLD = 16
@@ -67,7 +77,7 @@ class Space:
         )
         # What all layouts may have; only those that are not compiled stop early.
         self.fastest = replace(usual, stops_early=True)
-        self._kernels: dict[str, dict[str, Any]] = {}
+        self._kernels: dict[tuple[str, int], dict[str, Any]] = {}
         self._splits: dict[int, tuple[int, ...] | None] = {}
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._schedules: dict[int, list[tuple[str, int]]] = {}
@@ -99,7 +109,7 @@ class Space:
 
     def grids(self, gpus: int) -> list[Grid]:
         if gpus not in self._grids:
-            self._grids[gpus] = list(self._grids_of(gpus))
+            self._grids[gpus] = [grid for grid in self._grids_of(gpus) if self._bears_kernels(grid)]
         return self._grids[gpus]
 
     def _grids_of(self, gpus: int) -> Iterator[Grid]:
@@ -298,15 +308,23 @@ class Space:
             copies=self.may_copy(grid) and saving.offload == "none" and states.zero == 0,
             loss=loss_of(self.speed, grid.pp, pace.schedule),
             attention=self.attention(grid),
-            **self._kernels_of(grid.pp, pace.schedule),
+            **self._kernels_of(grid, pace.schedule),
             **(self._common | changes),
         )
 
-    def _kernels_of(self, pp: int, schedule: str) -> dict[str, Any]:
-        key = schedule if pp > 1 else ""
+    def _kernels_of(self, grid: Grid, schedule: str) -> dict[str, Any]:
+        ranks = grid.tp * grid.cp * grid.ep
+        key = (schedule if grid.pp > 1 else "", ranks)
         if key not in self._kernels:
-            self._kernels[key] = kernels_of(self.speed, self.device, self.model, pp, schedule)
+            found = kernels_of(self.speed, self.device, self.model, grid.pp, schedule)
+            found["kernels"] = norms_of(found["kernels"], self.model, self.precision, ranks)
+            self._kernels[key] = found
         return self._kernels[key]
+
+    def _bears_kernels(self, grid: Grid) -> bool:
+        """Those that are asked for outright."""
+        ranks = grid.tp * grid.cp * grid.ep
+        return self.speed.kernels != "own" or norms_of("own", self.model, self.precision, ranks) == "own"
 
     def attention(self, grid: Grid) -> str:
         return attention_of(self.job.attention, self.model, self.precision, grid.cp, grid.cp_kind)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwise.model.spec import ModelSpec
+
 
 class Product(NamedTuple):
     """`groups` products of (m x k) by (k x n). `adds`: its result is added to a sum in fp32."""
@@ -110,6 +112,11 @@ class Shape(NamedTuple):
     def outside(self) -> int:
         """Tokens that norms and sums see: a share of them under sequence parallelism."""
         return max(1, self.here // self.tp) if self.sequence else self.here
+
+
+def norms_have_kernel(spec: ModelSpec) -> bool:
+    """Whether one kernel computes the backward of a block's norms: a program holds a row, and of shorter ones a compiler has several. With norms after a part as well, compiled graphs would keep one more tensor per layer."""
+    return spec.norm == "rms" and not spec.post_norms and 512 <= spec.hidden <= 16384
 
 
 def adds_at_once(rank: int) -> bool:
