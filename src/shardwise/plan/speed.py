@@ -24,8 +24,6 @@ from shardwise.plan.work import norms_have_kernel
 def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str = "sdpa") -> Plan:
     """The plan with its tricks. Called last: what they may do depends on the layout. `attention`: as a `Job` has it."""
     kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
-    can_own = kernels["kernels"] == "own"
-    kernels["kernels"] = norms_of(kernels["kernels"], spec, plan.precision, plan.tp * plan.cp * plan.ep)
     copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
     copies, loss = copies and not plan.rounds_sums, loss_of(asked, plan.pp, plan.schedule)
     if asked.copies is True and not copies:
@@ -36,18 +34,18 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str =
         raise _no_kernels("compile" if kernels["compile"] != asked.compile else "fuse", plan, asked, spec)
     for key, value in (("products", "measured"), ("kernels", "own")):
         if getattr(asked, key) == value and kernels[key] != value:
-            what, why = (
-                "compiled blocks on a GPU",
-                f"this run has speed.compile = {kernels['compile']} on {plan.device}",
-            )
-            if key == "kernels" and can_own:
-                what = "norms of 512 to 16,384 numbers (RMSNorm, none after a part) in 16 bits, with tp = cp = ep = 1"
-                why = f"this run is {spec.name} with {plan.layout} in {plan.precision}"
             raise UserError(
-                f"`speed.{key} = {value}` is for {what}",
-                why=why,
+                f"`speed.{key} = {value}` is for compiled blocks on a GPU",
+                why=f"this run has speed.compile = {kernels['compile']} on {plan.device}",
                 fix=f"speed.{key}=auto, which takes that where it can",
             )
+    kernels["kernels"] = norms_of(kernels["kernels"], spec, plan.precision, plan.tp * plan.cp * plan.ep)
+    if asked.kernels == "own" and kernels["kernels"] != "own":
+        raise UserError(
+            "`speed.kernels = own` is for norms of 512 to 16,384 numbers (RMSNorm, none after a part) in 16 bits, with tp = cp = ep = 1",
+            why=f"this run is {spec.name} with {plan.layout} in {plan.precision}",
+            fix="speed.kernels=auto, which takes that where it can",
+        )
     if asked.loss == "fused" and loss != "fused":
         raise UserError(
             "`speed.loss = fused` does not go with `parallel.schedule = gpipe`",
