@@ -30,14 +30,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from shardwise.model.presets import preset
-from shardwise.plan.split import even_split
+from shardwise.optim.build import build_optimizer
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
 from shardwise.run.events import Events
-from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Trial
 from shardwise.run.step import run_step
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.presets import preset
+from shardwise.spec.split import even_split
 
 CPU = torch.device("cpu")
 EVERY = 10  # run.events_every

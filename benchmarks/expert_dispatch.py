@@ -26,13 +26,13 @@ import torch.multiprocessing
 from torch import Tensor
 
 from shardwise.model.experts import Choice, Experts, MixtureOfExperts, Router, moe_layers
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.build import build_optimizer
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Trial
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 WORLD = 4
 BAR = 0.10

@@ -24,7 +24,7 @@ SHARDS = 6
 
 
 def make_spec(gigabytes: float, bytes_per_parameter: int):
-    from shardwise.model.presets import preset
+    from shardwise.spec.presets import preset
 
     spec = preset("llama3.2-1b").with_overrides({"num_layers": 1, "vocab": 32000})
     two = spec.with_overrides({"num_layers": 2})
@@ -36,8 +36,8 @@ def make_spec(gigabytes: float, bytes_per_parameter: int):
 def write(directory: Path, gigabytes: float, dtype_name: str) -> None:
     import torch
 
+    from shardwise.interop.huggingface.door import save_model
     from shardwise.model.decoder import Decoder
-    from shardwise.model.huggingface import save_model
 
     dtype = getattr(torch, dtype_name)
     spec = make_spec(gigabytes, dtype.itemsize)
@@ -54,8 +54,8 @@ def load(directory: Path, dtype_name: str) -> None:
     """Runs in its own process; prints one JSON line."""
     import torch
 
+    from shardwise.interop.huggingface.door import load_weights, read_config, spec_from_config
     from shardwise.model.decoder import Decoder
-    from shardwise.model.huggingface import load_weights, read_config, spec_from_config
 
     spec = spec_from_config(read_config(directory))
     with torch.device("meta"):

@@ -13,14 +13,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import layer_activations
-from shardwise.plan.memory import predict_memory
-from shardwise.plan.plan import Plan
-from shardwise.plan.schedules import schedule_actions, stage_owners
-from shardwise.plan.stack import OURS, Stack
-from shardwise.plan.timeline import peak_in_flight, simulate
+from shardwise.plan.prediction.activations import layer_activations
+from shardwise.plan.prediction.memory import predict_memory
+from shardwise.plan.prediction.stack import OURS, Stack
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schedules import schedule_actions, stage_owners
+from shardwise.spec.timeline import peak_in_flight, simulate
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "misprints.md"
 PAPER = Stack(name="paper", half_weights=True, gradient_bytes=2)

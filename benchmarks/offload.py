@@ -30,19 +30,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.config.schema import OptimizerConfig
-from shardwise.memory.disk import BLOCK_BYTES, QUEUE_DEPTH, ScratchFile, new_buffer
-from shardwise.memory.nvme import NvmeOptimizer
-from shardwise.memory.offload import Elsewhere, OffloadedOptimizer
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.memory import predict_elsewhere, predict_memory
-from shardwise.plan.plan import Plan
+from shardwise.optim.build import build_optimizer, engine_optimizer
+from shardwise.optim.offload.cpu import Elsewhere, OffloadedOptimizer
+from shardwise.optim.offload.disk import BLOCK_BYTES, QUEUE_DEPTH, ScratchFile, new_buffer
+from shardwise.optim.offload.nvme import NvmeOptimizer
+from shardwise.plan.prediction.memory import predict_elsewhere, predict_memory
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import build_optimizer, engine_optimizer
-from shardwise.run.reference import Trial
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import OptimizerConfig
 
 CPU = torch.device("cpu")
 ADAMW = OptimizerConfig(lr=1e-3)

@@ -27,14 +27,14 @@ from pipeline_bubble import SECONDS, Sleeping
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.model.presets import preset
-from shardwise.plan.fill import fill_idle
-from shardwise.plan.split import even_split
-from shardwise.plan.timeline import simulate
+from shardwise.parallel.pipeline.idle_slots import fill_idle
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
+from shardwise.run.bubble_filling import FIRST_ROUND, HEADROOM, LONGER, MESSAGE_S, PLAIN_STEPS, Filler
 from shardwise.run.clock import Clock
-from shardwise.run.fill import FIRST_ROUND, HEADROOM, LONGER, MESSAGE_S, PLAIN_STEPS, Filler
-from shardwise.run.reference import Trial
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.presets import preset
+from shardwise.spec.split import even_split
+from shardwise.spec.timeline import simulate
 
 BAR = 1.03
 RANKS, MICRO_BATCHES = 4, 8

@@ -28,15 +28,15 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from shardwise.model.decoder import Hidden, Losses
-from shardwise.model.presets import preset
-from shardwise.parallel.data import GradientSums
-from shardwise.plan.plan import Plan
-from shardwise.plan.schedules import Action, stage_owners
-from shardwise.plan.split import even_split
-from shardwise.plan.timeline import simulate
+from shardwise.parallel.data.replicas import GradientSums
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.reference import Trial
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schedules import Action, stage_owners
+from shardwise.spec.split import even_split
+from shardwise.spec.timeline import simulate
 
 NAMES = {"forward": "F", "backward": "B", "backward inputs": "I", "backward weights": "W"}
 SECONDS = {"F": 0.040, "B": 0.080, "I": 0.040, "W": 0.040}  # of a sleeping stage with one layer's share

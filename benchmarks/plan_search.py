@@ -17,10 +17,10 @@ import sys
 import time
 from typing import Any
 
-from shardwise.cluster.read import read_cluster
-from shardwise.model.presets import preset
-from shardwise.plan.job import Job
-from shardwise.plan.searching import explore
+from shardwise.cluster.describe.read import read_cluster
+from shardwise.plan.layouts.search import explore
+from shardwise.spec.job import Job
+from shardwise.spec.presets import preset
 
 QUESTIONS = {
     "70B on 512": ("llama3-70b", "64x8xh100", Job(8192, 512), 1.0),

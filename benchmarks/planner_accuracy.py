@@ -33,7 +33,7 @@ from accuracy.score import Answer, by, intervals, score
 
 import shardwise
 from shardwise.errors import UserError
-from shardwise.plan.prediction import Prediction, predict
+from shardwise.plan.prediction.predict import Prediction, predict
 
 ROW = ("model", "gpus", "gpu_kind", "nodes", "tp", "pp", "vpp", "cp", "ep", "dp", "zero", "sp", "recompute", "micro_batch", "global_batch", "seq", "precision", "stack", "compile", "async_tp")  # fmt: skip
 
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--rows", type=Path, metavar="FILE.csv", help="write every row's prediction there")
     parser.add_argument(
-        "--intervals", type=Path, metavar="FILE.toml", help="write src/shardwise/plan/intervals.toml anew"
+        "--intervals", type=Path, metavar="FILE.toml", help="write src/shardwise/plan/prediction/intervals.toml anew"
     )
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="write docs/accuracy.md anew")
     asked = parser.parse_args()

@@ -27,16 +27,16 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines
 
 import torch
 
-from shardwise.config.schema import CommConfig, OptimizerConfig
 from shardwise.data.loader import StepBatch, TensorBatch
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.build import build_optimizer
 from shardwise.parallel.apply import parallelize_decoder
-from shardwise.plan.plan import Plan
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import build_optimizer
 from shardwise.run.step import run_step
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import CommConfig, OptimizerConfig
 
 BANDS = {"fp16": 0.01, "fp16-true": 0.01, "fp8 rowwise": 0.02, "fp8 tensorwise": 0.02}
 SMALL = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128}

@@ -27,10 +27,10 @@ from shardwise.memory.recompute import apply_recompute
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.activations import head_activation_bytes, kept_activations, logit_bytes
-from shardwise.plan.memory import LOSS_TEMPORARIES
+from shardwise.plan.prediction.activations import head_activation_bytes, kept_activations, logit_bytes
+from shardwise.plan.prediction.memory import LOSS_TEMPORARIES
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 MODES = ["none", "none again", "full", "selective", "sqrt", "every-2"]
 WIDE = {"hidden": 768, "num_heads": 12, "num_kv_heads": 4, "head_dim": 64, "ffn": 2048, "num_layers": 4}
@@ -101,7 +101,7 @@ def measure(spec: ModelSpec, shape: tuple[int, int], names: list[str], rounds: i
 
 
 def memory(spec: ModelSpec, variant: Variant, tokens: torch.Tensor, size: int) -> dict[str, Any]:
-    counted = spec.with_overrides({"norm": "layer"}) if tokens.is_cuda else spec  # as plan/memory.py counts
+    counted = spec.with_overrides({"norm": "layer"}) if tokens.is_cuda else spec  # as plan/prediction/memory.py counts
     kept = kept_activations(counted, spec.layers, variant.mode, tokens.shape[1])
     head = head_activation_bytes(counted, tokens.numel(), size)
     if not tokens.is_cuda:

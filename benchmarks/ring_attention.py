@@ -36,8 +36,8 @@ from torch import Tensor
 
 from shardwise.model.attention import attend
 from shardwise.model.masking import Mask
-from shardwise.parallel.blocks import Score
-from shardwise.parallel.ring import Ring, View, Zigzag, ring_backward, ring_forward
+from shardwise.parallel.context.attention_blocks import Score
+from shardwise.parallel.context.ring import Ring, View, Zigzag, ring_backward, ring_forward
 
 RESULTS = Path(__file__).parent / "results"
 BAR_TIME, BAR_BALANCE = 1.15, 1.05

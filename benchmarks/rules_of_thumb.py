@@ -17,13 +17,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from shardwise.cluster.read import read_cluster
-from shardwise.model.presets import preset
-from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
-from shardwise.plan.prediction import Prediction, predict
-from shardwise.plan.searching import search
-from shardwise.plan.split import balanced_split, estimated_costs, even_split
+from shardwise.cluster.describe.read import read_cluster
+from shardwise.plan.layouts.search import search
+from shardwise.plan.prediction.predict import Prediction, predict
+from shardwise.spec.job import Job
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.split import balanced_split, estimated_costs, even_split
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "rules-of-thumb.md"
 SAME = 0.02

@@ -23,10 +23,10 @@ import torch
 from shardwise.config.load import load_config
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
+from shardwise.report.terminal import View
 from shardwise.run import loop
 from shardwise.run.guards import StopRequests
 from shardwise.run.start import make_job, new_run
-from shardwise.run.view import View
 
 
 class Bare:

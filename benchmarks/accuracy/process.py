@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from math import prod
 
-from shardwise.cluster.spec import ClusterSpec
-from shardwise.plan.plan import Plan
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.plan import Plan
 
 MIB = 2**20
 

@@ -14,14 +14,14 @@ from typing import Any
 from accuracy.process import USUAL, outside_bytes
 from accuracy.run import Run, Skip
 from accuracy.shape import shape_of
-from shardwise.cluster.spec import ClusterSpec, known_cluster, known_devices
-from shardwise.config.schema import AdapterConfig
 from shardwise.errors import UserError
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
-from shardwise.plan.split import even_split
-from shardwise.plan.stack import Stack
+from shardwise.plan.prediction.stack import Stack
+from shardwise.spec.cluster import ClusterSpec, known_cluster, known_devices
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import AdapterConfig
+from shardwise.spec.split import even_split
 
 HERE = Path(__file__).resolve().parent
 STACKS = HERE.parent / "stacks"

@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from accuracy.question import Question
-from shardwise.plan.confidence import kind_of_job, traits
-from shardwise.plan.lifetimes import StageMemory
-from shardwise.plan.memory import fullest, predict_stages
-from shardwise.plan.prediction import Prediction
+from shardwise.plan.prediction.confidence import kind_of_job, traits
+from shardwise.plan.prediction.lifetimes import StageMemory
+from shardwise.plan.prediction.memory import fullest, predict_stages
+from shardwise.plan.prediction.predict import Prediction
 
 SMALLEST_GROUP = 5
 CLEAN_NODES, CLEAN_MFU = 16, 0.15
@@ -189,7 +189,7 @@ def by(answers: Iterable[Answer], key: Callable[[Answer], str]) -> dict[str, lis
 
 
 def intervals(answers: Sequence[Answer]) -> str:
-    """src/shardwise/plan/intervals.toml: measured over predicted time by kind of job, and the range of what was measured."""
+    """src/shardwise/plan/prediction/intervals.toml: measured over predicted time by kind of job, and the range of what was measured."""
     timed = [one for one in answers if one.step_error is not None]
     kinds = by(
         timed,

@@ -10,8 +10,8 @@ from typing import Any
 
 from accuracy.run import Run, Skip
 from shardwise.errors import UserError
-from shardwise.model.presets import preset, preset_names
-from shardwise.model.spec import ModelSpec
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset, preset_names
 
 GATED = ("llama", "qwen", "mistral", "mixtral", "internlm", "deepseek", "gemma", "kimi", "oss", "yi-", "olmo", "smol")
 UNGATED = ("gpt", "mpt", "megatron", "turing", "opt", "bloom", "nemotron", "falcon", "pythia")

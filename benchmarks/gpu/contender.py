@@ -14,9 +14,9 @@ import torch
 from gpu.shapes import Case
 from torch import Tensor, nn
 
+from shardwise.interop.huggingface.names import tensor_table
+from shardwise.interop.huggingface.weights import gather
 from shardwise.model.decoder import Decoder
-from shardwise.model.hf_names import tensor_table
-from shardwise.model.hf_weights import gather
 from shardwise.model.initialize import STD, initialize
 
 BASES = {

@@ -24,17 +24,17 @@ from typing import Any
 
 import torch
 
-from shardwise.config.schema import AdapterConfig, CommConfig, OptimizerConfig
 from shardwise.model.decoder import Decoder
-from shardwise.model.presets import preset
+from shardwise.optim.build import engine_optimizer
 from shardwise.parallel.apply import parallelize_decoder
-from shardwise.plan.memory import predict_elsewhere, predict_memory
-from shardwise.plan.plan import Plan
+from shardwise.plan.prediction.memory import predict_elsewhere, predict_memory
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import engine_optimizer
-from shardwise.run.reference import Trial
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import trial_batch, trial_plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig, CommConfig, OptimizerConfig
 
 GIB = 2**30
 QLORA = AdapterConfig(kind="qlora", rank=16, targets=("all-linear",))

@@ -21,13 +21,13 @@ import torch
 from gpu.shapes import LORA, Shape, case_of
 from gpu.with_ours import adapter_of, plan_of
 
-from shardwise.config.schema import CommConfig, OptimizerConfig
 from shardwise.data.loader import StepBatch, TensorBatch
 from shardwise.model.initialize import initialize
+from shardwise.optim.build import engine_optimizer
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.step import accumulate, update
+from shardwise.spec.schema import CommConfig, OptimizerConfig
 
 LIMIT, FP8_LIMIT = 0.005, 0.01
 LORA_LR = 3e-4

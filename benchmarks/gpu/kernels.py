@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/kernels.py [--json FILE]
 
-The planner's constants for this card are checked against these figures (plan/kernels.py). Medians of CUDA events.
+The planner's constants for this card are checked against these figures (plan/prediction/kernels.py). Medians of CUDA events.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.config.schema import OptimizerConfig
-from shardwise.run.optimizer import build_optimizer
+from shardwise.optim.build import build_optimizer
+from shardwise.spec.schema import OptimizerConfig
 
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 WIDTHS = (

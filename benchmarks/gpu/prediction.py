@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.cluster.spec import known_cluster
-from shardwise.config.schema import AdapterConfig, CommConfig, OptimizerConfig
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
-from shardwise.plan.prediction import predict
+from shardwise.plan.prediction.predict import predict
+from shardwise.spec.cluster import known_cluster
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig, CommConfig, OptimizerConfig
 
 GIB = 2**30
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -151,12 +151,12 @@ def measure(one: dict[str, Any], warm_up: int = 2, steps: int = 5) -> dict[str, 
     import torch
     from gpu.fit import same_numbers
 
+    from shardwise.optim.build import engine_optimizer
     from shardwise.parallel.apply import parallelize_decoder
+    from shardwise.prove.reference import Trial
+    from shardwise.prove.trial import trial_batch
     from shardwise.run.clock import Clock
-    from shardwise.run.optimizer import engine_optimizer
-    from shardwise.run.reference import Trial
     from shardwise.run.step import accumulate, update
-    from shardwise.run.trial import trial_batch
 
     device, spec, plan, adapter = torch.device("cuda", 0), spec_of(one), plan_of(one), adapter_of(one)
     options = OptimizerConfig(name=one.get("optimizer", "adamw"), lr=1e-5)

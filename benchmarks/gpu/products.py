@@ -24,7 +24,7 @@ import torch
 from gpu.shapes import SHAPES
 from torch import Tensor
 
-from shardwise.model.cublas import proposals
+from shardwise.kernels.cublas import proposals
 
 Launch = Callable[[], None]
 

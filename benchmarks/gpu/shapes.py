@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 PEAK_FLOPS = 989e12  # bf16, dense, of an H100 or H200 by its data sheet
 LORA = {"kind": "lora", "rank": 16, "targets": ("all-linear",)}

@@ -11,20 +11,20 @@ from gpu.fit import same_numbers
 from gpu.shapes import Case
 from torch import Tensor
 
-from shardwise.cluster.spec import known_cluster
-from shardwise.config.schema import AdapterConfig, CommConfig, OptimizerConfig, SpeedConfig
 from shardwise.data.loader import StepBatch, TensorBatch
+from shardwise.kernels.choose_matmul import summary
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.model.measured_products import summary
+from shardwise.optim.build import engine_optimizer
 from shardwise.parallel.apply import parallelize_decoder
-from shardwise.plan.job import Job
-from shardwise.plan.plan import MIXED, Plan
-from shardwise.plan.prediction import predict
-from shardwise.plan.speed import with_speed
+from shardwise.plan.prediction.predict import predict
+from shardwise.plan.resolve.speed import with_speed
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import engine_optimizer
 from shardwise.run.step import accumulate, update
+from shardwise.spec.cluster import known_cluster
+from shardwise.spec.job import Job
+from shardwise.spec.plan import MIXED, Plan
+from shardwise.spec.schema import AdapterConfig, CommConfig, OptimizerConfig, SpeedConfig
 
 TRICKS = ("compile", "fuse", "copies", "loss", "kernels", "products", "fp8_head", "fp8_recipe")
 SPEED = {field.name for field in fields(SpeedConfig)}

@@ -17,7 +17,7 @@ from gpu.shapes import Case
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.model.spec import ModelSpec
+from shardwise.spec.model import ModelSpec
 
 LOSS_CHUNK = 4096  # tokens whose logits exist at once
 

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from peers.setting import Batch, Done, Setting, Step
-from shardwise.config.schema import CommConfig, OptimizerConfig
 from shardwise.data.loader import StepBatch, TensorBatch
 from shardwise.model.initialize import initialize
-from shardwise.parallel.any_module import parallelize
+from shardwise.optim.build import build_optimizer
+from shardwise.parallel.any_module.parallelize import parallelize
 from shardwise.parallel.apply import parallelize_decoder
-from shardwise.plan.plan import Plan
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import build_optimizer
 from shardwise.run.step import run_step
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import CommConfig, OptimizerConfig
 
 
 def parallelized(setting: Setting, *, zero: int) -> Step:

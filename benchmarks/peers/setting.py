@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 HEAD = 32
 

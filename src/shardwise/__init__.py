@@ -11,13 +11,13 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "ClusterSpec": "shardwise.cluster.spec",
-    "Config": "shardwise.config.schema",
-    "Job": "shardwise.plan.job",
-    "ModelSpec": "shardwise.model.spec",
-    "Plan": "shardwise.plan.plan",
+    "ClusterSpec": "shardwise.spec.cluster",
+    "Config": "shardwise.spec.schema",
+    "Job": "shardwise.spec.job",
+    "ModelSpec": "shardwise.spec.model",
+    "Plan": "shardwise.spec.plan",
     "UserError": "shardwise.errors",
-    "parallelize": "shardwise.parallel.any_module",
+    "parallelize": "shardwise.parallel.any_module.parallelize",
 }
 __all__ = [*_EXPORTS, "__version__"]
 

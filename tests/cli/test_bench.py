@@ -6,9 +6,9 @@ import pytest
 from commands import SMALL
 
 from shardwise.cli.main import main
-from shardwise.cluster.here import this_cluster
-from shardwise.cluster.machine import this_machine
-from shardwise.cluster.read import read_cluster
+from shardwise.cluster.describe.here import this_cluster
+from shardwise.cluster.describe.machine import this_machine
+from shardwise.cluster.describe.read import read_cluster
 from shardwise.errors import Exit
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.cli.doctor import render
 from shardwise.cli.main import main
-from shardwise.cluster.read import read_cluster
+from shardwise.cluster.describe.read import read_cluster
 
 
 @pytest.fixture(scope="module")

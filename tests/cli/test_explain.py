@@ -12,9 +12,9 @@ from shardwise.config.keys import all_keys
 from shardwise.config.write import is_built
 from shardwise.demo import DEMOS
 from shardwise.explain.pages import all_pages, find_page, render_page
-from shardwise.plan.plan import Plan
-from shardwise.plan.schedules import SCHEDULES, schedule_actions, stage_owners
-from shardwise.plan.timeline import peak_in_flight, simulate
+from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import SCHEDULES, schedule_actions, stage_owners
+from shardwise.spec.timeline import peak_in_flight, simulate
 
 PACKAGE = Path(shardwise.__file__).parent
 PROMISED = [

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.cli.main import main
 from shardwise.config.load import load_config
-from shardwise.config.schema import Config
+from shardwise.spec.schema import Config
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cluster.collectives import Timed, fit, fit_collectives, measure_collectives, with_collectives, worlds_of
-from shardwise.cluster.machine import Gpu, Machine
-from shardwise.cluster.spec import known_cluster
+from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.cluster.measure.collectives import (
+    Timed,
+    fit,
+    fit_collectives,
+    measure_collectives,
+    with_collectives,
+    worlds_of,
+)
+from shardwise.spec.cluster import known_cluster
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12))

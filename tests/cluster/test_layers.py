@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise.cluster.here import this_cluster
-from shardwise.cluster.layers import LayerRates, devices_of, measure_layers, with_layers
-from shardwise.cluster.machine import Gpu, Machine
+from shardwise.cluster.describe.here import this_cluster
+from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.cluster.measure.layers import LayerRates, devices_of, measure_layers, with_layers
 
 CORES = Machine(cores=4, memory_bytes=2**33, gpus=(), platform="linux")
 

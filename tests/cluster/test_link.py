@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cluster.link import LinkFit, fit_line, loopback_interface, measure_local_link
+from shardwise.cluster.measure.link import LinkFit, fit_line, loopback_interface, measure_local_link
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-8))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from shardwise.cluster.machine import (
+from shardwise.cluster.describe.machine import (
     cpu_model,
     cpu_quota,
     find_gpus,

@@ -1,7 +1,7 @@
 """The disk measurement writes nothing that stays, and says so when it cannot write. Devices are in tests/cli/test_doctor.py."""
 
-from shardwise.cluster.measure import measure_disk
-from shardwise.cluster.versions import core_libraries, optional_libraries
+from shardwise.cluster.describe.versions import core_libraries, optional_libraries
+from shardwise.cluster.measure.devices import measure_disk
 
 
 def test_disk_of_a_directory_that_does_not_exist_yet(tmp_path):

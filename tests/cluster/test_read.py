@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster.changes import SETTINGS
-from shardwise.cluster.read import read_cluster
-from shardwise.cluster.spec import known_devices
-from shardwise.cluster.toml import write_toml
+from shardwise.cluster.describe.changes import SETTINGS
+from shardwise.cluster.describe.read import read_cluster
+from shardwise.cluster.describe.toml import write_toml
 from shardwise.errors import Exit, UserError
+from shardwise.spec.cluster import known_devices
 
 
 @pytest.mark.parametrize(

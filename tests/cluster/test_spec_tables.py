@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise.cluster.here import table_name, this_cluster
-from shardwise.cluster.machine import Gpu, Machine
-from shardwise.cluster.spec import Link, known_cluster
+from shardwise.cluster.describe.here import table_name, this_cluster
+from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.spec.cluster import Link, known_cluster
 
 GIB = 2**30
 

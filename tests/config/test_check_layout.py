@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.config.check_layout import check_world, stages_per_rank
 from shardwise.config.load import load_config
-from shardwise.config.schema import Config, ParallelConfig
 from shardwise.errors import UserError
+from shardwise.spec.schema import Config, ParallelConfig
 
 
 def config(**parallel):

@@ -1,7 +1,7 @@
 """One layout string, printed and read."""
 
 from shardwise.config.layout import WORDS, format_layout, parse_layout
-from shardwise.config.schema import MemoryConfig, ParallelConfig
+from shardwise.spec.schema import MemoryConfig, ParallelConfig
 
 
 def test_the_string_of_the_public_surface():

@@ -7,8 +7,8 @@ import pytest
 
 from shardwise.config.keys import all_keys
 from shardwise.config.load import load_config
-from shardwise.config.schema import Config, ParallelConfig
 from shardwise.errors import UserError
+from shardwise.spec.schema import Config, ParallelConfig
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_windows_line_ends_and_byte_order_mark(tmp_path):
 
 def test_nothing_heavy_is_imported():
     code = (
-        "import sys; from shardwise.config.load import load_config; import shardwise.cluster.machine as m;"
+        "import sys; from shardwise.config.load import load_config; import shardwise.cluster.describe.machine as m;"
         "load_config(None, ['model.num_layers=2']); m.this_machine(); import shardwise.explain.pages as p; p.preset_rows();"
         "bad = {'torch', 'numpy', 'rich'} & set(sys.modules); assert not bad, bad"
     )

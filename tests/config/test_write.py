@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from shardwise.config.keys import Key, all_keys, keys_of, section_classes
 from shardwise.config.load import load_config
-from shardwise.config.schema import Config, ModelConfig, TrainConfig
 from shardwise.config.write import commented_config, is_built, resolved_text, write_config
 from shardwise.errors import UserError
 from shardwise.files import write_atomically
+from shardwise.spec.schema import Config, ModelConfig, TrainConfig
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.config.schema import DataConfig
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.data.tokenizer import FileTokenizer, open_tokenizer
+from shardwise.spec.schema import DataConfig
 
 SPECIALS = [
     "<|endoftext|>",

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.config.schema import DataConfig
 from shardwise.data.corpus import open_corpus
 from shardwise.data.prepare import prepare
 from shardwise.data.sequences import IGNORE
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import UserError
+from shardwise.spec.schema import DataConfig
 
 
 def refusal(open_rows, *args, **settings) -> str:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.memory.account import Account, Point
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.build import engine_optimizer
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.held import holders_of
-from shardwise.run.optimizer import engine_optimizer
-from shardwise.run.reference import Trial
+from shardwise.run.memory_owners import holders_of
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.model import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from accounted import Seen, three_steps, watch_layouts
 
+from shardwise.kernels.compiled import apply_compile
 from shardwise.memory.account import CATEGORIES, Account, Held, OverLimit, Point, thinned
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.parallel.compiled import apply_compile
-from shardwise.plan.memory import predict_memory
+from shardwise.plan.prediction.memory import predict_memory
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.reference import Trial
-from shardwise.run.trial import trial_plan
+from shardwise.spec.presets import preset
 
 SPEC = preset("tiny").with_overrides(
     {"num_layers": 4, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 64}

@@ -12,7 +12,7 @@ from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.recompute import apply_recompute
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
+from shardwise.spec.presets import preset
 
 SPEC = preset("tiny").with_overrides({"num_layers": 8, "hidden": 512, "num_heads": 8, "num_kv_heads": 4, "ffn": 1376})
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -14,14 +14,14 @@ from commands import SMALL
 from shardwise.config.load import load_config
 from shardwise.launch.ranks import Ranks
 from shardwise.memory.micro_batch import HEADROOM, Growth, Taken, largest_that_fits
-from shardwise.model.presets import preset
-from shardwise.plan.fit import needed_memory
-from shardwise.plan.memory import PROCESS_BYTES
-from shardwise.plan.plan import Plan
+from shardwise.plan.prediction.memory import PROCESS_BYTES
+from shardwise.plan.resolve.fit import needed_memory
 from shardwise.run.build import model_spec
 from shardwise.run.rundir import RunDir
 from shardwise.run.start import make_job, new_run
 from shardwise.run.worker import run_worker
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 PLAN = Plan("cpu", "fp32", 64, 8, 1, 1, 1, "a test")
 WORDS = [*SMALL, "train.seq_len=512", "train.steps=3", "train.sample_tokens=0", "train.eval_batches=1"]

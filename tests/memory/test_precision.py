@@ -11,13 +11,13 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from shardwise.config.schema import OptimizerConfig
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Plan
-from shardwise.run.reference import Record, Trial, train_plain
-from shardwise.run.trial import train_in_layout, trial_plan
-from shardwise.run.verify import compare
+from shardwise.prove.reference import Record, Trial, train_plain
+from shardwise.prove.trial import train_in_layout, trial_plan
+from shardwise.prove.verify import compare
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import OptimizerConfig
 
 SHAPE = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
 SPEC = preset("tiny").with_overrides(SHAPE)
@@ -105,11 +105,11 @@ def test_formats_differ_from_each_other(records: Any) -> None:
 def third_losses(spec: ModelSpec, trial: Trial, first: Plan, others: list[Plan], folder: str) -> list[float]:
     """Two steps in one layout, and the loss of the third and fourth in every other one, from its checkpoint."""
     from shardwise.checkpoint import store
+    from shardwise.optim.build import build_optimizer
+    from shardwise.prove.trial import build_trial, trial_batch
     from shardwise.run.clock import Clock
-    from shardwise.run.optimizer import build_optimizer
     from shardwise.run.state import collect_state, restore_state
     from shardwise.run.step import run_step
-    from shardwise.run.trial import build_trial, trial_batch
 
     def steps(engine: Any, optimizer: Any, plan: Plan, numbers: tuple[int, ...]) -> list[float]:
         losses = []
@@ -155,10 +155,10 @@ def test_states_go_on_in_other_layouts(name: str, limit: float, ranks: Any, tmp_
 
 def overflowing_on_one_rank(spec: ModelSpec, plans: list[Plan], trial: Trial) -> list[dict[str, Any]]:
     """Three steps. In the second, one rank's gradients overflow inside of a layer."""
+    from shardwise.optim.build import build_optimizer
+    from shardwise.prove.trial import build_trial, trial_batch
     from shardwise.run.clock import Clock
-    from shardwise.run.optimizer import build_optimizer
     from shardwise.run.step import run_step
-    from shardwise.run.trial import build_trial, trial_batch
 
     found = []
     for plan in plans:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.config.schema import OptimizerConfig
-from shardwise.memory.float8_product import GRADIENTS, float8_mm, rounded
-from shardwise.memory.low_bit import wide_state
-from shardwise.model.presets import preset
-from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Trial, train_plain
-from shardwise.run.trial import train_in_layout, trial_plan
-from shardwise.run.verify import compare
+from shardwise.kernels.float8_matmul import GRADIENTS, float8_mm, rounded
+from shardwise.optim.build import build_optimizer
+from shardwise.optim.low_bit import wide_state
+from shardwise.prove.reference import Trial, train_plain
+from shardwise.prove.trial import train_in_layout, trial_plan
+from shardwise.prove.verify import compare
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import OptimizerConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SPEC = preset("tiny").with_overrides(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_decoder import VARIANTS, make, some_tokens
+from decoders import VARIANTS, make, some_tokens
 
+from shardwise.interop.huggingface.door import load_weights, save_model
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, can_group
-from shardwise.model.huggingface import load_weights, save_model
 from shardwise.model.initialize import initialize
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from test_decoder import VARIANTS, make, some_tokens
+from decoders import VARIANTS, make, some_tokens
 
 from shardwise.model.decoder import IGNORE, Decoder
 from shardwise.model.experts import MixtureOfExperts, moe_layers, update_router_bias
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
+from shardwise.spec.presets import preset
 
 
 def make_layer(**overrides) -> MixtureOfExperts:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import VARIANTS
 from functorch.compile import make_boxed_func
-from test_decoder import VARIANTS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

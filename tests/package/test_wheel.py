@@ -52,7 +52,7 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel):
     carried = set(zipfile.ZipFile(wheel).namelist())
     assert files - carried == set()
     assert {
-        "shardwise/model/presets.toml",
+        "shardwise/spec/presets.toml",
         "shardwise/config/foreign.toml",
         "shardwise/explain/words/zero.toml",
     } <= carried

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from shardwise.model.attention import attend
 from shardwise.model.masking import MaskBuilder
-from shardwise.model.spec import LayerSpec
-from shardwise.parallel.blocks import Score
-from shardwise.parallel.ring import View, Zigzag, ring_backward, ring_forward
+from shardwise.parallel.context.attention_blocks import Score
+from shardwise.parallel.context.ring import View, Zigzag, ring_backward, ring_forward
+from shardwise.spec.model import LayerSpec
 
 WAIT_S = 60
 
 
 @dataclass
 class LocalRing:
-    """Has what `shardwise.parallel.ring.Ring` has."""
+    """Has what `shardwise.parallel.context.ring.Ring` has."""
 
     size: int
     index: int

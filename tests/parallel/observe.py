@@ -12,16 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.build import build_optimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.pipeline import Stage
-from shardwise.parallel.zero import parameter_groups
-from shardwise.plan.plan import Plan
+from shardwise.parallel.pipeline.execute import Stage
+from shardwise.parallel.zero.sharding import parameter_groups
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Trial
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import build_trial, trial_batch
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
 
 CPU = torch.device("cpu")
 

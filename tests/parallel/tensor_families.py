@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardwise.model.decoder import IGNORE, Decoder
 from shardwise.model.experts import moe_layers
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel, placement
+from shardwise.parallel.tensor.slices import TensorParallel, apply_tensor_parallel, placement
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 # 67 and 47 are prime: no number of ranks divides vocabulary or feed-forward.
 SMALL = {"num_layers": 2, "hidden": 24, "num_heads": 4, "num_kv_heads": 2, "ffn": 47, "vocab": 67, "max_seq_len": 32}

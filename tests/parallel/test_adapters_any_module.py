@@ -12,14 +12,14 @@ from any_models import LR, STEPS, batch, build, loss_sum
 from foreign_models import MODULES, write_model
 
 from shardwise import UserError, parallelize
-from shardwise.config.schema import AdapterConfig, CommConfig
-from shardwise.model.huggingface import read_spec
+from shardwise.interop.huggingface.door import read_spec
+from shardwise.optim.build import build_optimizer
 from shardwise.parallel.apply import parallelize_decoder
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Trial
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import trial_batch, trial_plan
+from shardwise.spec.schema import AdapterConfig, CommConfig
 
 CPU = torch.device("cpu")
 LAYOUTS = ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]

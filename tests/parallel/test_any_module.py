@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import Plan, UserError, parallelize
+from shardwise.parallel.any_module.split_module import Split
 from shardwise.parallel.collect import collect
-from shardwise.parallel.split_module import Split
 
 LAYOUTS = [
     "dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=2 zero=3 replicate=2",

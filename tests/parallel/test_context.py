@@ -16,14 +16,14 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.initialize import initialize
 from shardwise.model.masking import MaskBuilder
-from shardwise.model.presets import preset
-from shardwise.model.spec import LayerSpec
-from shardwise.parallel.blocks import Score, Sight, attend_block, attend_block_backward, choose, merge
-from shardwise.parallel.context import ContextParallel, apply_context_parallel
-from shardwise.parallel.ring import Block, Zigzag, ring_bytes
-from shardwise.parallel.ulysses import ulysses_attention
-from shardwise.run.reference import Trial
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.parallel.context.attention_blocks import Score, Sight, attend_block, attend_block_backward, choose, merge
+from shardwise.parallel.context.ring import Block, Zigzag, ring_bytes
+from shardwise.parallel.context.sequence_split import ContextParallel, apply_context_parallel
+from shardwise.parallel.context.ulysses import ulysses_attention
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.model import LayerSpec
+from shardwise.spec.presets import preset
 
 CPU = torch.device("cpu")
 SHAPES = {

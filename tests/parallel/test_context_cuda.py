@@ -7,7 +7,7 @@ import torch
 from local_ring import Shape, draw, plain, through_ring, view_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.parallel.blocks import Score, Sight, attend_block, choose
+from shardwise.parallel.context.attention_blocks import Score, Sight, attend_block, choose
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.parallel.data import Replicated, SummedAtEnd
+from shardwise.parallel.data.replicas import Replicated, SummedAtEnd
 from shardwise.parallel.traffic import Traffic
 
 

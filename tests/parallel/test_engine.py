@@ -17,17 +17,17 @@ from shardwise.data.sequences import IGNORE
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
 from shardwise.parallel.collect import collect
-from shardwise.plan.plan import Plan
-from shardwise.plan.split import even_split
+from shardwise.prove.reference import Trial, plain_gradients
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
 from shardwise.run.evaluate import plain_sums
 from shardwise.run.generate import Sampling, generate, generate_together
-from shardwise.run.reference import Trial, plain_gradients
 from shardwise.run.step import accumulate
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.split import even_split
 
 CPU = torch.device("cpu")
 SMALL = {"num_layers": 4, "hidden": 20, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "ffn": 37, "vocab": 53}

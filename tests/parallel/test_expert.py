@@ -14,17 +14,17 @@ from shardwise.data.loader import TensorBatch
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import Experts, moe_layers
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.build import build_optimizer
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
-from shardwise.parallel.expert import SpreadExperts
-from shardwise.plan.plan import Plan
+from shardwise.parallel.expert.dispatch import SpreadExperts
+from shardwise.prove.reference import Trial, train_plain
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
 from shardwise.run.evaluate import plain_sums
-from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Trial, train_plain
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 CPU = torch.device("cpu")
 SMALL = {"num_layers": 2, "hidden": 20, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "ffn": 37, "vocab": 53}

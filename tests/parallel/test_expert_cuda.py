@@ -12,8 +12,8 @@ from torch import Tensor
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import Experts, moe_layers
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.parallel.expert import SpreadExperts
+from shardwise.parallel.expert.dispatch import SpreadExperts
+from shardwise.spec.presets import preset
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

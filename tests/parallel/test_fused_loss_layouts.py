@@ -13,15 +13,15 @@ from tensor_families import FAMILIES, alone, batch, check_same, learn, make_para
 from torch import Tensor
 
 from shardwise.model import loss as loss_module
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.parallel import vocab as vocab_module
-from shardwise.parallel.deferred import deferring, finish
-from shardwise.plan.plan import Plan
-from shardwise.plan.split import even_split
-from shardwise.run.reference import Record, Trial, train_plain
-from shardwise.run.trial import train_in_layout, trial_plan
-from shardwise.run.verify import compare
+from shardwise.parallel.pipeline.split_backward import deferring, finish
+from shardwise.parallel.tensor import vocabulary as vocab_module
+from shardwise.prove.reference import Record, Trial, train_plain
+from shardwise.prove.trial import train_in_layout, trial_plan
+from shardwise.prove.verify import compare
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.split import even_split
 
 CPU = torch.device("cpu")
 SMALL = {"num_layers": 4, "hidden": 20, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "ffn": 37, "vocab": 53}

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.model.presets import preset
-from shardwise.plan.plan import Plan
-from shardwise.run.reference import Record, Trial, train_plain
-from shardwise.run.trial import train_in_layout, trial_plan
-from shardwise.run.verify import compare
+from shardwise.prove.reference import Record, Trial, train_plain
+from shardwise.prove.trial import train_in_layout, trial_plan
+from shardwise.prove.verify import compare
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 SPEC = preset("tiny").with_overrides(
     {"num_layers": 4, "hidden": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 44, "vocab": 67}

@@ -15,20 +15,20 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
-from shardwise.config.schema import AdapterConfig
-from shardwise.memory.float8 import apply_float8
-from shardwise.model.adapters import adapt, decoder_adapters
+from shardwise.adapters.lora import adapt, decoder_adapters
+from shardwise.kernels.compiled import apply_compile, apply_joined_adapters, apply_narrow_sums
+from shardwise.kernels.float8 import apply_float8
+from shardwise.kernels.lora_add import add_narrow
 from shardwise.model.attention import Attention
 from shardwise.model.decoder import Decoder
 from shardwise.model.feedforward import FeedForward, join_adapters
 from shardwise.model.initialize import initialize
-from shardwise.model.narrow_sum import add_narrow
-from shardwise.model.presets import preset
-from shardwise.parallel.compiled import apply_compile, apply_joined_adapters, apply_narrow_sums
-from shardwise.plan.plan import Plan
-from shardwise.run.reference import Trial, train_plain
-from shardwise.run.trial import build_trial, train_in_layout, trial_plan
-from shardwise.run.verify import compare
+from shardwise.prove.reference import Trial, train_plain
+from shardwise.prove.trial import build_trial, train_in_layout, trial_plan
+from shardwise.prove.verify import compare
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig
 
 CPU = torch.device("cpu")
 SIZES = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.model.presets import preset
 from shardwise.parallel.mesh import build_mesh
-from shardwise.plan.plan import Plan
-from shardwise.run.reference import Trial
-from shardwise.run.trial import trial_plan
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 TRIAL = Trial(global_batch=8, micro_batch=1)
 GROUPS = ("dp", "shard", "tp", "pp", "same_kv", "ends")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.model.presets import preset
-from shardwise.run.reference import Trial, train_plain
-from shardwise.run.trial import train_in_layout, trial_plan
-from shardwise.run.verify import compare
+from shardwise.prove.reference import Trial, train_plain
+from shardwise.prove.trial import train_in_layout, trial_plan
+from shardwise.prove.verify import compare
+from shardwise.spec.presets import preset
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

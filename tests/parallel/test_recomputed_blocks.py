@@ -11,9 +11,9 @@ from test_any_module import train
 
 from shardwise import parallelize
 from shardwise.memory.usage import saved_bytes
-from shardwise.model.presets import preset
-from shardwise.run.reference import Trial
-from shardwise.run.trial import trial_plan
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_plan
+from shardwise.spec.presets import preset
 
 MODES = ("full", "selective", "sqrt", "every-2")
 SPEC = preset("tiny").with_overrides(

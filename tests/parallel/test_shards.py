@@ -12,12 +12,12 @@ from torch import Tensor
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initial_value
-from shardwise.model.presets import preset
 from shardwise.parallel.collect import collect
 from shardwise.parallel.shards import gather, row_range, squared_norm, sum_tensors
-from shardwise.plan.plan import Plan
-from shardwise.run.reference import Trial
-from shardwise.run.trial import build_trial, trial_plan
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 SPEC = preset("tiny").with_overrides(
     {"num_layers": 4, "hidden": 20, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "ffn": 45, "vocab": 61}

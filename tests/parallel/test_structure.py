@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from observe import Observation, observe
 
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Plan
-from shardwise.plan.schedules import Action, schedule_actions, splits_backward, stage_owners
-from shardwise.plan.split import even_split
-from shardwise.run.reference import Trial
-from shardwise.run.trial import trial_plan
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schedules import Action, schedule_actions, splits_backward, stage_owners
+from shardwise.spec.split import even_split
 
 SPEC = preset("tiny").with_overrides(
     {"num_layers": 8, "hidden": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 64}

@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.errors import UserError
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
-from shardwise.model.spec import ModelSpec
-from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel, placement, share, take
+from shardwise.parallel.tensor.slices import TensorParallel, apply_tensor_parallel, placement, share, take
+from shardwise.spec.model import ModelSpec
 
 # Jobs that run on every rank --------------------------------------------------------------------------------------------
 

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from foreign_models import KINDS, MODULES, write_model
 from torch import Tensor
 
-from shardwise.config.schema import CommConfig
 from shardwise.data.sequences import IGNORE
-from shardwise.model.huggingface import read_spec
+from shardwise.interop.huggingface.door import read_spec
+from shardwise.optim.build import build_optimizer
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.collect import collect
-from shardwise.plan.plan import Plan
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_batch, trial_plan
 from shardwise.run.clock import Clock
 from shardwise.run.generate import Sampling, generate_together
-from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Trial
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import trial_batch, trial_plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import CommConfig
 
 CPU = torch.device("cpu")
 TRIAL = Trial(global_batch=7, micro_batch=2, seq_len=12, clip=0.5)  # seven rows: ranks have different shares

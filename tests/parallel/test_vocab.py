@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.model import loss as loss_module
 from shardwise.model.decoder import Decoder
-from shardwise.model.spec import ModelSpec
+from shardwise.spec.model import ModelSpec
 
 
 def learn_in_chunks(spec: ModelSpec, sequence: bool, inputs: dict[str, Tensor], limit: int) -> dict[str, Any]:

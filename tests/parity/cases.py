@@ -16,11 +16,11 @@ from layouts import Case
 from torch import Tensor
 
 from shardwise.model.decoder import Decoder
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Plan
-from shardwise.run import reference
-from shardwise.run.reference import Record, Trial, train_plain
-from shardwise.run.trial import train_in_layout
+from shardwise.prove import reference
+from shardwise.prove.reference import Record, Trial, train_plain
+from shardwise.prove.trial import train_in_layout
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import Choice, MixtureOfExperts, Router
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Plan
-from shardwise.run.reference import Trial, train_plain
-from shardwise.run.trial import train_in_layout
+from shardwise.prove.reference import Trial, train_plain
+from shardwise.prove.trial import train_in_layout
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
 
 
 class Route(NamedTuple):

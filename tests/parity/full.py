@@ -107,7 +107,7 @@ def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
         f"over gloo, in {seconds / 60:.0f} minutes: {good} of {len(found)} rows within their limits"
         + (f"; {missing} more rows were not run." if (missing := len(all_cases()) - len(found)) else "."),
         "",
-        f"Each row trains {NUM_STEPS} steps in a layout and in one process (`src/shardwise/run/reference.py`: the plain model, torch's "
+        f"Each row trains {NUM_STEPS} steps in a layout and in one process (`src/shardwise/prove/reference.py`: the plain model, torch's "
         "own optimizer and clipping) and measures the largest difference of",
         "",
         "- **loss**: over all steps, absolute",

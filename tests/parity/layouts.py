@@ -11,12 +11,12 @@ from functools import cache
 from typing import Any
 
 from shardwise.config.layout import parse_layout
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Plan
-from shardwise.plan.split import even_split
-from shardwise.run.reference import Trial
-from shardwise.run.trial import trial_plan
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.split import even_split
 
 NUM_STEPS, SEQ_LEN, CLIP = 8, 16, 0.3
 SCHEDULES = (

@@ -19,24 +19,19 @@ from ranks import RankFailure, RankHang
 
 from shardwise.data.loader import TensorBatch
 from shardwise.model.decoder import Hidden
-from shardwise.model.spec import ModelSpec
-from shardwise.parallel import (
-    apply,
-    context,
-    data,
-    engine,
-    expert,
-    mailbox,
-    pipeline,
-    regions,
-    ring,
-    shards,
-    tensor,
-    ulysses,
-    zero,
-)
-from shardwise.plan.plan import Plan
-from shardwise.run.reference import Record, Trial
+from shardwise.parallel import apply, engine, shards
+from shardwise.parallel.context import ring, ulysses
+from shardwise.parallel.context import sequence_split as context
+from shardwise.parallel.data import replicas as data
+from shardwise.parallel.expert import dispatch as expert
+from shardwise.parallel.pipeline import execute as pipeline
+from shardwise.parallel.pipeline import send_receive as mailbox
+from shardwise.parallel.tensor import collectives as regions
+from shardwise.parallel.tensor import slices as tensor
+from shardwise.parallel.zero import sharding as zero
+from shardwise.prove.reference import Record, Trial
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
 
 Patch = pytest.MonkeyPatch
 

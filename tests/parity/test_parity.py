@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from layouts import CLIP, LAYOUTS, MODELS, NUM_STEPS, PRECISIONS, ROUTED, SCHEDULES, Case, plan_fields
 
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.run.reference import Trial, train_plain
-from shardwise.run.trial import trial_plan
+from shardwise.prove.reference import Trial, train_plain
+from shardwise.prove.trial import trial_plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 EIGHT_RANKS = [
     Case("dp=2 zero=1 tp=2 sp pp=2 schedule=zero-bubble", "tied", "fp64", "odd"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.plan.advice import Advice, advice_for
-from shardwise.plan.question import ask
-from shardwise.plan.searching import explore
+from shardwise.plan.answer.advice import Advice, advice_for
+from shardwise.plan.answer.question import ask
+from shardwise.plan.layouts.search import explore
 
 
 def advice(model: str, cluster: str, **more: object) -> list[Advice]:

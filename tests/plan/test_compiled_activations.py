@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.memory.float8 import apply_float8
+from shardwise.kernels.compiled import MODES, apply_compile, apply_joined, apply_norm_gradients
+from shardwise.kernels.float8 import apply_float8
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.parallel.compiled import MODES, apply_compile, apply_joined, apply_norm_gradients
-from shardwise.plan.activations import kept_activations
-from shardwise.plan.fp8 import WORTH
-from shardwise.plan.speed import our_stack
-from shardwise.plan.work import norms_have_kernel
+from shardwise.plan.prediction.activations import kept_activations
+from shardwise.plan.prediction.work import norms_have_kernel
+from shardwise.plan.resolve.speed import our_stack
+from shardwise.spec.fp8 import WORTH
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 BATCH, LENGTH = 4, 128
 SMALL = {"num_layers": 2, "hidden": 256, "num_heads": 8, "num_kv_heads": 2, "head_dim": 32, "ffn": 640, "vocab": 100}

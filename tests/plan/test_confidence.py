@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cluster.spec import known_cluster
-from shardwise.model.presets import preset
-from shardwise.plan.confidence import interval, kind_of_job, outside, table
-from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
-from shardwise.plan.prediction import predict
+from shardwise.plan.prediction.confidence import interval, kind_of_job, outside, table
+from shardwise.plan.prediction.predict import predict
+from shardwise.spec.cluster import known_cluster
+from shardwise.spec.job import Job
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 MODEL = preset("llama3-8b")
 PLAN = Plan("cuda", "bf16", 8192, 16, 1, 1, 1, "a test", dp=8, zero=3, recompute="full")

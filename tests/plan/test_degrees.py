@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cluster.machine import Gpu, Machine
+from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.degrees import Degrees, choose_degrees, tensor_degrees
-from shardwise.plan.refusal import Asked
-from shardwise.plan.split import even_split
+from shardwise.plan.resolve.degrees import Degrees, choose_degrees, tensor_degrees
+from shardwise.plan.resolve.refusal import Asked
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
+from shardwise.spec.split import even_split
 
 MOE = preset("tiny-moe")  # 8 experts
 TINY = preset("tiny")  # 6 layers, 8 heads, 4 key-value heads, ffn 704, vocabulary 256

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cluster.read import read_cluster
-from shardwise.model.presets import preset
-from shardwise.plan.candidate import Candidate, rank_of
-from shardwise.plan.effort import PER_CENT, effort, effort_of
-from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
-from shardwise.plan.prediction import predict
-from shardwise.plan.searching import search
+from shardwise.cluster.describe.read import read_cluster
+from shardwise.plan.layouts.candidate import Candidate, rank_of
+from shardwise.plan.layouts.effort import PER_CENT, effort, effort_of
+from shardwise.plan.layouts.search import search
+from shardwise.plan.prediction.predict import predict
+from shardwise.spec.job import Job
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 PLAIN = Plan("cuda", "bf16", 4096, 16, 1, 1, 1, "", dp=8, zero=0)
 MORE = [dict(offload="optimizer"), dict(offload="all"), dict(activation_offload=True), dict(zero=3, replicate=1), dict(tp=2), dict(cp=2),

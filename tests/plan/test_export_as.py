@@ -8,10 +8,10 @@ import tomllib
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.model.presets import preset
-from shardwise.plan.export_as import FRAMEWORKS, export_as
-from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
+from shardwise.plan.answer.export_as import FRAMEWORKS, export_as
+from shardwise.spec.job import Job
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 SPEC = preset("llama3-8b")
 JOB = Job(seq_len=8192, global_batch=64, tokens=10**12)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.cluster.machine import Gpu, Machine
+from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.keys import all_keys
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.fit import Way, needed_memory, rank_memory_limit, ways_to_fit
-from shardwise.plan.refusal import Asked, typed
-from shardwise.plan.resolve import plan_of, resolve
+from shardwise.plan.resolve.fit import Way, needed_memory, rank_memory_limit, ways_to_fit
+from shardwise.plan.resolve.refusal import Asked, typed
+from shardwise.plan.resolve.resolve import plan_of, resolve
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 TINY = preset("tiny")
 CPU = Machine(2, 16 * 2**30, (), "linux")

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster.machine import Gpu, Machine, read_gpus
-from shardwise.cluster.usable import TorchBuild, torch_build, why_unusable
+from shardwise.cluster.describe.machine import Gpu, Machine, read_gpus
+from shardwise.cluster.describe.usable import TorchBuild, torch_build, why_unusable
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
-from shardwise.model.presets import preset
-from shardwise.plan import hardware
-from shardwise.plan.hardware import has_flash4
-from shardwise.plan.plan import Plan
-from shardwise.plan.resolve import resolve
+from shardwise.plan.resolve import hardware
+from shardwise.plan.resolve.hardware import has_flash4
+from shardwise.plan.resolve.resolve import resolve
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 GIB = 2**30
 NO_GPU = Machine(8, 64 * GIB, (), "linux")

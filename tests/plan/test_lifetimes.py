@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config.schema import AdapterConfig, SpeedConfig
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.plan.activations import kept_activations, layer_activations
-from shardwise.plan.lifetimes import APART, RESERVED_SHARE, activations_of
-from shardwise.plan.memory import predict_memory, predict_stages
-from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import rank_share
-from shardwise.plan.speed import with_speed
-from shardwise.plan.split import even_split
-from shardwise.plan.stack import OURS, Stack
+from shardwise.interop.transformers.spec import TransformersSpec
+from shardwise.plan.prediction.activations import kept_activations, layer_activations
+from shardwise.plan.prediction.lifetimes import APART, RESERVED_SHARE, activations_of
+from shardwise.plan.prediction.memory import predict_memory, predict_stages
+from shardwise.plan.prediction.rank_share import rank_share
+from shardwise.plan.prediction.stack import OURS, Stack
+from shardwise.plan.resolve.speed import with_speed
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig, SpeedConfig
+from shardwise.spec.split import even_split
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu.prediction import adapter_of, spec_of

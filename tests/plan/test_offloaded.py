@@ -6,9 +6,9 @@ import pytest
 
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
-from shardwise.model.presets import preset
-from shardwise.plan.memory import predict_elsewhere, predict_memory
-from shardwise.plan.plan import Plan
+from shardwise.plan.prediction.memory import predict_elsewhere, predict_memory
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 SPEC = preset("tiny").with_overrides({"num_layers": 20, "vocab": 256})
 WEIGHTS = 4 * SPEC.num_parameters

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.model.presets import preset
-from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.plan.operations import embedding_work, head_work, layer_work
-from shardwise.plan.passes import LOOK, ROUND, TURN
-from shardwise.plan.speed import our_stack
-from shardwise.plan.stack import OURS
-from shardwise.plan.work import Shape, Training
+from shardwise.interop.transformers.spec import TransformersSpec
+from shardwise.plan.prediction.operations import embedding_work, head_work, layer_work
+from shardwise.plan.prediction.passes import LOOK, ROUND, TURN
+from shardwise.plan.prediction.stack import OURS
+from shardwise.plan.prediction.work import Shape, Training
+from shardwise.plan.resolve.speed import our_stack
+from shardwise.spec.presets import preset
 
 FAMILIES = ("llama2-7b", "llama3-8b", "gpt2", "gemma2-2b", "qwen3-0.6b", "tiny-moe", "deepseek-v3")
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from shardwise.plan.pipeline_time import pipeline_seconds
-from shardwise.plan.schedules import schedule_actions, stage_owners
-from shardwise.plan.timeline import simulate
+from shardwise.plan.prediction.pipeline_time import pipeline_seconds
+from shardwise.spec.schedules import schedule_actions, stage_owners
+from shardwise.spec.timeline import simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zbv", 2)]
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster.machine import Machine
+from shardwise.cluster.describe.machine import Machine
 from shardwise.config.load import load_config
-from shardwise.config.schema import SpeedConfig
 from shardwise.errors import UserError
-from shardwise.plan.plan import Plan
-from shardwise.plan.plan_files import config_of, is_ours, row_text, write_rows
-from shardwise.plan.question import ask
-from shardwise.plan.resolve import resolve
-from shardwise.plan.speed import with_speed
+from shardwise.plan.answer.plan_files import config_of, is_ours, row_text, write_rows
+from shardwise.plan.answer.question import ask
+from shardwise.plan.resolve.resolve import resolve
+from shardwise.plan.resolve.speed import with_speed
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import SpeedConfig
 
 LAYOUTS = [
     {},

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cluster.machine import Gpu, Machine
+from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.load import load_config
 from shardwise.config.write import resolved_text
 from shardwise.errors import UserError
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.fit import needed_memory
-from shardwise.plan.plan import Plan
-from shardwise.plan.reopen import planner_origins, reopen
-from shardwise.plan.resolve import HEADROOM, Resolved, resolve
+from shardwise.plan.resolve.fit import needed_memory
+from shardwise.plan.resolve.reopen import planner_origins, reopen
+from shardwise.plan.resolve.resolve import HEADROOM, Resolved, resolve
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 TINY, LARGE = preset("tiny"), preset("llama3-8b")
 CPU = Machine(2, 16 * 2**30, (), "linux")

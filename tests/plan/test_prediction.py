@@ -10,26 +10,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.config.schema import AdapterConfig
 from shardwise.memory.recompute import apply_recompute
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.parallel.context import ContextParallel, apply_context_parallel
-from shardwise.parallel.regions import TensorParallel
-from shardwise.parallel.tensor import apply_tensor_parallel
-from shardwise.plan.activations import (
+from shardwise.parallel.context.sequence_split import ContextParallel, apply_context_parallel
+from shardwise.parallel.tensor.collectives import TensorParallel
+from shardwise.parallel.tensor.slices import apply_tensor_parallel
+from shardwise.plan.prediction.activations import (
     activation_bytes,
     exchanged_activations,
     head_activation_bytes,
     kept_activations,
     layer_activations,
 )
-from shardwise.plan.memory import APART, predict_memory
-from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import rank_shares, tensor_slice
-from shardwise.plan.split import even_split
+from shardwise.plan.prediction.memory import APART, predict_memory
+from shardwise.plan.prediction.rank_share import rank_shares, tensor_slice
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig
+from shardwise.spec.split import even_split
 
 FAMILIES = [
     ("tiny", {}),

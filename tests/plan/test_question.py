@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.plan.question import ask, read_model
+from shardwise.plan.answer.question import ask, read_model
 
 
 def test_units_and_constraints_are_read():

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from shardwise.model.decoder import Decoder
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.parallel.tensor import placement
-from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import rank_shares, tensor_slice, weights_waiting
-from shardwise.plan.schedules import schedule_actions, stage_owners
-from shardwise.plan.split import even_split
-from shardwise.plan.timeline import peak_in_flight
+from shardwise.parallel.tensor.slices import placement
+from shardwise.plan.prediction.rank_share import rank_shares, tensor_slice, weights_waiting
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schedules import schedule_actions, stage_owners
+from shardwise.spec.split import even_split
+from shardwise.spec.timeline import peak_in_flight
 
 SMALL = {"num_layers": 4, "vocab": 1000}
 MODELS = [

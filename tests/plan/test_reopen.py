@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cluster.machine import Machine
+from shardwise.cluster.describe.machine import Machine
 from shardwise.config.load import load_config
 from shardwise.config.write import write_config
 from shardwise.errors import UserError
-from shardwise.model.presets import preset
-from shardwise.plan.plan import Plan
-from shardwise.plan.reopen import PLANNER, reopen, written_origins
-from shardwise.plan.resolve import Resolved, resolve
+from shardwise.plan.resolve.reopen import PLANNER, reopen, written_origins
+from shardwise.plan.resolve.resolve import Resolved, resolve
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 MACHINE = Machine(4, 16 * 2**30, (), "linux")
 

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.cluster.machine import Gpu, Machine
+from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.load import load_config
-from shardwise.config.schema import ParallelConfig
 from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.fit import rank_memory_limit
-from shardwise.plan.memory import PROCESS_BYTES, predict_memory
-from shardwise.plan.plan import Plan
-from shardwise.plan.resolve import HEADROOM, Resolved, micro_batch_sizes, resolve
+from shardwise.plan.prediction.memory import PROCESS_BYTES, predict_memory
+from shardwise.plan.resolve.fit import rank_memory_limit
+from shardwise.plan.resolve.resolve import HEADROOM, Resolved, micro_batch_sizes, resolve
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import ParallelConfig
 
 TINY = preset("tiny")
 

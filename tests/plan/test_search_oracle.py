@@ -8,18 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise.cluster.read import read_cluster
-from shardwise.cluster.spec import ClusterSpec
-from shardwise.config.schema import AdapterConfig
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.best_first import BestFirst
-from shardwise.plan.candidate import Candidate, family, rank_of
-from shardwise.plan.effort import effort
-from shardwise.plan.job import Job
-from shardwise.plan.parts import Grid, Pace, Saving, States
-from shardwise.plan.prediction import predict
-from shardwise.plan.space import Space
+from shardwise.cluster.describe.read import read_cluster
+from shardwise.plan.layouts.best_first import BestFirst
+from shardwise.plan.layouts.candidate import Candidate, family, rank_of
+from shardwise.plan.layouts.effort import effort
+from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
+from shardwise.plan.layouts.space import Space
+from shardwise.plan.prediction.predict import predict
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig
 
 Layout = tuple[Grid, Pace, States, Saving]
 MOST = 4000

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cluster.read import read_cluster
+from shardwise.cluster.describe.read import read_cluster
 from shardwise.errors import UserError
-from shardwise.model.presets import preset
-from shardwise.plan.candidate import rank_of
-from shardwise.plan.inverse import DAY, best_by_gpus, fewest_gpus, training_cost, training_seconds, under_budget
-from shardwise.plan.job import Job
-from shardwise.plan.pareto import measures, pareto
-from shardwise.plan.placement import placement
-from shardwise.plan.plan import Plan
-from shardwise.plan.searching import HEADROOM, explore, memory_limit, search
+from shardwise.plan.layouts.candidate import rank_of
+from shardwise.plan.layouts.inverse import DAY, best_by_gpus, fewest_gpus, training_cost, training_seconds, under_budget
+from shardwise.plan.layouts.pareto import measures, pareto
+from shardwise.plan.layouts.search import HEADROOM, explore, memory_limit, search
+from shardwise.plan.prediction.placement import placement
+from shardwise.spec.job import Job
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
 
 
 @pytest.fixture(scope="module")

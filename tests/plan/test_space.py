@@ -8,15 +8,15 @@ from itertools import islice
 
 import pytest
 
-from shardwise.cluster.machine import Gpu, Machine
-from shardwise.cluster.read import read_cluster
+from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.cluster.describe.read import read_cluster
 from shardwise.config.load import load_config
-from shardwise.model.presets import preset
-from shardwise.plan.job import Job
-from shardwise.plan.parts import Saving, never_faster
-from shardwise.plan.refusal import Asked
-from shardwise.plan.resolve import plan_of
-from shardwise.plan.space import Space, divisors
+from shardwise.plan.layouts.parts import Saving, never_faster
+from shardwise.plan.layouts.space import Space, divisors
+from shardwise.plan.resolve.refusal import Asked
+from shardwise.plan.resolve.resolve import plan_of
+from shardwise.spec.job import Job
+from shardwise.spec.presets import preset
 
 MODELS = ["llama3.2-1b", "gpt2", "smollm2-135m", "mixtral-8x7b", "deepseek-v3", "gemma2-2b"]
 
@@ -68,7 +68,7 @@ def test_degrees_that_no_power_of_two_holds_are_found_when_they_are_asked_for():
 
 
 def test_a_model_that_transformers_builds_is_only_replicated_or_sharded():
-    from shardwise.model.transformers_spec import TransformersSpec
+    from shardwise.interop.transformers.spec import TransformersSpec
 
     fields = {key: value for key, value in preset("gpt2").to_dict().items()}
     spec = TransformersSpec(**fields)

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cluster.machine import Machine
+from shardwise.cluster.describe.machine import Machine
 from shardwise.config.load import load_config
-from shardwise.config.schema import SpeedConfig
 from shardwise.errors import UserError
-from shardwise.model.presets import preset
-from shardwise.plan.plan import Plan
-from shardwise.plan.question import ask
-from shardwise.plan.resolve import resolve
-from shardwise.plan.searching import explore
-from shardwise.plan.speed import with_speed
+from shardwise.plan.answer.question import ask
+from shardwise.plan.layouts.search import explore
+from shardwise.plan.resolve.resolve import resolve
+from shardwise.plan.resolve.speed import with_speed
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import SpeedConfig
 
 CPU = Machine(cores=4, memory_bytes=2**36, gpus=(), platform="linux")
 PIPELINE = ("parallel.layout=pp=2", "train.global_batch=16")

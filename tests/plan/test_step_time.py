@@ -11,16 +11,16 @@ from types import MappingProxyType
 
 import pytest
 
-from shardwise.cluster.spec import ClusterSpec, Device, Link, known_cluster
-from shardwise.config.schema import AdapterConfig
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
-from shardwise.plan.split import even_split
-from shardwise.plan.stack import OURS, Stack
-from shardwise.plan.state_time import COPY_RATE, NORM_RATE, OPTIMIZER_RATE
-from shardwise.plan.step_time import layer_times, step_bound, step_seconds
+from shardwise.plan.prediction.stack import OURS, Stack
+from shardwise.plan.prediction.state_time import COPY_RATE, NORM_RATE, OPTIMIZER_RATE
+from shardwise.plan.prediction.step_time import layer_times, step_bound, step_seconds
+from shardwise.spec.cluster import ClusterSpec, Device, Link, known_cluster
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig
+from shardwise.spec.split import even_split
 
 LLAMA = preset("llama2-7b")
 H100 = known_cluster("h100", 1, 8)

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.cluster.spec import ClusterSpec, Link, known_cluster
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.collectives import Network
-from shardwise.plan.memory import predict_memory
-from shardwise.plan.plan import Plan
-from shardwise.plan.schedules import schedule_actions, stage_owners
-from shardwise.plan.stack import Stack
-from shardwise.plan.timeline import simulate
+from shardwise.plan.prediction.collectives import Network
+from shardwise.plan.prediction.memory import predict_memory
+from shardwise.plan.prediction.stack import Stack
+from shardwise.spec.cluster import ClusterSpec, Link, known_cluster
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schedules import schedule_actions, stage_owners
+from shardwise.spec.timeline import simulate
 
 TEXTBOOK = Stack(name="textbook", half_weights=True, gradient_bytes=2)
 """bf16 weights and gradients, fp32 masters and moments: 2 + 2 + 12 bytes per parameter, cut as the ZeRO paper cuts them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.plan.question import Question, ask
-from shardwise.plan.what_if import change, what_if
+from shardwise.plan.answer.question import Question, ask
+from shardwise.plan.answer.what_if import change, what_if
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.plan.answering import Answer, answer
-from shardwise.plan.prediction import predict
-from shardwise.plan.question import ask
-from shardwise.plan.why import why_not
+from shardwise.plan.answer.answer import Answer, answer
+from shardwise.plan.answer.question import ask
+from shardwise.plan.answer.why import why_not
+from shardwise.plan.prediction.predict import predict
 
 
 @pytest.fixture(scope="module")

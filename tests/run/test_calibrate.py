@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwise.cluster.here import this_cluster
-from shardwise.cluster.machine import Gpu, Machine
-from shardwise.cluster.spec import ClusterSpec
-from shardwise.config.schema import Config, OptimizerConfig
-from shardwise.model.presets import preset
-from shardwise.plan.job import job_of
-from shardwise.plan.plan import Plan
-from shardwise.plan.step_time import step_seconds
+from shardwise.cluster.describe.here import this_cluster
+from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.plan.prediction.step_time import step_seconds
 from shardwise.run.block_times import BlockTimes, block_times
-from shardwise.run.calibrate import _scaled, measured_cluster
+from shardwise.run.measured_cluster import _scaled, measured_cluster
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.job import job_of
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import Config, OptimizerConfig
 
 TINY, MOE = preset("tiny"), preset("tiny-moe")
 CORES = this_cluster(Machine(2, 16 * 2**30, (), "linux"))

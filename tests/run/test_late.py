@@ -147,14 +147,14 @@ def test_every_rank_writes_a_trace_of_the_steps_asked_for(on_two_ranks: tuple[Pa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
     """From the third on: torch raises at whatever would make the host wait for the device inside of a step."""
-    from shardwise.config.schema import OptimizerConfig, SpeedConfig
-    from shardwise.model.presets import preset
-    from shardwise.plan.speed import with_speed
+    from shardwise.optim.build import engine_optimizer
+    from shardwise.plan.resolve.speed import with_speed
+    from shardwise.prove.reference import Trial
+    from shardwise.prove.trial import build_trial, trial_batch, trial_plan
     from shardwise.run.clock import Clock
-    from shardwise.run.optimizer import engine_optimizer
-    from shardwise.run.reference import Trial
     from shardwise.run.step import start_step
-    from shardwise.run.trial import build_trial, trial_batch, trial_plan
+    from shardwise.spec.presets import preset
+    from shardwise.spec.schema import OptimizerConfig, SpeedConfig
 
     device, spec = torch.device("cuda", 0), preset("tiny")
     trial = Trial(global_batch=4, micro_batch=2, seq_len=128, precision="bf16")

@@ -10,19 +10,19 @@ import pytest
 import torch
 from commands import SMALL
 
-from shardwise.config.schema import OptimizerConfig, RunConfig
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.plan.activations import activation_bytes
-from shardwise.plan.memory import ALLOCATOR_SHARE, PROCESS_BYTES, STATES_PER_PARAMETER
+from shardwise.optim.build import build_optimizer
+from shardwise.optim.schedule import batch_scale, learning_rate
+from shardwise.plan.prediction.activations import activation_bytes
+from shardwise.plan.prediction.memory import ALLOCATOR_SHARE, PROCESS_BYTES, STATES_PER_PARAMETER
+from shardwise.report.terminal import sparkline
 from shardwise.run.clock import Clock, verdict
 from shardwise.run.generate import Sampling, generate
 from shardwise.run.metrics import Metrics
-from shardwise.run.optimizer import build_optimizer
 from shardwise.run.rundir import create_run_dir
-from shardwise.run.schedule import batch_scale, learning_rate
-from shardwise.run.view import sparkline
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import OptimizerConfig, RunConfig
 
 
 def small_model() -> Decoder:

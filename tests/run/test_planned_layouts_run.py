@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import RankPool
 
-from shardwise.cluster.spec import known_cluster
-from shardwise.config.schema import OptimizerConfig
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.job import Job
-from shardwise.plan.plan import Plan
-from shardwise.plan.searching import explore
-from shardwise.plan.space import Space
-from shardwise.run.verify import Proof, prove
+from shardwise.plan.layouts.search import explore
+from shardwise.plan.layouts.space import Space
+from shardwise.prove.verify import Proof, prove
+from shardwise.spec.cluster import known_cluster
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import OptimizerConfig
 
 MODELS = {
     "dense": preset("tiny"),

@@ -73,7 +73,7 @@ def test_flops_are_counted_as_the_page_says(trained):
         ("triton_poi_fused__scaled_dot_product_cudnn_attention_add_cat_mul_2", "elementwise"),
         ("triton_red_fused__fused_rms_norm__to_copy_add_1", "elementwise"),
         ("triton_red_fused__log_softmax__to_copy_nll_loss_forward_0", "loss"),
-        ("_cross_entropy", "loss"),  # of model/loss_kernel.py
+        ("_cross_entropy", "loss"),  # of kernels/triton/loss.py
         ("triton_poi_fused__to_copy_3", "copies"),
         (
             "void at::native::multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>",

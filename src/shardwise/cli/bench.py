@@ -12,17 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.cluster.changes import unknown
-from shardwise.cluster.collectives import Timed, fit_collectives, measure_collectives, with_collectives, worlds_of
-from shardwise.cluster.here import this_cluster
-from shardwise.cluster.layers import LayerRates, devices_of, measure_layers, with_layers
-from shardwise.cluster.link import LinkNotMeasured
-from shardwise.cluster.machine import this_machine
-from shardwise.cluster.spec import ClusterSpec
-from shardwise.cluster.toml import cluster_from_toml, write_toml
+from shardwise.cluster.describe.changes import unknown
+from shardwise.cluster.describe.here import this_cluster
+from shardwise.cluster.describe.machine import this_machine
+from shardwise.cluster.describe.toml import cluster_from_toml, write_toml
+from shardwise.cluster.measure.collectives import (
+    Timed,
+    fit_collectives,
+    measure_collectives,
+    with_collectives,
+    worlds_of,
+)
+from shardwise.cluster.measure.layers import LayerRates, devices_of, measure_layers, with_layers
+from shardwise.cluster.measure.link import LinkNotMeasured
 from shardwise.config.units import format_bytes, format_count
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
+from shardwise.spec.cluster import ClusterSpec
 
 HELP = """Measure parts of a training step on this machine.
 
@@ -141,7 +147,7 @@ def _timed_line(point: Timed, fitted: float) -> str:
 
 def _step(args: argparse.Namespace) -> dict[str, Any]:
     """Trains in a scratch directory; the run itself sets what it measured beside what was predicted."""
-    from shardwise.run.compared import comparison_lines
+    from shardwise.report.predicted_and_measured import comparison_lines
     from shardwise.run.rundir import RunDir
 
     if args.steps < 3:

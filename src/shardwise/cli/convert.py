@@ -38,7 +38,7 @@ def convert(weights: Weights, to: str, out: Path, dtype_name: str | None) -> Non
 
     from shardwise.checkpoint import store
     from shardwise.config.units import format_bytes, format_count
-    from shardwise.model.huggingface import save_model
+    from shardwise.interop.huggingface.door import save_model
     from shardwise.run.build import TOKENIZER_FILES, copy_tokenizer
 
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

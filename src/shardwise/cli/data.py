@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
-    from shardwise.config.schema import DataConfig
     from shardwise.data.shards import TokenStore
     from shardwise.data.show import Row
+    from shardwise.spec.schema import DataConfig
 
 HELP = "prepare text into tokens, look inside"
 CONFIG = True

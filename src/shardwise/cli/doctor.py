@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import __version__
-from shardwise.cluster.here import this_cluster
-from shardwise.cluster.link import LinkFit, LinkNotMeasured, measure_local_link
-from shardwise.cluster.machine import cpu_model, memory_limit, this_machine, usable_cores, usable_memory
-from shardwise.cluster.measure import DeviceRates, DiskRates, measure_devices, measure_disk
-from shardwise.cluster.toml import write_toml
-from shardwise.cluster.versions import Library, core_libraries, optional_libraries
+from shardwise.cluster.describe.here import this_cluster
+from shardwise.cluster.describe.machine import cpu_model, memory_limit, this_machine, usable_cores, usable_memory
+from shardwise.cluster.describe.toml import write_toml
+from shardwise.cluster.describe.versions import Library, core_libraries, optional_libraries
+from shardwise.cluster.measure.devices import DeviceRates, DiskRates, measure_devices, measure_disk
+from shardwise.cluster.measure.link import LinkFit, LinkNotMeasured, measure_local_link
 from shardwise.config.load import load_config
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError

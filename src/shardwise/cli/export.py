@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
-    from shardwise.config.schema import AdapterConfig
     from shardwise.run.weights import Weights
+    from shardwise.spec.schema import AdapterConfig
 
 HELP = "Write a run's weights as a Hugging Face directory that transformers loads, adapters as one that peft loads."
 DTYPES = ("fp32", "bf16", "fp16")
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _export_adapter(weights: Weights, adapter: AdapterConfig, out: Path, dtype_name: str | None) -> None:
     from shardwise.config.units import format_bytes, format_count
-    from shardwise.model.peft_format import write_adapter
+    from shardwise.interop.peft.format import write_adapter
 
     tensors = weights.trained()
     if dtype_name:

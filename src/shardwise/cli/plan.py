@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
-    from shardwise.plan.answering import Answer
-    from shardwise.plan.question import Question
+    from shardwise.plan.answer.answer import Answer
+    from shardwise.plan.answer.question import Question
 
 HELP = """Find the fastest layouts that fit, predict them, say why, and write each as a config file for `train`.
 
@@ -66,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.cli.plan_view import show
-    from shardwise.plan.answering import answer, to_json
-    from shardwise.plan.export_as import check_framework, export_as
-    from shardwise.plan.question import ask
-    from shardwise.plan.what_if import change, what_if
-    from shardwise.plan.why import why_not
+    from shardwise.plan.answer.answer import answer, to_json
+    from shardwise.plan.answer.export_as import check_framework, export_as
+    from shardwise.plan.answer.question import ask
+    from shardwise.plan.answer.what_if import change, what_if
+    from shardwise.plan.answer.why import why_not
 
     if args.framework:
         check_framework(args.framework)
@@ -161,8 +161,8 @@ def _read(option: str, text: str | None, parse: Callable[[str], float], example:
 
 
 def _write(made: Answer, directory: Path, force: bool) -> list[Path]:
-    from shardwise.plan.answering import file_of
-    from shardwise.plan.plan_files import write_rows
+    from shardwise.plan.answer.answer import file_of
+    from shardwise.plan.answer.plan_files import write_rows
 
     reasons = [f"not {region.what}: {region.reason}" for region in made.result.regions]
     texts = {

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from shardwise.cli.plan_layout import LABEL, View, table_of
 from shardwise.config.units import format_bytes, format_count, format_seconds
-from shardwise.plan.answering import Answer, Row, row_of
-from shardwise.plan.figures import DAY, PARTS_OF_AXES, axes_of, step_text
-from shardwise.plan.plan import Plan
-from shardwise.plan.question import Question
-from shardwise.plan.what_if import WhatIf
-from shardwise.plan.why import WhyNot, why_not_lines
+from shardwise.plan.answer.answer import Answer, Row, row_of
+from shardwise.plan.answer.question import Question
+from shardwise.plan.answer.what_if import WhatIf
+from shardwise.plan.answer.why import WhyNot, why_not_lines
+from shardwise.plan.prediction.figures import DAY, PARTS_OF_AXES, axes_of, step_text
+from shardwise.spec.plan import Plan
 
 BAR = 30
 MAX_REGIONS, MAX_COUNTS = 8, 5

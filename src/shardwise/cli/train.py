@@ -81,8 +81,8 @@ def _dry_run(job: Job) -> int:
     from shardwise.config.units import format_bytes, format_count
     from shardwise.config.write import resolved_text
     from shardwise.data.show import about_row, print_row, render_rows
-    from shardwise.plan.fit import rank_memory_limit
-    from shardwise.plan.memory import predict_memory
+    from shardwise.plan.prediction.memory import predict_memory
+    from shardwise.plan.resolve.fit import rank_memory_limit
 
     plan, spec = job.plan, job.spec
     print(resolved_text(job.resolved.config, job.origins()))

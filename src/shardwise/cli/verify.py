@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
-    from shardwise.config.schema import Config
-    from shardwise.model.spec import ModelSpec
-    from shardwise.plan.plan import Plan
-    from shardwise.plan.resolve import Resolved
+    from shardwise.plan.resolve.resolve import Resolved
+    from shardwise.spec.model import ModelSpec
+    from shardwise.spec.plan import Plan
+    from shardwise.spec.schema import Config
 
 HELP = (
     "Train a small model of the config's kind in its layout and in one process, in fp64, and compare losses, gradients and "
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwise.cli.train import check_nproc
     from shardwise.config.load import load_config
-    from shardwise.plan.shrink import shrink_plan, shrink_spec
+    from shardwise.prove.shrink import shrink_plan, shrink_spec
     from shardwise.run.build import model_spec
 
     if args.nproc is not None:
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
     """The plan on a machine that has memory for everything: a proof is about numbers."""
-    from shardwise.cluster.machine import this_machine
-    from shardwise.plan.resolve import resolve
+    from shardwise.cluster.describe.machine import this_machine
+    from shardwise.plan.resolve.resolve import resolve
 
     config = loaded.config
     here = this_machine()

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _snapshot(found: RunDir) -> dict[str, Any]:
     from shardwise.cli.runs import summary
-    from shardwise.run.measured import measured_pipeline, where_of
-    from shardwise.run.memory_view import measured_memory
+    from shardwise.report.memory import measured_memory
+    from shardwise.report.step_breakdown import measured_pipeline, where_of
 
     steps, ran, curve = found.steps(), measured_pipeline(found), measured_memory(found)
     return {
@@ -56,9 +56,9 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
 
 def _follow(found: RunDir) -> int:
     """New lines as they appear; on a terminal one block that is drawn anew."""
-    from shardwise.run.measured import bar, measured_pipeline, where_of
-    from shardwise.run.memory_view import measured_memory
-    from shardwise.run.view import View
+    from shardwise.report.memory import measured_memory
+    from shardwise.report.step_breakdown import bar, measured_pipeline, where_of
+    from shardwise.report.terminal import View
 
     view = View(found.read_plan().get("num_steps", 1), None)
     seen, curve = 0, None
@@ -87,11 +87,11 @@ def _follow(found: RunDir) -> int:
 
 
 def _print_state(found: RunDir) -> None:
+    from shardwise.report.memory import measured_memory
+    from shardwise.report.predicted_and_measured import comparison_lines
+    from shardwise.report.step_breakdown import RECENT, bar, measured_pipeline, where_of
+    from shardwise.report.terminal import format_rate, sparkline
     from shardwise.run.clock import verdict
-    from shardwise.run.compared import comparison_lines
-    from shardwise.run.measured import RECENT, bar, measured_pipeline, where_of
-    from shardwise.run.memory_view import measured_memory
-    from shardwise.run.view import format_rate, sparkline
 
     state, steps, plan = found.state(), list(found.steps().values()), found.read_plan()
     print(

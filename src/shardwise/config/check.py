@@ -1,7 +1,7 @@
 """Rules between keys, checked before anything heavy is imported.
 
 Each rule is one small function that raises a three-line error; `check_config` lists them. Invariant: no rule needs more
-than the config itself. Read next: check_layout.py (the rules of [parallel]), plan/degrees.py (what the model and the
+than the config itself. Read next: check_layout.py (the rules of [parallel]), plan/resolve/degrees.py (what the model and the
 machine allow).
 """
 
@@ -11,9 +11,9 @@ from pathlib import PurePath
 
 from shardwise.config.check_layout import check_layout
 from shardwise.config.keys import Origins, where_written
-from shardwise.config.schema import Config
 from shardwise.config.units import parse_seconds, parse_steps
 from shardwise.errors import UserError
+from shardwise.spec.schema import Config
 
 
 def check_config(config: Config, origins: Origins) -> None:

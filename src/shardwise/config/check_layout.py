@@ -1,6 +1,6 @@
 """The rules of [parallel] that need no model: which degrees, schedules and switches go together.
 
-Invariant: a config that passes may still be too much for its model or its machine (plan/degrees.py says), but no two of its
+Invariant: a config that passes may still be too much for its model or its machine (plan/resolve/degrees.py says), but no two of its
 own keys contradict each other. Every `fix` is a setting that can be typed.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 from shardwise.config.keys import Origins, where_written
-from shardwise.config.schema import Config, ParallelConfig
 from shardwise.config.values import shown
 from shardwise.errors import UserError
+from shardwise.spec.schema import Config, ParallelConfig
 
 WITHOUT_PIPELINE = {"schedule": ("1f1b",), "virtual_stages": ("auto", 1), "split": ("auto",), "fill_bubbles": ("none",)}
 """Keys that mean nothing when pp is 1, and the values they may still have."""

@@ -14,7 +14,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from shardwise.config import schema
+from shardwise.spec import schema
 
 COMMAND_LINE = "command line"  # origins that are not a place in a file
 DEFAULT = "default"
@@ -105,7 +105,7 @@ def keys_of(section: str) -> tuple[Key, ...]:
 @cache
 def model_spec_keys() -> Mapping[str, Key]:
     """ModelSpec fields that may be overridden in [model]: those that hold a plain value, but for the model's name."""
-    from shardwise.model.spec import ModelSpec  # torch-free; here because `config` starts before any model is named
+    from shardwise.spec.model import ModelSpec  # torch-free; here because `config` starts before any model is named
 
     hints = typing.get_type_hints(ModelSpec)
     own = {key.name for key in keys_of("model")}

@@ -12,8 +12,8 @@ from __future__ import annotations
 import difflib
 
 from shardwise.config.keys import all_keys
-from shardwise.config.schema import MemoryConfig, ParallelConfig
 from shardwise.errors import UserError
+from shardwise.spec.schema import MemoryConfig, ParallelConfig
 
 # Words of the string, in the order they are printed -> config keys.
 WORDS = {

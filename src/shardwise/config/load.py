@@ -27,10 +27,10 @@ from shardwise.config.keys import (
 )
 from shardwise.config.layout import parse_layout
 from shardwise.config.lines import key_lines
-from shardwise.config.schema import Config
 from shardwise.config.unknown import key_without_section, unknown_key, unknown_section
 from shardwise.config.values import read_typed, read_value, toml_or_text
 from shardwise.errors import UserError
+from shardwise.spec.schema import Config
 
 # Keys that say the same thing in different units. One given on the command line displaces one given in the file.
 EXCLUSIVE = (

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.keys import Key, all_keys, keys_of, section_classes
-from shardwise.config.schema import Config
 from shardwise.config.values import example, shown
 from shardwise.files import write_atomically
+from shardwise.spec.schema import Config
 
 _COMMENT_COLUMN = 44
 

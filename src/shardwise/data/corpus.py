@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.config.schema import DataConfig
 from shardwise.data.chat import ChatTemplate, open_template
 from shardwise.data.prepare import prepare
 from shardwise.data.sequences import Layout, Sequences
@@ -23,6 +22,7 @@ from shardwise.data.shards import SCHEMA, TokenStore, is_prepared
 from shardwise.data.sources import MAX_TEXT_BYTES, ROW_SUFFIXES, Source, find_source
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.errors import UserError
+from shardwise.spec.schema import DataConfig
 
 UNIGRAM_SAMPLE = 8_000_000
 UNIGRAM_BLOCK = 2**16

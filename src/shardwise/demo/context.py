@@ -1,6 +1,6 @@
 """Context parallelism acted out: two ranks share every sequence, by a ring and by Ulysses; four show the zigzag.
 
-A few token numbers are dealt out by the layout's own `Zigzag`; the rest are steps of the engine. Read next: `parallel/ring.py`.
+A few token numbers are dealt out by the layout's own `Zigzag`; the rest are steps of the engine. Read next: `parallel/context/ring.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, on_the_wire, percent, same_as_one_process, table
 from shardwise.demo.wire import of_kind, total
 from shardwise.memory.usage import saved_bytes
-from shardwise.parallel.ring import Zigzag
-from shardwise.run.reference import Trial
-from shardwise.run.trial import trial_batch
+from shardwise.parallel.context.ring import Zigzag
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import trial_batch
 
 WORLD = 2
 ROWS, TOKENS, NUM_MICRO = 4, 64, 2

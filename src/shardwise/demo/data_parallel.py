@@ -1,7 +1,7 @@
 """Data parallelism acted out: four replicas, their gradients before and after the sum, and why the sum is not an average.
 
 The small gradients are summed by `parallel/shards.py`, as pipelines do it; the rest are steps of the engine. Read next:
-`parallel/data.py`.
+`parallel/data/replicas.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.config.schema import CommConfig
 from shardwise.data.loader import cut_microbatches
 from shardwise.data.sequences import IGNORE
 from shardwise.demo.observe import CPU, SPEC, difference, observe_step, truth_of
@@ -21,10 +20,11 @@ from shardwise.demo.wire import of_kind, total
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.parallel.shards import sum_tensors
-from shardwise.plan.plan import Plan
+from shardwise.prove.reference import Trial, plain_gradients
+from shardwise.prove.trial import build_trial, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.reference import Trial, plain_gradients
-from shardwise.run.trial import build_trial, trial_plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import CommConfig
 
 WORLD = 4
 TRIAL = Trial(global_batch=16, micro_batch=2, seq_len=16, precision="fp32")

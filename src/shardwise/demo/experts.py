@@ -1,6 +1,6 @@
 """Expert parallelism acted out: four ranks, two experts each; tokens travel to the experts they chose and come back.
 
-Small numbers go through the exchange of `parallel/expert.py`; the rest is a step of the engine. Read next: `parallel/expert.py`.
+Small numbers go through the exchange of `parallel/expert/dispatch.py`; the rest is a step of the engine. Read next: `parallel/expert/dispatch.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shardwise.demo.story import Check, Story, on_the_wire, same_as_one_process,
 from shardwise.demo.wire import of_kind, total
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import count_experts, moe_layers
-from shardwise.parallel.expert import exchange, plan_trip
-from shardwise.run.reference import Trial
+from shardwise.parallel.expert.dispatch import exchange, plan_trip
+from shardwise.prove.reference import Trial
 
 WORLD = 4
 EXPERTS, CHOSEN, WIDTH = 8, 2, 32

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.config.schema import CommConfig
 from shardwise.demo.wire import Message, PhaseClock, Wire, sent_bytes
 from shardwise.model.initialize import initialize
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.build import build_optimizer
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.engine import Engine
+from shardwise.prove.reference import Record, Trial, train_plain
+from shardwise.prove.trial import train_in_layout, trial_batch, trial_plan
+from shardwise.prove.verify import compare
 from shardwise.run.clock import Clock, Span
-from shardwise.run.optimizer import build_optimizer
-from shardwise.run.reference import Record, Trial, train_plain
 from shardwise.run.step import accumulate, update
-from shardwise.run.trial import train_in_layout, trial_batch, trial_plan
-from shardwise.run.verify import compare
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import CommConfig
 
 CPU = torch.device("cpu")
 SPEC = preset("tiny").with_overrides(

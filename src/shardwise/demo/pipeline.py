@@ -1,8 +1,8 @@
 """Pipelines acted out: four ranks, one model, four schedules; the measured timeline under the simulated one.
 
 The stages are real and compute real gradients, but the model is so small that its time would be noise. So each action also sleeps for
-as long as a larger one would compute; sleeping ranks share cores without disturbing each other. Read next: `plan/schedules.py`,
-`parallel/pipeline.py`.
+as long as a larger one would compute; sleeping ranks share cores without disturbing each other. Read next: `spec/schedules.py`,
+`parallel/pipeline/execute.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shardwise.demo.observe import CPU, SPEC, difference, truth_of
 from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, on_the_wire, percent, same_as_one_process, table
 from shardwise.demo.wire import Wire, of_kind, sent_bytes, total
-from shardwise.parallel.data import GradientSums
-from shardwise.parallel.pipeline import Stage
-from shardwise.plan.schedules import NAMES, Action, schedule_actions, stage_owners
-from shardwise.plan.split import even_split
-from shardwise.plan.timeline import Timed, Timeline, draw, peak_in_flight, simulate
+from shardwise.parallel.data.replicas import GradientSums
+from shardwise.parallel.pipeline.execute import Stage
+from shardwise.prove.reference import Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.reference import Trial
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.schedules import NAMES, Action, schedule_actions, stage_owners
+from shardwise.spec.split import even_split
+from shardwise.spec.timeline import Timed, Timeline, draw, peak_in_flight, simulate
 
 WORLD = 4
 NUM_MICRO = 8

@@ -25,7 +25,7 @@ import torch
 import torch._dynamo  # every model loads it: here once, not in each rank
 import torch.distributed as dist
 
-from shardwise.cluster.link import loopback_interface
+from shardwise.cluster.measure.link import loopback_interface
 from shardwise.errors import Exit, UserError
 
 DEADLINE_S = 60.0

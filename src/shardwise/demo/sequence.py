@@ -1,6 +1,6 @@
 """Sequence parallelism acted out: tensor parallelism over two ranks without it and with it, message by message, byte by byte.
 
-Small numbers go through the borders of `parallel/regions.py`; the rest are steps of the engine. Read next: `parallel/regions.py`.
+Small numbers go through the borders of `parallel/tensor/collectives.py`; the rest are steps of the engine. Read next: `parallel/tensor/collectives.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, on_the_wire, same_as_one_process, table
 from shardwise.demo.wire import of_kind, total
 from shardwise.memory.usage import saved_bytes
-from shardwise.parallel.regions import TensorParallel, enter, leave
+from shardwise.parallel.tensor.collectives import TensorParallel, enter, leave
+from shardwise.prove.reference import Record, Trial
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.reference import Record, Trial
-from shardwise.run.trial import build_trial, trial_batch, trial_plan
 
 WORLD = 2
 ROWS, TOKENS = 4, 64  # b and s of a micro-batch

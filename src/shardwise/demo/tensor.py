@@ -1,6 +1,6 @@
 """Tensor parallelism acted out: a feed-forward part cut by hand-made numbers, then a step of the engine with tp = 2.
 
-The small matrices go through the borders of `parallel/regions.py`, where the engine's messages are made too. Read next: `parallel/tensor.py`.
+The small matrices go through the borders of `parallel/tensor/collectives.py`, where the engine's messages are made too. Read next: `parallel/tensor/slices.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shardwise.demo.observe import SPEC, difference, observe_step, truth_of
 from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, number, on_the_wire, same_as_one_process, table
 from shardwise.demo.wire import Message, of_kind, total
-from shardwise.parallel.regions import TensorParallel, enter, share
-from shardwise.parallel.tensor import RowLinear
-from shardwise.run.reference import Trial
+from shardwise.parallel.tensor.collectives import TensorParallel, enter, share
+from shardwise.parallel.tensor.slices import RowLinear
+from shardwise.prove.reference import Trial
 
 WORLD = 2
 ROWS, TOKENS = 4, 64  # b and s of a micro-batch
@@ -55,7 +55,7 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 
 def _small_region(rank: int, world: int) -> dict[str, Any]:
-    """x -> down(relu(up(x))), cut as `parallel/tensor.py` cuts it; backward of the sum of the outputs."""
+    """x -> down(relu(up(x))), cut as `parallel/tensor/slices.py` cuts it; backward of the sum of the outputs."""
     assert dist.group.WORLD is not None
     tp = TensorParallel(dist.group.WORLD)
     start, stop = share(len(UP), world, rank)

@@ -1,7 +1,7 @@
 """ZeRO acted out: the same model on four ranks in stages 0 to 3, side by side; bytes come from the tensors themselves.
 
 Each stage is a step of the engine with two micro-batches. Hooks on the blocks look at what FSDP2 has gathered at that moment. Read next:
-`parallel/zero.py`.
+`parallel/zero/sharding.py`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, on_the_wire, same_as_one_process, table
 from shardwise.demo.wire import of_kind, total
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.zero import parameter_groups
-from shardwise.run.held import kept_bytes
-from shardwise.run.reference import Trial
+from shardwise.parallel.zero.sharding import parameter_groups
+from shardwise.prove.reference import Trial
+from shardwise.run.memory_owners import kept_bytes
 
 WORLD = 4
 STAGES = (0, 1, 2, 3)

@@ -106,7 +106,7 @@ def key_lines(page: Page) -> list[str]:
 
 def preset_rows() -> list[str]:
     """A line per preset: parameters, active parameters where they differ, layers and width."""
-    from shardwise.model.presets import preset, preset_names  # torch-free, but not needed by the other pages
+    from shardwise.spec.presets import preset, preset_names  # torch-free, but not needed by the other pages
 
     names = preset_names()
     width = max(map(len, names))

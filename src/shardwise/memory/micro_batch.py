@@ -1,6 +1,6 @@
 """The largest micro-batch that fits, from what micro-batches of one and of two sequences really took on this rank.
 
-Owns the arithmetic; run/try_out.py sends the two through the engine. Nothing larger is tried: a rank that ran out of memory would leave
+Owns the arithmetic; run/micro_batch_search.py sends the two through the engine. Nothing larger is tried: a rank that ran out of memory would leave
 the others waiting. Invariant: what is chosen is predicted to need no more than HEADROOM of the limit, or it is 1.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.memory import ALLOCATOR_SHARE
-from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import rank_shares
+from shardwise.plan.prediction.memory import ALLOCATOR_SHARE
+from shardwise.plan.prediction.rank_share import rank_shares
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
 
 HEADROOM = 0.9  # of the limit; the rest is for fragmentation and what torch allocates on the side
 

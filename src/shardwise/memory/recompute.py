@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise.memory.environment import Surroundings, keep, kept
 from shardwise.memory.selective import select
-from shardwise.memory.surroundings import Surroundings, keep, kept
-from shardwise.plan.activations import segments
+from shardwise.plan.prediction.activations import segments
 
 
 def apply_recompute(blocks: Sequence[nn.Module], mode: str, first: int = 0) -> None:

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from shardwise.memory.surroundings import Surroundings, keep, kept
+from shardwise.memory.environment import Surroundings, keep, kept
 
 CHEAP = {
     "rms_norm", "layer_norm", "silu", "gelu", "relu", "tanh", "sigmoid", "softplus", "softmax",

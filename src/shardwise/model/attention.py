@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.errors import UserError
-from shardwise.model import flash4
+from shardwise.kernels import flash4
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.feedforward import join, join_adapters
 from shardwise.model.masking import Mask
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, rotate, softmax_scale
-from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.spec.model import LayerSpec, ModelSpec
 
 KERNELS = ("auto", "sdpa", "math", "flex", "cudnn", "flash", "flash4")
 FUSED = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}

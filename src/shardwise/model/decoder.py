@@ -20,18 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.kernels.fused_loss import Meet, Products, Way, fused_cross_entropy
+from shardwise.kernels.quantized_weight import Rounded, factor
 from shardwise.model.attention import Attention, AttentionInputs, check_kernel_device, choose_kernel
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.experts import MixtureOfExperts, Routing
 from shardwise.model.feedforward import FeedForward
-from shardwise.model.fused_loss import Meet, Products, Way, fused_cross_entropy
 from shardwise.model.latent_attention import LatentAttention
 from shardwise.model.loss import IGNORE, cross_entropy_sum, fused_rows, rows_at_once
 from shardwise.model.masking import MaskBuilder
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, make_rotation
-from shardwise.model.rounded import Rounded, factor
-from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.spec.model import LayerSpec, ModelSpec
 
 
 class Losses(NamedTuple):

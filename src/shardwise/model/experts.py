@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.kernels.gated import gated
 from shardwise.model.feedforward import ACTIVATIONS, FeedForward
-from shardwise.model.gated import gated
-from shardwise.model.spec import ModelSpec
+from shardwise.spec.model import ModelSpec
 
 
 class Routing(NamedTuple):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.gated import gated
-from shardwise.model.spec import ModelSpec
+from shardwise.kernels.gated import gated
+from shardwise.spec.model import ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

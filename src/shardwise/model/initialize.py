@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
-from shardwise.model.spec import ModelSpec
+from shardwise.spec.model import ModelSpec
 
 STD = 0.02
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.model.attention import AttentionInputs
 from shardwise.model.norm import RMSNorm
 from shardwise.model.rope import rotate, softmax_scale
-from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.spec.model import LayerSpec, ModelSpec
 
 LATENT_NORM_EPS = 1e-6  # fixed in DeepSeek's code, whatever the model's own norm_eps
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.model.spec import LayerSpec
+from shardwise.spec.model import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.spec import ModelSpec
+from shardwise.spec.model import ModelSpec
 
 
 class RMSNorm(nn.Module):

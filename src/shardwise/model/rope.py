@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.model.spec import LayerSpec, ModelSpec
+from shardwise.spec.model import LayerSpec, ModelSpec
 
 
 class Rotation(NamedTuple):

@@ -6,7 +6,7 @@
     context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
     expert.py     which experts
     tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
-    float8        which products are in fp8                               (memory/float8.py)
+    float8        which products are in fp8                               (kernels/float8.py)
     compiled.py   which operations are one kernel
     recompute.py  what backward computes again                            (in memory/; selective.py, activation_offload.py)
     zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
@@ -28,40 +28,40 @@ from typing import cast
 
 import torch
 
-from shardwise.config.schema import AdapterConfig, CommConfig
-from shardwise.memory.activation_offload import apply_activation_offload
-from shardwise.memory.float8 import Float8Layers, apply_float8, apply_float8_head
-from shardwise.memory.recompute import apply_recompute
-from shardwise.model.adapters import Adapters, adapt, adapt_whole, decoder_adapters
-from shardwise.model.attention_choice import Shape, choose
-from shardwise.model.decoder import Decoder
-from shardwise.model.experts import moe_layers
-from shardwise.model.precision import COMPUTED, KEPT
-from shardwise.model.spec import ModelSpec
-from shardwise.model.transformers_model import TransformersModel
-from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.parallel.compiled import (
+from shardwise.adapters.lora import Adapters, adapt, adapt_whole, decoder_adapters
+from shardwise.interop.transformers.model import TransformersModel
+from shardwise.interop.transformers.spec import TransformersSpec
+from shardwise.kernels.choose_attention import Shape, choose
+from shardwise.kernels.compiled import (
     apply_compile,
     apply_joined,
     apply_joined_adapters,
     apply_narrow_sums,
     apply_norm_gradients,
 )
-from shardwise.parallel.context import ContextParallel, apply_context_parallel
-from shardwise.parallel.copies import Copies
-from shardwise.parallel.data import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
+from shardwise.kernels.float8 import Float8Layers, apply_float8, apply_float8_head
+from shardwise.kernels.liger import apply_liger
+from shardwise.memory.activation_offload import apply_activation_offload
+from shardwise.memory.recompute import apply_recompute
+from shardwise.model.decoder import Decoder
+from shardwise.model.dtypes import COMPUTED, KEPT
+from shardwise.model.experts import moe_layers
+from shardwise.parallel.any_module.split_module import float8_in_place, split_in_place
+from shardwise.parallel.context.sequence_split import ContextParallel, apply_context_parallel
+from shardwise.parallel.data.low_precision_weights import Copies
+from shardwise.parallel.data.replicas import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.expert import apply_expert_parallel
-from shardwise.parallel.liger import apply_liger
+from shardwise.parallel.expert.dispatch import apply_expert_parallel
 from shardwise.parallel.mesh import Mesh, build_mesh
-from shardwise.parallel.pipeline import Stage
+from shardwise.parallel.pipeline.execute import Stage
 from shardwise.parallel.shards import shards_of
-from shardwise.parallel.split_module import float8_in_place, split_in_place
-from shardwise.parallel.tensor import TensorParallel, apply_tensor_parallel
+from shardwise.parallel.tensor.slices import TensorParallel, apply_tensor_parallel
 from shardwise.parallel.traffic import Traffic
-from shardwise.parallel.zero import Sharded, buffers_to, decoder_groups
-from shardwise.plan.plan import Plan
-from shardwise.plan.schedules import stage_owners
+from shardwise.parallel.zero.sharding import Sharded, buffers_to, decoder_groups
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import stage_owners
+from shardwise.spec.schema import AdapterConfig, CommConfig
 
 Fill = Callable[[Decoder], None]
 """Puts weights into a plain part of the model on the CPU: drawn from the seed, or read from files."""
@@ -110,7 +110,7 @@ def parallelize_decoder(
         if model.head is not None:
             model.head.fused, model.head.compiled = plan.loss == "fused", plan.compile != "none"
             if plan.products == "measured":
-                from shardwise.model.measured_products import MeasuredProducts  # takes a second to load
+                from shardwise.kernels.choose_matmul import MeasuredProducts  # takes a second to load
 
                 model.head.products = MeasuredProducts()
         if plan.precision == "fp8":

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.memory.low_bit import wide_state
-from shardwise.memory.nvme import on_disk_copy
-from shardwise.memory.offload import OffloadedOptimizer
+from shardwise.optim.low_bit import wide_state
+from shardwise.optim.offload.cpu import OffloadedOptimizer
+from shardwise.optim.offload.nvme import on_disk_copy
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import Shard, gather
 

@@ -14,21 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.memory.float8 import Float8Layers
-from shardwise.memory.nvme_model import NvmeModel
-from shardwise.memory.offload import OffloadedOptimizer
-from shardwise.memory.overflow import Overflow, first_overflow
-from shardwise.memory.scaler import clip_factor, scaler_of
+from shardwise.kernels.float8 import Float8Layers
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, update_router_bias
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.loss_scaling import clip_factor, scaler_of
+from shardwise.optim.offload.cpu import OffloadedOptimizer
+from shardwise.optim.offload.nvme_model import NvmeModel
+from shardwise.optim.overflow import Overflow, first_overflow
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Pipeline, Stage
+from shardwise.parallel.pipeline.execute import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
 from shardwise.parallel.traffic import Traffic
-from shardwise.parallel.zero import serve_parameters
-from shardwise.plan.plan import Plan
+from shardwise.parallel.zero.sharding import serve_parameters
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
 
 
 class Engine:

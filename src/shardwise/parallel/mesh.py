@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.model.spec import ModelSpec
-from shardwise.plan.plan import Coordinates, Plan
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Coordinates, Plan
 
 Group = Any  # a torch.distributed.ProcessGroup; None where a line has one rank
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.memory.offload import Elsewhere
-from shardwise.memory.squares import sums_of_squares
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.gradient_norm import sums_of_squares
+from shardwise.optim.offload.cpu import Elsewhere
 from shardwise.parallel.mesh import Group, Mesh
-from shardwise.parallel.tensor import Placement, Slice, placement, take
+from shardwise.parallel.tensor.slices import Placement, Slice, placement, take
 from shardwise.parallel.traffic import Wait, unseen
+from shardwise.spec.model import ModelSpec
 
 
 @dataclass(frozen=True)

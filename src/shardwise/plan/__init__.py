@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_EXPORTS = {"predict": "shardwise.plan.prediction", "search": "shardwise.plan.searching"}
+_EXPORTS = {"predict": "shardwise.plan.prediction.predict", "search": "shardwise.plan.layouts.search"}
 __all__ = [*_EXPORTS]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import Exit
-from shardwise.plan.plan import Plan
+from shardwise.spec.plan import Plan
 
 
 def wishes(wish: Exit | None) -> list[int]:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.schema import OptimizerConfig
 from shardwise.model.decoder import Decoder, Head
-from shardwise.model.precision import COMPUTED, KEPT
-from shardwise.model.spec import LayerSpec, ModelSpec
-from shardwise.plan.plan import Plan
-from shardwise.plan.rank_share import tensor_slice
-from shardwise.plan.split import estimated_costs
-from shardwise.run.optimizer import TakesFactor, build_optimizer
+from shardwise.model.dtypes import COMPUTED, KEPT
+from shardwise.optim.build import TakesFactor, build_optimizer
+from shardwise.plan.prediction.rank_share import tensor_slice
+from shardwise.spec.model import LayerSpec, ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import OptimizerConfig
+from shardwise.spec.split import estimated_costs
 
 MOST_BLOCKS = {"cpu": 8, "cuda": 1}  # on a GPU caches make no difference, and memory may be short
 MOST_NUMBERS = 2**23  # that the optimizer updates

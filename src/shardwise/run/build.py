@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from shardwise.config.schema import Config, ModelConfig
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.errors import UserError
-from shardwise.model.presets import preset
-from shardwise.model.spec import ModelSpec
-from shardwise.model.transformers_spec import TransformersSpec
-from shardwise.plan.hardware import CUDA_ATTENTION
+from shardwise.interop.transformers.spec import TransformersSpec
+from shardwise.plan.resolve.hardware import CUDA_ATTENTION
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import Config, ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 def model_dir(config: ModelConfig) -> Path | None:
     if not config.path:
         return None
-    from shardwise.model.huggingface import find_model_dir
+    from shardwise.interop.huggingface.door import find_model_dir
 
     return find_model_dir(config.path)
 
@@ -55,7 +55,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 def read_spec(directory: Path) -> ModelSpec:
     """The shapes a Hugging Face directory's config.json describes."""
-    from shardwise.model import huggingface
+    from shardwise.interop.huggingface import door as huggingface
 
     return huggingface.read_spec(directory)
 
@@ -91,7 +91,7 @@ def base_identity(config: ModelConfig, spec: ModelSpec, seed: int) -> str:
 
 def adapted_model(config: Config, spec: ModelSpec, precision: str, dtype: torch.dtype, device: torch.device) -> Decoder:
     """The whole model of a config with its adapters, as one process trains it."""
-    from shardwise.model.adapters import adapt_whole
+    from shardwise.adapters.lora import adapt_whole
 
     model = build_model(config.model, spec, config.train.seed, dtype, device)
     adapt_whole(model, config.adapter, config.train.seed, precision)
@@ -117,7 +117,7 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
             initialize(model, seed)
         else:
-            from shardwise.model.huggingface import load_weights
+            from shardwise.interop.huggingface.door import load_weights
 
             load_weights(model, directory)
 
@@ -152,7 +152,7 @@ def _foreign_model(
     config: ModelConfig, spec: TransformersSpec, dtype: torch.dtype, device: torch.device, directory: Path | None
 ) -> Decoder:
     """transformers' model, with the calls of our decoder: read from its directory, or only with memory."""
-    from shardwise.model.transformers_model import TransformersModel
+    from shardwise.interop.transformers.model import TransformersModel
 
     model = TransformersModel(spec, config.attention, dtype)
     if directory:

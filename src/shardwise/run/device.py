@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from shardwise.cluster.machine import this_machine
+from shardwise.cluster.describe.machine import this_machine
 
 
 def best_device() -> torch.device:

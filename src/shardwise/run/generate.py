@@ -9,8 +9,8 @@ import torch
 
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
-from shardwise.model.spec import ModelSpec
 from shardwise.parallel.engine import Engine
+from shardwise.spec.model import ModelSpec
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 """New tokens (one row) in, logits of the last one out; remembers what it has seen."""

@@ -16,43 +16,43 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from shardwise.adapters.state import adapter_state, check_base
 from shardwise.checkpoint import store
-from shardwise.config.schema import Config
 from shardwise.config.units import parse_seconds
 from shardwise.data.corpus import Corpus
 from shardwise.data.loader import Loader, StepBatch
 from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
-from shardwise.memory.offload import OffloadedOptimizer
 from shardwise.memory.usage import peak_bytes
-from shardwise.model.spec import ModelSpec
+from shardwise.optim.build import engine_optimizer
+from shardwise.optim.offload.cpu import OffloadedOptimizer
+from shardwise.optim.schedule import learning_rate
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
 from shardwise.parallel.engine import Engine
-from shardwise.plan.job import job_of
-from shardwise.plan.plan import Plan
-from shardwise.plan.prediction import predict
-from shardwise.run import report
-from shardwise.run.adapter_state import adapter_state, check_base
+from shardwise.plan.prediction.predict import predict
+from shardwise.report import lines as report
+from shardwise.report.reporter import Teller, Untold, is_finite
+from shardwise.report.terminal import View
 from shardwise.run.agreement import answer, largest, summed, wishes
-from shardwise.run.balance import measured_split
+from shardwise.run.bubble_filling import held_out_filler
 from shardwise.run.build import corpus_of, weights_of
-from shardwise.run.calibrate import measured_cluster
 from shardwise.run.clock import Clock
 from shardwise.run.evaluate import evaluate
 from shardwise.run.events import Events
-from shardwise.run.fill import held_out_filler
 from shardwise.run.guards import StopRequests
+from shardwise.run.measured_cluster import measured_cluster
+from shardwise.run.measured_split import measured_split
 from shardwise.run.memory_watch import MemoryWatch
 from shardwise.run.metrics import Metrics
-from shardwise.run.optimizer import engine_optimizer
+from shardwise.run.micro_batch_search import measured_micro_batch
 from shardwise.run.profile import Profile
 from shardwise.run.rundir import RunDir
-from shardwise.run.schedule import learning_rate
 from shardwise.run.state import collect_state, restore_state
 from shardwise.run.step import find_overflow, start_step
-from shardwise.run.tell import Teller, Untold, is_finite
-from shardwise.run.try_out import measured_micro_batch
-from shardwise.run.view import View
+from shardwise.spec.job import job_of
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import Config
 
 AUTO_CHECKPOINT_S = 300.0
 

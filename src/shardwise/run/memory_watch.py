@@ -19,9 +19,9 @@ import torch
 from shardwise.memory.account import CATEGORIES, Account, OverLimit, Point, thinned
 from shardwise.memory.usage import peak_bytes, resident_bytes
 from shardwise.parallel.engine import Engine
-from shardwise.plan.memory import PROCESS_BYTES
+from shardwise.plan.prediction.memory import PROCESS_BYTES
 from shardwise.run.clock import Clock
-from shardwise.run.held import holders_of
+from shardwise.run.memory_owners import holders_of
 
 MAX_POINTS = 300
 MEASURED = (*CATEGORIES, "reserved", "peak")

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from shardwise.config.schema import RunConfig
 from shardwise.files import cannot_write
 from shardwise.run.rundir import RunDir, to_json
+from shardwise.spec.schema import RunConfig
 
 
 def expert_load(tokens: list[list[float]]) -> dict[str, float]:

@@ -17,8 +17,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.config.units import parse_steps
+from shardwise.report.terminal import View
 from shardwise.run.clock import Clock
-from shardwise.run.view import View
 
 
 class Profile:

@@ -17,29 +17,29 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cluster.machine import Machine, this_machine
-from shardwise.cluster.read import read_cluster
-from shardwise.cluster.spec import ClusterSpec
+from shardwise.cluster.describe.machine import Machine, this_machine
+from shardwise.cluster.describe.read import read_cluster
 from shardwise.config.load import Loaded, find_key, load_config
-from shardwise.config.schema import TrainConfig
 from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.ranks import ranks_from_environment
-from shardwise.memory.disk import check_directory
-from shardwise.plan.memory import predict_elsewhere
-from shardwise.plan.plan import Plan
-from shardwise.plan.reopen import planner_origins, reopen
-from shardwise.plan.resolve import Resolved, resolve
+from shardwise.optim.offload.disk import check_directory
+from shardwise.plan.prediction.memory import predict_elsewhere
+from shardwise.plan.resolve.reopen import planner_origins, reopen
+from shardwise.plan.resolve.resolve import Resolved, resolve
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
 from shardwise.run.rundir import RunDir, create_run_dir
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import TrainConfig
 
 if TYPE_CHECKING:
     import torch
 
     from shardwise.data.corpus import Corpus
-    from shardwise.model.spec import ModelSpec
+    from shardwise.spec.model import ModelSpec
 
 FIRST_WORD_S = 1.0  # torchrun ends everybody when one rank exits: the first one gets time to say why
 FREE_TO_CHANGE = ("parallel", "memory", "speed", "comm", "run", "checkpoint")
@@ -194,8 +194,8 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]], loaded: Loaded, 
     set_allocator(loaded.config.speed.allocator, os.environ)
     import torch
 
-    from shardwise.config.schema import CommConfig
     from shardwise.run.worker import run_worker, start_process_group
+    from shardwise.spec.schema import CommConfig
 
     ranks = ranks_from_environment()
     use_cuda = torch.cuda.is_available()

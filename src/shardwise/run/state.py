@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.store import Checkpoint
-from shardwise.memory.offload import StreamingOptimizer
+from shardwise.optim.offload.cpu import StreamingOptimizer
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states
 from shardwise.parallel.engine import Engine
 

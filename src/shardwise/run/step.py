@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.data.loader import StepBatch
+from shardwise.optim.build import TakesFactor, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
-from shardwise.run.optimizer import TakesFactor, set_learning_rate
 
 Ask = Callable[[], Sequence[int]]
 """Called when a step's gradients are complete: small numbers to be added up over all ranks, in the message that carries the

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.adapters.state import read_adapter_state
 from shardwise.config.load import load_config
-from shardwise.config.schema import AdapterConfig, Config, ModelConfig
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.errors import UserError
-from shardwise.model.spec import ModelSpec
-from shardwise.model.transformers_spec import spec_from_dict
-from shardwise.run.adapter_state import read_adapter_state
+from shardwise.interop.transformers.spec import spec_from_dict
 from shardwise.run.build import adapted_model, empty_model, model_dir, read_spec
 from shardwise.run.rundir import RunDir, find_run
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.schema import AdapterConfig, Config, ModelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class Weights:
         from safetensors import SafetensorError, safe_open
 
         from shardwise.checkpoint.store import damaged
-        from shardwise.model.hf_weights import list_files
+        from shardwise.interop.huggingface.weights import list_files
 
         if self.checkpoint:
             file = self.checkpoint / "weights.safetensors"
@@ -67,8 +67,8 @@ class Weights:
         import torch
 
         from shardwise.checkpoint.store import Checkpoint
-        from shardwise.model.huggingface import load_weights
-        from shardwise.model.transformers_model import TransformersModel
+        from shardwise.interop.huggingface.door import load_weights
+        from shardwise.interop.transformers.model import TransformersModel
 
         if self.adapter is not None:
             return self._merged(device, dtype or torch.float32, attention)
@@ -96,7 +96,7 @@ class Weights:
         """The frozen weights as they were in training (four bits become numbers), with the adapters added to them."""
         import torch
 
-        from shardwise.model.adapters import merge
+        from shardwise.adapters.lora import merge
 
         assert self.adapter is not None and self.config is not None and self.checkpoint is not None
         config = replace(
@@ -131,7 +131,7 @@ def find_weights(name: str, runs_dir: str = "runs") -> Weights:
             why="it has neither config.toml (a run), manifest.json (a checkpoint) nor config.json (Hugging Face)",
             fix="`shardwise runs` lists runs",
         )
-    from shardwise.model.huggingface import find_model_dir
+    from shardwise.interop.huggingface.door import find_model_dir
 
     directory = find_model_dir(name)
     has_tokenizer = (directory / "tokenizer.json").is_file()

@@ -24,22 +24,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.cluster.machine import this_machine
+from shardwise.cluster.describe.machine import this_machine
 from shardwise.config.load import load_config
-from shardwise.config.schema import AdapterConfig, CommConfig, Config, OptimizerConfig
 from shardwise.errors import Exit, UserError
 from shardwise.files import refused, write_atomically
+from shardwise.interop.transformers.spec import spec_from_dict
 from shardwise.launch.ranks import Ranks, ranks_from_environment
-from shardwise.model.precision import COMPUTED
-from shardwise.model.transformers_spec import spec_from_dict
-from shardwise.plan.fit import rank_memory_limit
-from shardwise.plan.plan import Plan
+from shardwise.model.dtypes import COMPUTED
+from shardwise.plan.resolve.fit import rank_memory_limit
+from shardwise.prove.verify import prove, prove_once
+from shardwise.report.out_of_memory import out_of_memory
 from shardwise.run.build import model_spec
 from shardwise.run.guards import StopRequests
 from shardwise.run.loop import Session, train
 from shardwise.run.rundir import RunDir
-from shardwise.run.verdict import out_of_memory
-from shardwise.run.verify import prove, prove_once
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import AdapterConfig, CommConfig, Config, OptimizerConfig
 
 OLDEST_TORCH = (2, 11)
 NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")

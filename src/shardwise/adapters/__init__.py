@@ -1,0 +1,1 @@
+"""LoRA and QLoRA: small trained matrices beside frozen weights."""

@@ -1,0 +1,68 @@
+"""What a checkpoint of an adapter run says about the weights that it does not hold: which adapters, beside which base. No torch.
+
+Invariant: adapters are never put beside another base than the one they were trained with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.run.build import base_identity
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.schema import AdapterConfig, Config
+
+
+def adapter_state(config: Config, spec: ModelSpec) -> dict[str, Any]:
+    """For the manifest; empty where all weights are trained."""
+    if config.adapter.kind == "none":
+        return {}
+    base = {"digest": base_identity(config.model, spec, config.train.seed), "path": config.model.path}
+    return {"adapter": asdict(config.adapter), "base": base}
+
+
+def check_base(checkpoint: Path, state: dict[str, Any], config: Config, spec: ModelSpec) -> None:
+    """Before a checkpoint is put into the model that a config describes."""
+    is_adapter, wants_adapter = "adapter" in state, config.adapter.kind != "none"
+    if is_adapter != wants_adapter:
+        has, needs = ("adapters only", "all weights") if is_adapter else ("all weights", "adapters only")
+        raise UserError(
+            f"{checkpoint} holds {has}, this config trains {needs}",
+            why="a run goes on with the parameters it began with",
+            fix=f"adapter.kind={state['adapter']['kind'] if is_adapter else 'none'}, or a new run",
+        )
+    if not is_adapter:
+        return
+    shapes = ("kind", "rank", "targets", "train_also")
+    before = {key: tuple(v) if isinstance(v, list) else v for key, v in state["adapter"].items()}
+    changed = [key for key in shapes if before[key] != getattr(config.adapter, key)]
+    if changed:
+        raise UserError(
+            f"{checkpoint} was trained with another adapter.{changed[0]}",
+            why=f"{before[changed[0]]!r} then, {getattr(config.adapter, changed[0])!r} now",
+            fix="leave it as it was, or start a new run with adapter.path",
+        )
+    if state["base"]["digest"] != base_identity(config.model, spec, config.train.seed):
+        raise UserError(
+            f"the adapters of {checkpoint} were trained beside other weights",
+            why=f"the base was {state['base']['path'] or 'drawn from a seed'}; its weights, or the seed, are not the same any more",
+            fix="bring the base back to where it was, or give its place as model.path",
+        )
+
+
+def read_adapter_state(
+    checkpoint: Path, state: dict[str, Any], config: Config | None, spec: ModelSpec
+) -> AdapterConfig | None:
+    """The adapters of a checkpoint that is to be used without training; its base must be there."""
+    if "adapter" not in state:
+        return None
+    if config is None:
+        raise UserError(
+            f"{checkpoint} holds only adapters",
+            why="the weights they stand beside are described by the run they come from, and this is no part of one",
+            fix="give the run, or RUN/checkpoints/step-N",
+        )
+    check_base(checkpoint, state, config, spec)
+    return config.adapter

@@ -1,0 +1,56 @@
+"""A cluster from what people type. No torch.
+
+    h100                        one card
+    8xh100                      one machine of 8
+    4x8xh100                    4 of them
+    4x8xh100:nic=50GB/s,nics=4  with other numbers (changes.py lists them)
+    cluster.toml                a file (toml.py), as `shardwise doctor --out` writes it
+    cluster.toml:nodes=16       16 machines like the one that was measured
+    this                        this machine, measured now, in ten seconds or so
+
+Invariant: what comes back is a ClusterSpec; anything else is a UserError with the nearest name or the range that makes sense.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shardwise.cluster.describe.changes import SETTINGS, changed, kind_of, read_setting, read_settings
+from shardwise.cluster.describe.toml import cluster_from_toml
+from shardwise.errors import UserError
+from shardwise.spec.cluster import ClusterSpec, known_cluster, known_devices
+
+SHORTHAND = re.compile(r"(?:(-?\d+)\s*[x*]\s*)?(?:(-?\d+)\s*[x*]\s*)?([a-z][\w.-]*|\d{4})", re.IGNORECASE)
+EXAMPLE = "for example `8xh100`, `4x8xh100:nic=50GB/s`, `cluster.toml` or `this`"
+
+
+def read_cluster(text: str) -> ClusterSpec:
+    text = text.strip()
+    base, colon, settings = (text, "", "") if Path(text).is_file() else text.partition(":")
+    given = read_settings(settings, base) if colon else {}
+    return changed(_base(base), given)
+
+
+def _base(text: str) -> ClusterSpec:
+    if text == "this":
+        from shardwise.cluster.describe.here import measured_here
+
+        return measured_here()
+    if text.endswith(".toml") or Path(text).is_file():
+        return cluster_from_toml(text)
+    match = SHORTHAND.fullmatch(text)
+    if match is None:
+        raise UserError(
+            f"`{text}` is no cluster", why="it is read as NODES x DEVICES x KIND, or as a file", fix=EXAMPLE
+        )
+    first, second, name = match.groups()
+    nodes = read_setting("nodes", first if second else "1", SETTINGS["nodes"], None)
+    per_node = read_setting("per_node", second or first or "1", SETTINGS["per_node"], None)
+    kind = kind_of(name)
+    most = known_devices()[kind]["domain"]
+    if per_node > most:
+        why = f"its fast link joins {most}; as typed, {per_node} of them would share one machine"
+        fix = f"`{-(-nodes * per_node // most)}x{most}x{kind}`"
+        raise UserError(f"no machine has {per_node} {kind}", why=why, fix=fix)
+    return known_cluster(kind, nodes, per_node)

@@ -1,0 +1,204 @@
+"""The child process behind layers.py: what the operations of a layer reach on one device, by size.
+
+    python -m shardwise.cluster.measure.layer_rates DEVICE [MEASUREMENT or number format to skip ...]
+
+Waits for a line before it measures, so that all devices, or all cores, are busy at once. One JSON line per event (ready, start, done), so that
+the parent knows which measurement ended the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SECONDS = {"cpu": 0.1, "cuda": 0.3}  # of each measurement
+LONG = 2e-4  # seconds: longer than starting the three operations of a measurement
+# Tokens, inputs, outputs.
+PRODUCTS = {
+    "cpu": ((64, 64, 64), (256, 128, 128), (256, 256, 512), (512, 384, 1024), (1024, 512, 1536), (1024, 1024, 2048)),
+    "cuda": (
+        (256, 256, 256), (1024, 512, 512), (1024, 768, 3072), (2048, 2048, 2048), (4096, 2048, 8192), (8192, 4096, 4096),
+        (8192, 4096, 14336), (16384, 8192, 8192),
+    ),
+}  # fmt: skip
+# Rows, query heads, key-value heads, tokens, width of a head.
+ATTENTIONS = {
+    "cpu": ((2, 4, 4, 64, 32), (1, 4, 4, 256, 64), (1, 8, 8, 1024, 64)),
+    "cuda": ((4, 8, 8, 256, 64), (2, 16, 16, 1024, 64), (2, 32, 8, 2048, 128), (1, 32, 8, 8192, 128)),
+}
+NUMBERS = {"cpu": (2**12, 2**15, 2**18, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}  # of a pass over memory
+
+Measurement = Callable[[], tuple[float, float]]  # size, rate
+
+
+def main(name: str, skipped: set[str]) -> None:
+    device = torch.device(name)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    _say(event="ready")
+    sys.stdin.readline()
+    for label, measurement in _measurements(device):
+        if label in skipped or label.partition("#")[0].partition("/")[2] in skipped:
+            continue
+        _say(event="start", measurement=label)
+        size, value = measurement()
+        _say(event="done", measurement=label, size=size, value=value)
+
+
+def _measurements(device: torch.device) -> Iterator[tuple[str, Measurement]]:
+    yield "launch#0", partial(_launch, device)
+    for number, count in enumerate(NUMBERS[device.type]):
+        yield f"elementwise#{number}", partial(_passes, device, count)
+    for name, dtype in FORMATS.items():
+        for number, shape in enumerate(PRODUCTS[device.type]):
+            yield f"matmul/{name}#{number}", partial(_products, device, dtype, *shape)
+        for number, heads in enumerate(ATTENTIONS[device.type]):
+            yield f"attention/{name}#{number}", partial(_attention, device, dtype, False, *heads)
+            yield f"attention-backward/{name}#{number}", partial(_attention, device, dtype, True, *heads)
+
+
+def _products(device: torch.device, dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> tuple[float, float]:
+    """Of one product; the mean of the three that a layer does: forward, and for the gradients of input and weight."""
+    x_TI = torch.randn(tokens, inputs, device=device, dtype=dtype)
+    w_OI = torch.randn(outputs, inputs, device=device, dtype=dtype)
+    g_TO = torch.randn(tokens, outputs, device=device, dtype=dtype)
+    seconds = _seconds(lambda: (x_TI @ w_OI.T, g_TO @ w_OI, g_TO.T @ x_TI), device)
+    flops = 2 * tokens * inputs * outputs
+    return flops, 3 * flops / seconds
+
+
+def _attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    backward: bool,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    width: int,
+) -> tuple[float, float]:
+    """Causal: half of both products is computed, and in backward two and a half times as much."""
+    q, k, v = (
+        torch.randn(rows, count, tokens, width, device=device, dtype=dtype, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    if dtype == torch.float32 and kv_heads != heads:  # as attention in models does it: no fp32 kernel has grouped heads
+        k, v = (tensor.repeat_interleave(heads // kv_heads, 1) for tensor in (k, v))
+    flops = 2.0 * rows * heads * tokens * tokens * width
+    attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=k.shape[1] != heads)
+    if not backward:
+        return flops, flops / _seconds(attend, device)
+    out = attend()
+    grad = torch.randn_like(out)
+    seconds = _seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
+    return 2.5 * flops, 2.5 * flops / seconds
+
+
+def _passes(device: torch.device, count: int) -> tuple[float, float]:
+    """Of one pass; the mean of those around a block's products: an addition, a norm, a gate."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    width = min(count, 1024)
+    x, y = (torch.randn(count // width, width, device=device, dtype=dtype) for _ in range(2))
+    w = torch.ones(width, device=device, dtype=dtype)
+    moved = (3 + 2 + 2 + 3) * x.nbytes
+    seconds = _seconds(lambda: (x + y, F.rms_norm(x, (width,), w), F.silu(x), x * y), device)
+    return moved / 4, moved / seconds
+
+
+def _launch(device: torch.device) -> tuple[float, float]:
+    """Host seconds of one operation inside a model: a block so small that nothing else counts, forward and backward, over its operations."""
+    model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
+    x_BTD = torch.randn(1, 8, WIDTH, device=device, requires_grad=True)
+    # On a GPU backward runs in a thread of its own.
+    now, times = time.perf_counter if device.type == "cuda" else _clock(), []
+    for _ in range(25):
+        start = now()
+        model(x_BTD).sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append((now() - start) / BLOCKS / OPERATIONS)
+        model.zero_grad()
+    return 1.0, sorted(times)[len(times) // 4]
+
+
+BLOCKS, WIDTH = 6, 32
+OPERATIONS = 90  # of one block forward and backward, views included, as plan/prediction/operations.py counts them
+
+
+class _Block(nn.Module):
+    """The operations of a decoder's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.q, self.k, self.v, self.o, self.gate, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(7)
+        )
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        h_BTD = self.norms[0](x_BTD)
+        q, k, v = (layer(h_BTD).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = (t * 0.5 + torch.cat((-t[..., 8:], t[..., :8]), -1) * 0.5 for t in (q, k))
+        out_BTD = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        x_BTD = x_BTD + self.o(out_BTD)
+        h_BTD = self.norms[1](x_BTD)
+        return x_BTD + self.down(F.silu(self.gate(h_BTD)) * self.up(h_BTD))
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """The lower quartile of as many runs as fit in the time of a measurement; at least one, after one that warms up."""
+    if device.type == "cuda":
+        return _device_seconds(action, device)
+    now = _clock()
+    action()
+    times: list[float] = []
+    while not times or (sum(times) < SECONDS["cpu"] and len(times) < 1000):
+        start = now()
+        action()
+        times.append(now() - start)
+    return sorted(times)[len(times) // 4]
+
+
+def _clock() -> Callable[[], float]:
+    """Of this thread, not of the wall: what others on this machine take away is not this core's speed."""
+    return time.thread_time if time.get_clock_info("thread_time").resolution <= 1e-6 else time.perf_counter
+
+
+def _device_seconds(action: Callable[[], object], device: torch.device) -> float:
+    """What is long is timed at the end of a stretch of the same, when power limits have set the clock; what is short between events, with the
+    device held up first, so that the host is ahead of it and starting is not measured."""
+
+    def between(warm: int, count: int, held: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if held:
+            torch.cuda._sleep(held)
+        for number in range(warm + count):
+            if number == warm:
+                start.record()
+            action()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / count
+
+    with torch.cuda.device(device):
+        first = min(between(1, 1, 2_000_000) for _ in range(3))
+        if first > LONG:
+            count = max(1, int(SECONDS["cuda"] / 2 / first))
+            return between(count, count, 0)
+        return sorted(between(1, 3, 2_000_000) for _ in range(20))[5]
+
+
+def _say(**event: object) -> None:
+    print(json.dumps(event), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], set(sys.argv[2:]))

@@ -1,0 +1,1 @@
+"""Models and adapters of other libraries, in and out."""

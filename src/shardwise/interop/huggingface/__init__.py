@@ -1,0 +1,1 @@
+"""Hugging Face directories: config.json and safetensors, in and out."""

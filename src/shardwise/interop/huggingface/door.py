@@ -1,0 +1,67 @@
+"""The door to the Hugging Face world: find a model here, read its config, move weights in and out.
+
+Owns nothing itself; the parts are `hf_directory.py` (finding), `hf_config.py` (config to spec), `hf_export.py` (spec to
+config), `hf_names.py` (tensor names) and `hf_weights.py` (data). Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.interop.huggingface.config import ARCHITECTURES, spec_from_config
+from shardwise.interop.huggingface.directory import find_model_dir, read_config
+from shardwise.interop.huggingface.export import config_from_spec
+from shardwise.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.interop.transformers.model import TransformersModel
+    from shardwise.model.decoder import Decoder
+
+__all__ = [
+    "config_from_spec",
+    "find_model_dir",
+    "load_weights",
+    "read_config",
+    "read_spec",
+    "save_model",
+    "spec_from_config",
+]
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """The shapes that config.json describes: one of our architectures, or whatever transformers can build."""
+    config = read_config(directory)
+    if config.get("model_type") in ARCHITECTURES or not isinstance(config.get("model_type"), str):
+        return spec_from_config(config)
+    from shardwise.interop.transformers.spec import spec_from_transformers
+
+    return spec_from_transformers(config)
+
+
+def load_weights(model: Decoder | TransformersModel, directory: str | Path) -> None:
+    """Stream a checkpoint's tensors into the model's own, whatever their device and dtype."""
+    from shardwise.interop.huggingface import weights as hf_weights
+    from shardwise.interop.transformers.model import TransformersModel
+
+    if isinstance(model, TransformersModel):
+        model.read(Path(directory))
+    else:
+        hf_weights.load_weights(model, Path(directory))
+
+
+def save_model(
+    model: Decoder | TransformersModel,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+    extra_files: Iterable[Path] = (),
+) -> None:
+    """Write a directory that transformers loads, completely or not at all."""
+    from shardwise.interop.huggingface import weights as hf_weights
+
+    hf_weights.save_model(model, Path(directory), dtype=dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files)

@@ -1,0 +1,291 @@
+"""Weights from and to Hugging Face safetensors, one tensor at a time.
+
+Owns reading (headers first, so a wrong checkpoint is refused before anything changes) and writing (complete or not at
+all). Invariant: besides the model, at most one shard is in memory.
+Read next: `hf_names.py`, the table both directions follow.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardwise.errors import UserError
+from shardwise.files import appearing_at_once, write_tensors
+from shardwise.interop.huggingface.export import config_from_spec
+from shardwise.interop.huggingface.names import Part, TheirTensor, is_ignorable, tensor_table
+from shardwise.interop.transformers.model import TransformersModel
+from shardwise.model.decoder import Decoder
+from shardwise.model.experts import moe_layers
+from shardwise.spec.model import ModelSpec
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+GIB = 2**30
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+# Reading -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, directory: Path) -> None:
+    """Fill the model from a checkpoint, on whatever device and dtype it is. A part of a model takes only its own."""
+    targets = model_tensors(model)
+    with translate_read_errors(directory):
+        files = list_files(directory)
+        shapes = {name: shape for path in files for name, shape in read_shapes(path).items()}
+        table = match_table(model.spec, shapes, targets, directory)
+        for path in files:
+            load_file(path, table, targets)
+        if model.spec.tied and model.embed is not None:
+            _check_tied(model.embed.weight, files, directory)
+    for layer in moe_layers(model):
+        layer.tokens_per_expert.zero_()
+
+
+def model_tensors(model: Decoder) -> dict[str, Tensor]:
+    """Everything a checkpoint holds: parameters and persistent buffers, by our names."""
+    return model.state_dict(keep_vars=True)
+
+
+def select(tensors: dict[str, Tensor], part: Part) -> Tensor:
+    whole = tensors[part.ours].detach()
+    return whole if part.expert is None else whole[part.expert]
+
+
+def list_files(directory: Path) -> list[Path]:
+    if (directory / INDEX).is_file():
+        names = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    elif (directory / SINGLE).is_file():
+        names = [SINGLE]
+    else:
+        raise UserError(
+            f"no weights in {directory}",
+            why=f"neither {SINGLE} nor {INDEX} is there (other formats, such as pytorch_model.bin, are pickles)",
+            fix="fetch or convert the model's safetensors",
+        )
+    absent = [name for name in names if not (directory / name).is_file()]
+    if absent:
+        raise UserError(
+            f"{len(absent)} of {len(names)} weight files are missing in {directory}",
+            why=f"{INDEX} lists {shorten(absent)}",
+            fix="fetch the model again, completely",
+        )
+    return [directory / name for name in names]
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def match_table(
+    spec: ModelSpec, shapes: dict[str, tuple[int, ...]], targets: dict[str, Tensor], directory: Path
+) -> dict[str, TheirTensor]:
+    """Their names to our parts, after checking that every tensor is there, fits, and nothing is left over."""
+    fused = any(name.endswith("experts.gate_up_proj") for name in shapes)
+    every = {tensor.name: tensor for tensor in tensor_table(spec, fused)}
+    # A checkpoint saved from the bare transformer (the hub's gpt2, for one) lacks the outer prefix.
+    prefix = next(iter(every)).split(".", 1)[0] + "."
+    bare = {} if any(name.startswith(prefix) for name in shapes) else {n.removeprefix(prefix): n for n in every}
+    named = {bare.get(name, name): name for name in shapes}
+
+    wanted = [tensor for tensor in every.values() if all(part.ours in targets for part in tensor.parts)]
+    missing = [tensor.name for tensor in wanted if tensor.name not in named]
+    extra = [
+        name
+        for name in named
+        if name not in every and not is_ignorable(name, spec) and not (spec.tied and name == "lm_head.weight")
+    ]
+    misfit = [
+        f"{tensor.name} {list(shapes[named[tensor.name]])} instead of {list(their_shape(tensor, targets))}"
+        for tensor in wanted
+        if tensor.name in named and shapes[named[tensor.name]] != their_shape(tensor, targets)
+    ]
+    for problems, what in ((missing, "missing"), (extra, "unexpected"), (misfit, "wrongly shaped")):
+        if problems:
+            raise UserError(
+                f"{len(problems)} {what} tensor{'s' if len(problems) > 1 else ''} in {directory}",
+                why=shorten(problems),
+                fix="check that config.json (and [model] overrides) belong to these weights",
+            )
+    return {named[tensor.name]: tensor for tensor in wanted}
+
+
+def their_shape(tensor: TheirTensor, ours: dict[str, Tensor]) -> tuple[int, ...]:
+    shapes = [list(select(ours, part).shape) for part in tensor.parts]
+    joined = shapes[0]
+    joined[tensor.join_dim] = (
+        sum(shape[tensor.join_dim] for shape in shapes) if len(shapes) > 1 else joined[tensor.join_dim]
+    )
+    return tuple(reversed(joined)) if tensor.transposed else tuple(joined)
+
+
+def load_file(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]) -> None:
+    """One file's tensors, in the order they lie in it, into ours."""
+    header, data_start = read_header(path)
+    names = sorted(table.keys() & header.keys(), key=lambda name: header[name]["data_offsets"])
+    with safe_open(path, framework="pt") as mapped, path.open("rb", buffering=0) as raw:
+        for name in names:
+            tensor, targets = table[name], [select(ours, part) for part in table[name].parts]
+            if is_same_bytes(tensor, targets[0], header[name]["dtype"]):
+                raw.seek(data_start + header[name]["data_offsets"][0])
+                read_straight(raw, targets[0])
+                continue
+            data = mapped.get_tensor(name)
+            data = data.t() if tensor.transposed else data
+            sizes = [target.shape[tensor.join_dim] for target in targets]
+            pieces = data.split(sizes, tensor.join_dim) if len(targets) > 1 else [data]
+            for target, piece in zip(targets, pieces, strict=True):
+                target.copy_(piece)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The file's table of contents and where its data begins (an 8-byte length, JSON, then the tensors)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)), 8 + length
+
+
+def is_same_bytes(tensor: TheirTensor, target: Tensor, stored: str) -> bool:
+    """Whether the file's bytes are the tensor's bytes, so that they can be read into place without a copy between."""
+    as_is = len(tensor.parts) == 1 and not tensor.transposed and sys.byteorder == "little"
+    on_cpu = type(target) is Tensor and target.device.type == "cpu" and target.is_contiguous()
+    return as_is and on_cpu and STORED_DTYPES.get(stored) == target.dtype
+
+
+def read_straight(file: BinaryIO, target: Tensor) -> None:
+    """As fast as reading gets; copying from a mapped file reached 0.65 of that, for a page fault every 4 KiB."""
+    buffer = target.view(-1).view(torch.uint8).numpy().data
+    while buffer.nbytes:
+        count = file.readinto(buffer)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("the file ends inside a tensor")
+        buffer = buffer[count:]
+
+
+def _check_tied(table: Tensor, files: list[Path], directory: Path) -> None:
+    """A tied model has one table; a checkpoint may store it twice, but not two different ones."""
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            if "lm_head.weight" not in file.keys():  # noqa: SIM118
+                continue
+            stored = file.get_tensor("lm_head.weight").to(table)
+            if not torch.equal(stored, table):
+                raise UserError(
+                    f"the head in {directory} is not the embedding",
+                    why="config.json says tie_word_embeddings, but lm_head.weight differs from the embedding table",
+                    fix="set model.tied = false (or tie_word_embeddings to false in config.json)",
+                )
+
+
+@contextmanager
+def translate_read_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, KeyError) as problem:
+        raise UserError(
+            f"cannot read the weights in {directory}",
+            why=f"a file is damaged, cut short or unreadable: {problem}",
+            fix="fetch the model again",
+        ) from problem
+
+
+def shorten(names: list[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+# Writing -----------------------------------------------------------------------------------------------------------
+
+
+def save_model(
+    model: Decoder | TransformersModel,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * GIB,
+    extra_files: Iterable[Path] = (),
+) -> None:
+    """config.json, safetensors and the extra files (tokenizer), complete or not at all."""
+    directory = Path(directory)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(
+            f"{directory} already exists",
+            why="nothing is ever overwritten",
+            fix="choose another directory, or remove it",
+        )
+    with appearing_at_once(directory, replace=False) as scratch:  # an empty directory gives way to the rename
+        for source in extra_files:
+            shutil.copy2(source, scratch / Path(source).name)
+        if isinstance(model, TransformersModel):
+            model.save(scratch, dtype, max_shard_bytes)
+            return
+        weight_dtype = dtype or next(model.parameters()).dtype
+        config = config_from_spec(model.spec) | {"dtype": str(weight_dtype).removeprefix("torch.")}
+        write_json(scratch / "config.json", config)
+        write_weights(model, scratch, dtype, max_shard_bytes)
+
+
+def write_weights(model: Decoder, directory: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+    ours = model_tensors(model)
+    shards = plan_shards(tensor_table(model.spec), ours, dtype, max_shard_bytes)
+    total = sum(size for shard in shards for _, size in shard)
+    free = shutil.disk_usage(directory).free
+    if total > free:
+        raise UserError(
+            f"not enough disk space at {directory.parent}",
+            why=f"the weights need {total / GIB:.2f} GiB, {free / GIB:.2f} GiB are free",
+            fix="free some space or choose another directory",
+        )
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_tensors(directory / name, {t.name: gather(t, ours, dtype) for t, _ in shard}, {"format": "pt"})
+        weight_map |= {tensor.name: name for tensor, _ in shard}
+    if len(shards) > 1:
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def plan_shards(
+    table: list[TheirTensor], ours: dict[str, Tensor], dtype: torch.dtype | None, max_bytes: int
+) -> list[list[tuple[TheirTensor, int]]]:
+    """Tensors in order, a new file whenever the next would not fit."""
+    shards: list[list[tuple[TheirTensor, int]]] = [[]]
+    used = 0
+    for tensor in table:
+        parts = [select(ours, part) for part in tensor.parts]
+        size = sum(part.numel() for part in parts) * stored_dtype(tensor, parts[0], dtype).itemsize
+        if shards[-1] and used + size > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append((tensor, size))
+        used += size
+    return shards
+
+
+def gather(tensor: TheirTensor, ours: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """Our parts as their tensor: a fresh, contiguous copy on the CPU."""
+    parts = [select(ours, part) for part in tensor.parts]
+    data = torch.cat(parts, tensor.join_dim) if len(parts) > 1 else parts[0]
+    data = data.t() if tensor.transposed else data
+    return data.to(device="cpu", dtype=stored_dtype(tensor, parts[0], dtype), copy=True).contiguous()
+
+
+def stored_dtype(tensor: TheirTensor, data: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Router biases stay in fp32: transformers keeps them so, and bf16 would round their steps away."""
+    is_router_bias = tensor.parts[0].ours.endswith("router.bias")
+    return data.dtype if dtype is None or is_router_bias else dtype
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

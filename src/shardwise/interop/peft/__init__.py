@@ -1,0 +1,1 @@
+"""Adapters in PEFT's format, and which layers an adapter is for."""

@@ -1,0 +1,1 @@
+"""Models that transformers builds, behind the interface of our decoder."""

@@ -1,0 +1,214 @@
+"""transformers' own modelling code behind our decoder's interface: tokens and targets in, summed losses or logits out.
+
+Owns building, reading and writing of such a model. Invariant: dropout and other chance are off, as in our own decoder, so that every
+layout computes the same numbers; and no code of a model directory is run. Needs memory for the whole model on the CPU while it is
+read. Router losses of mixtures of experts are not added.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.interop.transformers.spec import TransformersSpec, no_document_mask
+from shardwise.model.cache import KeyValueCache
+from shardwise.model.decoder import Losses
+from shardwise.model.loss import cross_entropy_sum
+
+KERNELS = {"auto": None, "sdpa": "sdpa", "math": "eager", "flex": "flex_attention"}
+
+
+class TransformersModel(nn.Module):
+    """Built without memory; `read` or `draw` gives it weights, on the CPU."""
+
+    def __init__(self, spec: TransformersSpec, attention: str = "auto", dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.spec, self.attention, self.dtype = spec, attention, dtype
+        self.inner: Any = build_without_memory(json.loads(spec.config_json), KERNELS[attention])
+        if dtype == torch.float64:
+            self.inner.config._experts_implementation = "eager"  # grouped_mm has no fp64
+        self.kernel = str(self.inner.config._attn_implementation)
+        is_odd = self.kernel == "eager" and attention == "auto"
+        self.kernel_reason = f"transformers has no fused attention for {spec.name}: eager" if is_odd else ""
+        self.train()
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.get_submodule(f"inner.{self.spec.blocks}").children())
+
+    def train(self, mode: bool = True) -> TransformersModel:
+        """The inner model is never in training mode: it would drop values, or layers, by chance."""
+        super().train(mode)
+        self.inner.eval()
+        return self
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        x_BTD: Tensor | None = None,
+        rows_B: Tensor | None = None,
+    ) -> Tensor | Losses:
+        """As `Decoder.forward`."""
+        assert positions_BT is None and x_BTD is None, "a model of transformers is whole"
+        if documents_BT is not None:
+            raise no_document_mask(self.spec.name)
+        if cache is not None:
+            return self._continue(tokens_BT, cache)
+        logits_BTV = self.inner(input_ids=tokens_BT, use_cache=False).logits
+        if targets_BT is None:
+            return logits_BTV
+        total = cross_entropy_sum(
+            lambda logits: logits, logits_BTV.flatten(0, 1), targets_BT.flatten(), logits_BTV.shape[-1]
+        )
+        return Losses(total, total.new_zeros(()), total.new_zeros(()))
+
+    # Generation -----------------------------------------------------------------------------------------------------
+
+    def _continue(self, tokens_BT: Tensor, cache: KeyValueCache) -> Tensor:
+        """Logits of new tokens, by the model's own cache; without one everything before is computed again."""
+        num_new = tokens_BT.shape[1]
+        all_BT = cache.append(0, tokens_BT[..., None])[0][..., 0]
+        cache.advance(num_new)
+        if not self.remembers:
+            return self.inner(input_ids=all_BT, use_cache=False).logits[:, -num_new:]
+        found = self.inner(input_ids=tokens_BT, past_key_values=cache.theirs, use_cache=True)
+        cache.theirs = found.past_key_values
+        return found.logits
+
+    @cached_property
+    def remembers(self) -> bool:
+        """Does transformers' cache work here? Tried once, on a few tokens: caches of some kinds of models are called otherwise, or
+        need to be made by hand, and a wrong one would only be seen in the text. Every rank of a layout tries at the same time."""
+        if "past_key_values" not in inspect.signature(self.inner.forward).parameters:
+            return False
+        tokens_BT = torch.arange(8, device=next(self.parameters()).device)[None] % self.spec.vocab
+        past, parts = None, []
+        with torch.no_grad():
+            whole_BTV = self.inner(input_ids=tokens_BT, use_cache=False).logits
+            try:
+                for part_BT in tokens_BT.split([5, 1, 2], 1):
+                    found = self.inner(input_ids=part_BT, past_key_values=past, use_cache=True)
+                    past = found.past_key_values
+                    parts.append(found.logits)
+            except Exception:  # whatever an architecture raises when it is continued in this way
+                return False
+        if past is None:
+            return False
+        limit = torch.finfo(whole_BTV.dtype).eps ** 0.5 * whole_BTV.abs().max()
+        return bool((torch.cat(parts, 1) - whole_BTV).abs().max() <= limit)
+
+    # Weights --------------------------------------------------------------------------------------------------------
+
+    def read(self, directory: Path) -> None:
+        """From a directory's safetensors, by transformers, which knows how their names have changed over time."""
+        from shardwise.interop.huggingface.weights import list_files, shorten, translate_read_errors
+
+        list_files(directory)  # complete, and no pickles
+        quiet_transformers()
+        with translate_read_errors(directory):
+            self.inner, about = type(self.inner).from_pretrained(
+                directory,
+                config=self.inner.config,
+                attn_implementation=self.kernel,
+                dtype=self.dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        self.train()
+        for what in ("missing", "mismatched"):
+            if wrong := about[f"{what}_keys"]:
+                raise UserError(
+                    f"{len(wrong)} {what} tensor{'s' if len(wrong) > 1 else ''} in {directory}",
+                    why=shorten([str(name) for name in sorted(wrong)]),
+                    fix="check that config.json belongs to these weights",
+                )
+
+    def draw(self) -> None:
+        """Memory with some weights in it, for a checkpoint to be put there."""
+        config = self.inner.config
+        self.inner = type(self.inner)._from_config(config, dtype=self.dtype, attn_implementation=self.kernel)
+        self.train()
+
+    def draw_from(self, seed: int) -> None:
+        """The same weights on every rank, none of them exactly zero or one, where a mistake could hide: for a proof."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            self.draw()
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """A checkpoint's: of a tied weight it may have one name or all."""
+        found = self.load_state_dict(dict(tensors), strict=False)
+        held = {id(value) for name, value in self.state_dict(keep_vars=True).items() if name in tensors}
+        absent = [name for name in found.missing_keys if id(self.state_dict(keep_vars=True)[name]) not in held]
+        if absent or found.unexpected_keys:
+            raise UserError(
+                f"this checkpoint does not hold {self.spec.name}",
+                why=f"missing or left over: {', '.join([*absent, *found.unexpected_keys][:6])}",
+                fix="take the checkpoint of a run with this model",
+            )
+
+    def save(self, directory: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
+        """config.json and safetensors into a directory that exists, as transformers writes them."""
+        quiet_transformers()
+        model = self.inner.to(dtype) if dtype else self.inner
+        model.save_pretrained(directory, max_shard_size=max_shard_bytes)
+
+
+# Building -------------------------------------------------------------------------------------------------------------
+
+
+def build_without_memory(config: Mapping[str, Any], attention: str | None = None) -> Any:
+    """On `meta`. The class is the one that transformers has for this model_type; `auto_map` is not looked at."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    quiet_transformers()
+    plain = {key: value for key, value in config.items() if key not in ("auto_map", "model_type")}
+    about = CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(about)]
+    with torch.device("meta"):
+        try:
+            return kind._from_config(about, attn_implementation=attention)
+        except (ValueError, ImportError) as problem:
+            if attention is None:
+                raise
+            raise UserError(
+                f"transformers has no {attention} attention for {config['model_type']}",
+                why=str(problem).splitlines()[0],
+                fix="model.attention=auto",
+            ) from problem
+
+
+def find_block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The longest list of modules that is not inside another one: experts and the like are inside of blocks."""
+    lists = {name: found for name, found in model.named_modules() if isinstance(found, nn.ModuleList) and len(found)}
+    outer = {name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    if not outer:
+        raise UserError(
+            f"{type(model).__name__} has no list of blocks",
+            why="what is gathered and dropped together is one block of an nn.ModuleList",
+            fix="use a model with a list of layers",
+        )
+    name = max(outer, key=lambda name: len(outer[name]))
+    return name, list(outer[name].children())
+
+
+def quiet_transformers() -> None:
+    """Progress bars and advice of every rank would cover what a run says."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,157 @@
+"""A model that our decoder does not describe: transformers builds it, and the planner still gets its numbers. No torch here.
+
+Parameters are counted on the real modules, built without memory. What else the planner asks for (widths, heads) is read from the
+config where it has a usual name and guessed where it has not: predictions are rougher than for our own models. Invariant: nothing of
+a model directory is ever executed; a model that comes with its own code is refused. Read next: transformers_model.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.interop.huggingface.reader import refused
+from shardwise.spec.model import LayerSpec, ModelSpec
+
+INSTALL = 'pip install "transformers>=5.0"'
+
+
+@dataclass(frozen=True)
+class TransformersSpec(ModelSpec):
+    """`tied` is always set: everything outside of the blocks stays together, as a tied embedding does in our own decoder."""
+
+    config_json: str = "{}"  # all of config.json: enough to build the model again
+    blocks: str = ""  # where the list of blocks is
+    block_parameters: tuple[int, ...] = ()
+    other_parameters: int = 0
+
+    def __post_init__(self) -> None:
+        """What our own decoder could not be built from is no mistake here."""
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.num_heads)
+        object.__setattr__(self, "block_parameters", tuple(self.block_parameters))
+
+    @property
+    def is_ours(self) -> bool:
+        return False
+
+    # Counted, not derived: blocks by their index, all the rest as one table ----------------------------------------
+
+    @property
+    def num_embedding_parameters(self) -> int:
+        return self.other_parameters
+
+    @property
+    def num_attention_parameters(self) -> int:
+        return 0
+
+    @property
+    def num_norm_parameters(self) -> int:
+        return 0
+
+    def num_feedforward_parameters(self, layer: LayerSpec, active_only: bool = False) -> int:
+        return self.block_parameters[layer.index]
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> ModelSpec:
+        name = next(iter(overrides))
+        raise UserError(
+            f"model.{name} cannot be set for {self.name}",
+            why="transformers builds this model from its own config.json",
+            fix="change config.json in a copy of the directory, or leave it out",
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TransformersSpec:
+        return cls(**values)
+
+
+def spec_from_transformers(config: Mapping[str, Any]) -> TransformersSpec:
+    """The numbers of a model that only transformers knows. Loads torch and transformers."""
+    check_native(config)
+    if config.get("quantization_config"):
+        raise refused("quantization_config", config["quantization_config"], "only plain numbers are trained")
+    from shardwise.interop.transformers.model import build_without_memory, find_block_list
+
+    try:
+        model = build_without_memory(config)
+    except UserError:
+        raise
+    except Exception as problem:  # transformers raises whatever its config classes come across
+        raise UserError(
+            "transformers cannot build a model from this config.json",
+            why=str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
+            fix="take the config.json that belongs to the weights",
+        ) from problem
+    path, blocks = find_block_list(model)
+    about = model.config.get_text_config()
+    hidden, heads = int(about.hidden_size), int(getattr(about, "num_attention_heads", None) or 1)
+    sizes = tuple(sum(p.numel() for p in block.parameters()) for block in blocks)
+    return TransformersSpec(
+        name=str(config.get("_name_or_path") or config["model_type"]).rstrip("/").rsplit("/", 1)[-1],
+        num_layers=len(blocks),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=int(getattr(about, "num_key_value_heads", None) or heads),
+        ffn=int(getattr(about, "intermediate_size", None) or getattr(about, "ffn_dim", None) or 4 * hidden),
+        vocab=int(about.vocab_size),
+        tied=True,
+        max_seq_len=int(getattr(about, "max_position_embeddings", None) or 2**30),
+        positions="learned" if _learns_positions(model) else "rope",
+        config_json=json.dumps({key: value for key, value in config.items() if key != "auto_map"}),
+        blocks=path,
+        block_parameters=sizes,
+        other_parameters=sum(p.numel() for p in model.parameters()) - sum(sizes),
+    )
+
+
+def spec_from_dict(values: Mapping[str, Any]) -> ModelSpec:
+    """A stored spec, of either kind."""
+    return (TransformersSpec if "config_json" in values else ModelSpec).from_dict(values)
+
+
+def check_native(config: Mapping[str, Any]) -> None:
+    """transformers' own code must know this kind of model: what comes with the directory is never run."""
+    kind = config.get("model_type")
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NATIVE
+    except ImportError as problem:
+        raise UserError(
+            f"config.json: model_type {kind!r} is not one of ours, and transformers is not installed",
+            why=f"transformers' own code would build it ({problem})",
+            fix=INSTALL,
+        ) from problem
+    if kind in NATIVE:
+        return
+    from transformers import __version__
+
+    if config.get("auto_map"):
+        raise UserError(
+            f"config.json: model_type {kind!r} is not supported, it comes with code of its own",
+            why=f"`auto_map` names Python files of the model directory, which are never run; transformers {__version__} has no {kind!r}",
+            fix="a model whose code is part of transformers, or a newer transformers that has it",
+        )
+    raise UserError(
+        f"config.json: model_type {kind!r} is not supported",
+        why=f"neither this package nor transformers {__version__} has a causal language model of that type",
+        fix="use a causal language model (Gemma 3 only as its text model), or a newer transformers",
+    )
+
+
+def no_document_mask(name: str, where: str | None = None) -> UserError:
+    return UserError(
+        f"data.document_mask does not work with {name}",
+        why="transformers builds this model, and not all of its models can be told which tokens belong together",
+        fix="data.document_mask=false",
+        where=where,
+    )
+
+
+def _learns_positions(model: Any) -> bool:
+    """A second table of embeddings, besides that of the tokens, has an end."""
+    from torch import nn
+
+    tokens = model.get_input_embeddings()
+    return any(isinstance(module, nn.Embedding) and module is not tokens for module in model.modules())

@@ -1,0 +1,1 @@
+"""Faster ways to compute what the plain model computes, and how one is chosen."""

@@ -1,0 +1,118 @@
+"""fp8: the matrix products of blocks in 8 bits, over bf16 copies of fp32 weights.
+
+Both factors of every product, forward and backward, are rounded to fp8 (`float8_product.py`); everything else is as with bf16. Layers that
+would lose stay in bf16 and are named: those whose sides no fp8 kernel takes, and small ones, where rounding costs more than the product
+saves. Weights, names and shapes stay what they are, so ZeRO, tensor parallelism and checkpoints see plain linears.
+What is frozen beside adapters is rounded once instead, as soon as it is there, and the weight is let go (`Float8Layers.round_frozen`): only replicas hold it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from shardwise.kernels.float8_matmul import Float8Products, float8_product, frozen_product, round_once
+from shardwise.kernels.quantized_weight import factor, hold
+from shardwise.model.decoder import Decoder, Head
+from shardwise.spec.fp8 import why_not
+
+JOINED = (("q", "k", "v"), ("gate", "up"))  # children that `speed.fuse` makes one product of
+
+
+@dataclass
+class Float8Layers:
+    """What became of the linears of a model, for the line that a run prints."""
+
+    recipe: str
+    num_converted: int = 0
+    num_frozen: int = 0  # of those, rounded once
+    waiting: list[nn.Linear | Head] = field(default_factory=list)  # frozen ones whose weights are not there yet
+    kept: dict[str, str] = field(default_factory=dict)  # name, layers as *: why it stays in bf16
+    has_head: bool = False  # in fp8
+
+    def __str__(self) -> str:
+        reasons = sorted(set(self.kept.values()))
+        lists = [f"{', '.join(n for n, why in self.kept.items() if why == reason)} ({reason})" for reason in reasons]
+        always = "embeddings, norms, routers and experts (always)"
+        bf16 = "; ".join([always if self.has_head or "head" in self.kept else f"head, {always}", *lists])
+        frozen = f" ({self.num_frozen} of them frozen, rounded once)" if self.num_frozen else ""
+        matrices = f"{self.num_converted} matrices{frozen}{' and the head' if self.has_head else ''}"
+        return f"{matrices} in fp8, {self.recipe} scales; in bf16: {bf16}"
+
+    def round_frozen(self) -> None:
+        """Once the weights are there."""
+        while self.waiting:
+            layer = self.waiting.pop()
+            assert layer.weight is not None, "it is let go once"
+            hold(layer, round_once(layer.weight, self.recipe))
+
+
+def apply_float8(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    recipe: str,
+    *,
+    emulate: bool,
+    joined: bool = False,
+    found: Float8Layers | None = None,
+) -> Float8Layers:
+    """In place, on `meta` or with weights; frozen ones wait for `round_frozen`. `emulate`: the same roundings where the hardware has no fp8;
+    slow, for tests, whatever the size. `joined`: q, k and v are one product and gate and up another, so that it is their sum which has a size."""
+    found = found or Float8Layers(recipe)
+    names = {id(module): name for name, module in model.named_modules()}
+    for block in blocks:
+        for parent in block.modules():
+            for child, linear in parent.named_children():
+                if not isinstance(linear, nn.Linear):
+                    continue
+                outputs, inputs = linear.weight.shape
+                together, is_frozen = outputs, not linear.weight.requires_grad
+                if joined and not is_frozen:
+                    group = next((group for group in JOINED if child in group), (child,))
+                    parts = [getattr(parent, name, None) for name in group]
+                    together = sum(part.weight.shape[0] for part in parts if isinstance(part, nn.Linear))
+                why = why_not(outputs, inputs, recipe, together=None if emulate else together, is_frozen=is_frozen)
+                if why:
+                    found.kept.setdefault(re.sub(r"\.\d+\.", ".*.", f"{names[id(parent)]}.{child}"), why)
+                    continue
+                found.num_converted += 1
+                if not hasattr(linear, "product"):  # a slice by input has one, and what comes after it stays
+                    linear.__class__ = Float8Linear
+                linear.product = (frozen_product if is_frozen else float8_product)(recipe)  # type: ignore[assignment]
+                if is_frozen:
+                    found.num_frozen += 1
+                    found.waiting.append(linear)
+    return found
+
+
+def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) -> None:
+    """The head's products too, on whatever part of a model has one; before `round_frozen`, which takes a frozen one too, if the embedding is another.
+    `compiled`: it is outside of the blocks, so its roundings are kernels of their own."""
+    if model.head is None:
+        return
+    weight = model.embed.weight if model.head.weight is None and model.embed is not None else model.head.weight
+    assert weight is not None, "a tied head has the embedding beside it"
+    outputs, inputs = weight.shape
+    why = why_not(outputs, inputs, found.recipe, together=None)
+    if why:
+        found.kept["head"] = why
+        return
+    found.has_head = True
+    model.head.product = float8_product(found.recipe, compiled=compiled)
+    model.head.products = Float8Products(found.recipe, compiled=compiled)
+    if model.head.weight is not None and not weight.requires_grad:
+        model.head.product = frozen_product(found.recipe, compiled=compiled)
+        found.waiting.append(model.head)
+
+
+class Float8Linear(nn.Linear):
+    """An nn.Linear whose product is in fp8."""
+
+    product: Callable[..., Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.product(x, factor(self))
+        return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -1,0 +1,28 @@
+"""What is done to the graphs of compiled blocks, forward and backward, after torch's own passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from shardwise.kernels.choose_matmul import MeasureProducts
+from shardwise.kernels.norm_gradient import GatherSums
+
+
+class GraphPasses(CustomGraphPass):
+    def __init__(self, *, measures_products: bool, gathers_sums: bool):
+        self.passes: list[MeasureProducts | GatherSums] = []
+        if measures_products:
+            self.passes.append(MeasureProducts())
+        if gathers_sums:
+            self.passes.append(GatherSums())
+
+    def __call__(self, graph: Graph) -> None:
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any:
+        """Graphs that torch keeps on disk are told apart by it."""
+        return tuple(one.uuid() for one in self.passes)

@@ -1,0 +1,1 @@
+"""Kernels in Triton. Imported only where there is CUDA."""

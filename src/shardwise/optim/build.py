@@ -1,0 +1,81 @@
+"""Optimizers by name. Weight decay falls on matrices only: norms, biases and other vectors are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.optim.fused_adamw import CopyAdamW, can_update
+from shardwise.optim.low_bit import adamw8bit
+from shardwise.optim.master_weights import CopyOf, WideState
+from shardwise.optim.offload.cpu import offloaded_optimizer
+from shardwise.parallel.engine import Engine
+from shardwise.spec.schema import OptimizerConfig
+
+
+@runtime_checkable
+class TakesFactor(Protocol):
+    """An optimizer that multiplies gradients itself, in a wider format or in another place than they are in."""
+
+    grad_factor: Tensor | None  # of the next step
+
+
+def engine_optimizer(config: OptimizerConfig, engine: Engine) -> torch.optim.Optimizer:
+    """Of what this rank holds of a model, where its plan says."""
+    build = partial(build_optimizer, config)
+    if engine.plan.offload == "none":
+        return build(engine.locals(), {s.local: s.narrow for s in engine.shards if s.narrow is not None})
+    optimizer = offloaded_optimizer(engine.shards, build, engine.plan, engine.mesh.device)
+    engine.stream_gradients(optimizer)
+    return optimizer
+
+
+def build_optimizer(
+    config: OptimizerConfig, parameters: Iterable[nn.Parameter], copy_of: CopyOf = MappingProxyType({})
+) -> torch.optim.Optimizer:
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:  # a stage may be frozen as a whole; torch wants something to do
+        groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
+    if copy_of and config.name in ("adamw", "adamw8bit") and can_update(trained[0]):
+        build = CopyAdamW if config.name == "adamw" else adamw8bit
+        return build(groups, config.lr, config.betas, config.eps, copy_of)
+    if copy_of or any(p.dtype == torch.float16 for p in trained):
+        return WideState(groups, lambda wide: _build(config, wide), copy_of)
+    return _build(config, groups)
+
+
+def _build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    beta1, beta2 = config.betas
+    # The fused kernels make one pass over memory instead of one per operation; torch has them for CPU and CUDA.
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    if config.name == "adam":
+        return torch.optim.Adam(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, fused=True)
+    if config.name == "momentum":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=beta1, fused=True)
+    if config.name == "adagrad":
+        return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps)
+    if config.name == "adamw8bit":
+        return adamw8bit(groups, config.lr, (beta1, beta2), config.eps)
+    assert config.name == "rmsprop", config.name
+    return torch.optim.RMSprop(groups, lr=config.lr, alpha=beta1, eps=config.eps)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)  # torchao's kernels are compiled around the tensor
+        else:
+            group["lr"] = lr

@@ -1,0 +1,134 @@
+"""AdamW over fp32 masters in one pass over memory: gradient, master and moments are read once, master, moments and 16-bit copy written once.
+
+torch's fused AdamW would need the gradient widened before and the copy rounded after: 40 bytes per number instead of 28, and 4 more at
+once. The numbers are those of torch's kernel (adamw_kernel.py), the state has its names, so checkpoints do not know who wrote them. Nothing waits for
+the device: the learning rate and the number of steps are the host's, clipping's factor is read where it is. Hundreds of small parameters, as adapters are, would take longer
+to launch than to update: those go through torch's own kernel, many at a time. Elsewhere than on CUDA, and for other optimizers, wide_state.py does the same bucket by bucket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.kernels.gated import has_triton
+from shardwise.optim.master_weights import BUCKET_NUMBERS, CopyOf, Groups, take_gradient
+
+SMALL, MANY = 2**20, 128  # numbers of a parameter; such parameters of a group
+
+Task = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Master, copy, gradient, first and second moment."""
+
+
+def has_kernel() -> bool:
+    """Whether masters on CUDA can be updated here."""
+    return torch.cuda.is_available() and has_triton()
+
+
+def can_update(master: nn.Parameter) -> bool:
+    """A proof's masters are fp64."""
+    return master.is_cuda and master.dtype == torch.float32 and has_kernel()
+
+
+class CopyAdamW(torch.optim.AdamW):
+    grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
+
+    def __init__(self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, copy_of: CopyOf):
+        super().__init__(groups, lr=lr, betas=betas, eps=eps)
+        self.copy_of = copy_of
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        update = plain_update
+        if self.param_groups[0]["params"][0].is_cuda:
+            from shardwise.kernels.triton.adamw import update  # Triton takes seconds to load
+        factor, self.grad_factor = self.grad_factor, None
+        for group in self.param_groups:
+            scalars: dict[int, Tensor] = {}
+            small: dict[int, list[Task]] = {}  # by their number of steps
+            are_many = _num_small(group["params"]) >= MANY
+            for master in group["params"]:
+                gradient = take_gradient(master, self.copy_of)
+                if gradient is None:
+                    continue
+                state = self.state[master] or self._begin(master)
+                state["step"] += 1  # in CPU memory, where torch keeps it unless it is asked for one kernel
+                count = int(state["step"])
+                task = (master, self.copy_of[master], gradient, state["exp_avg"], state["exp_avg_sq"])
+                if are_many and master.numel() < SMALL:
+                    small.setdefault(count, []).append(task)
+                    continue
+                if count not in scalars:
+                    scalars[count] = _scalars(group, count).to(master.device, non_blocking=True)
+                update(*task, scalars[count], factor)
+            for count, tasks in small.items():
+                update_together(tasks, group, count, factor)
+
+    def _begin(self, master: nn.Parameter) -> dict[str, Tensor]:
+        moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+        self.state[master] = {"step": torch.zeros((), dtype=torch.float32), **moments}
+        return self.state[master]
+
+
+def _num_small(masters: list[nn.Parameter]) -> int:
+    """Of those on a GPU that are small."""
+    return sum(master.is_cuda and master.numel() < SMALL for master in masters)
+
+
+def update_together(tasks: list[Task], group: dict[str, Any], count: int, factor: Tensor | None) -> None:
+    """By torch's kernel for many tensors, a bucket of them at a time."""
+    done = 0
+    while done < len(tasks):
+        first, size = done, 0
+        while done < len(tasks) and size < BUCKET_NUMBERS:
+            size += tasks[done][0].numel()
+            done += 1
+        masters, copies, gradients, *moments = (list(each) for each in zip(*tasks[first:done], strict=True))
+        flat = torch.empty(size, dtype=torch.float32, device=masters[0].device)
+        pieces = flat.split([master.numel() for master in masters])
+        wide = [piece.view(master.shape) for piece, master in zip(pieces, masters, strict=True)]
+        torch._foreach_copy_(wide, gradients)
+        if factor is not None:
+            flat *= factor.float()
+        step, (beta1, beta2) = torch.full((), float(count), device=flat.device), group["betas"]
+        torch._fused_adamw_(
+            *(masters, wide, *moments, [], [step] * len(masters)),
+            **{"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]},
+            eps=group["eps"], amsgrad=False, maximize=False,
+        )  # fmt: skip
+        torch._foreach_copy_(copies, masters)
+
+
+def plain_update(
+    master: Tensor,
+    copy: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    scalars: Tensor,
+    factor: Tensor | None,
+) -> None:
+    """What the kernel computes, one operation after the other: to read, and to compare it with."""
+    decay, beta1, beta2, rate, root, eps = scalars.double().tolist()
+    g = gradient.float() if factor is None else gradient.float() * factor.float()
+    master.copy_(_fma(-decay, master, master))
+    first.copy_(_fma(beta1, first, _fma(-beta1, g, g)))
+    second.copy_(_fma(beta2, second, _fma(-beta2, g * g, g * g)))
+    master -= rate * first / (second.sqrt() / root + eps)
+    copy.copy_(master)
+
+
+def _fma(a: float, x: Tensor, y: Tensor) -> Tensor:
+    """a x + y, rounded once."""
+    return (a * x.double() + y.double()).float()
+
+
+def _scalars(group: dict[str, Any], count: int) -> Tensor:
+    """What the kernel reads, in this order; step `count` corrects the moments' beginning at zero."""
+    lr = group["lr"]
+    beta1, beta2 = torch.tensor(group["betas"], dtype=torch.float32).tolist()  # as the moments were made
+    corrected = (lr / (1 - beta1**count), (1 - beta2**count) ** 0.5)
+    values = (lr * group["weight_decay"], beta1, beta2, *corrected, group["eps"])
+    return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,38 @@
+"""Sums of squares of many tensors, for the norm of all gradients: on a GPU by one kernel per large tensor (squares_kernel.py), which reads it at the memory's speed; torch's norms of many tensors at once do at half of it.
+
+Invariant: a sum of the same tensor is the same every time on machines of a kind (with a compiler for kernels, or without), and is fp32 or wider where numbers are 16 bits: in their own format a norm would be rounded to 8 or 11 bits, and one of scaled fp16 gradients would overflow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.kernels.gated import uses_kernel
+
+LEAST = 1 << 20  # numbers: fewer take no longer than a launch
+
+
+def sums_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Of each, in fp64. All are on one device."""
+    is_large = [tensor.numel() >= LEAST and uses_kernel(tensor) and tensor.is_contiguous() for tensor in tensors]
+    large, small = (
+        [t for t, is_one in zip(tensors, is_large, strict=True) if is_one is kind] for kind in (True, False)
+    )
+    found = {True: iter(_by_kernel(large)), False: iter(_by_torch(small))}
+    return torch.stack([next(found[is_one]) for is_one in is_large])
+
+
+def _by_torch(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    wide = None if all(tensor.dtype.itemsize > 2 for tensor in tensors) else torch.float32
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).double().square().unbind()
+
+
+def _by_kernel(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    if not tensors:
+        return ()
+    from shardwise.kernels.triton.gradient_norm import shares  # Triton takes seconds to load
+
+    return shares(tensors).sum(1, dtype=torch.float64).unbind()

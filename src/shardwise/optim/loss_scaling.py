@@ -1,0 +1,88 @@
+"""Loss scaling: what keeps small fp16 gradients from vanishing.
+
+fp16 ends at 65504 and loses numbers below 6e-8. So the loss is multiplied by `scale` before backward, every gradient carries it
+through all sums, and the update divides it out again, in the one factor that also clips. Where the scale was too large
+something overflows and the global norm is not finite. Every rank of every axis has that norm, so all of them skip the step
+and halve the scale without another message. Invariant: scales are powers of two where `auto` chooses them, so scaling rounds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.spec.plan import Plan
+
+FIRST = 2.0**16
+LARGEST = 2.0**24
+"""An fp32 sum of scaled gradients must not overflow where the gradients themselves do not."""
+FLOOR = 1.0
+GROWS_AFTER = 2000  # good steps in a row, as torch's own scaler
+PATIENCE = 16
+"""Skipped steps in a row that a scale which cannot fall is allowed. From FIRST to FLOOR there are as many halvings."""
+
+
+@dataclass
+class LossScaler:
+    """`scale` 1.0 without `is_active` is no scaling at all: nothing is looked at and nothing is skipped."""
+
+    scale: float = 1.0
+    is_active: bool = False
+    is_dynamic: bool = False
+    grows_after: int = GROWS_AFTER
+    good_steps: int = 0  # since the scale last changed
+    skipped_steps: int = 0  # in a row
+
+    def overflowed(self, norm: Tensor) -> bool:
+        """Whether this step must be skipped. Costs a look at the norm, which a GPU has to be waited for."""
+        return self.is_active and not bool(torch.isfinite(norm))
+
+    def update(self, *, overflowed: bool) -> None:
+        """After every step, on every rank alike."""
+        self.skipped_steps = self.skipped_steps + 1 if overflowed else 0
+        if not self.is_dynamic:
+            return
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if overflowed:
+            self.scale = max(self.scale / 2, FLOOR)
+        elif self.good_steps == self.grows_after:
+            self.scale, self.good_steps = min(self.scale * 2, LARGEST), 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Step after step overflows and no smaller scale is left to try: it is not the scale."""
+        return self.skipped_steps > PATIENCE and (not self.is_dynamic or self.scale <= FLOOR)
+
+    # In checkpoints -----------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, float]:
+        return {"scale": self.scale, "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+
+    def restore(self, saved: dict[str, float]) -> None:
+        """A fixed scale stays what the config says; so does none. A file of a run without scaling has nothing to say."""
+        if self.is_dynamic and saved:
+            self.scale, self.good_steps = float(saved["scale"]), int(saved["good_steps"])
+            self.skipped_steps = int(saved["skipped_steps"])
+
+
+def scaler_of(plan: Plan) -> LossScaler:
+    if plan.loss_scale != "auto":
+        return LossScaler(float(plan.loss_scale), is_active=True)
+    return LossScaler(FIRST, is_active=True, is_dynamic=True) if plan.scales_loss else LossScaler()
+
+
+def clip_factor(norm: Tensor, largest: float | None, scale: float) -> Tensor:
+    """What gradients are multiplied by: clipping to a norm of `largest`, and the loss scale divided out. `norm` is without the scale."""
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0) if largest else torch.ones_like(norm)
+    return factor / scale
+
+
+def unscaled(gradient: Tensor, scale: float) -> Tensor:
+    """A gradient for people and proofs. In fp16 the division would lose what the scale had saved."""
+    if scale == 1.0:
+        return gradient.clone()
+    wide = gradient if math.log2(torch.finfo(gradient.dtype).max) > 16 else gradient.float()
+    return wide / scale

@@ -1,0 +1,198 @@
+"""AdamW whose two states take one byte per number: torchao's AdamW8bit on plain local shards; on CUDA one pass updates them (low_bit_kernel.py).
+
+A state is cut into blocks of 256 numbers, each stored as 8-bit codes and one fp32 scale: 2.03 bytes per parameter instead of 8. The
+update itself is computed in fp32. Blocks are cut from what a rank holds, so another layout may round its states at other places.
+Tensors that are small or do not divide into blocks keep their states in fp32; `kept_wide` counts them. Invariant: what
+leaves (`wide_state`) is fp32, what comes back is cut into blocks again, so checkpoints know nothing of 8 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.optim.fused_adamw import has_kernel
+from shardwise.optim.low_bit_update import BLOCK, SMALLEST_SCALE, nearest, scalars_of
+from shardwise.optim.master_weights import CopyOf, take_gradient
+from shardwise.plan.resolve.hardware import LOWBIT_INSTALL
+
+SMALLEST = 4096  # numbers: below it, 8 bits save nothing worth their rounding (torchao's rule, and bitsandbytes')
+CHUNK = 2**18
+"""Numbers that are updated at a time without the kernel: the codes' lookups take several bytes each while they are computed."""
+
+
+def is_narrow(parameter: Tensor) -> bool:
+    """Whether a tensor's states are kept in 8 bits."""
+    return parameter.numel() >= SMALLEST and parameter.numel() % BLOCK == 0
+
+
+def kept_wide(parameters: Iterable[Tensor]) -> tuple[int, int]:
+    """How many tensors keep fp32 states, and how many numbers they have together."""
+    sizes = [p.numel() for p in parameters if p.requires_grad and not is_narrow(p)]
+    return len(sizes), sum(sizes)
+
+
+def wide_state(value: Tensor) -> Tensor:
+    """A state as fp32, or as it is if it was never anything else."""
+    return value.dequantize() if hasattr(value, "codes") else value
+
+
+def adamw8bit(
+    groups: list[dict[str, Any]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    copy_of: CopyOf = MappingProxyType({}),
+) -> torch.optim.Optimizer:
+    """`copy_of`: on CUDA the update writes the 16-bit copies of fp32 weights too."""
+    for group in groups:
+        for parameter in group["params"]:
+            _check_format(parameter)
+    optimizer = _adamw8bit_class()(groups, lr=lr, betas=betas, eps=eps)
+    optimizer.copy_of = copy_of
+    return optimizer
+
+
+def _check_format(parameter: nn.Parameter) -> None:
+    if parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return
+    name = str(parameter.dtype).removeprefix("torch.")
+    raise UserError(
+        f"optimizer.name = adamw8bit cannot train {name} parameters",
+        why="its update is computed in fp32, which would round them; 8-bit states are for fp32, bf16 and fp16",
+        fix="optimizer.name=adamw or memory.precision=fp32",
+    )
+
+
+def load_torchao() -> None:
+    """torchao, or three lines. Its import complains about compiled parts that nothing here uses."""
+    noise = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in noise]
+    for logger in noise:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        import torchao.optim  # noqa: F401
+    except ImportError as error:
+        raise UserError("torchao is not installed", why=f"8-bit states are its: {error}", fix=LOWBIT_INSTALL) from None
+    finally:
+        for logger, level in zip(noise, levels, strict=True):
+            logger.setLevel(level)
+
+
+@functools.cache
+def _adamw8bit_class() -> Any:
+    load_torchao()
+    from torchao.optim import AdamW8bit
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    class BlockAdamW(AdamW8bit):
+        """torchao's, but for what is said at each method."""
+
+        grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
+        copy_of: CopyOf = MappingProxyType({})
+
+        def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+            """Whoever is not in 8 bits is in fp32, also for weights in 16 bits."""
+            if not is_narrow(p):
+                return torch.zeros_like(p, dtype=torch.float32)
+            return OptimState8bit.zeros(p.shape, signed, BLOCK, p.device, dtype=p.dtype)
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
+            """On CUDA one kernel per tensor, where there is Triton. Elsewhere the same arithmetic, chunk by chunk: compiling takes longer than most
+            runs on a CPU, and needs a C++ compiler."""
+            factor, self.grad_factor = self.grad_factor, None
+            for group in self.param_groups:
+                if group["params"][0].is_cuda and has_kernel():
+                    from shardwise.kernels.triton.low_bit_adamw import update  # Triton takes seconds to load
+
+                    self._step_at_once(group, factor, update)
+                    continue
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self._step_in_chunks(p, group, factor)
+
+        def _step_at_once(self, group: dict[str, Any], factor: Tensor | None, update: Any) -> None:
+            scalars: dict[int, Tensor] = {}
+            for p in group["params"]:
+                gradient = take_gradient(p, self.copy_of)
+                if gradient is None:
+                    continue
+                state = self._state_of(p)
+                count = int(state["step"])
+                if count not in scalars:
+                    scalars[count] = scalars_of(group, count, p.device)
+                update(
+                    p, self.copy_of.get(p), gradient, factor, scalars[count], (state["exp_avg"], state["exp_avg_sq"])
+                )
+
+        def _state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = self._new_buffer(p, True), self._new_buffer(p, False)
+            state["step"] += 1
+            return state
+
+        def _step_in_chunks(self, p: nn.Parameter, group: dict[str, Any], factor: Tensor | None) -> None:
+            state = self._state_of(p)
+            assert p.grad is not None
+            flat, gradient = p.detach().view(-1), p.grad.reshape(-1)
+            for first in range(0, flat.numel(), CHUNK):
+                part = slice(first, first + CHUNK)
+                moments = [_part(state[key], part) for key in ("exp_avg", "exp_avg_sq")]
+                wide = [wide_state(moment) for moment in moments]
+                g = gradient[part] if factor is None else gradient[part] * factor.to(gradient)
+                single_param_adam(
+                    flat[part], g, state["step"], *wide, None,
+                    group["lr"], *group["betas"], group["weight_decay"], group["eps"], True, False,
+                )  # fmt: skip
+                for moment, value in zip(moments, wide, strict=True):
+                    if moment is not value:
+                        _put(moment, value, value.view(-1, BLOCK).abs().amax(1))
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            """fp32 states come back in blocks. Where a block is what it was, its codes are too, and its scale but for one rounding."""
+            rates = [group["lr"] for group in self.param_groups]
+            saved = state_dict["state"]
+            super().load_state_dict({**state_dict, "state": {}})
+            for group, lr in zip(self.param_groups, rates, strict=True):
+                group["lr"] = lr
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            for number, values in saved.items():
+                p = parameters[number]
+                self.state[p] = {"step": torch.as_tensor(values["step"], dtype=torch.float32).cpu()}
+                for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                    self.state[p][name] = buffer = self._new_buffer(p, signed)
+                    value = values[name].to(p.device, torch.float32)
+                    if is_narrow(p):
+                        _put(buffer, value, _scale_of(value.reshape(-1, BLOCK), buffer))
+                    else:
+                        buffer.copy_(value)
+
+    def _part(state: Tensor, part: slice) -> Tensor:
+        if not isinstance(state, OptimState8bit):
+            return state.view(-1)[part]
+        blocks = slice(part.start // BLOCK, part.stop // BLOCK)
+        return OptimState8bit(state.codes.view(-1)[part], state.scale[blocks], state.qmap, state.signed, torch.float32)
+
+    def _scale_of(blocks: Tensor, buffer: Any) -> Tensor:
+        """Of what may have been codes before. torchao takes the largest number of a block for its scale; but the lowest code
+        stands for -0.993, so a block whose largest number was negative would shrink each time it comes by."""
+        largest = blocks.amax(1)
+        return torch.maximum(largest, blocks.amin(1) / buffer.qmap[0]) if buffer.signed else largest
+
+    def _put(buffer: Any, value: Tensor, scale: Tensor) -> None:
+        scale = scale.clip(SMALLEST_SCALE)
+        buffer.codes.copy_(nearest(value.reshape(-1, BLOCK) / scale[:, None], buffer.qmap).view_as(buffer.codes))
+        buffer.scale.copy_(scale)
+
+    return BlockAdamW

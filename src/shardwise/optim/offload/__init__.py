@@ -1,0 +1,1 @@
+"""Optimizer states and parameters in CPU memory and on NVMe disks."""

@@ -1,0 +1,298 @@
+"""The optimizer's state on a disk: a bounded buffer in memory, everything else in one scratch file per rank (ZeRO-Infinity).
+
+All numbers of a rank stand in one long row, cut into groups of one size. In the file a group is one stretch: each state of its
+numbers after the other. A step goes through the groups: while one is updated, the next two are read and the one before is written.
+Invariant: memory holds `NUM_BUFFERS` groups of state, never more, however large the model is; every transfer is aligned.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.optim.offload.cpu import Build, Group, Held, OffloadedOptimizer, Piece, on_stream
+from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, ScratchFile, Transfer, aligned, new_buffer
+
+NUM_BUFFERS = 4  # two that are read, one that is updated, one that is written
+READ_AHEAD = 2
+
+
+class NvmeOptimizer(OffloadedOptimizer):
+    """Parameters where they are; state in a file under `directory`. On a GPU gradients stay there until their group's turn."""
+
+    more_rows = 0  # of memory, beside the buffers
+
+    def __init__(self, shards: Iterable[Held], build: Build, device: torch.device, directory: Path, buffer_bytes: int):
+        self.device, self.buffer_bytes = device, buffer_bytes
+        held = list(shards)
+        self.dtype = next((shard.local.dtype for shard in held if shard.local.requires_grad), torch.float32)
+        self.names, self.counts = state_names(build, self.dtype)
+        self.rows = self._rows()
+        self._counters: dict[int, dict[str, Tensor]] = {}  # what is no row of numbers stays in memory, by piece
+        super().__init__(held, build)
+        self.file = ScratchFile(directory, len(self.groups) * self.group_bytes)
+        self._buffers = [
+            Buffer(self.group_bytes, self.scratch_bytes, device, self.dtype) for _ in range(self._num_buffers())
+        ]
+
+    def _rows(self) -> list[str]:
+        """What of each number is in the file, in this order."""
+        return self.names
+
+    def _make_groups(self, build: Build) -> Iterator[Group]:
+        """Each shard begins at an aligned place, so any piece of it can be read alone."""
+        others = {shard.name: shard.local.dtype for shard in self.shards if shard.local.dtype != self.dtype}
+        assert not others, f"trained parameters are {self.dtype}, but {others}"
+        size = self.dtype.itemsize
+        unit = ALIGNMENT // size
+        total = sum(_padded(shard.local.numel(), unit) for shard in self.shards)
+        in_memory = NUM_BUFFERS * (len(self.rows) + 2 * self._is_away) + self.more_rows
+        fits = self.buffer_bytes // (in_memory * size) // unit * unit
+        self.numbers = max(unit, min(fits, _padded(-(-total // NUM_BUFFERS), unit)))
+        self.row_bytes = self.numbers * size
+        self.group_bytes = len(self.rows) * self.row_bytes
+        self.scratch_bytes = 2 * self.row_bytes * self._is_away  # what comes from a GPU and goes back
+        self._places: dict[int, int] = {}  # by piece: where it begins in its group
+        pieces: list[Piece] = []
+        place = 0
+        for shard in self.shards:
+            start, count = 0, shard.local.numel()
+            while start < count or count == 0:
+                stop = min(count, start + self.numbers - place)
+                piece = Piece(shard, start, stop, self._master(shard.local, start, stop))
+                self._places[id(piece)] = place
+                pieces.append(piece)
+                place += _padded(stop - start, unit)
+                start = stop
+                if place >= self.numbers:
+                    yield self._group(pieces, build)
+                    pieces, place = [], 0
+                if not count:  # a rank without rows keeps counters for it, as others do
+                    break
+        if pieces:
+            yield self._group(pieces, build)
+
+    def _group(self, pieces: list[Piece], build: Build) -> Group:
+        optimizer = build(piece.master for piece in pieces)
+        for piece in pieces:
+            state = optimizer.state.pop(piece.master, {})
+            self._counters[id(piece)] = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.ndim}
+        return Group(pieces, optimizer)
+
+    @property
+    def _is_away(self) -> bool:
+        return self.device.type != "cpu"
+
+    def _num_buffers(self) -> int:
+        return min(NUM_BUFFERS, len(self.groups))
+
+    def _master(self, local: nn.Parameter, start: int, stop: int) -> nn.Parameter:
+        """A stretch of the parameter itself; a matrix stays one to those who count dimensions."""
+        shape = (1, stop - start) if local.ndim > 1 else (stop - start,)
+        if self._is_away:
+            return nn.Parameter(torch.empty(0, dtype=local.dtype).view((1, 0) if local.ndim > 1 else (0,)))
+        return nn.Parameter(local.detach().view(-1)[start:stop].view(shape))
+
+    # One step -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._read_from = 0
+
+    def _fetch(self, number: int) -> None:
+        while self._read_from < min(len(self.groups), number + 1 + READ_AHEAD):
+            self._start_reading(self._read_from)
+            self._read_from += 1
+        group, buffer = self.groups[number], self._buffer(number)
+        buffer.under_way.wait()
+        for piece in group.pieces:
+            self._show(group, piece, buffer)
+        buffer.wait_for_device()
+
+    def _end(self) -> None:
+        for buffer in self._buffers:
+            if buffer.stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(buffer.stream)
+
+    def _start_reading(self, number: int) -> None:
+        buffer = self._buffer(number)
+        buffer.under_way.wait()  # its last group is written
+        buffer.under_way = self.file.read(number * self.group_bytes, buffer.view)
+        if self._is_away:
+            for piece in self.groups[number].pieces:
+                gradient = piece.shard.gradient
+                if gradient is not None:
+                    buffer.take(self._scratch(buffer, piece, 0), piece.shard.local, piece)
+                    buffer.take(self._scratch(buffer, piece, 1), gradient, piece)
+
+    def _bind(self, piece: Piece, buffer: Buffer) -> None:
+        """The master and its gradient."""
+        gradient = piece.shard.gradient
+        if gradient is None:
+            piece.master.grad = None
+        elif self._is_away:
+            piece.master.data = self._scratch(buffer, piece, 0).view(flat_shape(piece))
+            piece.master.grad = self._scratch(buffer, piece, 1).view(flat_shape(piece))
+        else:
+            piece.master.grad = gradient.reshape(-1)[piece.start : piece.stop].view_as(piece.master)
+
+    def _show(self, group: Group, piece: Piece, buffer: Buffer) -> None:
+        """The optimizer's entry for a piece: views of the buffer."""
+        self._bind(piece, buffer)
+        if piece.master.grad is None:
+            return
+        if self.counts and not self._counters[id(piece)]:
+            return  # the first step: torch makes this group's state, `_give_back` takes it over
+        state = group.optimizer.state[piece.master]
+        state |= self._counters[id(piece)]
+        state |= {name: self._row(buffer, piece, name).view_as(piece.master) for name in self.names}
+
+    def _give_back(self, number: int) -> None:
+        group, buffer = self.groups[number], self._buffer(number)
+        for piece in group.pieces:
+            state = group.optimizer.state.pop(piece.master, {})
+            self._counters[id(piece)] = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.ndim}
+            for name in self.names:
+                row = self._row(buffer, piece, name)
+                if name in state and state[name].data_ptr() != row.data_ptr():
+                    row.copy_(state[name].view(-1))  # the optimizer made a new tensor
+            if self._is_away and piece.master.grad is not None:
+                buffer.bring_back(piece.shard.local, piece.master, piece)
+            piece.master.grad = None
+        buffer.under_way = self.file.write(number * self.group_bytes, buffer.view[: self.written_bytes])
+
+    # Rows of numbers ------------------------------------------------------------------------------------------------
+
+    def _buffer(self, number: int) -> Buffer:
+        return self._buffers[number % len(self._buffers)]
+
+    @property
+    def written_bytes(self) -> int:
+        """Of a group, after its update."""
+        return self.group_bytes
+
+    def _row(self, buffer: Buffer, piece: Piece, name: str) -> Tensor:
+        return buffer.numbers(self.rows.index(name) * self.row_bytes, self._places[id(piece)], piece)
+
+    def _scratch(self, buffer: Buffer, piece: Piece, row: int) -> Tensor:
+        return buffer.numbers(self.group_bytes + row * self.row_bytes, self._places[id(piece)], piece)
+
+    # State by parameter ---------------------------------------------------------------------------------------------
+
+    def state_of(self, local: nn.Parameter) -> dict[str, Tensor]:
+        """Read through the file, piece by piece."""
+        pieces = self.pieces[local]
+        found = {key: value.clone() for key, value in self._counters[id(pieces[0][1])].items()}
+        if self.counts and not found:
+            return {}  # no step yet
+        return found | {name: self.read_row(local, name) for name in self.names}
+
+    def put_state(self, local: nn.Parameter, key: str, value: Tensor) -> None:
+        if key in self.names:
+            self.write_row(local, key, value)
+            return
+        for _, piece in self.pieces[local]:
+            self._counters[id(piece)][key] = value.detach().clone().cpu()
+
+    def read_row(self, local: nn.Parameter, name: str) -> Tensor:
+        whole = torch.empty(local.shape, dtype=local.dtype)
+        for group, piece in self.pieces[local]:
+            place, view = self.place(group, piece, name)
+            self.file.read(place, view).wait()
+            whole.view(-1)[piece.start : piece.stop] = self._row(self._buffers[0], piece, name)
+        return whole
+
+    def write_row(self, local: nn.Parameter, name: str, value: Tensor) -> None:
+        for group, piece in self.pieces[local]:
+            place, view = self.place(group, piece, name)
+            self._row(self._buffers[0], piece, name).copy_(value.reshape(-1)[piece.start : piece.stop])
+            self.file.write(place, view).wait()
+
+    def place(self, group: Group, piece: Piece, name: str) -> tuple[int, memoryview]:
+        """Where a piece begins in the file, all of which is written then, and its part of the first buffer, which nobody uses."""
+        for buffer in self._buffers:
+            buffer.under_way.wait()
+            buffer.under_way = NOTHING
+        first = self.rows.index(name) * self.row_bytes + self._places[id(piece)] * self.dtype.itemsize
+        length = aligned((piece.stop - piece.start) * self.dtype.itemsize)
+        return group.number * self.group_bytes + first, self._buffers[0].view[first : first + length]
+
+    def about(self) -> str:
+        size, memory = self.file.num_bytes, len(self._buffers) * (self.group_bytes + self.scratch_bytes)
+        way = (
+            "direct"
+            if self.file.is_direct
+            else "through the page cache, because this filesystem has no direct transfers"
+        )
+        return f"offload  {size / 2**30:.2g} GiB per rank on the disk, {way}; {memory / 2**20:.0f} MiB of buffers"
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Buffer:
+    """Memory for one group: its state as the file has it, and behind it room for what comes from a GPU and goes back."""
+
+    def __init__(self, group_bytes: int, scratch_bytes: int, device: torch.device, dtype: torch.dtype):
+        size, on_gpu = group_bytes + scratch_bytes, device.type == "cuda"
+        if on_gpu:  # pinned by torch, which also lets go of it
+            room = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+            memory = room[-room.data_ptr() % ALIGNMENT :][:size]
+        else:
+            memory = torch.frombuffer(new_buffer(size), dtype=torch.uint8)
+        self.view = memoryview(memory.numpy())[:group_bytes]  # type: ignore[arg-type]
+        self._memory = memory.view(dtype)
+        self.under_way: Transfer = NOTHING
+        self.stream: Any = torch.cuda.Stream(device) if on_gpu else None
+
+    def numbers(self, first_byte: int, place: int, piece: Piece) -> Tensor:
+        first = first_byte // self._memory.itemsize + place
+        return self._memory[first : first + piece.stop - piece.start]
+
+    def take(self, target: Tensor, source: Tensor, piece: Piece) -> None:
+        with on_stream(self.stream):
+            target.copy_(source.detach().view(-1)[piece.start : piece.stop], non_blocking=True)
+
+    def bring_back(self, target: Tensor, source: Tensor, piece: Piece) -> None:
+        with on_stream(self.stream):
+            target.detach().view(-1)[piece.start : piece.stop].copy_(source.view(-1), non_blocking=True)
+
+    def wait_for_device(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+def state_names(build: Build, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """What an optimizer keeps for a parameter: names of rows of numbers, and of counters. Found by a step on a small one."""
+    probe = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+    optimizer = build([probe])
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    tensors = {name: value for name, value in optimizer.state[probe].items() if isinstance(value, Tensor)}
+    return [n for n, v in tensors.items() if v.ndim], [n for n, v in tensors.items() if not v.ndim]
+
+
+def _padded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
+
+
+def on_disk_copy(value: Tensor, directory: str) -> Tensor:
+    """For whole states on their way to a checkpoint: memory that a nameless file stands behind, so the system may take it back."""
+    value = value.detach()
+    if not value.nbytes:
+        return value.cpu()
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.truncate(value.nbytes)
+        copy = torch.frombuffer(mmap.mmap(file.fileno(), value.nbytes), dtype=value.dtype).view(value.shape)
+    return copy.copy_(value)
+
+
+def flat_shape(piece: Piece) -> tuple[int, ...]:
+    count = piece.stop - piece.start
+    return (1, count) if piece.shard.local.ndim > 1 else (count,)

@@ -1,0 +1,200 @@
+"""Parameters, gradients and optimizer state on a disk: memory holds the blocks that are computed with, and a buffer.
+
+A block's parameters are read when FSDP2 gathers it and forgotten after; the block that came next the last time is read ahead. A
+gradient is written as soon as the last backward has it. Then the optimizer goes through the file as in nvme.py, with two more rows
+per group. Invariant: between uses the tensors of parameters have shapes and no memory; `Shard.value` and `Shard.put` know where
+the numbers are. While micro-batches accumulate, their gradients stay in memory. For CPUs only so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from shardwise.optim.offload.cpu import Build, Held, Piece
+from shardwise.optim.offload.disk import NOTHING, Transfer, aligned, new_buffer
+from shardwise.optim.offload.nvme import Buffer, NvmeOptimizer, flat_shape
+
+NUM_LANDINGS = 2  # gradients on their way to the disk
+
+
+class NvmeModel(NvmeOptimizer):
+    takes_gradients_early = True
+    more_rows = NUM_LANDINGS
+
+    def __init__(self, shards: Iterable[Held], build: Build, device: torch.device, directory: Path, buffer_bytes: int):
+        _give_memory_back()
+        super().__init__(shards, build, device, directory, buffer_bytes)
+        self._landings = [Buffer(self.row_bytes, 0, device, self.dtype) for _ in range(NUM_LANDINGS)]
+        self._next_landing = itertools.cycle(self._landings)
+        self._reader = _Reader(self)
+        for shard in self.shards:
+            self.write_row(shard.local, "parameter", shard.local.detach())
+            shard.elsewhere.read = partial(self.read_row, shard.local, "parameter")
+            shard.elsewhere.write = partial(self.write_row, shard.local, "parameter")
+            shard.local.untyped_storage().resize_(0)
+
+    def _rows(self) -> list[str]:
+        return ["parameter", *self.names, "gradient"]
+
+    @property
+    def written_bytes(self) -> int:
+        return self.group_bytes - self.row_bytes  # a gradient is over after the update
+
+    def _master(self, local: nn.Parameter, start: int, stop: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty((1, 0) if local.ndim > 1 else (0,), dtype=local.dtype))
+
+    def _bind(self, piece: Piece, buffer: Buffer) -> None:
+        if piece.shard.elsewhere.gradient is None:
+            piece.master.grad = None
+            return
+        piece.master.data = self._row(buffer, piece, "parameter").view(flat_shape(piece))
+        piece.master.grad = self._row(buffer, piece, "gradient").view(flat_shape(piece))
+
+    @torch.no_grad()
+    def _send(self, shard: Held) -> None:
+        gradient = shard.gradient_here
+        if gradient is None:
+            return
+        shard.elsewhere.square = torch.linalg.vector_norm(gradient).double().square()
+        for group, piece in self.pieces[shard.local]:
+            landing = next(self._next_landing)
+            landing.under_way.wait()
+            landing.numbers(0, 0, piece).copy_(gradient.reshape(-1)[piece.start : piece.stop])
+            place, view = self.place(group, piece, "gradient")
+            landing.under_way = self.file.write(place, landing.view[: len(view)])
+        shard.elsewhere.gradient = partial(self._gradient, shard)
+        shard.local.grad = shard.parameter.grad = None
+
+    def _gradient(self, shard: Held) -> Tensor:
+        self._settle()
+        return self.read_row(shard.local, "gradient")
+
+    def _settle(self) -> None:
+        """All gradients are in the file."""
+        for landing in self._landings:
+            landing.under_way.wait()
+            landing.under_way = NOTHING
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._settle()
+        self._reader.forget()
+
+    def serve(self, group: Any, params: list[tuple[Any, Held]]) -> None:
+        """Before FSDP2's `group` gathers its parameters they are read, and afterwards forgotten."""
+        self._reader.serve(group, params)
+
+
+def _give_memory_back() -> None:
+    """Blocks come and go. glibc keeps freed memory of up to 32 MiB in its heaps, full of holes: from 1 MiB on, it shall not."""
+    threshold, one_mib = -3, 2**20  # M_MMAP_THRESHOLD of malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(threshold, one_mib)
+
+
+class _Reader:
+    """Parameters from the file into memory and out of it, one FSDP2 group at a time."""
+
+    def __init__(self, owner: NvmeModel):
+        self.owner = owner
+        self._ready: dict[
+            int, tuple[Any, list[Tensor], Transfer]
+        ] = {}  # by group: memory, its tensors, what is under way
+        self._free: dict[int, list[Any]] = {}  # memory by size
+        self._served: dict[int, list[tuple[Any, Held]]] = {}
+        self._after: dict[tuple[int, bool], int] = {}  # which group came next: after this one, forward or backward
+        self._last: tuple[int, bool] | None = None
+
+    def serve(self, group: Any, params: list[tuple[Any, Held]]) -> None:
+        self._served[id(group)] = params
+        unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
+        empty = [param._sharded_param_data for param, _ in params]
+        alone = group._all_gather_process_group.size() == 1
+
+        def read_and_unshard(async_op: bool = False) -> None:
+            is_backward = group._training_state == TrainingState.PRE_BACKWARD
+            if not (group._all_gather_result or group.is_unsharded or (is_backward and not group.unshard_in_backward)):
+                self.start(id(group))
+                if not alone:  # it is copied into a message now
+                    self._fill(group)
+                    self._look_ahead(id(group), is_backward)
+            unshard(async_op)
+            if not alone:
+                self._release(group, empty)
+
+        def read_and_wait() -> None:
+            if alone and group._all_gather_result:
+                self._fill(group)
+                self._look_ahead(id(group), group._training_state == TrainingState.PRE_BACKWARD)
+            wait_for_unshard()
+            if alone:
+                self._release(group, empty)
+
+        group.unshard, group.wait_for_unshard = read_and_unshard, read_and_wait
+
+    def start(self, key: int) -> None:
+        """Begin to read a group, unless that was done."""
+        if key in self._ready or not self._served.get(key):
+            return
+        params, size = self._served[key], self.owner.dtype.itemsize
+        lengths = [aligned(param._sharded_param_data.numel() * size) for param, _ in params]
+        free = self._free.get(sum(lengths), [])
+        memory = free.pop() if free else new_buffer(sum(lengths))
+        numbers, view = torch.frombuffer(memory, dtype=self.owner.dtype), memoryview(memory)
+        tensors, blocks, first = [], [], 0
+        for (param, shard), length in zip(params, lengths, strict=True):
+            at = first
+            for group, piece in self.owner.pieces[shard.local]:
+                place, part = self.owner.place(group, piece, "parameter")
+                blocks += self.owner.file.read(place, view[at : at + len(part)]).blocks
+                at += len(part)
+            tensors.append(numbers[first // size :][: param._sharded_param_data.numel()])
+            first += length
+        self._ready[key] = memory, tensors, Transfer(blocks)
+
+    def forget(self) -> None:
+        """What was read ahead is older than the update that comes."""
+        for memory, tensors, under_way in self._ready.values():
+            under_way.wait()
+            self._keep(memory, tensors)
+        self._ready.clear()
+        self._last = None
+
+    def _fill(self, group: Any) -> None:
+        if id(group) in self._ready:
+            _, tensors, under_way = self._ready[id(group)]
+            under_way.wait()
+            for (param, _), tensor in zip(self._served[id(group)], tensors, strict=True):
+                param._sharded_param_data = tensor
+
+    def _release(self, group: Any, empty: list[Tensor]) -> None:
+        if id(group) not in self._ready:
+            return
+        memory, tensors, under_way = self._ready.pop(id(group))
+        under_way.wait()
+        for (param, _), tensor in zip(self._served[id(group)], empty, strict=True):
+            param._sharded_param_data = tensor
+        self._keep(memory, tensors)
+
+    def _keep(self, memory: Any, tensors: list[Tensor]) -> None:
+        tensors.clear()
+        self._free.setdefault(len(memory), []).append(memory)
+
+    def _look_ahead(self, key: int, is_backward: bool) -> None:
+        """The group that came after this one in the last pass of the same direction is read while this one computes."""
+        here = (key, is_backward)
+        if self._last is not None and self._last != here:
+            self._after[self._last] = key
+        self._last = here
+        if here in self._after:
+            self.start(self._after[here])

@@ -1,0 +1,1 @@
+"""Any `nn.Module` in a hand-written loop: `shardwise.parallelize`."""

@@ -1,0 +1,259 @@
+"""A module as one rank holds it, for a hand-written loop: replicas, ZeRO 1, 2 and 3, hybrid, accumulation.
+
+The sum rule holds here too: a loss is a *sum* over targets and comes with their number. Gradients are only ever added, over
+micro-batches and ranks, and divided once by the number of the whole step. So how rows are cut into ranks and micro-batches cannot
+change the result. What is inside the module is its own business: it is never cut, only held in rows. Read next: zero.py, data.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.errors import UserError
+from shardwise.kernels.float8 import Float8Layers, apply_float8
+from shardwise.memory.activation_offload import apply_activation_offload
+from shardwise.memory.recompute import apply_recompute
+from shardwise.optim.loss_scaling import clip_factor, scaler_of
+from shardwise.optim.offload.cpu import Build, OffloadedOptimizer, offloaded_optimizer
+from shardwise.optim.offload.nvme_model import NvmeModel
+from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
+from shardwise.parallel.data.replicas import BUCKET_BYTES, GradientSums, Replicated
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.shards import shards_of, squared_norm
+from shardwise.parallel.traffic import Traffic
+from shardwise.parallel.zero.sharding import Groups, Sharded, buffers_to, serve_parameters
+
+Loss = Callable[[Any, Any], tuple[Tensor, int]]
+"""Of (model, micro-batch): the sum of the loss over its targets, and how many targets there are."""
+
+
+class Step(NamedTuple):
+    """One step over all ranks: the mean loss per target, the norm of its gradient before clipping, the number of targets."""
+
+    loss: float
+    norm: float
+    targets: int
+    skipped: bool = False  # fp16 overflowed: there are no gradients, and torch's optimizers pass over such parameters
+
+
+class Split:
+    """A module as this rank holds it. Every method but `parameters` is called by all ranks together."""
+
+    def __init__(self, module: nn.Module, mesh: Mesh, groups: Groups):
+        self.module, self.mesh, self.plan, self.traffic = module, mesh, mesh.plan, Traffic()
+        self.rank, self.world = mesh.rank, mesh.plan.world
+        self.scaler, self.float8 = scaler_of(mesh.plan), float8_in_place(module, groups, mesh)
+        self.sums = split_in_place(module, groups, mesh, self.traffic, BUCKET_BYTES[mesh.plan.device])
+        self.shards = shards_of(module, mesh, None)
+        self._offloaded: OffloadedOptimizer | None = None
+        self._in_last_backward = False
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's share as plain tensors, for any torch optimizer."""
+        return (shard.local for shard in self.shards)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((shard.name, shard.local) for shard in self.shards)
+
+    def optimizer(self, build: Build) -> torch.optim.Optimizer:
+        """`build(parameters)` makes a torch optimizer. With `offload` in the layout its state and update are in CPU memory or on a
+        disk; it must then treat every number alike, which all of torch's do but Adafactor, LBFGS and Muon."""
+        if self.plan.offload == "none":
+            return build(self.parameters())
+        optimizer = self._offloaded = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
+        if self.sums.completes_in_backward:
+            optimizer.stream_gradients(self.shards, lambda: self._in_last_backward)
+        if isinstance(optimizer, NvmeModel):
+            serve_parameters(optimizer, self.module, self.shards)
+        return optimizer
+
+    # One step -----------------------------------------------------------------------------------------------------
+
+    def gradients(self, microbatches: Sequence[Any], loss: Loss, clip: float | None = None) -> Step:
+        """Forward and backward of this rank's micro-batches. The gradients of `parameters()` are then those of the mean loss over
+        all ranks, clipped to a global norm of `clip`. What they were before is gone: there is no need for `zero_grad`. With fp16
+        the loss is scaled inside; `scaler` holds the scale, for whoever saves it."""
+        self._forget_gathered()
+        for shard in self.shards:
+            shard.forget_gradient()
+        sent = self.traffic.num_bytes
+        total = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)  # squared norm, loss, targets
+        turns = self._turns(microbatches)
+        for turn, (micro, weight) in enumerate(turns, 1):
+            last = turn == len(turns)
+            self.sums.before_forward(last=last)
+            value, count = _checked(loss(self.sums.forward, micro))
+            self.sums.before_backward("B", last=last)
+            self._in_last_backward = last
+            (value * weight * self.scaler.scale).backward()
+            self.sums.after_backward("B", last=last)
+            total[1:] += torch.stack([value.detach().double(), total.new_tensor(count)]) * weight
+        self.sums.finish()
+        self._check_replicas(self.traffic.num_bytes - sent)
+        return self._finish(total, clip)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Any], loss: Loss) -> float:
+        """The mean loss per target over all ranks, without gradients. Dropout and the like are the module's `eval()`."""
+        self._forget_gathered()
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for micro, weight in self._turns(microbatches):
+            value, count = _checked(loss(self.module, micro))
+            total += torch.stack([value.double(), total.new_tensor(count)]) * weight
+        value, count = self._over_ranks(total).tolist()
+        return value / max(count, 1)
+
+    @torch.no_grad()
+    def _finish(self, total: Tensor, clip: float | None) -> Step:
+        for shard in self.shards:
+            if shard.local is not shard.parameter:
+                shard.local.grad = shard.gradient_here
+        gradients = [gradient for shard in self.shards if (gradient := shard.gradient_here) is not None]
+        total[0] = squared_norm(self.shards).to(total.device)
+        squares, value, count = self._over_ranks(total)
+        count = count.clamp(min=1)
+        norm = squares.sqrt() / count / self.scaler.scale
+        skipped = self.scaler.overflowed(norm)
+        factor = clip_factor(norm, clip, self.scaler.scale) / count
+        if skipped:
+            for shard in self.shards:
+                shard.forget_gradient()
+        elif self._offloaded is not None:
+            self._offloaded.grad_factor = factor
+        else:
+            for dtype in {gradient.dtype for gradient in gradients}:
+                torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
+        self.scaler.update(overflowed=skipped)
+        return Step(float(value / count), float(norm), int(count), skipped)
+
+    def _turns(self, microbatches: Sequence[Any]) -> list[tuple[Any, float]]:
+        """Everybody goes through the same number of micro-batches, or somebody would wait forever. Who has fewer repeats one
+        with weight 0, which changes nothing."""
+        found = torch.tensor([len(microbatches), -len(microbatches)], device=self.mesh.device)
+        if self.world > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        most, least = int(found[0]), -int(found[1])
+        if least < 1:
+            raise UserError(
+                "a rank has no micro-batch in this step",
+                why="every rank computes at least one, because they meet in every forward and backward pass",
+                fix="a batch with at least one row per rank",
+            )
+        repeated = [(microbatches[-1], 0.0)] * (most - len(microbatches))
+        return [*((micro, 1.0) for micro in microbatches), *repeated]
+
+    def _over_ranks(self, numbers: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def _forget_gathered(self) -> None:
+        """Parameters that an earlier forward pass has gathered may be older than the optimizer's last update."""
+        if isinstance(self.sums, Sharded):
+            self.sums.forget_gathered()
+
+    def _check_replicas(self, num_bytes: int) -> None:
+        """torch's DDP says nothing when a gradient stays at home, until the next step."""
+        trained = {shard.name: shard.parameter for shard in self.shards if shard.parameter.requires_grad}
+        if not isinstance(self.sums, Replicated) or num_bytes == sum(p.nbytes for p in trained.values()):
+            return
+        unused = [name for name, parameter in trained.items() if parameter.grad is None]
+        if not unused and not num_bytes:
+            raise UserError(
+                "the replicas' gradients were not summed",
+                why="the loss was not computed by the model that the loss function is given",
+                fix="`def loss(model, microbatch)` must call `model`, not the module itself",
+            )
+        raise UserError(
+            "some parameters take no part in the loss",
+            why=f"replicas sum all gradients or none; without one {'are ' + ', '.join(unused[:4]) if unused else 'is the last micro-batch'}",
+            fix="`requires_grad_(False)` for parameters that are not trained, or a layout with zero=1",
+        )
+
+    # Whole tensors ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the module's own `state_dict()` was before it was split, on the CPU of rank 0; others get an empty one."""
+        whole = collect(self, lambda shard: {shard.name: shard.value})
+        return {name: whole[own] if own else value.detach().cpu() for name, own, value in self._names() if whole}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Rank 0's full state into everybody's share, tensor by tensor. What other ranks give is not looked at."""
+        table = {shard.name: shard for shard in self.shards}
+        places = {name: (own, value) for name, own, value in self._names()}
+        self._check_names(state, set(places))
+        for name, full in share(state, self.mesh):
+            own, value = places[name]
+            if own:
+                table[own].put(full)
+            else:
+                value.copy_(full)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """An optimizer over `parameters()` as if there was one process: full tensors as "exp_avg/NAME", on the CPU of rank 0."""
+        return collect(self, optimizer_states(optimizer))
+
+    @torch.no_grad()
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+        """Rank 0's full state, also that of another layout, into this rank's optimizer."""
+        table = {shard.name: shard for shard in self.shards}
+        self._check_names({key.split("/", 1)[-1]: value for key, value in state.items()}, set(table), complete=False)
+        put_optimizer_states(self, optimizer, share(state, self.mesh))
+
+    def _names(self) -> Iterator[tuple[str, str | None, Tensor]]:
+        """(name in the state dict, name in the table of shards or None for a buffer, tensor); a tied weight has several names."""
+        own = {id(shard.parameter): shard.name for shard in self.shards}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            yield name, own.get(id(value)), value
+
+    def _check_names(self, state: dict[str, Tensor], names: set[str], *, complete: bool = True) -> None:
+        wrong = sorted(state.keys() ^ names if complete else state.keys() - names) if self.rank == 0 else []
+        if self.mesh.agree(len(wrong)):
+            raise UserError(
+                "this state is not the module's",
+                why=f"missing or left over: {', '.join(wrong[:6]) or 'rank 0 has their names'}",
+                fix="load the state of the same module",
+            )
+
+
+def _checked(result: Any) -> tuple[Tensor, int]:
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].ndim == 0:
+        return result[0], int(result[1])
+    raise UserError(
+        f"the loss function returned {type(result).__name__}, not (sum, count)",
+        why="gradients are summed over ranks and divided once by the number of targets of the whole step",
+        fix='for example `return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()`',
+    )
+
+
+def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Layers | None:
+    """Before it is split: the linears of the blocks, where the plan says so."""
+    if mesh.plan.precision != "fp8":
+        return None
+    blocks = [block for group in groups for block in group]
+    found = apply_float8(module, blocks, mesh.plan.fp8_recipe, emulate=mesh.device.type == "cpu")
+    found.round_frozen()
+    return found
+
+
+def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int) -> GradientSums:
+    """Replicas or shards of a module that has its weights. The groups stand in the order of a forward pass."""
+    blocks = [block for group in groups for block in group]
+    apply_recompute(blocks, mesh.plan.recompute)
+    if mesh.plan.activation_offload:
+        apply_activation_offload(blocks, mesh.device)
+    if mesh.fsdp is None:
+        module.to(mesh.device)
+        return Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else GradientSums(module)
+    if mesh.plan.offload == "all":
+        module.to("cpu")
+    sums = Sharded(module, groups, mesh, traffic, num_kept=1)
+    buffers_to(module, mesh.device)
+    sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
+    return sums

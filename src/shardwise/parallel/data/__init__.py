@@ -1,0 +1,1 @@
+"""Data parallelism: whole replicas, and low-precision weights on one rank."""

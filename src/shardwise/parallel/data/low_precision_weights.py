@@ -1,0 +1,57 @@
+"""Mixed precision on one rank without FSDP2: 16-bit copies of fp32 weights that stay between steps.
+
+    parameter          what the model computes with, in 16 bits
+    parameter.master   the weight itself, in fp32: `Shard.local`, what the optimizer updates and checkpoints hold
+
+With one micro-batch per step a gradient is autograd's own, 16 bits wide, on the copy. With several, each is added to `master.grad` in fp32 as
+soon as it is there and then dropped: the same sums that FSDP2 makes. Invariant: a copy is its master, rounded. Whoever writes a master
+writes the copy: `Shard.put`, and the update (optim/fused_adamw.py, optim/master_weights.py). What is frozen has no master.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.model.experts import moe_layers
+from shardwise.parallel.data.replicas import GradientSums
+
+
+class Copies(GradientSums):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, join: bool = False):
+        """`model` has its weights. One after the other, so that nothing is ever there but the fp32 weights and their copies. `join`: those
+        of experts that one product reads lie side by side."""
+        super().__init__(model)
+        self._adds = False  # this step has several micro-batches
+        self._is_hooked = False
+        for parameter in self._trained():
+            master = nn.Parameter(parameter.data)
+            parameter.data = master.detach().to(dtype, copy=True)
+            parameter.master = master  # type: ignore[attr-defined]
+        for layer in moe_layers(model) if join else ():
+            layer.experts.join()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def before_backward(self, kind: str, *, last: bool) -> None:
+        self._adds = self._adds or not last
+        if self._adds and not self._is_hooked:
+            self._is_hooked = True
+            for parameter in self._trained():
+                parameter.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, parameter: Any) -> None:
+        if not self._adds:
+            return
+        master = parameter.master
+        if master.grad is None:
+            master.grad = parameter.grad.to(master.dtype)
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    def finish(self) -> None:
+        self._adds = False

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: executes the action lists of `spec/schedules.py`."""

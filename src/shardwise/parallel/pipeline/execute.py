@@ -1,0 +1,291 @@
+"""The pipeline: runs a rank's list of actions (`spec/schedules.py`) over its stages of the model.
+
+Every layout goes through here; without pipeline parallelism there is one stage and the list is F0 B0 F1 B1 … What is drawn and
+simulated is this same list. torch's own pipeline runtime is not used: it forces its own idea of ZeRO on every stage, learns shapes
+by hidden passes, carries no router losses, and its schedules refuse some numbers of micro-batches (docs/architecture.md).
+
+    F  forward          B  whole backward          I  backward towards the inputs          W  gradients of the weights
+    E  forward of a held-out micro-batch, in a slot that would be idle: `side` of a step, see run/bubble_filling.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.model.cache import KeyValueCache
+from shardwise.model.decoder import Decoder, Hidden, Losses
+from shardwise.parallel.data.replicas import GradientSums
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline.send_receive import Mailbox, Message, Table, message_of, needed_by
+from shardwise.parallel.pipeline.split_backward import Todo, deferring, finish
+from shardwise.parallel.traffic import Traffic
+from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import NAMES, Action, schedule_actions, stage_owners
+
+
+@dataclass
+class Stage:
+    index: int
+    model: Decoder
+    sums: GradientSums
+    last_backward: Action | None = None  # of a step: the one after which gradients are complete
+    in_last_backward: bool = False
+
+
+@dataclass
+class _Pass:
+    """One micro-batch inside one stage, between its forward and its backward."""
+
+    x_BTD: Tensor | None
+    output: Losses | Hidden
+    todo: Todo = field(default_factory=list)
+
+
+@dataclass
+class Side:
+    """Held-out micro-batches for the idle slots of one step. Nothing that training computes depends on them."""
+
+    table: Table  # of the whole step: the schedule's own actions in their order, and E between them
+    microbatches: Sequence[Any]
+    losses: Tensor  # summed cross-entropy of each micro-batch, on the rank of the last stage
+
+
+class Pipeline:
+    side: Side | None = None  # of the next step
+    loss_scale = 1.0  # gradients come out as many times too large (optim/loss_scaling.py)
+
+    def __init__(self, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, traffic: Traffic):
+        plan = mesh.plan
+        self.stages = {stage.index: stage for stage in stages}
+        self.mesh, self.dtype, self.traffic = mesh, dtype, traffic
+        self.num_stages = plan.pp * plan.virtual_stages
+        self.owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Steps of this plan from now on. It may cut its batch otherwise than the one before; the layout is the same."""
+        self.plan = plan
+        self._expect(plan.num_microbatches)
+
+    def _expect(self, num_microbatches: int) -> None:
+        plan = self.plan
+        self.last_microbatch = num_microbatches - 1
+        self.table: Table = schedule_actions(plan.schedule, plan.pp, plan.virtual_stages, num_microbatches)
+        self.actions = self.table[self.mesh.at.pp]
+        for action in self.actions:
+            if action.kind in "BIW":
+                self.stages[action.stage].last_backward = action
+
+    def try_out(self, micro: Any, clock: Any) -> None:
+        """Collective. One micro-batch forward and backward through all stages. Its gradients are left for the caller to drop, and
+        DDP does not see them: its buckets stay as they are."""
+        self._expect(1)
+        self.last_microbatch = -1  # none is the last, so nothing is summed before its time
+        try:
+            self.train([micro], 1, clock)
+        finally:
+            self._expect(self.plan.num_microbatches)
+
+    def train(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
+        """Forward and backward of all micro-batches; returns this rank's summed losses: cross-entropy, auxiliary, z.
+
+        Gradients are complete over data-parallel ranks when it returns."""
+        self.traffic.clock = clock
+        side, self.side = self.side, None
+        table = side.table if side else self.table
+        actions = table[self.mesh.at.pp]
+        mail = self._mailbox(table, microbatches[0].tokens.shape)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        passes: dict[tuple[int, int], _Pass] = {}
+        for number, action in enumerate(actions):
+            stage = self.stages[action.stage]
+            key, needed = (action.stage, action.microbatch), needed_by(action, self.num_stages)
+            for following in actions[number : number + 1 + AHEAD]:  # let messages arrive while this action computes
+                mail.expect(needed_by(following, self.num_stages))
+            received = self._receive(mail, needed, clock, action) if needed else None
+            kind = "bubble" if action.kind == "E" else "compute"  # for training, that time is idle
+            with clock.span(kind, NAMES[action.kind], action.microbatch, action.stage):
+                handed_on: Tensor | None = None
+                if action.kind == "E":
+                    assert side is not None
+                    handed_on = self._held_out(stage, action, side, received)
+                elif action.kind == "F":
+                    done = passes[key] = self._forward(stage, action, microbatches[action.microbatch], received)
+                    sums += _loss_sums(done.output)
+                    handed_on = done.output.x_BTD.detach() if isinstance(done.output, Hidden) else None
+                elif action.kind == "W":
+                    finish(passes.pop(key).todo)
+                    stage.sums.after_backward("W", last=action == stage.last_backward)
+                else:
+                    handed_on = self._backward(stage, action, passes[key], received, num_targets)
+                    if action.kind == "B":
+                        del passes[key]
+            message = message_of(action, self.num_stages)
+            if message:
+                assert handed_on is not None
+                self._send(mail, message, handed_on, clock, action)
+            if action == stage.last_backward:
+                with clock.span("compute", "complete gradients", stage=action.stage):
+                    stage.sums.finish()
+        with clock.span("bubble", LAST_MESSAGES) if mail.sending else nullcontext():
+            mail.flush()
+        return sums
+
+    def _forward(self, stage: Stage, action: Action, micro: Any, received: Tensor | None) -> _Pass:
+        stage.sums.before_forward(last=action.microbatch == self.last_microbatch)
+        x_BTD = None if received is None else received.requires_grad_()
+        todo: Todo = []
+        with deferring(todo) if self._splits(stage) else nullcontext():
+            output = stage.sums.forward(
+                micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD, rows_B=micro.row_numbers
+            )
+        return _Pass(x_BTD, output, todo)
+
+    def _backward(
+        self, stage: Stage, action: Action, done: _Pass, received: Tensor | None, num_targets: int
+    ) -> Tensor | None:
+        """Runs backward through one stage; returns the gradient for the stage before."""
+        last = action == stage.last_backward
+        stage.sums.before_backward(action.kind, last=last)
+        stage.in_last_backward = last
+        targets = max(num_targets, 1)
+        if isinstance(done.output, Losses):
+            loss = torch.stack([part.to(done.output.cross_entropy) for part in done.output]).sum()
+            (loss * self.loss_scale / targets).backward()
+        else:
+            roots, gradients = [done.output.x_BTD], [received]
+            for loss in done.output[1:]:
+                if loss.requires_grad:
+                    roots.append(loss)
+                    gradients.append(torch.full_like(loss, self.loss_scale) / targets)
+            if roots[0].requires_grad:  # a first stage may be frozen as a whole
+                torch.autograd.backward(roots, gradients)
+        stage.in_last_backward = False
+        stage.sums.after_backward(action.kind, last=last)
+        done.output = None  # type: ignore[assignment]  # the graph is gone; with I only the noted pairs stay
+        x_BTD, done.x_BTD = done.x_BTD, None
+        return None if x_BTD is None else x_BTD.grad
+
+    @torch.no_grad()
+    def _held_out(self, stage: Stage, action: Action, side: Side, received: Tensor | None) -> Tensor | None:
+        micro = side.microbatches[action.microbatch]
+        stage.model.training = False  # router counts are training's; no other part looks at it, so none need be told
+        output = stage.sums.forward(micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=received)
+        stage.model.training = True
+        if isinstance(output, Hidden):
+            return output.x_BTD
+        side.losses[action.microbatch] = output.cross_entropy
+        return None
+
+    def _splits(self, stage: Stage) -> bool:
+        return stage.last_backward is not None and stage.last_backward.kind == "W"
+
+    # Forward only -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
+        """Summed losses of this rank without training."""
+        table = forward_table(self.owners, self.plan.pp, len(microbatches))
+        mail = self._mailbox(table, microbatches[0].tokens.shape)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        for action in table[self.mesh.at.pp]:
+            micro, needed = microbatches[action.microbatch], needed_by(action, self.num_stages)
+            x_BTD = mail.receive(needed) if needed else None
+            output = self.stages[action.stage].model(
+                micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD
+            )
+            sums += _loss_sums(output)
+            if message := message_of(action, self.num_stages):
+                mail.send(message, output.x_BTD)
+        mail.flush()
+        return sums
+
+    @torch.no_grad()
+    def logits(self, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
+        """Logits of the last token of every row, on every rank of the pipeline."""
+        x_BTD: Any = None
+        for index, owner in enumerate(self.owners):
+            if index and owner != self.owners[index - 1]:
+                x_BTD = self._hand_over(x_BTD, self.owners[index - 1], owner, tokens_BT)
+            if owner == self.mesh.at.pp:
+                output = self.stages[index].model(tokens_BT, cache=caches[index], x_BTD=x_BTD)
+                x_BTD = output.x_BTD if isinstance(output, Hidden) else output
+        logits_BV = x_BTD[:, -1].float() if self.owners[-1] == self.mesh.at.pp else None
+        if self.mesh.pp is None:
+            assert logits_BV is not None
+            return logits_BV
+        if logits_BV is None:
+            logits_BV = torch.empty(tokens_BT.shape[0], self._any_model().spec.vocab, device=self.mesh.device)
+        dist.broadcast(logits_BV, self.mesh.stage_rank(self.owners[-1]), group=self.mesh.pp)
+        return logits_BV
+
+    def new_caches(self, max_len: int) -> dict[int, KeyValueCache]:
+        return {index: KeyValueCache(max_len) for index in self.stages}
+
+    def _hand_over(self, x_BTD: Tensor | None, sender: int, receiver: int, tokens_BT: Tensor) -> Tensor | None:
+        if sender == self.mesh.at.pp:
+            assert x_BTD is not None
+            dist.send(x_BTD.contiguous(), self.mesh.stage_rank(receiver), group=self.mesh.pp)
+        elif receiver == self.mesh.at.pp:
+            x_BTD = torch.empty(
+                *tokens_BT.shape, self._any_model().spec.hidden, dtype=self.dtype, device=self.mesh.device
+            )
+            dist.recv(x_BTD, self.mesh.stage_rank(sender), group=self.mesh.pp)
+        return x_BTD
+
+    # Small parts --------------------------------------------------------------------------------------------------
+
+    def _any_model(self) -> Decoder:
+        return next(iter(self.stages.values())).model
+
+    def _mailbox(self, table: Table, shape_BT: Sequence[int]) -> Mailbox:
+        batch, tokens = shape_BT
+        tokens //= self.plan.cp * (self.plan.tp if self.plan.sequence else 1)
+        shape = (batch, tokens, self._any_model().spec.hidden)
+        return Mailbox(self.mesh, table, self.owners, shape, self.dtype)
+
+    def _receive(self, mail: Mailbox, needed: Message, clock: Any, action: Action) -> Tensor:
+        if not mail.arrives(needed):
+            return mail.receive(needed)
+        name = f"receive {WHAT[needed.kind]}"
+        with clock.span("bubble", name, action.microbatch, action.stage, "pp", mail.num_bytes):
+            return mail.receive(needed)
+
+    def _send(self, mail: Mailbox, message: Message, tensor: Tensor, clock: Any, action: Action) -> None:
+        if not mail.leaves(message):
+            return mail.send(message, tensor)
+        name = f"send {WHAT[message.kind]}"
+        with clock.span("other", name, action.microbatch, action.stage, "pp", mail.num_bytes):
+            mail.send(message, tensor)
+
+
+AHEAD = 2
+"""How many actions ahead a receive is posted: the sender of a message that nobody waits for yet must ask first."""
+
+WHAT = {"x": "activations", "g": "gradients", "e": "held-out activations"}
+LAST_MESSAGES = "last messages"
+
+
+def forward_table(owners: tuple[int, ...], pp: int, num_microbatches: int) -> Table:
+    """Each micro-batch through all stages: what evaluation runs."""
+    return tuple(
+        tuple(
+            Action("F", stage, micro)
+            for micro in range(num_microbatches)
+            for stage, owner in enumerate(owners)
+            if owner == rank
+        )
+        for rank in range(pp)
+    )
+
+
+def _loss_sums(output: Losses | Hidden) -> Tensor:
+    cross_entropy = output.cross_entropy if isinstance(output, Losses) else torch.zeros_like(output.aux)
+    return torch.stack([part.detach().double() for part in (cross_entropy, output.aux, output.z)])

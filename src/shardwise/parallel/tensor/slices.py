@@ -1,0 +1,241 @@
+"""Tensor and sequence parallelism: every rank holds a slice of each matrix, and explicit borders join the results.
+
+Owns which rank holds what (`placement`) and the rewiring of a plain decoder (`apply_tensor_parallel`). Parameters stay
+ordinary local tensors under their global names, so whatever comes after (recomputation, sharding, optimizers) sees a smaller
+plain model. Invariant: matrices that begin a region are cut by output (whole heads, feed-forward channels), those that end
+it by input; everything else is whole on every rank. Megatron-LM, arXiv 1909.08053 section 3; sequence parallelism,
+arXiv 2205.05198 section 4.2.2. Read next: `regions.py`, then `vocab.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.adapters.lora import product as adapted_product
+from shardwise.adapters.nf4 import LEAVES, PAIR
+from shardwise.errors import UserError
+from shardwise.kernels.quantized_weight import factor
+from shardwise.model.decoder import Block, Decoder
+from shardwise.model.experts import MixtureOfExperts, Routing
+from shardwise.parallel.expert.dispatch import SpreadExperts
+from shardwise.parallel.tensor.collectives import TensorParallel, enter, leave, scale_gradient, share
+from shardwise.parallel.tensor.vocabulary import VocabEmbedding, VocabHead
+from shardwise.spec.model import ModelSpec
+
+# Who holds what --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a full tensor that a rank holds."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+class Placement(NamedTuple):
+    """`copies` neighbouring ranks hold the same numbers; if `partial`, their gradients are parts that must be summed."""
+
+    slice: Slice | None  # None: the whole tensor
+    copies: int
+    partial: bool
+
+
+def placement(
+    spec: ModelSpec, name: str, tp: int, index: int, sequence: bool, ep: int = 1, expert_index: int = 0
+) -> Placement:
+    """Of the parameter or buffer with this global name, on rank `index` of `tp`, with the experts of rank `expert_index` of `ep`."""
+    if ep > 1 and ".experts." in name:
+        return Placement(Slice(0, *share(spec.num_experts, ep, expert_index)), 1, False)
+    if tp == 1:
+        return Placement(None, 1, False)
+    if (leaf := name.rsplit(".", 1)[1]) in BESIDE_WEIGHT:
+        weight = f"{name.removesuffix(leaf)}weight"
+        return _beside(placement(spec, weight, tp, index, sequence, ep, expert_index), leaf, tp)
+    inside = Placement(None, tp, True)  # whole within a region: each rank's gradient is a part
+    outside = Placement(None, tp, sequence)  # gradients are whole, unless each rank sees its own tokens only
+    path = name.split(".")
+    ffn = spec.ffn
+    if path[0] == "layers":
+        ffn = spec.layers[int(path[1])].ffn
+        path = path[2:]
+
+    def cut(dim: int, total: int) -> Placement:
+        return Placement(Slice(dim, *share(total, tp, index)), 1, False)
+
+    def cut_heads(dim: int, num_heads: int, width: int) -> Placement:
+        """Whole heads. With fewer of them than ranks, tp / num_heads neighbours hold the same one."""
+        whole = spec.num_heads % tp == 0 and (num_heads % tp == 0 or tp % num_heads == 0)
+        assert whole, f"{spec.num_heads} heads, {spec.num_kv_heads} of keys and values, over {tp} ranks"
+        copies = max(1, tp // num_heads)
+        start, stop = share(num_heads, tp // copies, index // copies)
+        return Placement(Slice(dim, start * width, stop * width), copies, copies > 1)
+
+    match path:
+        case ["embed" | "head", "weight"]:
+            return cut(0, spec.vocab)
+        case ["attention", "q", _]:
+            return cut_heads(0, spec.num_heads, spec.head_dim)
+        case ["attention", "k" | "v", _]:
+            return cut_heads(0, spec.num_kv_heads, spec.head_dim)
+        case ["attention", "kv_up", _]:
+            return cut_heads(0, spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
+        case ["attention", "o", "weight"]:
+            return cut_heads(1, spec.num_heads, spec.value_dim)
+        case ["attention", "q_norm" | "k_norm" | "q_down" | "kv_down" | "kv_norm", _]:
+            return inside
+        case ["feedforward", "gate" | "up", _]:
+            return cut(0, ffn)
+        case ["feedforward", "down", "weight"]:
+            return cut(1, ffn)
+        case ["feedforward", "experts", "gate" | "up"]:
+            return cut(1, ffn)
+        case ["feedforward", "experts", "down"]:
+            return cut(2, ffn)
+        case ["feedforward", "shared", "gate" | "up", "weight"]:
+            return cut(0, ffn * spec.num_shared_experts)
+        case ["feedforward", "shared", "down", "weight"]:
+            return cut(1, ffn * spec.num_shared_experts)
+        case ["feedforward", "router", "weight"]:
+            return outside if ep > 1 else inside  # with ep every rank routes its own tokens
+        case ["feedforward", "router", "bias"] | ["feedforward", "tokens_per_expert"]:
+            return Placement(None, tp, False)  # buffers: all ranks route and count the same tokens
+        case ["attention" | "feedforward", "o" | "down", "bias"] | ["position_embed", "weight"]:
+            return outside
+        case ["norm", _] | ["attention_norm" | "attention_post_norm" | "feedforward_norm" | "feedforward_post_norm", _]:
+            return outside
+    raise LookupError(f"{name} is not a tensor of {spec.name}")
+
+
+BESIDE_WEIGHT = ("lora_a", "lora_b", *LEAVES)
+
+
+def _beside(weight: Placement, leaf: str, tp: int) -> Placement:
+    """An adapter's matrices, and the bits of a weight, by where the weight would be."""
+    cut = weight.slice
+    if cut is None:
+        return weight
+    if leaf == ("lora_a" if cut.dim == 0 else "lora_b"):
+        return Placement(None, tp, True)  # whole; each rank has a part of what it is multiplied with
+    if cut.dim == 0 or leaf == "lora_a":
+        return weight
+    if leaf == "weight_scale":  # of whole rows
+        return Placement(None, tp, False)
+    # Columns of whole pairs of blocks: where the slice begins or ends inside of one, two ranks have it.
+    first, last = cut.start // PAIR, -(-cut.stop // PAIR)
+    width = 1 if leaf == "weight_absmax" else PAIR // 4
+    return Placement(Slice(1, first * width, last * width), 1, False)
+
+
+def take(full: Tensor, slice: Slice | None) -> Tensor:
+    """The slice as a view of the full tensor."""
+    return full if slice is None else full.narrow(slice.dim, slice.start, slice.stop - slice.start)
+
+
+# Rewiring a decoder ----------------------------------------------------------------------------------------------------
+
+FORWARD = signature(Decoder.forward)
+
+
+def apply_tensor_parallel(model: Decoder, tp: TensorParallel) -> None:
+    """In place: keep this rank's slices, and put borders around the regions. The model may be a part, or on `meta`."""
+    if tp.size == 1:
+        return
+    slice_parameters(model, tp)
+    model.register_forward_pre_hook(partial(_begin_pass, tp), with_kwargs=True)
+    if model.embed is not None:
+        model.embed = VocabEmbedding(model.spec, model.embed.weight, tp)
+    if model.position_embed is not None:
+        model.position_embed.register_forward_pre_hook(lambda _, args: tp.split(args[0]))
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        _border_block(block, tp)
+    if model.head is not None:
+        model.head = VocabHead(model.spec, model.head.weight, tp)
+
+
+@torch.no_grad()
+def slice_parameters(model: Decoder, tp: TensorParallel) -> None:
+    for module_name, module in model.named_modules():
+        if isinstance(module, SpreadExperts):
+            continue  # already cut, by experts
+        for name, parameter in module.named_parameters(recurse=False):
+            where = placement(model.spec, f"{module_name}.{name}", tp.size, tp.index, tp.sequence).slice
+            if where is not None:
+                own = take(parameter, where).clone(memory_format=torch.contiguous_format)
+                setattr(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        if isinstance(module, nn.Linear):
+            where = placement(model.spec, f"{module_name}.weight", tp.size, tp.index, tp.sequence).slice
+            if where is not None and where.dim == 0:
+                module.out_features = where.stop - where.start
+            elif where is not None:
+                module.in_features = where.stop - where.start
+                module.first_input = where.start  # type: ignore[assignment]  # for adapters
+
+
+def _begin_pass(tp: TensorParallel, model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Decide for this pass whether ranks share the tokens outside regions."""
+    given = FORWARD.bind(model, *args, **kwargs).arguments
+    num_tokens = given["tokens_BT"].shape[1]
+    tp.active = tp.sequence and num_tokens % tp.size == 0 and given.get("cache") is None
+    if tp.sequence and not tp.active and torch.is_grad_enabled() and given.get("targets_BT") is not None:
+        # Gradients outside regions would be whole, but with `sequence` whoever sums them takes them for parts.
+        raise UserError(
+            f"{num_tokens} tokens cannot be trained with sequence parallelism over {tp.size} ranks",
+            why=f"{num_tokens} / {tp.size} is not whole: each rank takes an equal stretch of every sequence",
+            fix=f"choose train.seq_len divisible by {tp.size}, or parallel.sequence = false",
+        )
+
+
+def _border_block(block: Block, tp: TensorParallel) -> None:
+    def enter_first(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return enter(args[0], tp), *args[1:]
+
+    block.attention.register_forward_pre_hook(enter_first)
+    block.attention.o = RowLinear(block.attention.o, tp)
+    feedforward = block.feedforward
+    if isinstance(feedforward, MixtureOfExperts) and not isinstance(feedforward.experts, SpreadExperts):
+        feedforward.register_forward_pre_hook(enter_first)
+        feedforward.register_forward_hook(partial(_leave_experts, tp))
+        return
+    # Experts that are spread take tokens from wherever they are; the shared ones are a feed-forward part like any other.
+    dense = feedforward.shared if isinstance(feedforward, MixtureOfExperts) else feedforward
+    if dense is not None:
+        dense.register_forward_pre_hook(enter_first)
+        dense.down = RowLinear(dense.down, tp)
+
+
+class RowLinear(nn.Linear):
+    """The end of a region: the sum of all ranks' products, and the bias once."""
+
+    product = staticmethod(F.linear)  # fp8 has its own
+
+    def __init__(self, linear: nn.Linear, tp: TensorParallel):
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.__dict__.update(linear.__dict__)  # with what an adapter has added
+        self.tp = tp
+
+    def forward(self, x_BTF: Tensor) -> Tensor:
+        is_adapted = hasattr(self, "chance")
+        part = adapted_product(self, x_BTF) if is_adapted else self.product(x_BTF, factor(self))
+        x_BTD = leave(part, self.tp)
+        return x_BTD if self.bias is None else x_BTD + self.bias
+
+
+def _leave_experts(
+    tp: TensorParallel, module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Routing | None]
+) -> tuple[Tensor, Routing | None]:
+    """Routed and shared experts end together. Every rank has computed the router's losses in full: they count once."""
+    out_BTD, routing = result
+    if routing is not None:
+        aux, z = (scale_gradient(loss, 1 / tp.size) for loss in (routing.aux, routing.z))
+        routing = routing._replace(aux=aux, z=z)
+    return leave(out_BTD, tp), routing

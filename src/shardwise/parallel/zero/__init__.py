@@ -1,0 +1,1 @@
+"""ZeRO and hybrid sharding over FSDP2."""

@@ -1,0 +1,1 @@
+"""What `shardwise plan` answers: the ranked rows, why, what if, in whose words."""

@@ -1,0 +1,256 @@
+"""`answer`: what `shardwise plan` says to a question, as data. The terminal and `--json` show the same rows. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.units import format_bytes
+from shardwise.errors import UserError
+from shardwise.plan.answer.advice import Advice, advice_for
+from shardwise.plan.answer.plan_files import row_text
+from shardwise.plan.answer.question import Question
+from shardwise.plan.layouts.search import Candidate, SearchResult, explore
+from shardwise.plan.prediction.figures import (
+    DAY,
+    Whole,
+    binding_link,
+    mfu,
+    step_text,
+    tokens_per_second,
+    whole_training,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate with everything that follows from it."""
+
+    candidate: Candidate
+    tokens_per_s: float
+    mfu: float
+    link: str  # the link that most exposed communication waits for; empty: none does
+    link_share: float  # of the step
+    low: float  # seconds of a step: p10 and p90
+    high: float
+    outside: str
+    whole: Whole | None
+
+    @property
+    def layout(self) -> str:
+        return self.candidate.plan.layout
+
+    @property
+    def step_s(self) -> float:
+        return self.candidate.prediction.step_s
+
+    def to_dict(self) -> dict[str, Any]:
+        plan, prediction = self.candidate.plan, self.candidate.prediction
+        whole = self.whole
+        return {
+            "layout": plan.layout,
+            "gpus": plan.world,
+            "micro_batch": plan.micro_batch,
+            "num_microbatches": plan.num_microbatches,
+            "precision": plan.precision,
+            "step_s": self.step_s,
+            "step_s_p10": self.low,
+            "step_s_p90": self.high,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "memory_bytes": prediction.memory_bytes,
+            "link": self.link or None,
+            "link_share": self.link_share,
+            "outside": self.outside or None,
+            "prediction": prediction.to_dict(),
+            "plan": plan.to_dict(),
+            "days": whole.days if whole else None,
+            "gpu_hours": whole.gpu_hours if whole else None,
+            "cost": whole.cost if whole else None,
+            "kwh": whole.kwh if whole else None,
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    question: Question
+    result: SearchResult
+    rows: list[Row]
+    advice: list[Advice] = field(default_factory=list)
+    inverse: bool = False  # rows answer --within, --budget or --fewest-gpus, one for each number of GPUs
+
+
+def row_of(question: Question, candidate: Candidate) -> Row:
+    plan, prediction, cluster, job = candidate.plan, candidate.prediction, question.cluster, question.job
+    link, waits = binding_link(plan, prediction, cluster) or ("", 0.0)
+    return Row(
+        candidate,
+        tokens_per_second(job, prediction),
+        mfu(question.spec, job, plan, prediction, cluster),
+        link,
+        waits / prediction.step_s,
+        prediction.low,
+        prediction.high,
+        "; ".join(prediction.outside),
+        whole_training(job, plan, prediction, cluster),
+    )
+
+
+def answer(
+    question: Question,
+    top: int = 5,
+    *,
+    within: float | None = None,
+    budget: float | None = None,
+    fewest: bool = False,
+    detail: bool = True,
+) -> Answer:
+    """The search's own order, or what an inverse question asks for: one row per number of GPUs. `detail`: also the rest of the story."""
+    inverse = within is not None or budget is not None or fewest
+    result = explore(question.spec, question.cluster, question.job, top, detail=detail or inverse)
+    if not result.candidates:
+        raise nothing_fits(question, result)
+    advice = advice_for(question, result)
+    if inverse:
+        return Answer(question, result, _inverse(question, result, within, budget, fewest)[:top], advice, True)
+    # Fewer devices that are as fast come first: 1.toml is what we would run.
+    first = [one.candidate for one in advice if one.candidate is not None]
+    found = [*first, *(candidate for candidate in result.candidates if candidate not in first)]
+    return Answer(question, result, [row_of(question, candidate) for candidate in found[:top]], advice)
+
+
+def _inverse(
+    question: Question, result: SearchResult, within: float | None, budget: float | None, fewest: bool
+) -> list[Row]:
+    """By number of GPUs: the fewest that are fast enough, the fastest that is cheap enough."""
+    every = [row_of(question, candidate) for _, candidate in sorted(result.by_gpus.items())]
+    rows = [row for row in every if _meets(row, within, budget)]
+    if not rows:
+        raise _not_met(question, every, within, budget)
+    by_gpus = fewest or within is not None
+    return sorted(rows, key=lambda row: row.candidate.plan.world if by_gpus else row.step_s)
+
+
+def _meets(row: Row, within: float | None, budget: float | None) -> bool:
+    whole = row.whole
+    assert whole is not None or (within is None and budget is None)
+    fast = within is None or (whole is not None and whole.seconds <= within)
+    cheap = budget is None or (whole is not None and whole.cost is not None and whole.cost <= budget)
+    return fast and cheap
+
+
+def _not_met(question: Question, every: Sequence[Row], within: float | None, budget: float | None) -> UserError:
+    fastest = min(every, key=lambda row: row.step_s)
+    assert fastest.whole is not None
+    fast_enough = [row for row in every if _meets(row, within, None)]
+    if within is not None and not fast_enough:
+        factor = fastest.whole.seconds / within
+        return UserError(
+            f"no layout here trains {question.job.tokens:,} tokens within {within / DAY:.3g} days",
+            why=f"the fastest, {fastest.layout} on {fastest.candidate.plan.world} GPUs, takes {fastest.whole.days:.3g} days",
+            fix=f"--within {fastest.whole.days * 1.01:.3g}d, or about {factor:.2g} times the GPUs, or {1 / factor:.0%} of the tokens",
+        )
+    cheapest = min(fast_enough, key=lambda row: row.whole.cost if row.whole and row.whole.cost else 0.0)
+    assert cheapest.whole is not None and cheapest.whole.cost is not None and budget is not None
+    when = f" within {within / DAY:.3g} days" if within is not None else ""
+    return UserError(
+        f"no layout here trains {question.job.tokens:,} tokens{when} for {budget:,.0f}",
+        why=f"the cheapest, {cheapest.layout} on {cheapest.candidate.plan.world} GPUs, costs {cheapest.whole.cost:,.0f}",
+        fix=f"--budget {cheapest.whole.cost * 1.01:.0f}, a lower --price, or {budget / cheapest.whole.cost:.0%} of the tokens",
+    )
+
+
+def nothing_fits(question: Question, result: SearchResult) -> UserError:
+    """The closest miss, by what it is too large, and what would fit."""
+    miss, asked = result.closest_miss, question.fixed
+    under = f" with {asked}" if asked else ""
+    where = f"{question.spec.name} does not fit on {question.cluster.name}{under}"
+    ways = [f"{remedy.what} ({_cost(remedy.candidate)})" for remedy in result.remedies[:3]]
+    if miss is None:
+        words = asked.replace(" ", " and ") or "the model and the cluster"
+        return UserError(
+            f"no layout has {asked}" if asked else where,
+            why=f"{words} leave nothing that the model, the batch and {question.cluster.world} GPUs allow",
+            fix=" or ".join(ways) or "leave out one of them",
+        )
+    parts = sorted(miss.prediction.memory.items(), key=lambda item: -item[1])
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:3] if size > 0)
+    over = miss.prediction.memory_bytes - result.limit
+    return UserError(
+        where,
+        why=f"the closest, {miss.plan.layout} with micro-batch {miss.plan.micro_batch}, needs "
+        f"{format_bytes(miss.prediction.memory_bytes)} of {format_bytes(result.limit)}, {format_bytes(over)} too much: {held}",
+        fix=" or ".join(ways) or "more GPUs, a smaller model or shorter sequences",
+    )
+
+
+def _cost(candidate: Candidate) -> str:
+    return f"{format_bytes(candidate.prediction.memory_bytes)}, {step_text(candidate.prediction.step_s)} per step"
+
+
+# As files and as JSON ----------------------------------------------------------------------------------------------------
+
+
+def file_of(question: Question, row: Row, title: str, notes: Sequence[str]) -> str:
+    """The config file of a row: what is predicted, on what assumptions, why."""
+    plan, prediction = row.candidate.plan, row.candidate.prediction
+    spread = f" ({step_text(row.low)} to {step_text(row.high)})"
+    parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in prediction.step.items() if seconds > 0)
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in prediction.memory.items() if size > 0)
+    lines = [
+        f"{title}: {plan.layout} on {plan.world} of {question.cluster.name}",
+        f"predicted  {step_text(row.step_s)} per step{spread}, {row.tokens_per_s:,.0f} tokens/s, MFU {row.mfu:.0%}",
+        f"           {parts}",
+        f"memory     {format_bytes(prediction.memory_bytes)} of {format_bytes(question.cluster.device.memory)}: {held}",
+        *(f"outside    {row.outside}" for _ in range(bool(row.outside))),
+        *(f"why        {note}" for note in notes),
+        *(f"given      {one.what}: {one.value} ({one.origin})" for one in question.assumptions),
+        "yours      data.source and optimizer.lr: the planner decides neither",
+    ]
+    return row_text(question, plan, lines)
+
+
+def to_json(made: Answer, files: Sequence[Path]) -> dict[str, Any]:
+    question, result = made.question, made.result
+    rows = [row.to_dict() for row in made.rows]
+    for row, path in zip(rows, files):
+        row["file"] = str(path)
+    return {
+        "schema": 1,
+        "model": {"name": question.spec.name, "parameters": question.spec.num_parameters},
+        "cluster": {
+            "name": question.cluster.name,
+            "gpus": question.cluster.world,
+            "device": question.cluster.device.name,
+        },
+        "job": {
+            "seq_len": question.job.seq_len,
+            "global_batch": question.job.global_batch,
+            "tokens": question.job.tokens,
+            "precision": question.job.precision,
+            "optimizer": question.job.optimizer,
+            "constraints": dict(question.job.constraints),
+            "price": question.price,
+        },
+        "memory_limit_bytes": result.limit,
+        "assumptions": [{"what": one.what, "value": one.value, "origin": one.origin} for one in question.assumptions],
+        "rows": rows,
+        "by_gpus": {str(n): row_of(question, found).to_dict() for n, found in sorted(result.by_gpus.items())},
+        "pareto": [row_of(question, found).to_dict() for found in result.pareto],
+        "rejected": [
+            {
+                "what": region.what,
+                "reason": region.reason,
+                "slower": region.slower,
+                "layout": region.candidate.plan.layout if region.candidate else None,
+            }
+            for region in result.regions
+        ],
+        "advice": [{"what": one.what, "why": one.why} for one in made.advice],
+        "counts": {
+            name: getattr(result.counts, name)
+            for name in ("considered", "too_large", "too_slow", "evaluated", "seconds")
+        },
+    }

@@ -1,0 +1,120 @@
+"""Rows of the planner's answer as config files: plans/NAME/1.toml and so on, complete, for `train` and `verify`. No torch.
+
+Invariant: a file that a person wrote or changed is never overwritten without consent. Each file's first line carries a digest of the rest,
+which says whether it is still ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.config.keys import DEFAULT
+from shardwise.config.write import resolved_text
+from shardwise.errors import UserError
+from shardwise.files import write_atomically
+from shardwise.plan.answer.question import Question
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import Config
+
+MARK = re.compile(r"# A row of `shardwise plan`, digest ([0-9a-f]{16})")
+NUMBERED = re.compile(r"\d+\.toml")
+PLANNER = "planner"
+
+
+def config_of(question: Question, plan: Plan) -> Config:
+    """Everything that a run needs, nothing left open that the plan decides."""
+    config, pipeline = question.loaded.config, plan.pp > 1
+    return replace(
+        config,
+        train=replace(
+            config.train,
+            seq_len=plan.seq_len,
+            global_batch_tokens=None if config.train.global_batch else plan.tokens_per_step,
+            micro_batch=plan.micro_batch,
+        ),
+        parallel=replace(
+            config.parallel,
+            dp=plan.dp,
+            zero=plan.zero,
+            replicate=plan.replicate if plan.zero else "auto",
+            tp=plan.tp,
+            sequence=plan.sequence,
+            cp=plan.cp,
+            cp_kind=plan.cp_kind,
+            pp=plan.pp,
+            schedule=plan.schedule if pipeline else "1f1b",
+            virtual_stages=plan.virtual_stages,
+            split=plan.split if pipeline else "auto",
+            ep=plan.ep,
+            layout=None,
+        ),
+        memory=replace(
+            config.memory,
+            precision=plan.precision,
+            reduce_dtype=plan.reduce_dtype,
+            recompute=plan.recompute,
+            offload=plan.offload,
+            offload_to=plan.offload_to,
+            activation_offload=plan.activation_offload,
+        ),
+        comm=replace(
+            config.comm,
+            quantize_weights=plan.quantize_weights,
+            quantize_gradients=plan.quantize_gradients,
+            secondary_shard=plan.secondary_shard or None,
+        ),
+    )
+
+
+def row_text(question: Question, plan: Plan, notes: Sequence[str]) -> str:
+    """The file: a digest, what is predicted and why, then every key with its origin."""
+    config, typed = config_of(question, plan), question.loaded.origins
+    default = Config()
+    origins = {}
+    for name in typed:
+        section, _, key = name.partition(".")
+        changed = getattr(getattr(config, section), key, None) != getattr(getattr(default, section), key, None)
+        origins[name] = typed[name] if typed[name] != DEFAULT else PLANNER if changed else DEFAULT
+    body = "\n".join([*(f"# {_line(note)}" if note else "#" for note in notes), "#", resolved_text(config, origins)])
+    return f"# A row of `shardwise plan`, digest {_digest(body)}\n{body}"
+
+
+def write_rows(directory: Path, rows: Mapping[str, str], force: bool = False) -> list[Path]:
+    """Each text under its name. Rows of an earlier answer that are still ours and have no successor go."""
+    paths = {directory / name: text for name, text in rows.items()}
+    for path in paths:
+        if path.exists() and not force and not is_ours(path):
+            raise UserError(
+                f"{path} is not as `shardwise plan` wrote it",
+                why="somebody wrote or changed it, and it would be overwritten",
+                fix=f"--out {directory}-2 to write elsewhere, or --force to overwrite it",
+            )
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if NUMBERED.fullmatch(path.name) and path not in paths and is_ours(path):
+                path.unlink()
+    for path, text in paths.items():
+        write_atomically(path, text)
+    return list(paths)
+
+
+def is_ours(path: Path) -> bool:
+    """Written here, and not changed since."""
+    try:
+        first, _, body = path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return False
+    mark = MARK.fullmatch(first)
+    return mark is not None and mark[1] == _digest(body)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

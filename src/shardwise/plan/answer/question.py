@@ -1,0 +1,375 @@
+"""`Question`: what `shardwise plan` is asked, read from words and complete. No torch.
+
+    ask("llama3-70b", "64x8xh100", seq="8k", batch="4M", words=["parallel.tp=4"])
+
+Every word goes through the config loader, so a constraint is checked like any setting. What nobody said is assumed, and every assumption has
+its origin. Invariant: whatever `ask` returns can be searched; mistakes are answered here. Read next: searching.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from shardwise.cluster.describe.read import read_cluster
+from shardwise.config.keys import COMMAND_LINE, all_keys
+from shardwise.config.load import Loaded, load_config
+from shardwise.config.units import format_bytes, parse_binary, parse_decimal
+from shardwise.config.values import shown
+from shardwise.config.write import with_unit
+from shardwise.errors import UserError
+from shardwise.interop.huggingface.door import find_model_dir, read_spec, spec_from_config
+from shardwise.plan.resolve.contradictions import check_float8_base, check_pairs
+from shardwise.plan.resolve.hardware import FLASH4_CAPABILITY, too_old_for_flash4
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset, preset_names
+
+TYPED, ASSUMED = "typed", "assumed"
+MAX_ASSUMED_SEQ = 8192
+ASSUMED_BATCH = ((2e7, 2**14), (1e9, 2**19), (1e10, 2**20), (1e11, 2**21), (float("inf"), 2**22))
+"""Parameters below -> tokens per step. Powers of two near the batches of GPT-3's family (Brown et al. 2020, arXiv 2005.14165, table 2.1)."""
+
+CONSTRAINED = ("parallel", "memory", "speed", "comm")
+"""Sections whose typed keys bind the search; so does train.micro_batch."""
+
+
+@dataclass(frozen=True)
+class Assumption:
+    what: str
+    value: str
+    origin: str  # typed | assumed | data sheet | measured ...
+
+
+@dataclass(frozen=True)
+class Question:
+    spec: ModelSpec
+    cluster: ClusterSpec
+    job: Job
+    loaded: Loaded  # the config as far as it was typed; a row of the answer fills the rest
+    assumptions: tuple[Assumption, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the answer's directory."""
+        text = f"{self.spec.name}-{self.cluster.name}".lower()
+        return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in text).strip("-.")
+
+    @property
+    def price(self) -> float | None:
+        """Per device and hour."""
+        return self.job.price if self.job.price is not None else self.cluster.price
+
+    @property
+    def fixed(self) -> str:
+        """The constraints as they are typed."""
+        known = all_keys()
+        return " ".join(
+            f"{key}={with_unit(known[key], value)}".replace('"', "") for key, value in self.job.constraints.items()
+        )
+
+    def with_job(self, **changes: Any) -> Question:
+        return replace(self, job=replace(self.job, **changes))
+
+    def constrained(self, words: Sequence[str]) -> Question:
+        """With more `section.key=value` words, which win over those that were there."""
+        more = load_typed([f"train.seq_len={self.job.seq_len}", *words])
+        asked = dict(self.job.constraints) | constraints_of(more)
+        check_pairs(self.spec, self.cluster, asked, self.job.global_batch)
+        typed = {key for key, origin in more.origins.items() if origin == COMMAND_LINE}
+        changes: dict[str, Any] = {"constraints": MappingProxyType(asked)}
+        if "memory.precision" in typed:
+            changes["precision"] = _precision(more.config.memory.precision, self.cluster)[0]
+        if "optimizer.name" in typed:
+            changes["optimizer"] = more.config.optimizer.name
+        if "model.attention" in typed:
+            changes["attention"] = _attention(more, self.cluster)
+        if any(key.startswith("adapter.") for key in typed):
+            changes["adapter"] = more.config.adapter
+        changed = self.with_job(**changes)
+        _check_adapter(changed.job)
+        return changed
+
+
+def ask(
+    model: str,
+    cluster: str,
+    *,
+    seq: str | None = None,
+    batch: str | None = None,
+    tokens: str | None = None,
+    price: str | None = None,
+    words: Sequence[str] = (),
+) -> Question:
+    model_words, spec = read_model(model)
+    hardware = read_cluster(cluster)
+    told: dict[str, Assumption] = {}
+
+    seq_len, told["train.seq_len"] = _seq_len(seq, words, spec)
+    length = [f"train.seq_len={seq_len}"]
+    if tokens:
+        length.append(f"train.tokens={_number('--tokens', tokens, parse_decimal)}")
+    if batch:
+        batch_tokens = _number("--batch", batch, parse_binary)
+        check_batch(batch_tokens, seq_len)
+        length.append(f"train.global_batch_tokens={batch_tokens}")
+    typed = load_typed([*model_words, *length, *words])
+    if typed.config.model.overrides:
+        spec = spec.with_overrides(dict(typed.config.model.overrides))
+    _check_length(spec, seq_len)
+    batch_tokens, told["train.global_batch_tokens"] = _batch(typed, spec, seq_len)
+    precision, told["memory.precision"] = _precision(typed.config.memory.precision, hardware)
+    optimizer, adapter, train = typed.config.optimizer.name, typed.config.adapter, typed.config.train
+    by_person = typed.origins["optimizer.name"] == COMMAND_LINE
+    told["optimizer.name"] = Assumption("optimizer", optimizer, TYPED if by_person else ASSUMED)
+    if adapter.kind != "none":
+        told["adapter.kind"] = Assumption("adapter", f"{adapter.kind} of rank {adapter.rank}", TYPED)
+    per_hour = _price(price) if price else None
+    if (costs := hardware.price if per_hour is None else per_hour) is not None:
+        origin = TYPED if per_hour is not None else hardware.origins.get("price", "cluster")
+        told["price"] = Assumption("price per GPU-hour", f"{costs:.2f}", origin)
+    constraints = constraints_of(typed)
+    check_pairs(spec, hardware, constraints, batch_tokens // seq_len)
+    total = train.tokens or (train.steps * batch_tokens if train.steps else None)
+    job = Job(
+        seq_len,
+        batch_tokens // seq_len,
+        total,
+        precision,
+        optimizer,
+        adapter,
+        MappingProxyType(constraints),
+        per_hour,
+        _attention(typed, hardware),
+    )
+    if job.attention != "sdpa":
+        told["model.attention"] = Assumption("attention", "FlashAttention 4", TYPED)
+    _check_adapter(job)
+    origins = {key: one.origin for key, one in told.items() if key in typed.origins and one.origin != TYPED}
+    return Question(
+        spec,
+        hardware,
+        job,
+        replace(typed, origins=typed.origins | origins),
+        (*_hardware(hardware, precision), *told.values()),
+    )
+
+
+def _check_adapter(job: Job) -> None:
+    zero, offload = (job.constraints.get(key) for key in ("parallel.zero", "memory.offload"))
+    check_float8_base(job.precision, job.adapter.kind, int(zero or 0), str(offload))
+
+
+# The model -------------------------------------------------------------------------------------------------------------
+
+
+def read_model(text: str) -> tuple[list[str], ModelSpec]:
+    """A preset, a Hugging Face directory, a hub id in the cache, or a config.json: the config words that name it, and its shape."""
+    if text in preset_names():
+        return [f"model.preset={text}"], preset(text)
+    path = Path(text).expanduser()
+    if path.is_file():
+        if path.name == "config.json":
+            return [f"model.path={path.parent}"], _named(read_spec(path.parent), path.parent)
+        return _words_of(spec := _spec_of_file(path)), spec
+    if path.is_dir() or text.count("/") == 1:
+        return [f"model.path={text}"], _named(read_spec(directory := find_model_dir(text)), directory)
+    close = difflib.get_close_matches(text.lower(), preset_names(), n=3, cutoff=0.5)
+    raise UserError(
+        f"unknown model `{text}`",
+        why=f"it is no file or directory here, and no preset; presets are: {', '.join(preset_names())}",
+        fix=f"did you mean {' or '.join(f'`{name}`' for name in close)}?"
+        if close
+        else "name a preset, a Hugging Face directory or its config.json",
+    )
+
+
+def _named(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """Most config.json files say only their architecture; the directory has a name."""
+    name = directory.resolve().name
+    return replace(spec, name=name) if type(spec) is ModelSpec and not name.startswith("snapshot") else spec
+
+
+def _spec_of_file(path: Path) -> ModelSpec:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(config, dict), "it is no JSON object"
+    except (OSError, ValueError, AssertionError) as problem:
+        raise UserError(
+            f"cannot read {path}", why=str(problem), fix="give a Hugging Face config.json, its directory, or a preset"
+        ) from None
+    return replace(spec_from_config(config), name=path.stem)
+
+
+def _words_of(spec: ModelSpec) -> list[str]:
+    """A shape that no preset and no directory has, as words over a preset."""
+    base, derived = preset("tiny"), ("head_dim", "num_kv_heads")  # which `with_overrides` would derive again
+    names = [field.name for field in fields(ModelSpec) if field.name != "name"]
+    changed = {
+        name: getattr(spec, name) for name in names if name in derived or getattr(spec, name) != getattr(base, name)
+    }
+    return ["model.preset=tiny", *(f"model.{name}={shown(value)}" for name, value in changed.items())]
+
+
+# Words and numbers -----------------------------------------------------------------------------------------------------
+
+
+def load_typed(words: Sequence[str]) -> Loaded:
+    """The loader's answer. A key that needs an axis is a constraint on layouts that have it: the axis is the search's to choose."""
+    names = {word.partition("=")[0].strip().lstrip("-") for word in words}
+    layout = " ".join(word for word in words if "layout=" in word)
+    helpers = []
+    if names & {"parallel.schedule", "parallel.virtual_stages", "parallel.fill_bubbles"} and "parallel.pp" not in names:
+        helpers += [] if "pp=" in layout else ["parallel.pp=2"]
+    if names & {"parallel.sequence", "parallel.sp"} and "parallel.tp" not in names and "tp=" not in layout:
+        helpers += ["parallel.tp=2"] if not any(word.endswith("=false") for word in words) else []
+    loaded = load_config(None, [*helpers, *words])
+    origins = loaded.origins | {word.partition("=")[0]: "default" for word in helpers}
+    return replace(loaded, origins=origins)
+
+
+def constraints_of(loaded: Loaded) -> dict[str, Any]:
+    """What was typed about the layout."""
+    found = {}
+    for name, origin in loaded.origins.items():
+        section, _, key = name.partition(".")
+        binds = section in CONSTRAINED or name == "train.micro_batch"
+        if origin == COMMAND_LINE and binds and key != "layout":
+            value = getattr(getattr(loaded.config, section), key)
+            if value != "auto":
+                found[name] = value
+    return found
+
+
+def _seq_len(option: str | None, words: Sequence[str], spec: ModelSpec) -> tuple[int, Assumption]:
+    """The option, the config's own key, or what the model can read."""
+    what = "tokens per sequence"
+    if option:
+        value = _number("--seq", option, parse_binary)
+        return value, Assumption(what, f"{value:,}", TYPED)
+    if typed := [word for word in words if word.partition("=")[0] == "train.seq_len"]:
+        value = load_config(None, typed).config.train.seq_len
+        return value, Assumption(what, f"{value:,}", TYPED)
+    value = min(spec.max_seq_len, MAX_ASSUMED_SEQ)
+    return value, Assumption(what, f"{value:,}", f"{ASSUMED}: the model's own, at most {MAX_ASSUMED_SEQ:,}")
+
+
+def _check_length(spec: ModelSpec, seq_len: int) -> None:
+    if spec.positions == "learned" and seq_len > spec.max_seq_len:
+        raise UserError(
+            f"--seq {seq_len} is longer than {spec.name} can read",
+            why=f"its learned positions end at {spec.max_seq_len}",
+            fix=f"--seq {spec.max_seq_len}",
+        )
+
+
+def _batch(typed: Loaded, spec: ModelSpec, seq_len: int) -> tuple[int, Assumption]:
+    train = typed.config.train
+    value = train.global_batch_tokens or (train.global_batch * seq_len if train.global_batch else None)
+    if value:
+        return value, Assumption("tokens per step", f"{value:,}", TYPED)
+    usual = next(size for limit, size in ASSUMED_BATCH if spec.num_parameters < limit)
+    value = max(1, usual // seq_len) * seq_len
+    return value, Assumption("tokens per step", f"{value:,}", f"{ASSUMED}: usual for a model of this size")
+
+
+def _number(option: str, text: str, parse: Callable[[str], int]) -> int:
+    try:
+        value = parse(text)
+    except ValueError as problem:
+        raise UserError(
+            f"`{option} {text}` is no number",
+            why=str(problem),
+            fix=f"{option} 8k" if option == "--seq" else f"{option} 4M",
+        ) from None
+    if value < 1:
+        raise UserError(f"`{option} {text}` asks for nothing", why="it must be at least 1", fix=f"{option} 8k")
+    return value
+
+
+def _price(text: str) -> float:
+    try:
+        value = float(text.strip().lstrip("$€").removesuffix("/h"))
+        if not 0 <= value < 1e6:
+            raise ValueError
+    except ValueError:
+        raise UserError(
+            f"`--price {text}` is no price", why="it is money per GPU and hour, as a plain number", fix="--price 2.50"
+        ) from None
+    return value
+
+
+def check_batch(batch_tokens: int, seq_len: int) -> None:
+    rest = batch_tokens % seq_len
+    if not rest:
+        return
+    near = sorted({max(1, batch_tokens // seq_len) * seq_len, -(-batch_tokens // seq_len) * seq_len})
+    raise UserError(
+        f"--batch {batch_tokens} is not a whole number of sequences",
+        why=f"a sequence has {seq_len:,} tokens; {batch_tokens:,} / {seq_len:,} leaves {rest:,} over",
+        fix=" or ".join(f"--batch {size}" for size in near),
+    )
+
+
+def _precision(asked: str, cluster: ClusterSpec) -> tuple[str, Assumption]:
+    rates, what = cluster.device.flops, "number format"
+    if asked == "auto":
+        best = (
+            next((name for name in ("bf16", "fp16") if name in rates), "fp32")
+            if cluster.device.kind == "cuda"
+            else "fp32"
+        )
+        return best, Assumption(what, best, f"{ASSUMED}: the fastest that {cluster.device.name} trains in without fp8")
+    kind = {"bf16-true": "bf16", "fp16-true": "fp16"}.get(asked, asked)
+    if kind not in rates and cluster.device.kind == "cuda":
+        raise UserError(
+            f"{cluster.device.name} does not compute in {asked}",
+            why=f"memory.precision = {asked} and --cluster {cluster.name} exclude each other; it has {', '.join(rates)}",
+            fix=" or ".join(f"memory.precision={name}" for name in ("bf16", "fp16", "fp32") if name in rates),
+        )
+    return asked, Assumption(what, asked, TYPED)
+
+
+def _attention(typed: Loaded, cluster: ClusterSpec) -> str:
+    """As a `Job` has it. What is installed here says nothing about machines that are described: FlashAttention 4 counts where it is typed."""
+    if typed.config.model.attention != "flash4":
+        return "sdpa"
+    if cluster.device.kind != "cuda" or cluster.device.capability < FLASH4_CAPABILITY:
+        raise too_old_for_flash4(cluster.device.name, cluster.device.capability, typed.origins)
+    return "flash4"
+
+
+def _hardware(cluster: ClusterSpec, precision: str) -> list[Assumption]:
+    device, origins = cluster.device, cluster.origins
+    kind = precision.removesuffix("-true")
+    peak = kind if kind in device.flops else max(device.flops, key=lambda name: device.flops[name])
+
+    def of(*names: str) -> str:
+        return next((origins[name] for name in names if name in origins), "data sheet")
+
+    found = [
+        Assumption("memory of a device", format_bytes(device.memory), of("memory")),
+        Assumption(f"peak {peak}", f"{device.flops[peak] / 1e12:,.3g} TFLOP/s", of("flops")),
+        Assumption("largest share of the peak", f"{100 * device.achievable:.0f} %", of("achievable")),
+        Assumption("memory bandwidth", f"{device.bandwidth / 1e9:,.4g} GB/s", of("bandwidth")),
+        Assumption("to CPU memory", f"{device.host / 1e9:,.3g} GB/s", of("host")),
+        Assumption(
+            "CPU memory per device",
+            f"{cluster.host_share / 1e9:,.0f} GB",
+            origins.get("cpu_memory", "measured" if cluster.host_memory else "assumed"),
+        ),
+    ]
+    for number, link in enumerate(cluster.tiers):
+        origin = of("link") if number == 0 else of(link.name, "nic")
+        found.append(Assumption(link.name, f"{link.bandwidth / 1e9:,.3g} GB/s per device among {link.span:,}", origin))
+    if device.watts:
+        found.append(Assumption("power", f"{device.watts:.0f} W per device", of("watts")))
+    found.append(Assumption("MFU", "counts causal attention once and nothing that is computed again", "convention"))
+    found.append(Assumption("p10-p90", "where 8 of 10 published runs of this kind lay", "convention"))
+    return found

@@ -1,0 +1,1 @@
+"""Which layouts there are, and the search for the fastest that fits."""

@@ -1,0 +1,263 @@
+"""The fastest layouts of a space without predicting all of them: best first, by floors. No torch.
+
+A heap holds regions of the space, each with a floor of the step time of everything in it. The lowest is taken out and cut into smaller
+regions, until single layouts are left and predicted. A predicted layout that comes out of the heap is the next best one: no region that
+is still inside can hold a faster one. So nothing that could win is skipped, and nothing is cut finer than it must be:
+
+    grid -> size and place -> states and saving -> pace -> bound of the layout -> memory, then the prediction itself
+
+A region is dropped when its smallest layout does not fit, or when a layout that does less extra work fits already (space.never_faster).
+Invariant: the same answer as predicting everything and sorting by `rank_of`, one layout of each family. A test compares.
+Read next: branches.py, which cuts; layouts.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+from shardwise.plan.layouts.branches import Branches, Place
+from shardwise.plan.layouts.candidate import Candidate, Counts, family, plainness, rank_of
+from shardwise.plan.layouts.effort import effort
+from shardwise.plan.layouts.memory_bounds import MemoryFloors
+from shardwise.plan.layouts.parts import Grid, Pace, Saving, States, never_faster
+from shardwise.plan.layouts.priced import Layouts
+from shardwise.plan.layouts.space import Space
+from shardwise.plan.layouts.state_bounds import Sharing
+from shardwise.plan.layouts.time_bounds import TimeFloors
+from shardwise.plan.prediction.stack import Stack
+from shardwise.spec.plan import Plan
+
+FEW = 8
+"""Grids that are looked at when the smallest layout is asked for."""
+
+Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
+"""Whether a region may hold what is asked for, by what is known of it so far."""
+
+
+def anything(grid: Grid, pace: Pace | None, states: States | None, saving: Saving | None) -> bool:
+    return True
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A search makes hundreds of thousands of small tuples, which stay, and no cycles. Looking for some again and again takes a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@dataclass
+class _Question:
+    push: Callable[..., None]
+    accept: Accept
+    families: set[tuple[int, ...]]  # whose best layout was found
+    fitting: dict[tuple[Grid, Pace, States], list[Saving]] = field(default_factory=dict)
+
+    def is_told(self, grid: Grid, states: States) -> bool:
+        return (grid.dp, grid.tp, grid.cp, grid.pp, grid.ep, states.zero) in self.families
+
+
+class BestFirst:
+    """Keeps what it has learnt from one question to the next."""
+
+    def __init__(self, space: Space, limit: int, stack: Stack | None = None):
+        self.space, self.limit = space, limit
+        self.counts = Counts()
+        self.time, self.memory = TimeFloors(space, stack), MemoryFloors(space, stack or space.fastest)
+        self.branches = Branches(space, limit, self.time, self.memory, self.counts)
+        self.layouts = Layouts(space, stack, self.counts)
+
+    def within(self, limit: int) -> BestFirst:
+        """The same with less memory, and with what was learnt so far."""
+        other = copy(self)
+        other.limit, other.branches = limit, self.branches.within(limit)
+        return other
+
+    @_uncollected()
+    def best(self, top: int, counts: Iterable[int] | None = None, accept: Accept = anything) -> list[Candidate]:
+        """At most `top`, best first. `counts`: numbers of GPUs, else all. `accept`: whether a region may hold what is asked for."""
+        heap: list[tuple[Any, ...]] = []
+        families: set[tuple[int, ...]] = set()
+        found: list[Candidate] = []
+        number = 0
+
+        def push(bound: float, order: tuple[Any, ...], opens: Callable[..., Any] | None, *what: Any) -> None:
+            nonlocal number
+            number += 1
+            heappush(heap, (bound, order, number, opens, what))
+
+        for gpus in self.space.gpu_counts if counts is None else counts:
+            push(self.time.of_gpus(gpus), (), self._open_gpus, gpus)
+        ask = _Question(push, accept, families)
+        while heap and len(found) < top:
+            bound, _, _, opens, what = heappop(heap)
+            if opens is not None:
+                opens(ask, bound, *what)
+            elif family(what[0].plan) not in families:
+                families.add(family(what[0].plan))
+                found.append(what[0])
+        return found
+
+    # Regions, from large to small ----------------------------------------------------------------------------------
+
+    def _open_gpus(self, ask: _Question, bound: float, gpus: int) -> None:
+        for grid in self.space.grids(gpus):
+            self.counts.considered += self.space.size(grid)
+            if ask.accept(grid, None, None, None):
+                ask.push(bound, (), self._open_grid, grid)
+
+    def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
+        for floor, size, place in self.branches.sizes(grid):
+            ask.push(max(bound, floor), (), self._open_size, grid, size, place)
+
+    def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
+        floor = self.branches.size(grid, size, place)
+        if floor > bound:  # others may come first
+            ask.push(floor, (), self._open_size, grid, size, place)
+            return
+        for states, sharing, savings in self.branches.states(grid, size, place):
+            if not ask.is_told(grid, states) and ask.accept(grid, None, states, None):
+                chain = savings[:]
+                if ask.accept is not anything:
+                    chain = [one for one in chain if ask.accept(grid, None, states, one[2])]
+                self._next_mode(ask, bound, grid, size, states, sharing, chain)
+
+    def _next_mode(
+        self, ask: _Question, bound: float, grid: Grid, size: int, states: States, sharing: Sharing, chain: list[Any]
+    ) -> None:
+        """One kind of recomputation after the other, so that the heap stays small."""
+        if chain and not ask.is_told(grid, states):
+            floor, order, saving = chain.pop()
+            ask.push(max(bound, floor), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
+
+    def _open_mode(
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        size: int,
+        states: States,
+        saving: Saving,
+        sharing: Sharing,
+        others: list[Any],
+    ) -> None:
+        self._next_mode(ask, bound, grid, size, states, sharing, others)
+        if not ask.is_told(grid, states):
+            chain = self.branches.paces(grid, size, states, saving, sharing)[:]
+            if ask.accept is not anything:
+                chain = [one for one in chain if ask.accept(grid, one[1], states, saving)]
+            self._open_next(ask, bound, grid, states, saving, chain)
+
+    def _open_next(
+        self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, chain: list[tuple[float, Pace]]
+    ) -> None:
+        """One schedule after the other, so that the heap stays small."""
+        if ask.is_told(grid, states):
+            return
+        while chain and chain[-1][0] <= bound:
+            floor, pace = chain.pop()
+            fitting = ask.fitting.setdefault((grid, pace, states), [])
+            self._open_saving(ask, max(bound, floor), grid, pace, states, saving, fitting)
+        if chain:
+            ask.push(chain[-1][0], (self.branches.order[saving],), self._open_next, grid, states, saving, chain)
+
+    def _open_saving(
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        pace: Pace,
+        states: States,
+        saving: Saving,
+        fitting: list[Saving],
+    ) -> None:
+        """One layout: a better bound first."""
+        if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
+            return
+        found = self.branches.layout(grid, pace, states, saving)
+        if found is not None:
+            floor, plan = found
+            order = (self.branches.order[saving],)
+            ask.push(max(bound, floor), order, self._open_layout, grid, states, saving, plan, fitting)
+
+    def _open_layout(
+        self,
+        ask: _Question,
+        bound: float,
+        grid: Grid,
+        states: States,
+        saving: Saving,
+        plan: Plan,
+        fitting: list[Saving],
+    ) -> None:
+        if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
+            return
+        if self.layouts.is_too_large(plan, self.limit):
+            self.counts.too_large += 1
+            return
+        fitting.append(saving)
+        floor = self.layouts.seconds(plan) * effort(plan)
+        ask.push(max(bound, floor), (self.branches.order[saving],), self._open_fitting, grid, states, plan)
+
+    def _open_fitting(self, ask: _Question, bound: float, grid: Grid, states: States, plan: Plan) -> None:
+        """The prediction in all its parts takes longer than its sum."""
+        if ask.is_told(grid, states):
+            return
+        candidate = self.layouts.predicted(plan)
+        ask.push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
+
+    # When nothing fits ---------------------------------------------------------------------------------------------
+
+    def smallest(self, counts: Iterable[int], accept: Accept = anything) -> Candidate | None:
+        """What needs the least memory, found among the layouts whose floors are lowest."""
+        floors = []
+        for gpus in counts:
+            for grid in self.space.grids(gpus):
+                if not accept(grid, None, None, None):
+                    continue
+                size, states = self.space.sizes(grid)[-1], self.branches.least_states(grid)
+                for place in self.branches.places:
+                    if self.space.go_together(grid, states, *place):
+                        floors.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0, True), grid))
+        floors.sort(key=lambda entry: (entry[0], entry[1]))
+        best: tuple[int, Plan] | None = None
+        for grid in list(dict.fromkeys(grid for _, grid in floors))[:FEW]:
+            for plan in self._small_plans(grid, accept):
+                if not self.layouts.fits_on_host(plan):
+                    continue
+                needed = self.layouts.memory_of(plan)
+                if best is None or needed < best[0]:
+                    best = needed, plan
+        return self.layouts.predicted(best[1]) if best else None
+
+    def _small_plans(self, grid: Grid, accept: Accept) -> Iterator[Plan]:
+        """The least of every axis that is left open: the smallest micro-batch, the most shards, the most moved out."""
+        sizes = [
+            n
+            for n in reversed(self.space.sizes(grid))
+            if accept(grid, Pace(n, *self.space.pipelines(grid.pp)[0]), None, None)
+        ]
+        paces = [
+            Pace(size, *how)
+            for how in self.space.pipelines(grid.pp)
+            for size in self.space.sizes(grid)[-1:] + sizes[:1]
+        ]
+        every = sorted(self.space.states(grid), key=lambda states: (-states.zero, states.replicate))
+        states = [one for one in every if accept(grid, None, one, None)][:1]
+        for pace in dict.fromkeys(paces):
+            for one in states:
+                for saving in self.space.savings:
+                    if accept(grid, pace, one, saving) and self.space.go_together(
+                        grid, one, saving.offload, saving.activation_offload
+                    ):
+                        yield self.space.plan(grid, pace, one, saving)

@@ -1,0 +1,66 @@
+"""A layout with what is predicted of it, how candidates compare, and how much work finding them was. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.plan.layouts.effort import effort
+from shardwise.plan.layouts.space import RECOMPUTE
+from shardwise.plan.prediction.predict import Prediction
+from shardwise.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with what is predicted of it."""
+
+    plan: Plan
+    prediction: Prediction
+
+
+@dataclass
+class Counts:
+    """The work of a search, in layouts."""
+
+    considered: int = 0
+    too_large: int = 0  # in regions whose smallest member does not fit
+    evaluated: int = 0  # predicted exactly
+    seconds: float = 0.0
+
+    @property
+    def too_slow(self) -> int:
+        """In regions that cannot win a place any more, or whose layouts have a plainer twin that fits."""
+        return self.considered - self.too_large - self.evaluated
+
+
+def rank_of(candidate: Candidate) -> tuple[Any, ...]:
+    """Sorts candidates: by time, with what each technique must win (effort.py); of equal ones fewer GPUs and the plainer layout come first."""
+    plan = candidate.plan
+    return candidate.prediction.step_s * effort(plan), *plainness(plan)
+
+
+def plainness(plan: Plan) -> tuple[Any, ...]:
+    modes = {mode: place for place, mode in enumerate(RECOMPUTE)}
+    return (
+        plan.world,
+        ("none", "optimizer", "all").index(plan.offload),
+        plan.activation_offload,
+        modes.get(plan.recompute, len(modes)),
+        plan.pp,
+        plan.tp,
+        plan.cp,
+        plan.ep,
+        plan.zero,
+        -plan.replicate,
+        plan.virtual_stages,
+        plan.schedule,
+        plan.cp_kind,
+        not plan.sequence,
+        -plan.micro_batch,
+    )
+
+
+def family(plan: Plan) -> tuple[int, ...]:
+    """Layouts that differ in less than this are told once, by the best of them."""
+    return plan.dp, plan.tp, plan.cp, plan.pp, plan.ep, plan.zero

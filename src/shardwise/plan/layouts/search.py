@@ -1,0 +1,151 @@
+"""`search`: the layouts worth running, best first; `explore`: those and the rest of the story. No torch.
+
+    search(model, cluster, job)  -> list of Candidate, fastest first
+    explore(model, cluster, job) -> SearchResult: also what is best per number of GPUs, the Pareto set, what was rejected and why; when
+                                    nothing fits, the closest miss and what would
+
+Read next: space.py (which layouts there are), best_first.py (how they are searched), regions.py, remedies.py, inverse.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from shardwise.config.values import shown
+from shardwise.errors import UserError
+from shardwise.plan.layouts.best_first import BestFirst
+from shardwise.plan.layouts.candidate import Candidate, Counts
+from shardwise.plan.layouts.pareto import pareto
+from shardwise.plan.layouts.regions import Region, regions
+from shardwise.plan.layouts.remedies import Remedy, remedies
+from shardwise.plan.layouts.space import Space
+from shardwise.plan.prediction.stack import Stack
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+
+__all__ = ["Candidate", "Counts", "Region", "Remedy", "SearchResult", "explore", "memory_limit", "search"]
+
+HEADROOM = 0.93
+"""Of a device's memory: the rest is the driver's, the communication library's and the allocator's."""
+
+SEVERAL, FEWER = 64, 16
+"""Beyond so many GPUs, numbers of them that are so many times smaller than all are not told; `--fewest-gpus` finds those."""
+
+LEANER = (0.5,)
+"""Of the limit: the Pareto set also has the fastest layouts that leave so much memory free."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    candidates: list[Candidate]  # fastest first: the best layout of each family (same degrees and ZeRO stage)
+    limit: int  # bytes of memory that one device may use
+    pareto: list[Candidate] = field(default_factory=list)  # nobody is better in time, memory, GPUs and cost per token
+    by_gpus: dict[int, Candidate] = field(default_factory=dict)  # the fastest that uses so many
+    regions: list[Region] = field(default_factory=list)
+    closest_miss: Candidate | None = None  # when nothing fits: what needs the least memory
+    remedies: list[Remedy] = field(default_factory=list)  # when nothing fits: what would
+    counts: Counts = field(default_factory=Counts)
+
+
+def search(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 5) -> list[Candidate]:
+    """The fastest layouts that fit, one of each family."""
+    return explore(model, cluster, job, top, detail=False).candidates
+
+
+def explore(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    job: Job,
+    top: int = 5,
+    *,
+    detail: bool | None = None,
+    stack: Stack | None = None,
+) -> SearchResult:
+    """`detail`: also what is best per number of GPUs, the Pareto set and the regions; by default if more than one layout is asked for."""
+    began = time.perf_counter()
+    engine = _engine(model, cluster, job, stack)
+    candidates = engine.best(top)
+    counts = replace(engine.counts)  # of the ranking; what is told beside it looks at the same layouts again
+    if not candidates:
+        check_not_empty(engine.space)
+        miss = engine.smallest(engine.space.gpu_counts)
+        ways = remedies(model, cluster, job, _first)
+        counts.seconds = time.perf_counter() - began
+        return SearchResult([], engine.limit, closest_miss=miss, remedies=ways, counts=counts)
+    by_gpus, rejected, trade_offs = {}, [], []
+    if top > 1 if detail is None else detail:
+        winner = candidates[0]
+        for gpus in sorted(told_counts(engine.space.gpu_counts)):
+            if best := [winner] if gpus == winner.plan.world else engine.best(1, [gpus]):
+                by_gpus[gpus] = best[0]
+        rejected = regions(engine, candidates[0])
+        lean = [found for share in LEANER for found in engine.within(int(share * engine.limit)).best(1)]
+        trade_offs = pareto([*candidates, *by_gpus.values(), *lean])
+    counts.evaluated, counts.seconds = engine.counts.evaluated, time.perf_counter() - began
+    return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=counts)
+
+
+def told_counts(counts: list[int]) -> list[int]:
+    """Numbers of GPUs whose best layout is told: of a large cluster those that are not far from all of them."""
+    most = max(counts)
+    return counts if most <= SEVERAL else [gpus for gpus in counts if gpus * FEWER >= most]
+
+
+def fastest(model: ModelSpec, cluster: ClusterSpec, job: Job, devices: int | None = None) -> Candidate | None:
+    """Of all that fit, or of those that use so many devices."""
+    return next(iter(_engine(model, cluster, job).best(1, [devices] if devices else None)), None)
+
+
+def memory_limit(cluster: ClusterSpec, job: Job) -> int:
+    """Bytes that a rank may use."""
+    asked = job.constraints.get("memory.limit", "auto")
+    return int(HEADROOM * cluster.device.memory) if asked == "auto" else int(asked)
+
+
+def _engine(model: ModelSpec, cluster: ClusterSpec, job: Job, stack: Stack | None = None) -> BestFirst:
+    return BestFirst(Space(model, cluster, job, asked_for(job.constraints)), memory_limit(cluster, job), stack)
+
+
+def _first(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Candidate | None:
+    try:
+        return next(iter(_engine(model, cluster, job).best(1)), None)
+    except UserError:
+        return None
+
+
+def asked_for(constraints: Mapping[str, Any]) -> dict[str, Any]:
+    """Constraints without those that leave everything open."""
+    return {key: value for key, value in constraints.items() if value is not None and value != "auto"}
+
+
+def check_not_empty(space: Space) -> None:
+    """Constraints that leave no layout at all: which one, or which two."""
+    if any(True for _ in space.some_grids()):
+        return
+
+    def is_empty(*keys: str) -> bool:
+        fixed = {key: space.fixed[key] for key in keys}
+        return not any(True for _ in Space(space.model, space.cluster, space.job, fixed).some_grids())
+
+    what = f"{space.model.name}, {space.cluster.world} devices and a batch of {space.job.global_batch} x {space.job.seq_len} tokens"
+    for count in (1, 2):
+        for keys in combinations(space.fixed, count):
+            if is_empty(*keys):
+                said = [f"{key}={shown(space.fixed[key])}" for key in keys]
+                raise UserError(
+                    f"{said[0]} leaves no layout" if count == 1 else f"{said[0]} and {said[1]} exclude each other",
+                    why=f"no layout of {what} has {'it' if count == 1 else 'both'}",
+                    fix=f"leave out {' or '.join(keys)}",
+                )
+    raise UserError(
+        "the constraints leave no layout",
+        why=f"no layout of {what} has {', '.join(f'{key}={shown(value)}' for key, value in space.fixed.items())} together",
+        fix=f"leave out one of {', '.join(space.fixed)}"
+        if space.fixed
+        else "a larger --batch or other sequence lengths",
+    )

@@ -1,0 +1,120 @@
+"""What sharing the weights out, summing their gradients and updating them adds to a step at least. No torch.
+
+Read next: state_time.py, which predicts it; bounds.py, which adds it to computing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
+from shardwise.plan.layouts.pipeline_bounds import Turns
+from shardwise.plan.layouts.space import Space
+from shardwise.plan.layouts.work_bounds import FASTEST, SLOWEST, Works
+from shardwise.plan.prediction.adapter_share import Held
+from shardwise.plan.prediction.collectives import Network
+from shardwise.plan.prediction.offloaded import offload_seconds
+from shardwise.plan.prediction.rank_share import RankShare, rank_shares
+from shardwise.plan.prediction.state_time import optimizer_seconds, state_time
+from shardwise.plan.prediction.states import groups_of
+from shardwise.plan.prediction.step_time import network_of, odd_world
+from shardwise.spec.plan import Plan
+
+
+class Sharing(NamedTuple):
+    mean: float  # seconds per step of the mean rank
+    layer: float  # or: seconds per micro-batch and layer, where a rank has layers alone and all are alike
+    cast: float  # of these, what nothing hides, whatever the rank has beside its layers
+    once: float  # seconds per step
+
+
+class Sharings:
+    def __init__(self, space: Space, works: Works, turns: Turns):
+        self.space, self.works, self.turns = space, works, turns
+        self._messages: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._updates: dict[tuple[object, ...], float] = {}
+        self._shares: dict[tuple[int, int, bool], tuple[RankShare, Held]] = {}
+
+    def of(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
+        """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers differ, of all ranks
+        together. What is hidden behind computing is a convex function of sizes, so the mean over ranks is no less. Nothing computes longer
+        than where all is computed again."""
+        pp, by_layer = grid.pp, grid.pp > 1 and self.works.are_alike
+        rows = -(-self.space.job.global_batch // grid.dp)
+        # Replicas of shards meet once more: not counted, so that all of them have one price.
+        dp = grid.dp // states.replicate if states.zero and grid.ep == 1 else grid.dp
+        replicas = grid.ep > 1 and states.replicate
+        world = odd_world(self.space.cluster, grid.gpus)
+        # One rank keeps 16-bit copies, unless its states are elsewhere.
+        alone = offload if grid.gpus == 1 else ""
+        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, pp > 1, alone, replicas, world)
+        found = self._messages.get(key)
+        if found is None:
+            network = network_of(self.space.cluster, world)
+            found = self._messages[key] = self._sharing(grid, size, states, dp, by_layer, network, alone)
+        each, casts, once = found
+        update = self.update(grid, size, states, offload)
+        if by_layer:
+            most, number = self.turns.fewest(pp), self.space.model.num_layers
+            return Sharing(0.0, each / number, casts / number, once * most / number + update)
+        return Sharing(each * -(-rows // size) / pp, 0.0, 0.0, once / pp + update)
+
+    def update(self, grid: Grid, size: int, states: States, offload: str) -> float:
+        """Seconds of the optimizer on the mean rank."""
+        shards = grid.dp // states.replicate * grid.cp if states.zero else 1
+        rows = -(-self.space.job.global_batch // grid.dp)
+        count = -(-rows // size) if offload == "all" else 0
+        spread = grid.ep > 1 and (grid.dp, grid.cp, states)
+        alone = (
+            (rows > size,) if grid.gpus == 1 else None
+        )  # gradients beside copies are wider where several are added up
+        key = (grid.tp, grid.ep, grid.pp, shards, spread, offload, count, alone)
+        found = self._updates.get(key)
+        if found is None:
+            found = self._updates[key] = self._update(grid, size, states, offload)
+        return found
+
+    def _sharing(
+        self, grid: Grid, size: int, states: States, dp: int, by_layer: bool, network: Network, alone: str
+    ) -> tuple[float, float, float]:
+        """Seconds per micro-batch, of these casts, and per step, on ranks that have all layers."""
+        space, rows = self.space, -(-self.space.job.global_batch // grid.dp)
+        plan = space.plan(
+            grid._replace(pp=1, dp=dp),
+            Pace(size, "1f1b", 1),
+            States(states.zero, states.replicate if dp == grid.dp else 1),
+            Saving("full", alone or "none", False),
+            global_batch=dp * rows,
+        )
+        times = self.works.times(grid, size, "full")
+        longest = self.works.of(grid, size, "full", SLOWEST if grid.pp > 1 else FASTEST, plan.uses_fsdp)
+        share, whole = self._share(plan, by_layer)
+        forward, backward = longest.all_forward, longest.all_backward
+        if by_layer:
+            forward, backward = longest.layers_forward, longest.layers_backward
+        stack = self.works.stack_for()
+        found = state_time(share, [whole], forward, backward, space.cluster, network, times.pricer, plan, stack)
+        casts = found.casts_forward + found.casts_backward
+        return found.each_forward + found.each_backward + casts, casts, found.once
+
+    def _update(self, grid: Grid, size: int, states: States, offload: str) -> float:
+        space = self.space
+        plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("none", offload, False))
+        share, whole = self._share(plan)
+        experts = share.spread_parameters if space.job.adapter.kind == "none" else 0
+        mine = ((whole.trained - experts) / plan.state_shards + experts / plan.expert_shards) / grid.pp
+        pricer, stack = self.works.times(grid, size, "none").pricer, self.works.stack_for()
+        update = optimizer_seconds(mine, 1, pricer, plan, space.job, stack)
+        return update + offload_seconds(mine, plan, space.cluster.per_node)
+
+    def _share(self, plan: Plan, layers_only: bool = False) -> tuple[RankShare, Held]:
+        """Of a rank that has all layers."""
+        key = (plan.tp, plan.ep, layers_only)
+        if key not in self._shares:
+            share = rank_shares(self.space.model, plan)[0]
+            if layers_only:
+                share = replace(share, cut=replace(share.cut, embedding=0, head=0))
+            whole = groups_of(share.cut, self.space.model, self.space.job.adapter).whole
+            self._shares[key] = share, whole
+        return self._shares[key]

@@ -1,0 +1,167 @@
+"""Seconds of one micro-batch through the whole model: what floors of step time are made of. No torch.
+
+Layouts that cut layers alike share them. Invariant: no layout with these degrees computes faster. Read next: bounds.py.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwise.plan.layouts.parts import Grid
+from shardwise.plan.layouts.space import Space
+from shardwise.plan.prediction.activations import segments
+from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes
+from shardwise.plan.prediction.stack import Stack
+from shardwise.plan.prediction.step_time import layer_times
+from shardwise.plan.resolve.speed import attending, kernels_of, loss_of, our_stack
+from shardwise.spec.model import LayerSpec
+from shardwise.spec.plan import Plan
+
+FASTEST, SPLIT, SLOWEST = "fastest", "split", "slowest"
+"""Kernels: all that a layout may have; those of a split backward; those that every schedule has."""
+
+
+class Work(NamedTuple):
+    """Seconds of one micro-batch."""
+
+    total: float  # through the whole model, forward and backward
+    path: float  # of that, all but the gradients of the weights: what one micro-batch cannot do side by side
+    forward: float  # of the quickest layer
+    backward: float
+    more: float  # of a layer that is computed again, where others are not
+    first: float  # embedding
+    last: float  # head
+    all_forward: float  # of all layers and both ends, and no less than the host takes to start it
+    all_backward: float
+    layers_forward: float  # the same without the ends
+    layers_backward: float
+
+
+class Works:
+    """`stack`: of another framework; None: ours, with the tricks that a layout bears."""
+
+    def __init__(self, space: Space, stack: Stack | None):
+        self.space, self.stack = space, stack
+        self._works: dict[tuple[object, ...], Work] = {}
+        self._times: dict[tuple[object, ...], LayerTimes] = {}
+        self._layers: dict[str, list[tuple[LayerSpec, bool, int]]] = {}
+
+    def of(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> Work:
+        """`shared`: the host also starts what gathers parameters."""
+        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode, grid.gpus == 1, kernels, shared)
+        found = self._works.get(key)
+        if found is None:
+            found = self._works[key] = self._add_up(self.times(grid, size, mode, kernels, shared), mode)
+        return found
+
+    def stack_for(self, kernels: str = FASTEST) -> Stack:
+        if self.stack is not None:
+            return self.stack
+        if kernels == FASTEST:
+            return self.space.fastest
+        speed, device, model = self.space.speed, self.space.device, self.space.model
+        able = kernels_of(speed, device, model, 2, "zero-bubble")
+        loss = loss_of(speed, 2, "gpipe" if kernels == SLOWEST else "zero-bubble")
+        return our_stack(
+            able["compile"] != "none", able["fuse"], loss == "fused", able["products"] == "measured", *self.space.fp8
+        )
+
+    def times(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> LayerTimes:
+        key = (
+            grid.tp,
+            grid.sequence,
+            grid.cp,
+            grid.cp_kind,
+            grid.ep,
+            size,
+            mode == "selective",
+            grid.gpus == 1,
+            kernels,
+            shared,
+        )
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = self._make_times(grid, size, mode, kernels, shared)
+        return found
+
+    def _make_times(self, grid: Grid, size: int, mode: str, kernels: str, shared: bool) -> LayerTimes:
+        space, dp = self.space, -(-grid.ep // (grid.cp * grid.tp))  # as few as hold all experts
+        plan = Plan(
+            device=space.device,
+            precision=space.precision,
+            seq_len=space.job.seq_len,
+            global_batch=size * dp,
+            micro_batch=size,
+            num_steps=1,
+            threads_per_rank=space.threads(grid.gpus),
+            reason="one micro-batch",
+            dp=dp,
+            tp=grid.tp,
+            sequence=grid.sequence,
+            cp=grid.cp,
+            cp_kind=grid.cp_kind,
+            ep=grid.ep,
+            recompute=mode,
+            zero=3 if shared else 0,
+            copies=space.may_copy(grid) and not shared,
+        )
+        stack = self.stack or attending(self.stack_for(kernels), space.attention(grid))
+        return layer_times(space.model, space.cluster, space.job, plan, stack)
+
+    @cached_property
+    def are_alike(self) -> bool:
+        """All layers, and all of their parameters are trained."""
+        kinds = {(layer.window, layer.is_moe, layer.ffn) for layer in self.space.model.layers}
+        return len(kinds) == 1 and self.space.job.adapter.kind == "none"
+
+    def _add_up(self, times: LayerTimes, mode: str) -> Work:
+        found = [(times.layer(layer, again), count) for layer, again, count in self._kinds(mode)]
+        ends = times.ends()
+        device = sum(count * _length(one) for one, count in found) + sum(map(_length, ends))
+        forward, backward = (sum(count * part(one) for one, count in found) for part in (_forward, _backward))
+        host_forward = sum(count * one.host_forward for one, count in found)
+        host_backward = sum(count * one.host_backward for one, count in found)
+        return Work(
+            total=max(device, host_forward + host_backward),
+            path=device - sum(count * one.weights for one, count in found) - sum(end.weights for end in ends),
+            forward=min(_forward(one) for one, _ in found),
+            backward=min(_backward(one) for one, _ in found),
+            more=abs(_length(found[0][0]) - _length(found[1][0])) if self.are_alike and len(found) == 2 else 0.0,
+            first=_length(ends[0]),
+            last=_length(ends[1]),
+            all_forward=max(forward + sum(map(_forward, ends)), host_forward + sum(end.host_forward for end in ends)),
+            all_backward=max(
+                backward + sum(map(_backward, ends)), host_backward + sum(end.host_backward for end in ends)
+            ),
+            layers_forward=max(forward, host_forward),
+            layers_backward=max(backward, host_backward),
+        )
+
+    def _kinds(self, mode: str) -> list[tuple[LayerSpec, bool, int]]:
+        """(a layer, whether it is computed again, how many are like it)"""
+        if mode not in self._layers:
+            layers = self.space.model.layers
+            again = {index for part in segments(mode, range(len(layers))) for index in part}
+            counted: dict[object, list[LayerSpec]] = {}
+            for layer in layers:
+                key = (layer.window, layer.is_moe, layer.ffn, layer.index in again)
+                counted.setdefault(key, []).append(layer)
+            self._layers[mode] = [(same[0], same[0].index in again, len(same)) for same in counted.values()]
+        return self._layers[mode]
+
+
+def _backward(time: LayerTime) -> float:
+    return _length(time) - _forward(time)
+
+
+def _forward(time: LayerTime) -> float:
+    return time.forward + time.tensor_forward + time.context_forward + time.expert_forward
+
+
+def _length(time: LayerTime) -> float:
+    return (
+        _forward(time)
+        + (time.inputs + time.weights + time.again)
+        + (time.tensor_backward + time.context_backward + time.expert_backward)
+    )

@@ -1,0 +1,1 @@
+"""What one layout needs and how long its step takes: work, price, memory."""

@@ -1,0 +1,346 @@
+"""What one forward pass keeps for its backward pass, counted operation by operation. No torch here.
+
+Numbers per token, with fused attention; what each mode of recomputation keeps of them is `kept_activations`. A norm keeps its input, the normalised values and its
+output; a projection keeps its input (the norm's output, already counted); attention keeps q, k, v, its output and one number
+per head. A compiled block keeps what its partitioner does not make again in backward: inputs of products, what attention wants, and
+where norms and sums begin. Tests compare the count with what torch really saves, family by family, plain and compiled.
+
+Joined products (`Stack.side_by_side`) keep two things more. v is a view of its product, so all of that stays beside the rotated q and k. The
+weights are put side by side anew in every pass, and backward needs that copy: it does not grow with tokens, so it is divided by them.
+
+With tensor parallelism `spec` is one rank's slice of the model (rank_share.py): what a region computes shrinks with it. What
+lies outside of regions (the norms' inputs and normalised values) shrinks only with sequence parallelism, by `token_parts`; the
+input of a region is gathered, so each rank keeps all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from shardwise.errors import UserError
+from shardwise.plan.prediction.stack import OURS, Stack
+from shardwise.spec.fp8 import gains
+from shardwise.spec.model import LayerSpec, ModelSpec
+
+MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks: fused, or again in backward
+CUDA_TIMES = 8  # so many times larger are the chunks of a fused loss on a GPU, in the logits' own format
+
+
+def activation_bytes(spec: ModelSpec, num_sequences: int, seq_len: int, bytes_per_number: int) -> int:
+    """Bytes that `num_sequences` leave behind in one micro-batch of the whole model."""
+    layers = layer_activations(spec, spec.layers, seq_len)
+    return num_sequences * seq_len * layers * bytes_per_number + head_activation_bytes(
+        spec, num_sequences * seq_len, bytes_per_number
+    )
+
+
+def layer_activations(
+    spec: ModelSpec,
+    layers: Sequence[LayerSpec],
+    seq_len: int,
+    token_parts: int = 1,
+    routed_parts: int = 1,
+    selective: bool = False,
+    stack: Stack = OURS,
+    load: float = 1.0,
+    size: int = 4,
+    tokens: int = 0,
+) -> int:
+    """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
+    ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed. `load`: copies that
+    arrive at this rank's experts, over the mean of all ranks. `size`: bytes of a number. `tokens`: of a micro-batch on this rank, to divide
+    the copies of joined weights by; 0 leaves these out. A mask is one for all rows; it is counted as of one."""
+    kinds = Counter((layer.is_moe, layer.ffn) for layer in layers)
+    count = _selected if selective else _layer
+    found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
+    again = selective and stack.compiled  # all that is neither a product nor attention
+    if not stack.windows and not spec.attention_softcap and not again:
+        # The mask as numbers, and what heads are repeated for it.
+        masked = sum(layer.window is not None and layer.window < seq_len for layer in layers)
+        repeated = 0 if selective else 2 * (spec.num_heads - spec.num_kv_heads) * spec.head_dim
+        if stack.side_by_side and not selective and spec.num_heads > spec.num_kv_heads:
+            repeated -= _beside_view(spec, stack)  # a repeated v is no view
+        found += masked * (seq_len + repeated)
+    if stack.side_by_side and tokens and not again:
+        found += sum(n * -(-_joined_weights(spec, *kind, stack) // tokens) for kind, n in kinds.items())
+    if stack.wide_router and size < 4 and not again:  # its input in fp32, and as it came where others read that too
+        more = 4 // size - (0 if spec.num_shared_experts else 1)
+        found += sum(n * more * spec.hidden // routed_parts for (is_moe, _), n in kinds.items() if is_moe)
+    if load > 1:
+        per_width = 2 if selective else 4
+        routed = spec.experts_per_token * (per_width * spec.expert_ffn + 2 * spec.hidden // routed_parts)
+        found += int((load - 1) * routed * sum(n for (is_moe, _), n in kinds.items() if is_moe))
+    return found
+
+
+def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
+    """What Ulysses keeps beside that. By a fused kernel: attention's output twice, by heads for its own backward and by tokens for
+    the projection after it; latent attention cuts the second. By definition: keys and values before heads are repeated, because they
+    arrive in one message with the queries."""
+    if spec.attention_softcap:
+        return len(layers) * 2 * spec.num_kv_heads * spec.head_dim
+    return 0 if spec.is_latent else len(layers) * spec.num_heads * spec.head_dim
+
+
+def head_activation_bytes(
+    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1, stack: Stack = OURS
+) -> int:
+    """The last norm and the logits."""
+    logits = logit_bytes(spec, num_tokens, bytes_per_number) * (
+        2 if spec.logit_softcap else 1
+    )  # before and after the cap
+    return last_norm_bytes(spec, num_tokens, bytes_per_number, token_parts, stack) + logits
+
+
+def last_norm_bytes(
+    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1, stack: Stack = OURS
+) -> int:
+    return num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_number
+
+
+def loss_bytes(
+    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int, is_cut: bool, stack: Stack
+) -> int:
+    """The last norm and the logits of others, who compute them all at once. `is_cut`: a rank has a part of the vocabulary."""
+    per_logit = stack.cut_logit_bytes if is_cut and stack.cut_logit_bytes else stack.logit_bytes
+    norm = last_norm_bytes(spec, num_tokens, bytes_per_number, token_parts, stack)
+    return norm + int(per_logit * num_tokens * spec.vocab)
+
+
+def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int) -> int:
+    """Of one chunk, in fp32 or wider."""
+    size = max(4, bytes_per_number)
+    return min(num_tokens * spec.vocab * size, MAX_LOGITS_BYTES * size // 4)
+
+
+def has_chunks(num_logits: int) -> bool:
+    """Whether so many are too many at once."""
+    return 4 * num_logits > MAX_LOGITS_BYTES
+
+
+def fused_chunks(num_logits: int, bytes_per_number: int, device: str) -> int:
+    """Of a fused loss; they are even."""
+    if device == "cuda":
+        return -(-num_logits * bytes_per_number // (CUDA_TIMES * MAX_LOGITS_BYTES))
+    return -(-num_logits * 4 // MAX_LOGITS_BYTES)
+
+
+def _layer(
+    spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
+) -> int:
+    norms = 2 * _norm(spec, spec.hidden, token_parts, stack)
+    if spec.post_norms:  # compiled: two inputs more, and the sum after the first is made again
+        norms += (1 if stack.compiled else 4) * spec.hidden // token_parts
+    attention = _latent_attention(spec) if spec.is_latent else _attention(spec, stack)
+    if spec.attention_softcap and stack.compiled:  # scores as they were multiplied and their softmax; repeated heads
+        attention = 4 * spec.num_heads * spec.head_dim + 2 * spec.num_heads * (1 + seq_len)
+    elif spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
+        attention += 4 * spec.num_heads * seq_len
+    elif stack.attention == "math":
+        attention += _scores(spec, seq_len)
+    masks = spec.hidden // token_parts if stack.dropout else 0  # two, of half a number each
+    rest = _experts(spec, routed_parts, stack) if is_moe else _feedforward(spec, ffn, stack)
+    if stack.compiled and stack.fp8_least and not spec.is_latent:
+        rest -= _made_again(spec, is_moe, ffn, token_parts, stack)
+    return norms + attention + masks + rest
+
+
+def _made_again(spec: ModelSpec, is_moe: bool, ffn: int, token_parts: int, stack: Stack) -> int:
+    """Inputs of products that a compiled block keeps in 16 bits and not in eight: rounding is cheap, so backward goes back to what they are
+    made from. An operation of our own makes its result once, which is kept as rounded. What is gathered for a region is not made again."""
+
+    def narrow(outputs: int, inputs: int) -> bool:
+        return gains(outputs, inputs, stack.fp8_least)
+
+    heads = (spec.num_heads, spec.num_kv_heads)
+    smallest = sum(heads) + heads[1] if "qkv" in stack.side_by_side else heads[1]
+    normed = narrow(smallest * spec.head_dim, spec.hidden)
+    width = spec.expert_ffn * spec.num_shared_experts if is_moe else ffn
+    wide = 2 * width if "gate up" in stack.side_by_side and spec.gated else width
+    again = (normed + (not is_moe and narrow(wide, spec.hidden))) * (token_parts == 1) * spec.hidden
+    if narrow(spec.hidden, width):
+        again += width // 2 if _is_one(spec, stack) else width
+    return again
+
+
+def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
+    """Its input and normalised values (LayerNorm: its input), and its output, which is what the next region gathers."""
+    kept = width if stack.holds_gathered else width // token_parts
+    return (2 if spec.norm == "rms" else 1) * width // token_parts + kept
+
+
+def _attention(spec: ModelSpec, stack: Stack) -> int:
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    normed = (2 if spec.norm == "rms" else 1) * (queries + keys) if spec.qk_norm else 0
+    if stack.keys_twice and queries == keys:
+        normed += 2 * keys
+    return queries + 2 * keys + normed + queries + spec.num_heads + _beside_view(spec, stack)
+
+
+def _beside_view(spec: ModelSpec, stack: Stack) -> int:
+    """What v keeps there by being a view of the joined product: q and k as they were multiplied. Query norms keep these anyway, and without
+    rotation they are what attention reads."""
+    is_view = "qkv" in stack.side_by_side and not spec.is_latent and not spec.attention_softcap
+    if not is_view or spec.qk_norm or spec.positions != "rope":
+        return 0
+    return (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+
+
+def _joined_weights(spec: ModelSpec, is_moe: bool, ffn: int, stack: Stack) -> int:
+    """Numbers of one layer. Experts' products are not joined, but for the shared one."""
+    rows = 0
+    if "qkv" in stack.side_by_side and not spec.is_latent:
+        rows += (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    if "gate up" in stack.side_by_side and spec.gated:
+        rows += 2 * (spec.expert_ffn * spec.num_shared_experts if is_moe else ffn)
+    return rows * spec.hidden
+
+
+def _scores(spec: ModelSpec, seq_len: int) -> int:
+    """The softmax, a byte of its dropout's mask, and what is left of it: 5 bytes per head and pair of tokens in 16 bits."""
+    return 5 * spec.num_heads * seq_len // 2
+
+
+def _latent_attention(spec: ModelSpec) -> int:
+    queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.v_head_dim
+    per_norm = 3 if spec.norm == "rms" else 2
+    latents = per_norm * (spec.q_lora_rank + spec.kv_lora_rank) + spec.qk_rope_head_dim
+    return latents + 4 * queries + values + spec.num_heads  # q, k, values padded to q's width, padded output
+
+
+def _feedforward(spec: ModelSpec, width: int, stack: Stack) -> int:
+    """Gate, up, activated gate, product; one kernel needs no activated gate."""
+    return (4 - (stack.fused_activation or stack.compiled or _is_one(spec, stack)) if spec.gated else 2) * width
+
+
+def _is_one(spec: ModelSpec, stack: Stack) -> bool:
+    """Activation and product of joined gate and up, an operation of our own (kernels/gated.py)."""
+    return "gate up" in stack.side_by_side and spec.activation == "silu"
+
+
+def _experts(spec: ModelSpec, routed_parts: int, stack: Stack) -> int:
+    """At even load. A rank with some experts has their whole width, but only its share of the copies: as many numbers as a slice."""
+    copies = 2 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results; the router
+    routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn, stack)
+    return copies // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts, stack)
+
+
+def _selected(
+    spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
+) -> int:
+    """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that norms and
+    sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region reads: that stays as well. A
+    compiled block also makes again: the tokens' copies in the order of experts, keys and values that are put together and padded."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if stack.selective == "attention":  # of the scores nothing, of the rest everything
+        whole = _layer(spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
+        return whole - (_scores(spec, seq_len) if stack.attention == "math" else 0)
+    # torchtitan's list: every second product (queries, values, gate, and the end, which a compiler drops), attention and the input.
+    if stack.selective == "per-op":
+        end = 0 if stack.compiled else spec.hidden
+        return spec.hidden // token_parts + 2 * queries + keys + spec.num_heads + ffn + end
+    states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
+    gathered = 2 * spec.hidden if token_parts > 1 else 0
+    if spec.is_latent:
+        whole = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim) if stack.compiled else 2 * queries
+        attention = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim + 2 * queries + whole + spec.num_heads
+    else:
+        attention = queries + 2 * keys
+        attention += 0 if spec.attention_softcap else queries + spec.num_heads  # plain attention is cheap
+    per_width = 2 if spec.gated else 1
+    joined = not stack.compiled and _is_one(spec, stack)  # whose result nobody makes again
+    if not is_moe:
+        return states + gathered + attention + (per_width + joined) * ffn
+    sides = 1 if stack.compiled and routed_parts == 1 else 2  # results; sorted
+    copies = sides * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # and the router
+    shared = spec.expert_ffn * spec.num_shared_experts
+    width = per_width * (spec.expert_ffn * spec.experts_per_token + shared) + joined * shared
+    return states + gathered + attention + copies // routed_parts + width
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers per token."""
+
+    between: int  # what a stage's forward leaves for its backward
+    repeated: int  # on top of it at most, what backward has of the blocks that it computes again together
+    at: int  # the layer where that is
+
+
+def kept_activations(
+    spec: ModelSpec,
+    layers: Sequence[LayerSpec],
+    mode: str,
+    seq_len: int,
+    token_parts: int = 1,
+    routed_parts: int = 1,
+    exchanged: bool = False,
+    stack: Stack = OURS,
+    load: float = 1.0,
+    size: int = 4,
+    tokens: int = 0,
+) -> Kept:
+    """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the last layer to the
+    first: when it computes a block again, the ones after it are gone."""
+
+    ones: dict[tuple[bool, int, int | None], int] = {}
+
+    def full(part: Sequence[LayerSpec]) -> int:
+        """Single layers, of which there are many alike, are counted once per kind."""
+        kind = (part[0].is_moe, part[0].ffn, part[0].window) if len(part) == 1 else None
+        if not part or kind in ones:
+            return ones[kind] if kind else 0
+        more = exchanged_activations(spec, part) if exchanged else 0
+        found = more + layer_activations(
+            spec, part, seq_len, token_parts, routed_parts, False, stack, load, size, tokens
+        )
+        if kind:
+            ones[kind] = found
+        return found
+
+    numbers = range(layers[0].index, layers[0].index + len(layers))
+    if mode == "selective":
+        more = exchanged_activations(spec, layers) if exchanged else 0
+        between = more + layer_activations(
+            spec, layers, seq_len, token_parts, routed_parts, True, stack, load, size, tokens
+        )
+        return Kept(between, (full(layers) - between) // len(layers), numbers[-1])
+    state = spec.hidden // token_parts
+    gone = most = 0
+    at = stop = numbers.stop
+    for part in reversed(segments(mode, numbers)):
+        gone += full(layers[part.stop - numbers.start : stop - numbers.start])
+        again = full(layers[part.start - numbers.start : part.stop - numbers.start]) - state
+        if again - gone > most:
+            most, at = again - gone, part.stop
+        gone, stop = gone + state, part.start
+    return Kept(gone + full(layers[: stop - numbers.start]), most, at - 1)
+
+
+@lru_cache(4096)
+def segments(mode: str, layers: range) -> tuple[range, ...]:
+    """Which neighbouring layers of a stage are computed again together, by their number in the model."""
+    if mode == "full":
+        mode = "every-1"
+    if mode.startswith("every-"):
+        return tuple(range(index, index + 1) for index in layers if index % int(mode.removeprefix("every-")) == 0)
+    if mode != "sqrt":
+        return ()
+    count = max(1, round(math.sqrt(len(layers))))
+    starts = [layers.start + len(layers) * number // count for number in range(count + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
+
+
+def check_activation_offload(device: str, where: str | None = None) -> None:
+    if device == "cpu":
+        raise UserError(
+            "`memory.activation_offload = true` has nothing to move on a CPU",
+            why="it takes activations from a GPU's memory to the CPU's, where they are already",
+            fix="memory.activation_offload=false memory.recompute=full",
+            where=where,
+        )

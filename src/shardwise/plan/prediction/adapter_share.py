@@ -1,0 +1,102 @@
+"""What of a rank's share of the model is trained, what is frozen, and what is kept in four bits. Counts only, no torch.
+
+Invariant: without adapters everything is trained, and the counts are those of rank_share.py. Read next: memory.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shardwise.interop.peft.targets import find_targets, find_trained, linears_of, modules_of, their_modules
+from shardwise.plan.prediction.rank_share import Cut, RankShare
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.schema import AdapterConfig
+
+PAIR, PAIR_BYTES, ROW_BYTES = 128, 66, 8
+"""adapters/nf4.py: 128 weights take 64 bytes and two magnitudes of one; a row has two fp32 numbers."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Of one block, or one end of the model."""
+
+    trained: int  # numbers with a gradient and optimizer state
+    frozen: int  # numbers without
+    packed_bytes: int = 0  # four-bit weights
+    largest: int = 0  # numbers of the largest four-bit weight: read into a temporary tensor when it is used
+
+    def __add__(self, other: Held) -> Held:
+        return Held(
+            self.trained + other.trained,
+            self.frozen + other.frozen,
+            self.packed_bytes + other.packed_bytes,
+            max(self.largest, other.largest),
+        )
+
+
+def held_by(share: RankShare | Cut, whole: ModelSpec, adapter: AdapterConfig) -> list[Held]:
+    """The embedding, every layer, the head. `whole`: the model that the share is a slice of."""
+    sizes = [share.embedding, *share.layer_parameters, share.head]
+    if adapter.kind == "none":
+        return [Held(size, 0) for size in sizes]
+    if not whole.is_ours:  # whose layers are not known here: square matrices as wide as the model, in every block
+        added = 2 * adapter.rank * whole.hidden * len(adapter.targets)
+        in_blocks = range(1, len(sizes) - 1)
+        if adapter.kind == "lora":
+            return [Held(added * (i in in_blocks), size) for i, size in enumerate(sizes)]
+        return [Held(added, 0, size * 66 // 128) if i in in_blocks else Held(0, size) for i, size in enumerate(sizes)]
+    targets, trained = _chosen(whole, adapter)
+    ends = [Held(sizes[0], 0) if "embed" in trained else Held(0, sizes[0])]
+    for layer, size in zip(share.layers, sizes[1:-1], strict=True):
+        ends.append(_layer(f"layers.{layer.index}.", size, targets, trained, share.spec, adapter))
+    ends.append(Held(sizes[-1], 0) if "head" in trained else Held(0, sizes[-1]))
+    return ends
+
+
+def apart_by(whole: ModelSpec, adapter: AdapterConfig) -> tuple[str, ...]:
+    """Products that cannot be joined: some of their layers have adapters, or all are in four bits."""
+    parts = {"qkv": {"q", "k", "v"}, "gate up": {"gate", "up"}}
+    if adapter.kind == "none" or not whole.is_ours:
+        return ()
+    names = {name.rpartition(".")[2] for name in _chosen(whole, adapter)[0]}
+    return tuple(word for word, layers in parts.items() if adapter.kind == "qlora" or layers & names)
+
+
+Names = frozenset[str]
+
+
+@lru_cache(64)
+def _chosen(whole: ModelSpec, adapter: AdapterConfig) -> tuple[Names, Names]:
+    """Modules that have adapters, and those that are trained themselves."""
+    theirs = their_modules(whole)
+    targets = find_targets(adapter, linears_of(whole), theirs, whole.name)
+    return frozenset(targets), frozenset(find_trained(adapter, modules_of(whole), theirs, whole.name))
+
+
+Linears = dict[str, tuple[int, int]]
+
+
+@lru_cache(64)
+def _by_layer(spec: ModelSpec) -> dict[str, Linears]:
+    """Linear modules by their layer's prefix."""
+    found: dict[str, Linears] = {}
+    for name, shape in linears_of(spec).items():
+        layers, number, _ = name.split(".", 2)
+        found.setdefault(f"{layers}.{number}.", {})[name] = shape
+    return found
+
+
+def _layer(prefix: str, size: int, targets: Names, trained: Names, spec: ModelSpec, adapter: AdapterConfig) -> Held:
+    mine = _by_layer(spec)[prefix]
+    also = sum(out * inputs for name, (out, inputs) in mine.items() if name in trained)
+    also += spec.hidden * sum(name.startswith(prefix) and name not in mine for name in trained)  # norms
+    added = adapter.rank * sum(out + inputs for name, (out, inputs) in mine.items() if name in targets)
+    packed = [shape for name, shape in mine.items() if name not in trained] if adapter.kind == "qlora" else []
+    numbers = sum(out * inputs for out, inputs in packed)
+    return Held(
+        trained=added + also,
+        frozen=size - also - numbers,
+        packed_bytes=sum(out * (-(-inputs // PAIR) * PAIR_BYTES + ROW_BYTES) for out, inputs in packed),
+        largest=max((out * inputs for out, inputs in packed), default=0),
+    )

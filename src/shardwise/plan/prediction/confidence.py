@@ -1,0 +1,91 @@
+"""How far a predicted step may be off, and what was never measured. No torch.
+
+intervals.toml holds what `benchmarks/planner_accuracy.py --intervals` found: measured over predicted time of published runs, by kind of job, and
+the range of everything that ran. Nothing here is chosen by hand. Read next: prediction.py.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+
+FEW_NODES = 16
+"""Up to here published runs behave; beyond, clusters have troubles of their own."""
+
+BUSY = 0.25
+"""Predicted share of the 16-bit peak below which a step mostly waits: for messages, for a pipeline, for Python. Waiting is predicted worse."""
+
+
+@lru_cache(256)
+def _sizes(model: ModelSpec, seq_len: int) -> tuple[int, float]:
+    return model.num_parameters, model.flops_per_token(seq_len)
+
+
+def kind_of_job(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> str:
+    """Jobs whose predictions are off for the same reasons. On a CPU: as on one node."""
+    if model.is_moe:
+        return "experts"
+    if plan.precision == "fp8":
+        return "fp8"
+    where = "one node" if cluster.nodes == 1 else "few nodes" if cluster.nodes <= FEW_NODES else "many nodes"
+    flops = cluster.device.flops
+    peak = max(flops.get("bf16", 0.0), flops.get("fp16", 0.0)) or max(flops.values())
+    done = _sizes(model, plan.seq_len)[1] * plan.tokens_per_step
+    return where if done >= BUSY * peak * plan.world * step_s else f"{where}, waiting"
+
+
+@cache
+def table() -> dict[str, Any]:
+    return tomllib.loads(files("shardwise.plan.prediction").joinpath("intervals.toml").read_text(encoding="utf-8"))
+
+
+def interval(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> tuple[float, float]:
+    """Factors on the predicted step between which 8 of 10 measured ones lie."""
+    found = table()["step"][kind_of_job(model, cluster, plan, step_s)]
+    return found["p10"], found["p90"]
+
+
+def traits(model: ModelSpec, plan: Plan) -> list[str]:
+    """What a job does that not every job does, in words."""
+    does = {
+        f"{plan.precision} precision": True,
+        f"zero {plan.zero}": plan.zero > 0,
+        "replicas of shards": plan.zero > 0 and plan.replicate > 1,
+        "tensor parallelism": plan.tp > 1,
+        f"context parallelism ({plan.cp_kind})": plan.cp > 1,
+        f"pipeline ({plan.schedule})": plan.pp > 1,
+        "expert parallelism": plan.ep > 1,
+        f"recompute {plan.recompute.partition('-')[0]}": plan.recompute != "none",
+        f"offload {plan.offload} to {plan.offload_to}": plan.offload != "none",
+        "activation offload": plan.activation_offload,
+        "compressed ZeRO messages": plan.quantize_weights != "none" or plan.quantize_gradients != "none",
+        "experts": model.is_moe,
+        "latent attention": model.is_latent,
+        "sliding windows": model.sliding_window > 0,
+    }
+    return [name for name, has in does.items() if has]
+
+
+def outside(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> tuple[str, ...]:
+    """What of this job lies outside all runs that predictions were held against. Rates that were measured here speak for themselves."""
+    seen, device = table()["seen"], cluster.device
+    is_measured = cluster.origins.get("achievable") == "measured"
+    found = [] if is_measured or device.name in seen["devices"] else [f"{device.name}: no run on it"]
+    if device.kind == "cpu":  # published runs are of GPUs
+        return tuple(found)
+    sizes = {
+        "nodes": cluster.nodes,
+        "devices": plan.world,
+        "sequence": plan.seq_len,
+        "parameters": model.num_parameters,
+    }
+    for name, size in sizes.items():
+        if size > seen["most"][name]:
+            found.append(f"{name} {size:,}: measured up to {seen['most'][name]:,}")
+    return (*found, *(f"{name}: no run with it" for name in traits(model, plan) if name not in seen["traits"]))

@@ -1,0 +1,108 @@
+"""What follows from a prediction: tokens per second, MFU, which link each axis uses; days, money and energy of a whole training. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config.units import format_seconds
+from shardwise.plan.prediction.predict import Prediction
+from shardwise.spec.cluster import ClusterSpec, Link
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+
+PARTS_OF_AXES = {
+    "tensor-parallel": "tp",
+    "context-parallel": "cp",
+    "expert-parallel": "ep",
+    "data-parallel": "dp",
+    "pipeline": "pp",
+}
+"""Parts of a step that are messages, and the axis that sends them."""
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a layout: how many ranks talk, how far apart the farthest are, over what."""
+
+    name: str
+    ranks: int
+    reach: int  # neighbouring ranks that hold the whole group
+    link: Link
+
+
+def axes_of(plan: Plan, cluster: ClusterSpec) -> list[Axis]:
+    """Ranks are numbered with tp innermost, then cp, shards, replicas, pp; a group uses the fastest tier that joins all of it."""
+    inner = plan.cp * plan.tp
+    reaches = {
+        "tp": (plan.tp, plan.tp),
+        "cp": (plan.cp, inner),
+        "ep": (plan.ep, plan.ep),
+        "dp": (plan.dp, inner * plan.dp),
+        "pp": (plan.pp, plan.world),  # its slowest hop
+    }
+    return [Axis(name, ranks, reach, cluster.tier(reach)) for name, (ranks, reach) in reaches.items() if ranks > 1]
+
+
+def binding_link(plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> tuple[str, float] | None:
+    """The link that most of the exposed communication waits for, and its seconds. None: nothing waits."""
+    waits: dict[str, float] = {}
+    links = {axis.name: axis.link.name for axis in axes_of(plan, cluster)}
+    for part, axis in PARTS_OF_AXES.items():
+        if axis in links and prediction.step.get(part, 0.0) > 0:
+            waits[links[axis]] = waits.get(links[axis], 0.0) + prediction.step[part]
+    return max(waits.items(), key=lambda item: item[1]) if waits else None
+
+
+def tokens_per_second(job: Job, prediction: Prediction) -> float:
+    return job.tokens_per_step / prediction.step_s
+
+
+def peak_flops(cluster: ClusterSpec, precision: str) -> float:
+    """Of one device, in the format that the products run in."""
+    kind = {"bf16-true": "bf16", "fp16-true": "fp16"}.get(precision, precision)
+    return cluster.device.flops.get(kind, max(cluster.device.flops.values()))
+
+
+def mfu(spec: ModelSpec, job: Job, plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> float:
+    """Useful model arithmetic over the peak; what is computed again does not count."""
+    work = spec.flops_per_token(job.seq_len) * job.tokens_per_step
+    devices = plan.world * (plan.threads_per_rank if cluster.device.kind == "cpu" else 1)  # a core is a device
+    return work / (prediction.step_s * devices * peak_flops(cluster, plan.precision))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A training from the first token to the last. Boards only: no hosts, no cooling."""
+
+    seconds: float
+    gpu_hours: float
+    cost: float | None
+    kwh: float | None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / DAY
+
+
+def whole_training(job: Job, plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> Whole | None:
+    """None without a number of tokens."""
+    if job.tokens is None:
+        return None
+    steps = -(-job.tokens // job.tokens_per_step)
+    seconds = steps * prediction.step_s
+    hours = plan.world * seconds / 3600
+    price = job.price if job.price is not None else cluster.price
+    watts = cluster.device.watts
+    return Whole(seconds, hours, price * hours if price is not None else None, hours * watts / 1000 if watts else None)
+
+
+def step_text(seconds: float) -> str:
+    """Of one step, for comparing: `36.2 ms`, `8.31 s`, `10.4 s`, `12:31`."""
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.1f} s" if 9.995 <= seconds < 600 else format_seconds(seconds)

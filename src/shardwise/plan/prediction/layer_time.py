@@ -1,0 +1,259 @@
+"""Seconds of one layer and one micro-batch: computing, and the messages inside of a layer. Cached, because a search asks again and again.
+
+Tensor, context and expert parallelism send while a layer runs. What of it is hidden behind computing follows from the stack; only the rest is
+counted. Read next: step_time.py, which adds layers up to stages and stages to a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from shardwise.plan.prediction.collectives import Network
+from shardwise.plan.prediction.kernels import Pricer
+from shardwise.plan.prediction.operations import embedding_work, head_work, layer_work, num_tensors
+from shardwise.plan.prediction.stack import Stack
+from shardwise.plan.prediction.work import Product, Shape, Training, Work
+from shardwise.spec.job import Job
+from shardwise.spec.model import LayerSpec, ModelSpec
+from shardwise.spec.plan import Plan
+
+SLOWED = 0.2
+"""Computing time lost per second of messages that run beside it: NCCL's kernels take a tenth of the multiprocessors and some of the memory's rate."""
+
+FSDP_LAUNCHES = (18, 3.5)
+"""Operations by which FSDP2's hooks and copies keep the host busy, per block and pass, and per tensor of the block: smollm2 (9 tensors) and GPT-2 (16)
+on an H200."""
+
+
+CHECKPOINT_LAUNCHES = 24
+"""Operations by which a layer that is computed again as a whole keeps the host busy: the graph is cut, random states are kept and put back."""
+
+MESSAGE_LAUNCHES = {"sum": 3, "gather": 9}
+"""Operations that one collective inside a layer costs the host: a sum in place; buffers, views, the call and waiting for it. The second from the nanotron
+sweep, whose small micro-batches take 4.4 ms per layer with tensor parallelism and 2.9 without."""
+
+
+class LayerTime(NamedTuple):
+    forward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+    again: float = 0.0  # of forward, in backward
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+    tensor_forward: float = 0.0
+    tensor_backward: float = 0.0
+    context_forward: float = 0.0
+    context_backward: float = 0.0
+    expert_forward: float = 0.0
+    expert_backward: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        return self.inputs + self.weights
+
+
+def add(times: Iterable[LayerTime]) -> LayerTime:
+    return LayerTime(*map(sum, zip(*times, strict=True)))
+
+
+class LayerTimes:
+    """Prices of one layout's layers."""
+
+    def __init__(self, model: ModelSpec, network: Network, pricer: Pricer, job: Job, plan: Plan, stack: Stack):
+        self.model, self.plan, self.stack, self.network, self.pricer = model, plan, stack, network, pricer
+        tokens = -(-plan.seq_len // plan.cp)
+        self.shape = Shape(
+            rows=plan.micro_batch,
+            tokens=tokens,
+            seq_len=plan.seq_len,
+            tp=plan.tp,
+            sequence=plan.sequence,
+            ep=plan.ep,
+            ulysses=plan.cp if plan.cp_kind == "ulysses" else 1,
+            size=self.pricer.size,
+            eight_bit=self.pricer.eight_bit,
+            trains={"none": "all"}.get(job.adapter.kind, job.adapter.kind),
+            adapters=adapted(job) if job.adapter.kind != "none" else (),
+            rank=job.adapter.rank if job.adapter.kind != "none" else 0,
+            drops=job.adapter.dropout > 0,
+        )
+        self.known: dict[object, LayerTime] = {}
+        self._once: dict[object, tuple[Training, LayerTime]] = {}  # of a kind of layer, whatever is computed again
+        self.are_alike = len({(layer.window, layer.is_moe, layer.ffn) for layer in model.layers}) == 1
+        self.stages: dict[tuple[tuple[int, ...], str], Any] = {}  # by split and recomputation: step_time.py's
+
+    def layer(self, layer: LayerSpec, again: bool) -> LayerTime:
+        """`again`: recomputed as a whole."""
+        key = (layer.window, layer.is_moe, layer.ffn, again)
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = self._layer(layer, again)
+        return found
+
+    def ends(self) -> tuple[LayerTime, LayerTime]:
+        """Embedding, head."""
+        first = self.known.get("embedding")
+        if first is None:
+            first = self.known["embedding"] = self._compute(embedding_work(self.model, self.shape, self.stack))
+            head = self._compute(head_work(self.model, self.shape, self.stack))
+            # The head's input is gathered or its gradient summed, and each token's largest logit and sums meet.
+            tensor = self._region() / 2
+            head = head._replace(tensor_forward=tensor + 3 * self._small(), tensor_backward=tensor)
+            self.known["head"] = head
+            if self.plan.tp > 1:
+                self.known["embedding"] = first = first._replace(tensor_forward=tensor)
+        return first, self.known["head"]
+
+    def stage(self, layers: Iterable[tuple[LayerSpec, bool]]) -> LayerTime:
+        counted: dict[tuple[int | None, bool, int, bool], list[Any]] = {}
+        for layer, again in layers:
+            key = (layer.window, layer.is_moe, layer.ffn, again)
+            if key in counted:
+                counted[key][1] += 1
+            else:
+                counted[key] = [layer, 1]
+        total = [0.0] * len(LayerTime._fields)
+        for key, (layer, count) in counted.items():
+            for index, value in enumerate(self.layer(layer, key[3])):
+                total[index] += count * value
+        return LayerTime(*total)
+
+    # One layer ----------------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: LayerSpec, again: bool) -> LayerTime:
+        kind, price = (layer.window, layer.is_moe, layer.ffn), self.pricer
+        if kind not in self._once:
+            work = layer_work(self.model, layer, self.shape, self.stack)
+            self._once[kind] = work, self._compute(work, num_tensors(self.model, layer))
+        work, time = self._once[kind]
+        repeated = Work()
+        if again:
+            repeated = replace(work.forward, products=_but_last(work.forward.products, self.stack))
+        elif self.plan.recompute == "selective":
+            half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
+            repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
+        one = price.launch * self.stack.host_share
+        host = self._calls(layer) * one
+        more = price.host_seconds(repeated) + (2 * host + CHECKPOINT_LAUNCHES * one if again else host)
+        time = time._replace(
+            again=price.seconds(repeated),
+            host_forward=time.host_forward + host,
+            host_backward=time.host_backward + more,
+        )
+        return self._messages(layer, work, time, again)
+
+    def _calls(self, layer: LayerSpec) -> int:
+        """Operations around the messages of a forward pass."""
+        plan, gather = self.plan, MESSAGE_LAUNCHES["gather"]
+        ring = 2 if plan.cp_kind == "ulysses" else plan.cp - 1
+        tensor = 0 if plan.tp == 1 else 4 * gather if plan.sequence else 2 * MESSAGE_LAUNCHES["sum"]
+        return tensor + gather * ((plan.cp > 1) * ring + 2 * (plan.ep > 1 and layer.is_moe))
+
+    def _compute(self, work: Training, tensors: int = 1) -> LayerTime:
+        price = self.pricer
+        hooks = (
+            (FSDP_LAUNCHES[0] + FSDP_LAUNCHES[1] * tensors) * price.launch * self.stack.host_share
+            if self.plan.uses_fsdp and self.stack.copies_parameters
+            else 0.0
+        )
+        return LayerTime(
+            forward=price.seconds(work.forward),
+            inputs=price.seconds(work.inputs, backward=True),
+            weights=price.seconds(work.weights),
+            host_forward=price.host_seconds(work.forward) + hooks,
+            host_backward=price.host_seconds(work.inputs) + price.host_seconds(work.weights) + hooks,
+        )
+
+    def _messages(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:
+        plan, stack = self.plan, self.stack
+        found: dict[str, float] = {}
+        if plan.tp > 1:
+            regions = 1 if layer.is_moe and plan.ep > 1 else 2
+            forward = regions * self._region()
+            backward = forward
+            if plan.sequence and stack.gathers_again:
+                backward += forward / 2
+            if again:
+                backward += forward * (2 * regions - 1) / (2 * regions) if stack.stops_early else forward
+            products = sum(self.pricer.product(p) for p in work.forward.products)
+            if stack.overlaps_tensor:
+                forward = _exposed(forward, products, TENSOR_PIECES)
+                backward = _exposed(backward, 2 * products, TENSOR_PIECES)
+            elif stack.overlaps_tensor_backward:
+                backward = _exposed(backward, time.weights, 1)
+            found |= {"tensor_forward": forward, "tensor_backward": backward}
+        if plan.cp > 1:
+            forward, backward = self._context(time, work)
+            found |= {"context_forward": forward, "context_backward": backward + (forward if again else 0.0)}
+        if plan.ep > 1 and layer.is_moe:
+            copies = self.shape.outside * self.model.experts_per_token
+            one = self.network.all_to_all(copies * self.model.hidden * self.shape.size, plan.ep)
+            both = 2 * one
+            if stack.overlaps_experts:
+                both = _exposed(both, time.forward, 2)
+            found |= {"expert_forward": both, "expert_backward": both * (2 if again else 1)}
+        return time._replace(**found)
+
+    def _region(self) -> float:
+        """Into and out of one tensor-parallel region, in one direction: an all-reduce, or a gathering and a scattering sum."""
+        if self.plan.tp == 1:
+            return 0.0
+        size = self.shape.here * self.model.hidden * self.shape.size
+        if self.plan.sequence:
+            both = self.network.all_gather(size, self.plan.tp) + self.network.reduce_scatter(size, self.plan.tp)
+            return both + (2 * self.pricer.pass_(2.0 * size) if self.stack.batch_first and self.shape.rows > 1 else 0.0)
+        return self.network.all_reduce(size, self.plan.tp)
+
+    def _small(self) -> float:
+        return self.network.all_reduce(self.shape.here * 4, self.plan.tp) if self.plan.tp > 1 else 0.0
+
+    def _context(self, time: LayerTime, work: Training) -> tuple[float, float]:
+        plan, model = self.plan, self.model
+        heads = -(-model.num_kv_heads // plan.tp)
+        numbers = self.shape.here * heads * (model.head_dim + model.value_dim)
+        size = self.shape.size
+        if plan.cp_kind == "ulysses":
+            queries = self.shape.here * model.num_heads // plan.tp * model.head_dim
+            one = self.network.all_to_all((queries + numbers) * size, plan.cp, plan.tp)
+            out = self.network.all_to_all(queries * size, plan.cp, plan.tp)
+            return one + out, one + out
+        # A ring: keys and values go round while attention works on the piece before; in backward their gradients too.
+        distance = plan.tp if plan.cp * plan.tp <= self.network.tiers[0].span else self.network.tiers[0].span
+        hop = self.network.send(numbers * size, distance)
+        back = self.network.send(numbers * size * 3, distance)
+        attention = sum(self.pricer.attention(a) for a in work.forward.attention) / plan.cp
+        backward = sum(self.pricer.attention(a, True) for a in work.forward.attention) / plan.cp
+        steps = plan.cp - 1
+        return steps * max(0.0, hop - attention), steps * max(0.0, back - backward)
+
+
+TENSOR_PIECES = 4
+"""Pieces into which overlapped tensor-parallel messages are cut: the first one is never hidden."""
+
+
+def _but_last(products: tuple[Product, ...], stack: Stack) -> tuple[Product, ...]:
+    """Attention by definition has its products behind the layer's own, which end with the one that nobody needs."""
+    if not stack.stops_early:
+        return products
+    last = max(index for index, p in enumerate(products) if not p.exact)
+    return products[:last] + products[last + 1 :]
+
+
+def _exposed(messages: float, beside: float, pieces: int) -> float:
+    """What messages add to computing that runs beside them."""
+    first = messages / pieces if pieces > 1 else 0.0
+    hidden = min(messages - first, beside)
+    return messages - hidden + SLOWED * hidden
+
+
+def adapted(job: Job) -> tuple[int, ...]:
+    """Which of a plain layer's products (q, k, v, o, gate, up, down) have adapters."""
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    targets = job.adapter.targets
+    if "all-linear" in targets:
+        return tuple(range(len(names)))
+    return tuple(
+        index for index, name in enumerate(names) if any(name in (t, t.removesuffix("_proj")) for t in targets)
+    )

@@ -1,0 +1,320 @@
+"""What a rank holds at the moments when it may hold most, and which of them it is. Bytes, no torch.
+
+    forward     all micro-batches of the schedule are in flight, and on the last stage the loss is computed
+    backward    a block is computed again; those after it are gone
+    end         the last backward is over: gradients are complete, activations gone
+
+Invariant: the parts of a `StageMemory` add up to its peak. Each part is the most that its name ever holds; what the parts add up to beyond the
+peak is a negative part, `never at once`. Read next: states.py, activations.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardwise.plan.prediction.activations import (
+    Kept,
+    fused_chunks,
+    has_chunks,
+    head_activation_bytes,
+    kept_activations,
+    last_norm_bytes,
+    logit_bytes,
+    loss_bytes,
+    segments,
+)
+from shardwise.plan.prediction.offloaded import offloaded
+from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of_cut
+from shardwise.plan.prediction.stack import Stack
+from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+
+PROCESS_BYTES = {"cpu": 345 * 2**20, "cuda": 0}
+"""What a rank holds besides tensors: interpreter, torch 2.13 and its math libraries, gloo; two ranks of `tiny`. On CUDA only tensors are counted."""
+
+ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.0}
+"""On a CPU, backward's own temporaries and what malloc keeps in holes, as a share of the activations; fitted to `tiny` with micro-batches of 1
+and 8 on one machine. On CUDA temporaries are counted one by one."""
+
+RESERVED_SHARE = 0.06
+"""What torch's caching allocator holds beyond what is allocated at the peak: blocks that are free but of the wrong size. The middle of what 245
+published runs of two frameworks reserve beyond the bytes of their tensors."""
+
+LOSS_TEMPORARIES = {"cpu": 0, "cuda": 2}
+"""Copies of a chunk's logits that the loss has besides the one it keeps: gradients on both sides of the softmax. On a CPU the share above
+was fitted with them inside."""
+
+BLOCKS_HERE = 3
+"""With activation offload: one that computes and two on their way to CPU memory (memory/activation_offload.py)."""
+
+END = "end of the last backward"
+
+APART = "never at once"
+"""The part of a prediction that is negative: others are not full at the same moment."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Of one rank along the pipeline."""
+
+    parts: dict[str, int]
+    moment: str  # of the peak
+
+    @property
+    def peak(self) -> int:
+        return sum(self.parts.values())
+
+    def to_dict(self) -> dict[str, object]:
+        return {"peak": self.peak, "moment": self.moment, "parts": self.parts}
+
+
+@dataclass(frozen=True)
+class Activations:
+    held: int  # of all stages in flight
+    head: int  # of the loss on top, if this rank has it
+    repeated: int  # what backward computes again on top
+    working: int  # gradients on their way through that block
+    at: int  # the layer where that is most
+
+    @property
+    def most(self) -> int:
+        return self.held + max(self.head, self.repeated)
+
+
+def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> StageMemory:
+    states = states_of(share, groups, plan, optimizer, stack)
+    ends = groups.blocks[0 if share.spec.tied and plan.pp == 1 else -1]
+    if stack.side_by_side and groups.apart:  # adapters have products of their own
+        stack = replace(stack, side_by_side=tuple(word for word in stack.side_by_side if word not in groups.apart))
+    if stack.fp8_least and groups.whole.frozen:  # they read inputs in 16 bits
+        stack = replace(stack, fp8_least=0)
+    activations = activations_of(share, plan, stack, trains_head=ends.trained > 0)
+    parts = {
+        "weights": states.weights,
+        "gathered": states.gathered,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer,
+        "activations": activations.most,
+        "allocator": int(ALLOCATOR_SHARE[plan.device] * activations.most),
+        "process": PROCESS_BYTES[plan.device],
+    }
+    parts |= offloaded(parts, share, plan)[0] if plan.offload != "none" else {}
+    # CPU: the allocator's share was fitted to the plain sum, which stays.
+    if plan.device == "cpu":
+        return StageMemory(parts | {APART: 0}, END)
+    passing = parts["gathered"] + parts["gradients"] + parts["activations"]  # what is not there at every moment
+    moments = _moments(share, groups, plan, states, activations, parts)
+    moment = max(moments, key=lambda name: moments[name])
+    parts["allocator"] = max(0, moments[moment] - passing)
+    parts[APART] = min(0, moments[moment] - passing)
+    parts["gathered"] += _region_buffers(share, plan, stack)
+    if stack.published != "allocated":
+        parts["allocator"] += int(RESERVED_SHARE * (sum(parts.values()) - parts["process"]))
+    return StageMemory(parts, moment)
+
+
+def _region_buffers(share: RankShare, plan: Plan, stack: Stack) -> int:
+    """There at every moment. Sequence parallelism cuts tokens, not these."""
+    tokens = plan.micro_batch * plan.seq_len // plan.cp
+    return stack.region_buffers * tokens * share.spec.hidden * COMPUTE_BYTES[plan.precision] if plan.sequence else 0
+
+
+def _moments(
+    share: RankShare, groups: Groups, plan: Plan, states: States, activations: Activations, parts: dict[str, int]
+) -> dict[str, int]:
+    """Gathered parameters, gradients, activations and temporaries, by moment."""
+    gathered, complete, held = parts["gathered"], parts["gradients"], activations.held
+    so_far = complete if states.accumulated else 0
+    flight = share.stages_in_flight
+    before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
+    again = activations.repeated + activations.working
+    moments = {_forward(share): so_far + gathered + held + activations.head}
+    if activations.repeated:
+        moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + held + again
+    if not states.reduced:
+        # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
+        moments["end of a backward"] = complete + before + states.arriving
+        if plan.copies and not states.accumulated:
+            for name, size in _while_gradients_stay(share, groups, plan, held, again, complete).items():
+                moments[name] = max(moments.get(name, 0), gathered + size)
+    else:
+        # Stages 0 and 1 of a pipeline reduce in the last backward, when no other micro-batch is in flight.
+        others = before if plan.zero > 1 else 0
+        moments |= _while_reducing(share, groups, plan, states, activations, parts, held - before, others)
+    moments["optimizer step"] = complete + states.stepping
+    return moments
+
+
+def _while_gradients_stay(
+    share: RankShare, groups: Groups, plan: Plan, held: int, again: int, complete: int
+) -> dict[str, int]:
+    """The two ends of a backward that leaves its gradients where it makes them, in the format of the computation."""
+    size, (embedding, block, *_, head) = COMPUTE_BYTES[plan.precision], (group.trained for group in groups.blocks)
+    by_head = embedding if share.spec.tied else head  # a tied table's waits for the embedding's
+    to_come = block + (0 if share.spec.tied else embedding)
+    layer, first, last = held // len(share.layers), share.layers[0].index, share.layers[-1].index
+    moments = {f"backward of layer {last}": held + size * by_head + again}
+    return moments | {f"backward of layer {first}": complete - size * to_come + layer + again}
+
+
+def _while_reducing(
+    share: RankShare,
+    groups: Groups,
+    plan: Plan,
+    states: States,
+    activations: Activations,
+    parts: dict[str, int],
+    one: int,
+    others: int,
+) -> dict[str, int]:
+    """Moments of a backward in which FSDP2 reduces. It has a group's gradient as it was computed, in the format of sums, and what comes out; the
+    second of them stays until the next group is reduced. `one`, `others`: activations of this micro-batch and of those in flight."""
+    compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
+    embedding, *_, block, head = (group.trained for group in groups.blocks)
+    gathered, complete = parts["gathered"], parts["gradients"]
+    kept = 0.0 if states.accumulated else weight / plan.state_shards  # of a gradient, once its group is reduced
+    dropped = 0 if plan.zero == 3 else compute  # of parameters, then
+    waiting = compute * embedding if share.spec.tied and plan.pp == 1 else 0  # a tied table's gradient by the head
+    full = others + one + gathered + (complete if states.accumulated else 0)
+    after_head = full + head * (kept - dropped) + waiting
+    layer, first, last = one / len(share.layers), share.layers[0].index, share.layers[-1].index
+    again, count, repeated = activations.working + activations.repeated, 1, float(activations.repeated)
+    if plan.recompute == "sqrt":  # the first group of blocks is computed again together; it may be smaller than others
+        sizes = [len(part) for part in segments("sqrt", numbers_of(stages_of_cut(share.cut, plan.split)[0]))]
+        count, repeated = sizes[0], repeated * sizes[0] / max(sizes)
+    to_come = embedding + count * block
+    left = gathered if plan.zero == 3 else compute * to_come
+    moments = {
+        "reduction of the head": full + head * (compute + weight + kept),
+        f"backward of layer {last}": after_head + weight * head + again,
+        f"reduction of layer {last}": after_head - layer + block * (compute + weight + kept),
+        f"backward of layer {first + count - 1}": others + complete - kept * to_come + weight * block + left + layer
+        + activations.working + repeated + waiting,
+        END: others + complete + states.reduced + (gathered if plan.zero == 3 else 0),
+    }  # fmt: skip
+    return {name: int(size) for name, size in moments.items()}
+
+
+def _flight(share: RankShare) -> str:
+    return f", {share.stages_in_flight} in flight" if share.stages_in_flight > 1 else ""
+
+
+def _forward(share: RankShare) -> str:
+    return ("loss" if share.has_last_stage else "end of forward") + _flight(share)
+
+
+def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool = True) -> Activations:
+    """Of every stage in flight; a loss is followed by its backward at once, except by gpipe. What is computed again comes on top, when
+    the head's logits are gone; a split backward holds it until the weights have their gradients."""
+    size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
+    tokens = plan.micro_batch * plan.seq_len // plan.cp
+    kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
+    keys = 0 if kind == "ring" else plan.seq_len
+    stages = _kept(
+        share.cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
+        stack.expert_load if plan.ep > 1 else 1.0, size, tokens if stack.side_by_side else 0,
+    )  # fmt: skip
+    between = sum(stage.between for stage in stages)
+    held = tokens * between * size * share.stages_in_flight // plan.virtual_stages
+    if plan.activation_offload:
+        lengths = [len(layers) for layers in stages_of_cut(share.cut, plan.split)]
+        here = max(
+            stage.between * min(BLOCKS_HERE, length) // length for stage, length in zip(stages, lengths, strict=True)
+        )
+        held = tokens * here * size
+    most = max(stages, key=lambda stage: stage.repeated)
+    repeated = tokens * most.repeated * size * max(1, share.weights_waiting)
+    working = tokens * size * _widest(share.cut, stack)
+    if not share.has_last_stage:
+        return Activations(held, 0, repeated, working, most.at)
+    losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
+    spec = _as_saved(share.cut, plan.device)
+    if stack.logit_bytes:
+        head = losses * loss_bytes(spec, tokens, size, token_parts, plan.tp > 1, stack)
+    elif is_fused(spec, plan, tokens):
+        norm = last_norm_bytes(spec, tokens, size, token_parts, stack)
+        waiting, passing = _fused_loss(spec, plan, tokens, size, trains_head)
+        head = losses * (norm + waiting) + passing
+    else:
+        head = losses * head_activation_bytes(spec, tokens, size, token_parts, stack)
+        head += _loss_temporaries(spec, plan, tokens, size, trains_head)
+    return Activations(held, head, repeated, working, most.at)
+
+
+def is_fused(spec: ModelSpec, plan: Plan, tokens: int) -> bool:
+    return plan.loss == "fused" and spec.is_ours and has_chunks(tokens * spec.vocab)
+
+
+def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> tuple[int, int]:
+    """(what waits from the head's forward to its backward, what passes): the gradients of the head's input and, in fp32, of its weights wait. First
+    a chunk's logits pass, and where nothing compiles them a block of it in fp32; then both gradients as backward hands them on."""
+    inputs, numbers = size * tokens * spec.hidden, spec.vocab * spec.hidden if trains_head else 0
+    waiting = inputs + max(4, size) * numbers
+    logits = tokens * spec.vocab
+    chunk = size * logits // fused_chunks(logits, size, plan.device)
+    if (
+        plan.precision == "fp8" and plan.fp8_head
+    ):  # weights both ways, unless they are frozen and stay so, and the chunk's gradient in eight bits, and what it adds to that of the weights
+        weights = spec.vocab * spec.hidden if trains_head or spec.tied else 0
+        chunk += 2 * weights + chunk // size + size * numbers
+    if plan.device == "cpu":  # the gradients that backward hands on are counted as such
+        return waiting, chunk
+    block = 0 if plan.compile != "none" else logit_bytes(spec, tokens, size)
+    return waiting, max(chunk + LOSS_TEMPORARIES["cuda"] * block, inputs + size * numbers)
+
+
+def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> int:
+    """Beside the logits that are kept: gradients on both sides of the softmax. Where they are computed in chunks, the gradient of the head's
+    weights by one chunk and by those before it; of a tied table it waits for the embedding's."""
+    if plan.device == "cpu":
+        return 0
+    chunk, whole = logit_bytes(spec, tokens, size), max(4, size) * tokens * spec.vocab
+    weights = size * spec.vocab * spec.hidden if trains_head else 0
+    copies = 2 if chunk < whole else int(spec.tied and (plan.uses_fsdp or plan.copies))
+    return LOSS_TEMPORARIES["cuda"] * chunk + copies * weights
+
+
+@lru_cache(4096)
+def _widest(cut: Cut, stack: Stack) -> int:
+    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled block has let go
+    of what it multiplied last by then."""
+    spec, last = cut.spec, cut.layers[-1]
+    width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts) if last.is_moe else last.ffn
+    gone = stack.measured and not stack.fp8_least and not last.is_moe
+    return ((2 if spec.gated else 1) - gone) * width + spec.hidden
+
+
+@lru_cache(4096)
+def _as_saved(cut: Cut, device: str) -> ModelSpec:
+    """CUDA's RMSNorm is one kernel that keeps its input alone, as LayerNorm does everywhere."""
+    return _with_layer_norms(cut.spec) if device == "cuda" else cut.spec
+
+
+@lru_cache(256)
+def _with_layer_norms(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, norm="layer")
+
+
+@lru_cache(8192)
+def _kept(
+    cut: Cut,
+    split: tuple[int, ...],
+    mode: str,
+    keys: int,
+    token_parts: int,
+    routed_parts: int,
+    exchanged: bool,
+    device: str,
+    stack: Stack,
+    load: float,
+    size: int,
+    tokens: int,
+) -> tuple[Kept, ...]:
+    """Of each of the rank's stages."""
+    spec = _as_saved(cut, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
+    return tuple(
+        kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load, size, tokens)
+        for layers in stages_of_cut(cut, split)
+    )

@@ -1,0 +1,88 @@
+"""Memory of every rank along the pipeline at its peak, by what lives there. No torch.
+
+Read next: lifetimes.py (which moment is the peak), states.py (weights, gradients, optimizer), activations.py, rank_share.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE as ALLOCATOR_SHARE
+from shardwise.plan.prediction.lifetimes import APART as APART
+from shardwise.plan.prediction.lifetimes import LOSS_TEMPORARIES as LOSS_TEMPORARIES
+from shardwise.plan.prediction.lifetimes import PROCESS_BYTES as PROCESS_BYTES
+from shardwise.plan.prediction.lifetimes import StageMemory, rank_memory
+from shardwise.plan.prediction.offloaded import offloaded
+from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
+from shardwise.plan.prediction.rank_share import numbers_of as numbers_of
+from shardwise.plan.prediction.rank_share import stages_of as stages_of
+from shardwise.plan.prediction.stack import Stack
+from shardwise.plan.prediction.states import COMPUTE_BYTES as COMPUTE_BYTES
+from shardwise.plan.prediction.states import STATES_PER_PARAMETER as STATES_PER_PARAMETER
+from shardwise.plan.prediction.states import WEIGHT_BYTES as WEIGHT_BYTES
+from shardwise.plan.prediction.states import gathered_bytes as gathered_bytes
+from shardwise.plan.prediction.states import gradient_bytes as gradient_bytes
+from shardwise.plan.prediction.states import groups_of
+from shardwise.plan.prediction.states import state_bytes as state_bytes
+from shardwise.plan.resolve.speed import stack_of
+from shardwise.spec.job import WHOLE
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import AdapterConfig
+
+
+def predict_memory(
+    spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack | None = None
+) -> dict[str, int]:
+    """Bytes of the fullest rank at the peak."""
+    return fullest(tuple(_may_be_fullest(spec, plan, optimizer, adapter, stack))).parts
+
+
+def fits(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig, limit: int) -> bool:
+    """Whether every rank stays within the limit; it ends with the first that does not."""
+    return all(stage.peak <= limit for stage in _may_be_fullest(spec, plan, optimizer, adapter, None))
+
+
+def _may_be_fullest(
+    spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig, stack: Stack | None
+) -> Iterator[StageMemory]:
+    """Of ranks with the same layers, the one with most in flight is the fullest."""
+    shares, stack = rank_shares(spec, plan), stack or stack_of(plan)
+    by_number = plan.recompute.startswith("every-")  # which layers are computed again depends on where they are
+    kinds = range(plan.pp) if by_number else alike(tuple(share.cut for share in shares))
+    fullest_of: dict[tuple[int, int], RankShare] = {}
+    for kind, share in zip(kinds, shares, strict=True):
+        other = fullest_of.setdefault((kind, share.weights_waiting), share)
+        if other.stages_in_flight < share.stages_in_flight:
+            fullest_of[kind, share.weights_waiting] = share
+    for share in fullest_of.values():
+        yield rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack)
+
+
+def predict_stages(
+    spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack | None = None
+) -> tuple[StageMemory, ...]:
+    """One per rank along the pipeline; all ranks of one stage hold as much."""
+    stack = stack or stack_of(plan)
+    return tuple(
+        rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack)
+        for share in rank_shares(spec, plan)
+    )
+
+
+def fullest(stages: tuple[StageMemory, ...]) -> StageMemory:
+    return max(stages, key=lambda stage: stage.peak)
+
+
+def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
+    """Bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU; `disk`."""
+    if plan.offload == "none":
+        return {"host": 0, "disk": 0}
+    stays = replace(plan, offload="none", offload_to="cpu")
+    shares = rank_shares(spec, plan)
+    memory = [
+        rank_memory(share, groups_of(share.cut, spec, adapter), stays, optimizer, stack_of(plan)) for share in shares
+    ]
+    found = [offloaded(one.parts, share, plan)[1] for one, share in zip(memory, shares, strict=True)]
+    return {name: max(parts[name] for parts in found) for name in ("host", "disk")}

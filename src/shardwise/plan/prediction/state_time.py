@@ -1,0 +1,199 @@
+"""Seconds around the weights: gathering parameters, summing gradients, the optimizer's pass. No torch.
+
+    stage 0   one sum of all gradients per step          stage 1   the same as a scattering sum, and one gathering
+    stage 2   a sum per micro-batch                      stage 3   gatherings for each forward and backward as well
+
+as docs/architecture.md has it. Messages run beside computing where the stack lets them: what is counted here is what remains. Read next: step_time.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwise.plan.prediction.adapter_share import Held
+from shardwise.plan.prediction.collectives import Network
+from shardwise.plan.prediction.kernels import Pricer
+from shardwise.plan.prediction.layer_time import SLOWED
+from shardwise.plan.prediction.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, gradient_bytes, state_bytes
+from shardwise.plan.prediction.rank_share import RankShare
+from shardwise.plan.prediction.stack import Stack
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.job import Job
+from shardwise.spec.plan import Plan
+
+OPTIMIZER_RATE = 0.75
+"""Of the rate of plain passes: torch's fused AdamW moves seven numbers at 3.1 to 3.4 TB/s where a sum moves 4.2 (H200, kernels_h200.json)."""
+
+COPY_RATE = 1.0
+"""The same of AdamW's one pass over masters, moments and copies: 28 bytes per number at 4.05 to 4.14 TB/s on an H200 (1.5 to 6.9 B numbers)."""
+
+FOREACH = 2.7
+"""Passes of an optimizer that runs operation by operation, over the fused one: same file."""
+
+LOW_BIT = 2.5
+"""Time of an update on a CPU whose states are unpacked and packed again, over what its bytes take."""
+
+LOW_BIT_RATE = 0.7
+"""Of the rate of plain passes: the same as one kernel on a GPU. Finding codes takes more than moving bytes: about 115 instructions per number, at three
+quarters of what an H200 can issue. 45 ms for 8 B, of which that gives 44."""
+
+NORM_RATE = 0.6
+"""Of the rate of plain passes: the norm of all gradients, same file."""
+
+BUCKETS = 8
+"""Least number of parts in which a sum of gradients travels: the last one begins when backward is over."""
+
+QUANTIZED = {"none": 1.0, "int8": 0.5, "int4": 0.25}
+"""Bytes on the way over those of bf16."""
+
+
+class StateTime(NamedTuple):
+    each_forward: float = 0.0  # exposed, per micro-batch
+    each_backward: float = 0.0
+    once: float = 0.0  # per step
+    casts_forward: float = 0.0  # passes over memory, per micro-batch
+    casts_backward: float = 0.0
+    casts_once: float = 0.0
+
+
+def state_time(
+    share: RankShare,
+    blocks: Sequence[Held],
+    forward: float,
+    backward: float,
+    cluster: ClusterSpec,
+    network: Network,
+    pricer: Pricer,
+    plan: Plan,
+    stack: Stack,
+) -> StateTime:
+    """`forward`, `backward`: of all layers of the rank and one micro-batch; messages can hide behind them."""
+    held = sum(blocks[1:], blocks[0])
+    if plan.device == "cpu":  # gloo's threads and the computing ones have the same cores
+        stack = replace(stack, overlaps_gather=False, overlaps_reduce=False)
+    compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
+    casts = _casts(held, plan, stack, pricer)
+    if plan.dp * plan.cp == 1:
+        return StateTime(casts_forward=casts[0], casts_backward=casts[1], casts_once=casts[2])
+    is_frozen = held.trained < share.num_parameters
+    experts = 0 if is_frozen else share.spread_parameters
+    reduced = stack.reduce_bytes or _reduce_bytes(plan, weight)
+    gathered_size = stack.gather_bytes or compute
+    gather_all = (gathered_bytes(held, compute) - experts * compute) * gathered_size / compute
+    reduce_all = float((held.trained - experts) * reduced)
+    gather_all *= QUANTIZED[plan.quantize_weights]
+    reduce_all *= QUANTIZED[plan.quantize_gradients] * (2 / reduced if plan.quantize_gradients != "none" else 1.0)
+    groups = len(share.layers) + 2
+    dp = plan.dp * plan.cp
+    shards = plan.shard * plan.cp if plan.zero else dp
+
+    def gathers(inside: int = 0) -> float:
+        ranks = min(inside, shards) if inside else shards
+        return groups * network.all_gather(gather_all / groups, ranks, plan.tp) + _experts(
+            network, experts * gathered_size, plan, groups
+        )
+
+    def reductions() -> float:
+        if plan.zero == 0:
+            parts = max(1, min(BUCKETS, groups))
+            one = parts * network.all_reduce(reduce_all / parts, dp, plan.tp)
+            return one + network.all_reduce(experts * reduced, plan.expert_copies, plan.ep)
+        return groups * network.reduce_scatter(reduce_all / groups, shards, plan.tp) + _experts(
+            network, experts * reduced, plan, groups
+        )
+
+    between = 0.0
+    if plan.zero and plan.replicate > 1:  # the owners of one shard meet once, at the last micro-batch
+        between = network.all_reduce(reduce_all / shards, plan.replicate, shards * plan.tp)
+    quantising = 0.0
+    if plan.quantize_weights != "none":
+        quantising += pricer.pass_(held.trained * 3.0)
+    if plan.quantize_gradients != "none":
+        quantising += pricer.pass_(held.trained * 8.0)
+    reduce, gather = reductions(), 0.0 if plan.zero == 0 else gathers()
+    if plan.zero == 3:
+        again = gathers(plan.secondary_shard) if plan.secondary_shard else gather
+        first, last = gather / groups, reduce / groups
+        ahead = _hidden(gather - first, forward, stack.overlaps_gather) + first
+        both = again + (reduce if stack.reduces_each else 0.0)  # replicas meet beside the last backward
+        behind = _hidden(both, backward, stack.overlaps_gather and stack.overlaps_reduce) + (
+            last if stack.reduces_each else 0.0
+        )
+        left = max(0.0, backward - both) if stack.reduces_each else backward
+        once = _hidden(between + (0.0 if stack.reduces_each else reduce), left, stack.overlaps_reduce)
+        return StateTime(ahead + quantising, behind + quantising, once, casts[0], casts[1], casts[2])
+    tail = reduce / max(groups, BUCKETS)
+    opened = _hidden(reduce + between - tail, backward, stack.overlaps_reduce) + tail
+    each = opened + quantising if plan.zero == 2 and stack.reduces_each else 0.0
+    once = 0.0 if each else opened
+    if plan.zero:
+        first = gather / groups
+        once += _hidden(gather - first, forward, stack.overlaps_gather) + first
+    return StateTime(0.0, each, once, casts[0], casts[1], casts[2])
+
+
+def _hidden(messages: float, beside: float, overlaps: bool) -> float:
+    """What messages add to a step when computing of this length runs beside them."""
+    if not overlaps:
+        return messages
+    covered = min(messages, beside)
+    return messages - covered + SLOWED * covered
+
+
+def _experts(network: Network, size: float, plan: Plan, groups: int) -> float:
+    """Spread experts have fewer copies, further apart."""
+    if not size or plan.expert_shards == 1:
+        return 0.0
+    return groups * network.all_gather(size / groups, plan.expert_shards, plan.ep)
+
+
+def _reduce_bytes(plan: Plan, weight: int) -> int:
+    return {"auto": weight, "fp32": 4, "bf16": 2, "fp16": 2}[plan.reduce_dtype]
+
+
+def _casts(held: Held, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float, float, float]:
+    """FSDP2's copies: parameters are rounded into a send buffer and copied out of the receive buffer, gradients are widened into a buffer and
+    added to what is there. Per forward, per backward, per step. Other frameworks keep a 16-bit copy, which the optimizer writes, and so do we
+    with `Plan.copies`: then several micro-batches are added up in fp32, and that is all."""
+    if plan.copies and plan.num_microbatches > 1:
+        size = COMPUTE_BYTES[plan.precision] + (2 - 1 / plan.num_microbatches) * WEIGHT_BYTES[plan.precision]
+        return 0.0, pricer.pass_(held.trained * size), 0.0
+    if not plan.uses_fsdp or not stack.copies_parameters:
+        return 0.0, 0.0, 0.0
+    weight, compute = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision]
+    numbers = gathered_bytes(held, compute) / compute
+    own = numbers / plan.state_shards
+    rounding = pricer.pass_(own * (weight + compute)) + pricer.pass_(numbers * 2 * compute)
+    widening = pricer.pass_(held.trained * (compute + weight) * CAST) + pricer.pass_(
+        held.trained / plan.state_shards * 3 * weight
+    )
+    adding = pricer.pass_(held.trained * 3 * compute) if plan.num_microbatches > 1 and plan.zero < 2 else 0.0
+    if plan.zero == 3:
+        return rounding, rounding + widening, 0.0
+    if plan.zero == 2:
+        return 0.0, widening, rounding
+    return 0.0, adding, rounding + widening
+
+
+CAST = 2.0
+"""A pass that changes the width of numbers moves half of what others do: kernels_h200.json, bf16 to fp32 at 2.1 TB/s."""
+
+
+def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan, job: Job, stack: Stack) -> float:
+    """The norm, clipping and the update of what a rank owns."""
+    weight = WEIGHT_BYTES[plan.precision]
+    numbers = trained / shards
+    gradient = gradient_bytes(plan)
+    copy = COMPUTE_BYTES[plan.precision] if plan.copies else 0
+    moved = 2 * weight + gradient + copy + 2 * state_bytes(job.optimizer, plan.precision)
+    is_one_pass = plan.copies and plan.device == "cuda" and job.optimizer == "adamw"  # optim/fused_adamw.py
+    update = numbers * moved / (COPY_RATE if is_one_pass else OPTIMIZER_RATE)
+    if job.optimizer.endswith("8bit"):  # kernels/triton/low_bit_adamw.py
+        update = numbers * moved / LOW_BIT_RATE if plan.device == "cuda" else LOW_BIT * update
+    update *= 1.0 if stack.fused_optimizer else FOREACH
+    if not stack.copies_parameters:
+        update += numbers * 6  # the 16-bit copy
+    norm = numbers * gradient / NORM_RATE + (0 if plan.copies else numbers * 2 * weight)  # the update itself clips
+    return pricer.pass_(update) + pricer.pass_(norm) if numbers else 0.0

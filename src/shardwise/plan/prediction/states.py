@@ -1,0 +1,175 @@
+"""Weights, gradients and optimizer state of a rank: formats, and which ZeRO stage keeps what. Bytes, no torch.
+
+    stage   ours (P parameters, N shards; fp32 weights, Adam)
+    0       16 P                            gradients live inside the all-reduce buckets
+    1       16 P / N + P gathered           and all of the gradients, when they accumulate over micro-batches
+    2       16 P / N + P gathered           every micro-batch's gradients go to their owners at once
+    3       16 P / N + two blocks gathered  a tied embedding stays gathered as well
+
+Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too. On one rank it may stay
+(`Plan.copies`): 6 P of weights, 8 P of moments, and gradients of 2 P, or 4 P where micro-batches add up. What is frozen beside
+adapters is kept in that format at once, and has neither gradients nor states. Read next: lifetimes.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.plan.prediction.activations import segments
+from shardwise.plan.prediction.adapter_share import Held, apart_by, held_by
+from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of
+from shardwise.plan.prediction.stack import Stack
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import AdapterConfig
+
+WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4, "bf16-true": 2, "fp16-true": 2}
+"""Per number of weights, gradients and optimizer state."""
+
+COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "bf16-true": 2, "fp16-true": 2}
+"""Per number of activations and of parameters while they are used."""
+
+STATES_PER_PARAMETER = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adamw8bit": 2}
+"""Extra tensors of the parameter's size that each optimizer keeps."""
+
+STATE_BYTES = WEIGHT_BYTES | {"fp16-true": 4}
+"""Per number of optimizer state. Adam's second moment would vanish in fp16."""
+
+LOW_BIT_BYTES = 1 + 4 / 256
+"""Per number of 8-bit state: a code, and a block's share of its scale."""
+
+MASTER_BYTES = 4
+
+
+class States(NamedTuple):
+    """Bytes of a rank."""
+
+    weights: int
+    gathered: int
+    gradients: int  # between the last backward and the step
+    accumulated: int  # of those, what is there from the first backward on
+    optimizer: int
+    reduced: int  # at the end of backward: the last group, its gradient and the same in the format of sums
+    arriving: int = 0  # gradients that a backward leaves behind before they are added up
+    stepping: int = 0  # what the update makes of the gradients
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What a rank's blocks hold, and all together."""
+
+    blocks: list[Held]  # the embedding, every layer, the head
+    whole: Held
+    largest: int  # trained numbers of the largest block
+    apart: tuple[str, ...] = ()  # of Stack.side_by_side, what adapters keep from being joined
+
+
+@lru_cache(4096)
+def groups_of(cut: Cut, whole: ModelSpec, adapter: AdapterConfig) -> Groups:
+    blocks = held_by(cut, whole, adapter)
+    together = Held(
+        sum(block.trained for block in blocks),
+        sum(block.frozen for block in blocks),
+        sum(block.packed_bytes for block in blocks),
+        max(block.largest for block in blocks),
+    )
+    return Groups(blocks, together, max(block.trained for block in blocks), apart_by(whole, adapter))
+
+
+def state_bytes(optimizer: str, precision: str) -> float:
+    """Of optimizer state per parameter. With adamw8bit, small tensors and odd ones keep four times as much."""
+    size = LOW_BIT_BYTES if optimizer.endswith("8bit") else STATE_BYTES[precision]
+    return STATES_PER_PARAMETER[optimizer] * size
+
+
+def gathered_bytes(held: Held, compute: int) -> int:
+    return compute * (held.trained + held.frozen) + held.packed_bytes
+
+
+def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> States:
+    if stack.half_weights and plan.zero < 3:
+        return _with_masters(share, groups, plan, optimizer, stack)
+    if plan.copies:
+        return _with_copies(groups.whole, plan, optimizer)
+    weight, compute, whole = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], groups.whole
+    is_frozen = whole.trained < share.num_parameters
+    spread = share.spread_parameters * (compute if is_frozen else weight)
+    full = weight * whole.trained + compute * whole.frozen + whole.packed_bytes
+    own = -(-(full - spread) // plan.state_shards) + -(-spread // plan.expert_shards)
+    own_trained = -(-weight * whole.trained // plan.state_shards) if is_frozen else own
+    gathered, accumulated = gathered_bytes(whole, compute), 0
+    several = plan.num_microbatches > 1
+    if plan.zero == 0:
+        gathered = compute * whole.trained if compute != weight else 0
+        if several and _uses_ddp(plan):  # what micro-batches before the last one left, beside the buckets
+            accumulated = own_trained
+    elif plan.zero == 1 and several:
+        accumulated = weight * whole.trained
+    elif plan.zero == 3:
+        gathered = _two_blocks(share, groups, plan, stack)
+    gathered += compute * whole.largest
+    reduced = groups.largest * (2 * compute + weight) if plan.uses_fsdp else 0
+    return States(
+        weights=own,
+        gathered=gathered,
+        gradients=own_trained + accumulated,
+        accumulated=own_trained + accumulated if several or plan.pp > 1 or _uses_ddp(plan) else 0,
+        optimizer=int(own_trained / weight * state_bytes(optimizer, plan.precision)),
+        reduced=reduced,
+        stepping=int(stack.step_bytes * own_trained / weight),
+    )
+
+
+def _with_copies(whole: Held, plan: Plan, optimizer: str) -> States:
+    """On one rank: both formats of every trained weight. A gradient is as wide as the copy until several have to be added up."""
+    weight, compute, several = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], plan.num_microbatches > 1
+    gradients = whole.trained * gradient_bytes(plan)
+    return States(
+        weights=(weight + compute) * whole.trained + compute * whole.frozen + whole.packed_bytes,
+        gathered=compute * whole.largest,
+        gradients=gradients,
+        accumulated=gradients if several else 0,
+        optimizer=int(whole.trained * state_bytes(optimizer, plan.precision)),
+        reduced=0,
+    )
+
+
+def gradient_bytes(plan: Plan) -> int:
+    """Per number, when the update reads it."""
+    is_narrow = plan.copies and plan.num_microbatches == 1
+    return (COMPUTE_BYTES if is_narrow else WEIGHT_BYTES)[plan.precision]
+
+
+def _uses_ddp(plan: Plan) -> bool:
+    return plan.zero == 0 and plan.pp == 1 and plan.dp * plan.cp > 1 and not plan.uses_fsdp
+
+
+def _two_blocks(share: RankShare, groups: Groups, plan: Plan, stack: Stack) -> int:
+    sizes = [gathered_bytes(block, COMPUTE_BYTES[plan.precision]) for block in groups.blocks]
+    first, *layers, last = sizes
+    stays = first + last if share.spec.tied or stack.ends_stay_gathered else 0
+    # Blocks that are computed again together stay gathered until their backward.
+    together = [len(part) for stage in stages_of(share, plan) for part in segments(plan.recompute, numbers_of(stage))]
+    return stays + sum(sorted(layers if stays else sizes)[-max([2, *together]) :])
+
+
+def _with_masters(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> States:
+    """Weights whole in 16 bits, a buffer for all gradients, fp32 masters with the moments. Stage 1 shares the last out, stage 2 the buffer too."""
+    compute, whole = COMPUTE_BYTES[plan.precision], groups.whole.trained
+    experts = share.spread_parameters
+    sharded = (whole - experts) / plan.state_shards + experts / plan.expert_shards if plan.zero else whole
+    stand_ins = compute * (max(share.layer_parameters) + share.head) if stack.stand_ins and not share.spec.is_moe else 0
+    buffer = int((stack.gradient_bytes or compute) * (sharded if plan.zero > 1 else whole))
+    replicas = plan.dp * plan.cp > 1
+    return States(
+        weights=compute * whole,
+        gathered=stand_ins,
+        gradients=buffer + (stack.bucket_bytes * whole if replicas else 0),
+        accumulated=buffer + (stack.bucket_bytes * whole if replicas else 0),
+        optimizer=int(sharded * (MASTER_BYTES + state_bytes(optimizer, "fp32"))),
+        reduced=0,
+        arriving=compute * whole if stack.bucket_bytes else 0,
+        stepping=int(stack.step_bytes * sharded),
+    )

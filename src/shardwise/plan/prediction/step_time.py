@@ -1,0 +1,327 @@
+"""Time of a step: what every stage computes and sends, put through the schedule that the runtime executes. No torch.
+
+    step_seconds(model, cluster, job, plan)   seconds by part; their sum is the step
+    step_bound(...)                           at most that, in a fraction of the time: for the search
+
+A stage's forward and backward are as long as the device computes, or as the host needs to start it, whichever takes longer; on top come messages that
+nothing hides. Without a pipeline a step is the sum over its micro-batches; with one, the simulated schedule says how long ranks wait.
+Parts are those of the rank that is busiest. Read next: layer_time.py, state_time.py, pipeline_time.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from shardwise.plan.prediction.activations import layer_activations, segments
+from shardwise.plan.prediction.collectives import Network
+from shardwise.plan.prediction.kernels import Pricer
+from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
+from shardwise.plan.prediction.offloaded import host_rate, offload_seconds
+from shardwise.plan.prediction.pipeline_time import pipeline_seconds
+from shardwise.plan.prediction.rank_share import RankShare, rank_shares
+from shardwise.plan.prediction.stack import Stack
+from shardwise.plan.prediction.state_time import StateTime, optimizer_seconds, state_time
+from shardwise.plan.prediction.states import groups_of
+from shardwise.plan.resolve.speed import stack_of
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.job import Job
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import splits_backward, stage_owners
+
+STRAGGLER = 0.01
+"""Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
+
+
+def straggler_share(cluster: ClusterSpec, world: int) -> float:
+    """Of a step that so many ranks take."""
+    return STRAGGLER * ((-(-world // cluster.per_node)).bit_length() - 1)
+
+
+STEP_HOST = 2e-3
+"""Host seconds around a step that nothing hides: the batch goes to the device, the loss and the norm come back."""
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One micro-batch through one stage."""
+
+    layers: LayerTime
+    forward: float
+    inputs: float
+    weights: float
+    launch: float  # of these, what the device waited for the host
+
+    @property
+    def backward(self) -> float:
+        return self.inputs + self.weights
+
+
+def step_seconds(
+    model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None, apart: bool = True
+) -> dict[str, float]:
+    """Seconds by part; their sum is the step. `apart`: tells waiting for messages between stages from waiting, which takes as long again."""
+    stack = stack or stack_of(plan)
+    times = layer_times(model, cluster, job, plan, stack)
+    stages = stage_times(model, plan, times)
+    shares = rank_shares(model, plan)
+    owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages) if plan.pp > 1 else (0,)
+    mine = [[stage for stage, owner in zip(stages, owners, strict=True) if owner == rank] for rank in range(plan.pp)]
+    states = [
+        rank_state(share, model, rank_stages, cluster, job, plan, stack, times)
+        for share, rank_stages in zip(shares, mine, strict=True)
+    ]
+    busy = [
+        sum(stage.forward + stage.backward for stage in rank_stages) + state.each_forward + state.each_backward
+        for rank_stages, state in zip(mine, states, strict=True)
+    ]
+    slowest = max(range(plan.pp), key=busy.__getitem__)
+    parts = _rank_parts(mine[slowest], states[slowest], plan)
+    if plan.pp > 1:
+        parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack, apart)
+    state = states[slowest]
+    parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
+    if plan.pp > 1 and model.tied:
+        parts["data-parallel"] += _tied_seconds(model, plan, times, stack)
+    parts["compute"] += state.casts_once
+    trained = max(_trained(share, model, job, plan) for share in shares)
+    parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
+    parts["offload"] = offload_seconds(trained, plan, cluster.per_node)
+    if plan.activation_offload:
+        parts["offload"] += plan.num_microbatches * _paging_seconds(
+            shares[slowest], mine[slowest], cluster, plan, times
+        )
+    parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
+    parts["straggler"] = straggler_share(cluster, plan.world) * sum(parts.values())
+    return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
+
+
+def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None) -> float:
+    """The busiest rank computes at least the mean of all. What waits, what travels between ranks and what is computed again in parts of a
+    pipeline come on top."""
+    stack = stack or stack_of(plan)
+    times = layer_times(model, cluster, job, plan, stack)
+    again: set[int] = set()
+    if plan.pp == 1 or plan.recompute == "full":
+        again = {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
+    total = times.stage([(layer, layer.index in again) for layer in model.layers])
+    work = plan.num_microbatches * _length(add((total, *times.ends()))) / plan.pp
+    if job.adapter.kind != "none":
+        return work
+    shards = max(plan.tp, plan.ep) * max(plan.state_shards, plan.expert_shards)
+    return work + optimizer_seconds(model.num_parameters / plan.pp, shards, times.pricer, plan, job, stack)
+
+
+def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
+    """Parameters that a rank updates."""
+    trained = groups_of(share.cut, model, job.adapter).whole.trained
+    experts = share.spread_parameters if job.adapter.kind == "none" else 0
+    return (trained - experts) / plan.state_shards + experts / plan.expert_shards
+
+
+def _length(time: LayerTime) -> float:
+    return time.forward + time.backward + time.again + sum(time[6:])
+
+
+Owners = tuple[ModelSpec, ClusterSpec, Stack]
+_RECENT: dict[object, tuple[Owners, LayerTimes]] = {}
+_NETWORKS: dict[tuple[int, int], tuple[ClusterSpec, Network]] = {}
+_PRICERS: dict[tuple[object, ...], tuple[ClusterSpec, Stack, Pricer]] = {}
+
+
+def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack) -> LayerTimes:
+    """Layouts that cut layers alike share their prices. The objects are kept with them, so that their ids stay theirs."""
+    key = (
+        id(model), id(cluster), id(stack), job.adapter, plan.precision, plan.micro_batch, plan.seq_len, plan.tp, plan.sequence, plan.cp,
+        plan.cp_kind, plan.ep, plan.recompute == "selective", plan.uses_fsdp, plan.threads_per_rank, _odd_groups(cluster, plan),
+    )  # fmt: skip
+    found = _RECENT.get(key)
+    if found is None:
+        if len(_RECENT) > 2048:
+            _RECENT.clear()
+        found = _RECENT[key] = (
+            (model, cluster, stack),
+            LayerTimes(
+                model, network_of(cluster, _odd_groups(cluster, plan)), _pricer(cluster, plan, stack), job, plan, stack
+            ),
+        )
+    return found[1]
+
+
+def _pricer(cluster: ClusterSpec, plan: Plan, stack: Stack) -> Pricer:
+    """One for all layouts, because it remembers."""
+    key = (id(cluster), id(stack), plan.precision, plan.threads_per_rank)
+    found = _PRICERS.get(key)
+    if found is None:
+        if len(_PRICERS) > 16:
+            _PRICERS.clear()
+        pricer = Pricer(cluster.device, plan.precision, stack, plan.threads_per_rank)
+        found = _PRICERS[key] = (cluster, stack, pricer)
+    return found[2]
+
+
+def odd_world(cluster: ClusterSpec, world: int) -> int:
+    """The number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in them."""
+    span = cluster.tiers[0].span
+    return world if world < span or world % span else 0
+
+
+def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
+    """The same for the messages inside of layers: only groups that fit into a domain and do not divide it mind."""
+    span = cluster.tiers[0].span
+    usual = 1 << (span.bit_length() - 1)
+    is_odd = any(n < span and span % n and usual % n for n in (plan.tp, plan.tp * plan.cp, plan.ep))
+    return odd_world(cluster, plan.world) if is_odd else 0
+
+
+def network_of(cluster: ClusterSpec, world: int) -> Network:
+    found = _NETWORKS.get((id(cluster), world))
+    if found is None:
+        if len(_NETWORKS) > 64:
+            _NETWORKS.clear()
+        found = _NETWORKS[id(cluster), world] = (cluster, Network(cluster, world))
+    return found[1]
+
+
+def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes) -> list[StageTime]:
+    """In model order. Layouts that split layers alike share them; who changes the list makes a copy."""
+    before = times.stages.get((plan.split, plan.recompute))
+    if before is not None:
+        return before
+    ranges = [range(stop - number, stop) for number, stop in zip(plan.split, accumulate(plan.split), strict=True)]
+    ranges = ranges or [range(model.num_layers)]
+    first, last = times.ends()
+    found: list[StageTime] = []
+    known: dict[object, StageTime] = {}
+    for number, layers in enumerate(ranges):
+        parts = segments(plan.recompute, layers)
+        ends = [first] * (number == 0) + [last] * (number == len(ranges) - 1)
+        key = (len(layers), sum(map(len, parts))) if times.are_alike and not ends else number
+        if key not in known:
+            again = {index for part in parts for index in part}
+            total = times.stage([(model.layers[index], index in again) for index in layers])
+            known[key] = _stage(add((total, *ends)))
+        found.append(known[key])
+    times.stages[plan.split, plan.recompute] = found
+    return found
+
+
+def _stage(layers: LayerTime) -> StageTime:
+    sent_forward = layers.tensor_forward + layers.context_forward + layers.expert_forward
+    sent_backward = layers.tensor_backward + layers.context_backward + layers.expert_backward
+    forward, backward = layers.forward + sent_forward, layers.backward + layers.again + sent_backward
+    wait_forward, wait_backward = max(0.0, layers.host_forward - forward), max(0.0, layers.host_backward - backward)
+    weights = layers.weights
+    return StageTime(
+        layers, forward + wait_forward, backward + wait_backward - weights, weights, wait_forward + wait_backward
+    )
+
+
+def rank_state(
+    share: RankShare,
+    model: ModelSpec,
+    stages: Sequence[StageTime],
+    cluster: ClusterSpec,
+    job: Job,
+    plan: Plan,
+    stack: Stack,
+    times: LayerTimes,
+) -> StateTime:
+    forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
+    blocks = [groups_of(share.cut, model, job.adapter).whole]
+    network = network_of(cluster, odd_world(cluster, plan.world))
+    return state_time(share, blocks, forward, backward, cluster, network, times.pricer, plan, stack)
+
+
+def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> dict[str, float]:
+    layers = add([stage.layers for stage in stages])
+    number = plan.num_microbatches
+    return {
+        "compute": number * (layers.forward + layers.backward + state.casts_forward + state.casts_backward),
+        "recompute": number * layers.again,
+        "tensor-parallel": number * (layers.tensor_forward + layers.tensor_backward),
+        "context-parallel": number * (layers.context_forward + layers.context_backward),
+        "expert-parallel": number * (layers.expert_forward + layers.expert_backward),
+        "data-parallel": number * (state.each_forward + state.each_backward),
+        "launch": number * sum(stage.launch for stage in stages),
+    }
+
+
+def _paging_seconds(
+    share: RankShare, stages: Sequence[StageTime], cluster: ClusterSpec, plan: Plan, times: LayerTimes
+) -> float:
+    """Activations go to CPU memory beside forward and come back beside backward: what takes longer than computing. One micro-batch."""
+    token_parts = plan.tp if plan.sequence else 1
+    spec = replace(share.spec, norm="layer")  # a norm on CUDA keeps its input alone
+    kept = float(layer_activations(spec, share.layers, 0, token_parts))
+    if groups := segments(plan.recompute, range(share.layers[0].index, share.layers[-1].index + 1)):
+        kept = len(groups) * spec.hidden // token_parts + kept * (1 - sum(map(len, groups)) / len(share.layers))
+    way = times.shape.here * kept * times.shape.size / host_rate(cluster)
+    forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
+    return max(0.0, way - forward) + max(0.0, way - backward)
+
+
+def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> float:
+    """Both ends of a pipeline have the table, and add up its gradients: of what a rank owns, where ZeRO has shared it out."""
+    size = (
+        -(-model.vocab // plan.tp)
+        * model.hidden
+        * (stack.reduce_bytes or 4)
+        / (plan.state_shards if plan.zero > 1 else 1)
+    )
+    return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
+
+
+def transfer_seconds(times: LayerTimes, plan: Plan, stack: Stack) -> float:
+    """Of a message from one stage to the next, on average: where a domain holds several stages, some messages cross its border."""
+    near, far = transfers(times, plan.world, plan.pp, stack)
+    borders = -(-plan.world // times.network.tiers[0].span) - 1
+    return near + (far - near) * min(1.0, borders / (plan.pp - 1))
+
+
+def transfers(times: LayerTimes, world: int, pp: int, stack: Stack) -> tuple[float, float]:
+    """Of a message to the nearest stage, and of one that crosses a border between domains, if the pipeline has one."""
+    shape, plan, distance, inside = times.shape, times.plan, world // pp, times.network.tiers[0].span
+    size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
+    if stack.scatters_messages and not plan.sequence:
+        size /= plan.tp
+    near = times.network.send(size, distance)
+    return near, near if world <= inside else times.network.send(size, max(distance, inside))
+
+
+def _pipeline(
+    stages: Sequence[StageTime],
+    owners: Sequence[int],
+    states: Sequence[StateTime],
+    busy: float,
+    times: LayerTimes,
+    plan: Plan,
+    stack: Stack,
+    apart: bool,
+) -> dict[str, float]:
+    """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
+    transfer, slowest = transfer_seconds(times, plan, stack), transfers(times, plan.world, plan.pp, stack)[1]
+    split = splits_backward(plan.schedule)
+    prices: list[float] = []
+    for number, (stage, owner) in enumerate(zip(stages, owners, strict=True)):
+        state, extra = states[owner], 0.0 if stack.overlaps_pipeline else transfer
+        ahead = state.each_forward + state.casts_forward
+        behind = state.each_backward + state.casts_backward
+        forward = stage.forward + ahead / plan.virtual_stages + extra * (number < len(stages) - 1)
+        inputs = stage.inputs + behind / plan.virtual_stages + extra * (number > 0)
+        prices += (
+            [forward, inputs + stage.weights, inputs, stage.weights]
+            if split
+            else [forward, inputs + stage.weights, 0.0, 0.0]
+        )
+    schedule = (plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)
+    total = pipeline_seconds(*schedule, prices, transfer)
+    # Messages of one direction share a link, one after the other; the first leaves when the first stage is through.
+    total = max(total, prices[0] + plan.num_microbatches * plan.virtual_stages * slowest)
+    if not apart:
+        return {"bubble": max(0.0, total - busy)}
+    quick = pipeline_seconds(*schedule, prices, 0.0)
+    sent = max(0.0, total - quick)
+    return {"bubble": max(0.0, total - busy - sent), "pipeline": min(sent, max(0.0, total - busy))}

@@ -1,0 +1,124 @@
+"""What a rank computes, in numbers: `Product`, `Attention`, passes over memory; and the `Shape` of what it has of a micro-batch. No torch.
+
+Counted by operations.py and passes.py, priced by kernels.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.spec.model import ModelSpec
+
+
+class Product(NamedTuple):
+    """`groups` products of (m x k) by (k x n). `adds`: its result is added to a sum in fp32."""
+
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+    adds: bool = False
+    exact: bool = False  # not in eight bits, whatever the precision
+    small: bool = False  # stays in 16 bits where others of its layer are in eight
+    split: bool = False  # along k: a few tiles with a long k keep all of a device busy
+
+    @property
+    def in_eight(self) -> bool:
+        return not (self.exact or self.small)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.groups
+
+
+class Attention(NamedTuple):
+    """Causal attention of `queries` tokens per row, each over `context` keys on average of at most `keys`."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    context: float
+    width: int  # of queries and keys
+    value_width: int
+    masked: bool = False  # all pairs are computed, and a mask says which count
+
+    @property
+    def flops(self) -> float:
+        """Of forward. Backward has five products for these two."""
+        return 2.0 * self.rows * self.heads * self.queries * self.context * (self.width + self.value_width)
+
+
+@dataclass(frozen=True)
+class Work:
+    products: tuple[Product, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    passes: tuple[float, ...] = ()  # bytes read and written, one number per kernel
+    views: int = 0  # operations that only the host notices
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.passes + other.passes,
+            self.views + other.views,
+        )
+
+    @property
+    def flops(self) -> float:
+        return sum(p.flops for p in self.products) + sum(a.flops for a in self.attention)
+
+    @property
+    def launches(self) -> int:
+        return len(self.products) + len(self.attention) + len(self.passes) + self.views
+
+
+@dataclass(frozen=True)
+class Training:
+    """Of one layer or one end of the model."""
+
+    forward: Work
+    inputs: Work  # backward: gradients of what came in, and of what has no weights
+    weights: Work
+    cheap: Work  # the part of forward that `cheap` selective recomputation repeats
+    attention: Work  # the part that `attention` repeats
+
+
+class Shape(NamedTuple):
+    """What of a micro-batch a rank has."""
+
+    rows: int  # sequences
+    tokens: int  # of one sequence, on this rank: seq_len / cp
+    seq_len: int
+    tp: int = 1
+    sequence: bool = False
+    ep: int = 1
+    ulysses: int = 1  # context-parallel ranks that exchange heads for tokens
+    size: int = 2  # bytes per number
+    eight_bit: bool = False  # large products in fp8
+    trains: str = "all"  # all | lora | qlora
+    adapters: tuple[int, ...] = ()  # products of a layer that have them
+    rank: int = 0  # of the adapters
+    drops: bool = False  # their inputs have dropout
+
+    @property
+    def here(self) -> int:
+        """Tokens inside of tensor-parallel regions."""
+        return self.rows * self.tokens
+
+    @property
+    def outside(self) -> int:
+        """Tokens that norms and sums see: a share of them under sequence parallelism."""
+        return max(1, self.here // self.tp) if self.sequence else self.here
+
+
+def norms_have_kernel(spec: ModelSpec) -> bool:
+    """Whether one kernel computes the backward of a block's norms: a program holds a row, and of shorter ones a compiler has several. With norms after a part as well, compiled graphs would keep one more tensor per layer."""
+    return spec.norm == "rms" and not spec.post_norms and 512 <= spec.hidden <= 16384
+
+
+def adds_at_once(rank: int) -> bool:
+    """Whether one kernel adds what adapters of this rank add, in 16 bits: rows of B begin at whole 16 bytes, and a program has all of it at once."""
+    return rank % 8 == 0 and rank <= 256

@@ -1,0 +1,301 @@
+"""The degree of every axis: fills what is `auto`, and refuses what the model or the machine cannot bear.
+
+    world = dp x cp x tp x pp        ep divides dp x cp x tp
+
+What only depends on the config itself was checked when it was loaded (config/check_layout.py). Invariant: degrees that leave
+this file multiply to the number of processes that will be started. Read next: refusal.py (how a fix is found), resolve.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardwise.config.check_layout import check_replicas, check_world, degree, stages_per_rank
+from shardwise.config.keys import Origins
+from shardwise.config.values import shown
+from shardwise.plan.resolve.refusal import Asked, Fix, Refusal, explained
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.schema import TrainConfig
+from shardwise.spec.split import balanced_split, estimated_costs, even_split
+
+DEFAULT_GLOBAL_BATCH = 8
+MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its memory
+
+
+@dataclass(frozen=True)
+class Degrees:
+    dp: int
+    tp: int
+    sequence: bool
+    cp: int
+    pp: int
+    virtual_stages: int
+    split: tuple[int, ...]
+    ep: int
+    reason: str
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.cp * self.tp * self.pp
+
+
+def choose_degrees(asked: Asked, origins: Origins) -> Degrees:
+    try:
+        return _choose(asked, origins)
+    except Refusal as problem:
+        raise explained(problem, asked, origins, lambda other: _choose(other, origins)) from None
+
+
+def global_batch_of(train: TrainConfig) -> int:
+    """Sequences per optimizer step."""
+    if train.global_batch_tokens:
+        return train.global_batch_tokens // train.seq_len
+    return train.global_batch or DEFAULT_GLOBAL_BATCH
+
+
+def _choose(asked: Asked, origins: Origins) -> Degrees:
+    parallel, train = asked.config.parallel, asked.config.train
+    if not asked.spec.is_ours:
+        _check_whole(asked)
+    tp, pp, stages = degree(parallel.tp), degree(parallel.pp), stages_per_rank(parallel)
+    cp, ep = degree(parallel.cp), degree(parallel.ep)
+    _check_tensor(asked, tp)
+    _check_heads(asked, cp, tp)
+    _check_stages(asked, pp, stages)
+    dp, reason = _choose_dp(asked, origins, cp * tp, pp)
+    _check_gpus(asked, dp, cp, tp, pp)
+    _check_batch(asked, dp, cp * tp, pp)
+    _check_experts(asked, dp, cp, tp, ep)
+    if parallel.replicate != "auto":
+        check_replicas(dp, int(parallel.replicate), parallel.zero, origins)
+    divides = train.seq_len % (tp * cp) == 0
+    sequence = tp > 1 and divides if parallel.sequence == "auto" else bool(parallel.sequence)
+    split = _choose_split(asked, pp * stages if pp > 1 else 0)
+    return Degrees(dp, tp, sequence, cp, pp, stages, split, ep, reason)
+
+
+# Data parallelism, and how many processes there are --------------------------------------------------------------------
+
+
+def _choose_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[int, str]:
+    parallel, machine, per_replica = asked.config.parallel, asked.machine, per_stage * pp
+    if asked.nproc:
+        whole = replace(parallel, tp=degree(parallel.tp), cp=degree(parallel.cp), pp=pp)
+        filled = replace(asked.config, parallel=whole)
+        check_world(filled, asked.nproc, origins)
+        return asked.nproc // per_replica, "as asked"
+    if parallel.dp != "auto":
+        return int(parallel.dp), "as asked"
+    on_gpus = asked.device == "cuda"
+    devices = len(machine.gpus) if on_gpus else min(machine.cores, MAX_DEFAULT_CPU_RANKS)
+    replicas, global_batch = degree(parallel.replicate), global_batch_of(asked.config.train)
+    most = replicas if parallel.zero == 0 and parallel.replicate != "auto" else devices // per_replica
+    fitting = (n for n in range(replicas, most + 1, replicas) if global_batch % n == 0)
+    dp = max(fitting, default=replicas)
+    if not on_gpus and dp * per_replica > machine.cores:
+        cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+        return dp, f"the degrees need {dp * per_replica} processes, which share {cores}"
+    unit = "GPU" if on_gpus else "core"
+    if per_replica > 1:
+        return dp, f"one replica per {per_replica} {unit}s, {dp} in all"
+    return dp, f"one replica per {unit}, {dp} in all" if dp > 1 else "one device: nothing to split"
+
+
+def _check_gpus(asked: Asked, dp: int, cp: int, tp: int, pp: int) -> None:
+    num_gpus, world = len(asked.machine.gpus), dp * cp * tp * pp
+    if asked.device != "cuda" or world <= num_gpus:
+        return
+    smaller: list[Fix] = [{"parallel.dp": n} for n in range(dp, 0, -1) if asked.config.parallel.dp != "auto"]
+    smaller += [{"--nproc": n} for n in range(num_gpus, 0, -1) if asked.nproc]
+    smaller += [{"parallel.tp": n} for n in reversed(tensor_degrees(asked.spec)) if n < tp]
+    smaller += [_shorter_pipeline(asked, n) for n in range(pp - 1, 0, -1)]
+    smaller += [{"parallel.cp": n} for n in range(cp - 1, 0, -1)]
+    raise Refusal(
+        f"{_said(dp=dp, cp=cp, tp=tp, pp=pp)} needs {world} GPUs, this machine has {num_gpus}",
+        why="every rank needs a GPU of its own",
+        keys=("parallel.dp", "parallel.pp", "parallel.tp", "parallel.cp"),
+        fixes=[other for fix in smaller for other in _with_nproc(asked, fix, num_gpus)],
+    )
+
+
+def _check_batch(asked: Asked, dp: int, per_stage: int, pp: int) -> None:
+    train = asked.config.train
+    global_batch = global_batch_of(train)
+    if global_batch >= dp:
+        return
+    larger: Fix = {"train.global_batch": dp}
+    if train.global_batch_tokens:
+        larger = {"train.global_batch_tokens": dp * train.seq_len}
+    fewer: Fix = {} if asked.config.parallel.dp == "auto" else {"parallel.dp": global_batch}
+    if asked.nproc:
+        fewer["--nproc"] = global_batch * per_stage * pp
+    raise Refusal(
+        f"a global batch of {global_batch} is smaller than dp={dp}",
+        why="every data-parallel rank needs at least one sequence per step",
+        keys=("train.global_batch", "train.global_batch_tokens", "parallel.dp"),
+        fixes=[larger, fewer],
+    )
+
+
+def _check_whole(asked: Asked) -> None:
+    """A model that transformers builds is replicated or held in rows; nobody here knows where else to cut it."""
+    parallel = asked.config.parallel
+    cut = [axis for axis in ("tp", "pp", "cp", "ep") if degree(getattr(parallel, axis)) > 1]
+    if not cut:
+        return
+    fix: Fix = {f"parallel.{axis}": 1 for axis in cut}
+    fix |= _shorter_pipeline(asked, 1) if "pp" in cut else {}
+    fix |= {"parallel.sequence": "auto"} if parallel.sequence is True else {}
+    raise Refusal(
+        f"{asked.spec.name} cannot be cut over {cut[0]}={getattr(parallel, cut[0])}",
+        why="transformers builds this model, and it is not known inside: dp, zero and replicate work, tp, pp, cp and ep do not",
+        keys=[f"parallel.{axis}" for axis in cut],
+        fixes=[other for more in ({"parallel.zero": 3}, {}) for other in _with_nproc(asked, fix | more)],
+    )
+
+
+# What the model allows -------------------------------------------------------------------------------------------------
+
+
+def tensor_degrees(spec: ModelSpec) -> list[int]:
+    """Every tp that this model can be cut into, ascending."""
+    return [tp for tp in range(1, spec.num_heads + 1) if _tensor_problem(spec, tp) is None]
+
+
+def _check_tensor(asked: Asked, tp: int) -> None:
+    problem = _tensor_problem(asked.spec, tp)
+    if problem is None:
+        return
+    near = sorted(tensor_degrees(asked.spec), key=lambda n: abs(n - tp))
+    raise Refusal(
+        f"{asked.spec.name} cannot be cut over tp={tp}",
+        why=problem,
+        keys=("parallel.tp",),
+        fixes=[fix for n in near for fix in _with_nproc(asked, {"parallel.tp": n})],
+    )
+
+
+def _tensor_problem(spec: ModelSpec, tp: int) -> str | None:
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if tp == 1:
+        return None
+    if heads % tp:
+        return f"each rank takes the same number of whole heads, and {heads} heads do not divide by {tp}"
+    if not spec.is_latent and kv_heads % tp and tp % kv_heads:
+        return f"key-value heads stay whole: {kv_heads} of them neither divide by {tp} nor go into it evenly"
+    widths = {"vocabulary": spec.vocab}
+    for layer in spec.layers:
+        widths["expert width" if layer.is_moe else "feed-forward width"] = layer.ffn
+        if layer.is_moe and spec.num_shared_experts:
+            widths["shared expert width"] = spec.expert_ffn * spec.num_shared_experts
+    name, width = min(widths.items(), key=lambda item: item[1])
+    return f"each rank needs a part of everything, and the {name} is only {width}" if width < tp else None
+
+
+def _check_heads(asked: Asked, cp: int, tp: int) -> None:
+    """Ulysses gives every context-parallel rank some of the heads for all tokens."""
+    heads = asked.spec.num_heads // tp
+    if cp == 1 or asked.config.parallel.cp_kind != "ulysses" or heads % cp == 0:
+        return
+    fitting = [n for n in range(cp - 1, 0, -1) if heads % n == 0]
+    has = f"{asked.spec.num_heads} heads" + (f" over tp={tp} are {heads} per rank" if tp > 1 else "")
+    raise Refusal(
+        f"{asked.spec.name} cannot be shared by cp={cp} ranks the way of Ulysses",
+        why=f"each rank takes the same number of whole heads: {has}, which do not divide by {cp}",
+        keys=("parallel.cp", "parallel.cp_kind"),
+        fixes=[
+            {"parallel.cp_kind": "ring"},
+            *(other for n in fitting for other in _with_nproc(asked, {"parallel.cp": n})),
+        ],
+    )
+
+
+def _check_experts(asked: Asked, dp: int, cp: int, tp: int, ep: int) -> None:
+    if ep == 1:
+        return
+    spec, ranks = asked.spec, dp * cp * tp
+    fixes: list[Fix] = [{"parallel.ep": n} for n in range(min(ep, ranks), 0, -1)]
+    if not spec.num_experts:
+        what, why = (
+            f"ep={ep} needs experts, and {spec.name} has none",
+            "it shares out the experts of a model between ranks",
+        )
+    elif spec.num_experts % ep:
+        what = f"the {spec.num_experts} experts of {spec.name} cannot be shared out over ep={ep} ranks"
+        why = f"each rank takes the same number of experts, and {spec.num_experts} does not divide by {ep}"
+    elif ranks % ep:
+        what = f"ep={ep} does not divide the {ranks} ranks of {_said(dp=dp, cp=cp, tp=tp) or 'dp=1'}"
+        why = "ranks of dp x cp x tp share the experts between them, the same number in every group"
+    else:
+        return
+    raise Refusal(what, why=why, keys=("parallel.ep", "parallel.dp", "parallel.cp", "parallel.tp"), fixes=fixes)
+
+
+def _check_stages(asked: Asked, pp: int, stages: int) -> None:
+    num_layers = asked.spec.num_layers
+    if pp == 1 or pp * stages <= num_layers:
+        return
+    parallel = asked.config.parallel
+    fixes: list[Fix] = []
+    if stages > 1 and parallel.schedule != "zbv":
+        fixes += [{"parallel.virtual_stages": n} for n in range(num_layers // pp, 0, -1)]
+    longest = max(1, min(pp - 1, num_layers // stages))
+    fixes += [_shorter_pipeline(asked, n) for n in range(longest, 0, -1)]
+    raise Refusal(
+        f"{_said(pp=pp, virtual_stages=stages)} makes more stages than {asked.spec.name} has layers",
+        why=f"{pp * stages} stages of at least one layer each, {num_layers} layer{'s' if num_layers > 1 else ''}",
+        keys=("parallel.virtual_stages", "parallel.pp"),
+        fixes=[other for fix in fixes for other in _with_nproc(asked, fix)],
+    )
+
+
+def _choose_split(asked: Asked, num_stages: int) -> tuple[int, ...]:
+    asked_split, num_layers = asked.config.parallel.split, asked.spec.num_layers
+    if num_stages == 0:
+        return ()
+    even = even_split(num_layers, num_stages)
+    if asked_split == "even":
+        return even
+    if asked_split == "auto":
+        return balanced_split(*estimated_costs(asked.spec, asked.config.train.seq_len), num_stages)
+    assert isinstance(asked_split, tuple) and len(asked_split) == num_stages, (asked_split, num_stages)
+    if sum(asked_split) != num_layers:
+        raise Refusal(
+            f"`parallel.split = {shown(asked_split)}` splits {sum(asked_split)} layers, "
+            f"{asked.spec.name} has {num_layers}",
+            why="it lists the layers of each stage, and every layer belongs to one",
+            keys=("parallel.split",),
+            fixes=[{"parallel.split": even}, {"parallel.split": "auto"}],
+        )
+    return asked_split
+
+
+# Fixes -----------------------------------------------------------------------------------------------------------------
+
+
+def _shorter_pipeline(asked: Asked, pp: int) -> Fix:
+    """With a list of layers goes what was said about stages that are no longer there."""
+    parallel = asked.config.parallel
+    fix: Fix = {"parallel.pp": pp}
+    if not isinstance(parallel.split, str):
+        fix["parallel.split"] = "auto"
+    if pp == 1 and parallel.schedule != "1f1b":
+        fix["parallel.schedule"] = "1f1b"
+    if pp == 1 and parallel.virtual_stages not in ("auto", 1):
+        fix["parallel.virtual_stages"] = "auto"
+    return fix
+
+
+def _with_nproc(asked: Asked, fix: Fix, most: int | None = None) -> list[Fix]:
+    """The fix as it is, and with the number of processes that goes with it."""
+    if not asked.nproc or "--nproc" in fix:
+        return [fix]
+    parallel = asked.changed(fix).config.parallel
+    per_replica = degree(parallel.tp) * degree(parallel.cp) * degree(parallel.pp)
+    replicas = max(1, min(asked.nproc, most or asked.nproc) // per_replica)
+    dp = replicas if parallel.dp == "auto" else int(parallel.dp)
+    return [fix] if dp * per_replica == asked.nproc else [fix, {**fix, "--nproc": dp * per_replica}]
+
+
+def _said(**degrees: int) -> str:
+    return " ".join(f"{name}={value}" for name, value in degrees.items() if value > 1)

@@ -1,0 +1,188 @@
+"""Which of the [speed] tricks a plan uses: fills `auto`; and what the planner has to know of them. No torch.
+
+Everything here changes how fast a step is computed, not what. Invariant: a trick that the layout cannot bear is off, whatever `auto` would like. Read next:
+parallel/apply.py, which applies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from shardwise.errors import UserError
+from shardwise.plan.prediction.stack import OURS, Stack
+from shardwise.plan.prediction.work import norms_have_kernel
+from shardwise.spec.fp8 import WORTH
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import MIXED, Plan
+from shardwise.spec.schedules import splits_backward
+from shardwise.spec.schema import SpeedConfig
+
+
+def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str = "sdpa") -> Plan:
+    """The plan with its tricks. Called last: what they may do depends on the layout. `attention`: as a `Job` has it."""
+    kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
+    copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
+    copies, loss = copies and not plan.rounds_sums, loss_of(asked, plan.pp, plan.schedule)
+    if asked.copies is True and not copies:
+        raise _no_copies(plan, spec)
+    if (asked.compile not in ("auto", "none") and kernels["compile"] == "none") or (
+        asked.fuse is True and not kernels["fuse"]
+    ):
+        raise _no_kernels("compile" if kernels["compile"] != asked.compile else "fuse", plan, asked, spec)
+    for key, value in (("products", "measured"), ("kernels", "own")):
+        if getattr(asked, key) == value and kernels[key] != value:
+            raise UserError(
+                f"`speed.{key} = {value}` is for compiled blocks on a GPU",
+                why=f"this run has speed.compile = {kernels['compile']} on {plan.device}",
+                fix=f"speed.{key}=auto, which takes that where it can",
+            )
+    kernels["kernels"] = norms_of(kernels["kernels"], spec, plan.precision, plan.tp * plan.cp * plan.ep)
+    if asked.kernels == "own" and kernels["kernels"] != "own":
+        raise UserError(
+            "`speed.kernels = own` is for norms of 512 to 16,384 numbers (RMSNorm, none after a part) in 16 bits, with tp = cp = ep = 1",
+            why=f"this run is {spec.name} with {plan.layout} in {plan.precision}",
+            fix="speed.kernels=auto, which takes that where it can",
+        )
+    if asked.loss == "fused" and loss != "fused":
+        raise UserError(
+            "`speed.loss = fused` does not go with `parallel.schedule = gpipe`",
+            why="all micro-batches wait for their backward, each with a gradient of the head's weights in fp32",
+            fix="speed.loss=auto or parallel.schedule=1f1b",
+        )
+    attention = attention_of(attention, spec, plan.precision, plan.cp, plan.cp_kind)
+    return replace(plan, **kernels, copies=copies, loss=loss, attention=attention)
+
+
+def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
+    """From `section.key` words."""
+    return SpeedConfig(
+        **{key.removeprefix("speed."): value for key, value in fixed.items() if key.startswith("speed.")}
+    )
+
+
+def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedule: str) -> dict[str, Any]:
+    """A compiled block has one backward: schedules that make the gradients of weights later need it in two."""
+    compiled = asked.compile
+    if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
+        compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
+    if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
+        compiled = "none"
+    # Joined gradients are put side by side by a kernel that reads its inputs twice (docs/log.md); so not by itself.
+    fuse = asked.fuse is True and spec.is_ours
+    # By a pass over compiled graphs, with kernels that only CUDA has.
+    can = device == "cuda" and compiled in ("blocks", "graphs")
+    return {
+        "compile": compiled,
+        "fuse": fuse,
+        "kernels": asked.kernels if asked.kernels in ("torch", "liger") else "own" if can else "torch",
+        "products": "measured" if can and asked.products != "library" else "library",
+    }
+
+
+def norms_of(kernels: str, spec: ModelSpec, precision: str, ranks: int) -> str:
+    """`own` where that is possible. `ranks`: that a block talks to. In fp8 a compiler looks for a gradient's largest number in the pass that makes it."""
+    can = norms_have_kernel(spec) and precision.removesuffix("-true") in ("bf16", "fp16") and ranks == 1
+    return "torch" if kernels == "own" and not can else kernels
+
+
+def keeps_copies(
+    asked: SpeedConfig, device: str, precision: str, spec: ModelSpec, world: int, offload: str, zero: int
+) -> bool:
+    """One rank alone, whose weights are kept in fp32 and used in 16 bits."""
+    can = world == 1 and precision in MIXED and zero == 0 and offload == "none" and spec.is_ours
+    return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
+
+
+def bears(asked: SpeedConfig, schedule: str) -> bool:
+    """Whether a pipeline with this schedule can have what is asked for outright."""
+    compiles = asked.compile not in ("auto", "none") or asked.products == "measured" or asked.kernels == "own"
+    return not (compiles and splits_backward(schedule)) and not (asked.loss == "fused" and schedule == "gpipe")
+
+
+def _no_kernels(key: str, plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> UserError:
+    value = asked.compile if key == "compile" else "true"
+    if not spec.is_ours:
+        why, instead = f"{spec.name} is transformers' model, whose blocks stay as they are", ""
+    else:
+        why = f"{plan.schedule} makes gradients of weights later than others, a compiled block all at once"
+        instead = " or parallel.schedule=1f1b"
+    return UserError(f"`speed.{key} = {value}` is not for this run", why=why, fix=f"speed.{key}=auto{instead}")
+
+
+def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:
+    also = f", with gradients summed in {plan.reduce_dtype}" if plan.rounds_sums else ""
+    return UserError(
+        "speed.copies = true is for one rank alone that computes in 16 bits over fp32 weights",
+        why=f"this plan is {plan.layout} in {plan.precision}" + (also if spec.is_ours else ", of transformers' model"),
+        fix="speed.copies=auto, which keeps copies where it can",
+    )
+
+
+def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
+    """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's weights in fp32."""
+    can = pp == 1 or schedule != "gpipe"
+    return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
+
+
+WIDEST_FLASH4 = 128
+"""Heads of 64 and 128 were measured (kernels.py)."""
+
+
+def attention_of(asked: str, spec: ModelSpec, precision: str, cp: int, cp_kind: str) -> str:
+    """What a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody measures kernels where sequences are
+    cut (parallel/apply.py), and a ring has its own."""
+    can = asked != "sdpa" and spec.is_ours and not spec.is_latent and not spec.attention_softcap
+    can = can and spec.head_dim <= WIDEST_FLASH4 and precision not in ("fp32", "fp64")
+    return "flash4" if can and (cp == 1 or (asked == "flash4" and cp_kind == "ulysses")) else "sdpa"
+
+
+def stack_of(plan: Plan) -> Stack:
+    """How our runtime executes a plan."""
+    fp8 = fp8_of(plan.precision, plan.fp8_recipe, plan.fp8_head)
+    stack = our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused", plan.products == "measured", *fp8)
+    return attending(stack, plan.attention)
+
+
+def attending(stack: Stack, kernel: str) -> Stack:
+    return stack if stack.attention == kernel else _attending(stack, kernel)
+
+
+@cache
+def _attending(stack: Stack, kernel: str) -> Stack:
+    """The same object for the same words, because prices are kept by it (step_time.py)."""
+    return replace(stack, attention=kernel)
+
+
+def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:
+    """The last words of `our_stack`: the recipe, none without fp8, and whether the head has it too."""
+    return (recipe, head) if precision == "fp8" else ("", False)
+
+
+LOSS_PASSES = 1
+"""Each reads and writes the logits once: kernels/triton/loss.py keeps a row near by until it has its gradient. Two compiled passes were 2."""
+
+
+@cache
+def our_stack(
+    compiled: bool, fuse: bool, fused_loss: bool, chosen: bool = False, recipe: str = "", fp8_head: bool = False
+) -> Stack:
+    if not (compiled or fuse or fused_loss or recipe):
+        return OURS
+    return replace(
+        OURS,
+        compiled=compiled,
+        measured=compiled,
+        chosen=chosen,
+        stops_early=not compiled,  # one graph, which ends at its end
+        joined=fuse,
+        side_by_side=("qkv", "gate up") if fuse else (),
+        logits_again=not fused_loss,
+        fused_loss=compiled and fused_loss,
+        loss_passes=LOSS_PASSES,
+        fp8_least=WORTH.get(recipe, 0),
+        fp8_rows=recipe == "rowwise",
+        fp8_head=fp8_head,
+    )

@@ -1,0 +1,71 @@
+"""Out of memory, in words: what a rank held and by what, how far over it was, and what to type so that the run fits.
+
+The changes are those of plan/resolve/fit.py, for a job that takes as much more than predicted as this one did. Read next: memory/account.py,
+which saw the moment.
+"""
+
+from __future__ import annotations
+
+from shardwise.cluster.describe.machine import this_machine
+from shardwise.config.units import format_bytes
+from shardwise.errors import Exit, UserError
+from shardwise.memory.account import OverLimit
+from shardwise.plan.prediction.memory import predict_memory
+from shardwise.plan.resolve.fit import Way, needed_memory, ways_to_fit
+from shardwise.plan.resolve.refusal import Asked, typed
+from shardwise.plan.resolve.resolve import plan_of
+from shardwise.run.rundir import RunDir
+from shardwise.run.start import FREE_TO_CHANGE
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import Config
+
+NOTHING_FITS = (
+    "a smaller model or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)"
+)
+
+
+def out_of_memory(
+    error: BaseException, run: RunDir, rank: int, config: Config, plan: Plan, spec: ModelSpec, limit: int
+) -> UserError:
+    """`error`: what the account said (OverLimit), or the system where no account was open."""
+    predicted = predict_memory(spec, plan, config.optimizer.name, config.adapter)
+    if isinstance(error, OverLimit):
+        what, why, scale = *_seen(error, rank), error.needed / max(1, sum(predicted.values()))
+        why += f"; a whole step was predicted to need {format_bytes(sum(predicted.values()))}"
+    else:
+        said = str(error).splitlines()[0] if str(error) else "the system gave no more memory"
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in predicted.items() if size)
+        what, why, scale = f"out of memory on rank {rank}: {said}", f"predicted were {parts}", 1.1
+    needed = needed_memory(spec, plan, config)
+    scale = max(1.0, scale, 1.01 * limit / needed if needed < limit else 1.0)  # it did not fit, whatever was predicted
+    saved = ("optimizer.name",) if any(run.checkpoints.glob("step-*")) else ()  # whose state is in the checkpoints
+    asked = Asked(config, spec, this_machine(), None)
+    found = ways_to_fit(asked, plan, lambda other: plan_of(other, plan.num_steps), scale=scale, without=saved)
+    return UserError(
+        what,
+        why=why,
+        fix=" or ".join(_command(run, way) for way in found) or NOTHING_FITS,
+        code=Exit.OUT_OF_MEMORY,
+    )
+
+
+def _seen(error: OverLimit, rank: int) -> tuple[str, str]:
+    span = error.at.during
+    where = "" if span is None else f" in {span.name}"
+    if span is not None and span.microbatch is not None:
+        where += f" of micro-batch {span.microbatch}" + (f", stage {span.stage}" if span.stage else "")
+    over = f"{format_bytes(error.needed)} of {format_bytes(error.limit)}"
+    over += f", {format_bytes(error.needed - error.limit)} over" if error.needed > error.limit else f" ({error.said})"
+    held = ", ".join(f"{name} {format_bytes(size)}" for name, size in error.at.by_category().items() if size)
+    rest = error.needed - error.at.total
+    held += f", process {format_bytes(rest)}" if rest > 0 else ""
+    largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in error.largest)
+    return f"out of memory on rank {rank}{where}: {over}", f"it held {held}; largest: {largest}"
+
+
+def _command(run: RunDir, way: Way) -> str:
+    """As it is typed. What changes the run's own numbers needs to be allowed."""
+    guarded = [key for key in way.fix if key.partition(".")[0] not in FREE_TO_CHANGE and not key.startswith("--")]
+    allow = "".join(f" --allow {key}" for key in guarded)
+    return f"`shardwise resume {run.path}{allow} {typed(way.fix)}` ({way.cost()})"

@@ -1,0 +1,78 @@
+"""Predicted beside measured, part by part, once a run has made its first steps. No torch here.
+
+A clock knows six kinds of time (clock.py), the planner more parts (plan/prediction/step_time.py): each part answers to one row. Invariant: on both
+sides the rows add up to the step. The memory of the same comparison is memory_view.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardwise.plan.prediction.predict import Prediction
+from shardwise.report.memory import off, report_lines
+from shardwise.run.clock import KINDS
+
+CHECK_AFTER = 20  # steps of this process; a shorter run compares at its end
+
+ROWS = {
+    "compute": ("in the model", ("compute", "recompute", "launch")),
+    "comm_exposed": (
+        "waiting for ranks",
+        ("data-parallel", "tensor-parallel", "context-parallel", "expert-parallel", "straggler"),
+    ),
+    "bubble": ("waiting for stages", ("bubble", "pipeline")),
+    "optimizer": ("optimizer", ("optimizer", "offload")),
+    "data_wait": ("waiting for data", ()),
+    "other": ("other", ()),
+}
+"""Kind of the clock -> the row's name, the parts of the prediction that it answers."""
+
+Parts = Mapping[str, float]
+
+
+def typical(steps: Sequence[Parts]) -> dict[str, float]:
+    """Seconds by kind of a usual step: the mean over the middle half by length. So the kinds still add up to the step, and a step in which
+    the machine did something else does not count."""
+    ordered = sorted(steps, key=lambda parts: parts["step_s"])
+    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
+    return {
+        key: sum(parts[key] for parts in middle) / len(middle) for key in (*(f"{kind}_s" for kind in ROWS), "step_s")
+    }
+
+
+def compare(
+    prediction: Prediction, ranks: Sequence[Parts], memory: dict[str, Any] | None, num_steps: int
+) -> dict[str, Any]:
+    """For plan.json. `ranks`: a usual step of each. The rank that computes longest is the one that is predicted."""
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank]["compute_s"]) if ranks else None
+    rows: dict[str, dict[str, float]] = {}
+    if slowest is not None:
+        named = {part for _, parts in ROWS.values() for part in parts}
+        left = sum(seconds for part, seconds in prediction.step.items() if part not in named)
+        for kind, (name, parts) in ROWS.items():
+            predicted = sum(prediction.step.get(part, 0.0) for part in parts) + left * (kind == "other")
+            rows[name] = {"predicted": predicted, "measured": ranks[slowest][f"{kind}_s"]}
+        rows["step"] = {"predicted": prediction.step_s, "measured": ranks[slowest]["step_s"]}
+    return {"steps": num_steps, "rank": slowest, "step": rows, "memory": memory}
+
+
+def comparison_lines(found: dict[str, Any]) -> list[str]:
+    """One table of time, one of memory."""
+    lines = []
+    if found["step"]:
+        title = f"rank {found['rank']}, {found['steps']} steps"
+        lines.append(f"time     {title:<22}{'predicted':>12}{'measured':>12}")
+        for name, row in found["step"].items():
+            if max(row.values()) >= 0.005 * found["step"]["step"]["measured"]:
+                values = "".join(f"{_duration(row[side]):>12}" for side in ("predicted", "measured"))
+                lines.append(f"         {name:<22}{values}  {off(row['measured'], row['predicted']):>7}")
+    return lines + (report_lines(found["memory"]) if found["memory"] else [])
+
+
+def _duration(seconds: float) -> str:
+    """Tables of steps are about milliseconds."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+assert set(ROWS) == {*KINDS, "other"}

@@ -1,0 +1,65 @@
+"""Who owns which memory of a rank: the engine's parameters and gradients, FSDP2's gathered copies, the optimizer's state.
+
+What memory/account.py asks, and what the demos add up. Nothing is computed here, and nothing kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shardwise.kernels.quantized_weight import LEAVES
+from shardwise.memory.account import Held, Holders, plain_parts
+from shardwise.parallel.engine import Engine
+from shardwise.parallel.zero.sharding import parameter_groups
+
+
+def holders_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Holders:
+    """Of one rank. A storage belongs to whom it is named for first."""
+    groups = [group for model in engine.models for group in parameter_groups(model)]
+    names = {id(shard.local): shard.name for shard in engine.shards}
+
+    def held(everything: bool) -> Iterator[Held]:
+        for shard in engine.shards if everything else ():
+            yield Held("parameters", shard.name, shard.local.detach())
+            if shard.narrow is not None:
+                yield Held("parameters", f"copy of {shard.name}", shard.narrow.detach())
+        for group in groups:
+            yield from _gathered(group)
+        for model in engine.models if everything else ():
+            for name, value in model.named_buffers():
+                yield Held("parameters" if name.rpartition(".")[2] in LEAVES else "buffers", name, value)
+        for shard in engine.shards:
+            if (gradient := shard.gradient) is not None:
+                yield Held("gradients", f"gradient of {shard.name}", gradient)
+        for parameter, state in optimizer.state.items() if everything and optimizer is not None else ():
+            for key, value in state.items():
+                if torch.is_tensor(value):
+                    yield Held("optimizer", f"{key} of {names.get(id(parameter), 'a parameter')}", value)
+
+    return held
+
+
+def _gathered(group: Any) -> Iterator[Held]:
+    """FSDP2's own: copies on their way and in use, and gradients that are not reduced yet."""
+    if (result := group._all_gather_result) is not None:
+        yield Held("buffers", "gathered parameters", result.all_gather_output)
+    for parameter in group.fsdp_params:
+        name = parameter._module_info.param_name
+        for output in parameter.all_gather_outputs:
+            yield Held("buffers", f"gathered {name}", output)
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+            if gradient is not None:
+                yield Held("gradients", f"gradient of {name}", gradient)
+
+
+def kept_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """What this rank keeps between the last backward and the update, tensor by tensor; step counters are left out."""
+    kept = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    for held in holders_of(engine, optimizer)(True):
+        if held.category in kept and held.tensor.ndim:
+            kept[held.category] += sum(part.nbytes for part in plain_parts(held.tensor))
+    return kept

@@ -1,0 +1,77 @@
+"""`micro_batch = "auto"` on every layout: small micro-batches go through the real engine, and what they take is counted.
+
+Tokens without targets cost what real ones cost and leave no trace: no gradient, no router count, nothing for DDP to reduce. All ranks
+take part in every pass and take the smallest answer. Blocks that are to be compiled run as they are written: they keep more than compiled
+ones, and are not compiled for sizes that nobody trains with. Read next: memory/micro_batch.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from shardwise.data.loader import TensorBatch
+from shardwise.data.sequences import IGNORE
+from shardwise.memory.account import Account
+from shardwise.memory.micro_batch import Growth, Taken, largest_that_fits
+from shardwise.parallel.engine import Engine
+from shardwise.plan.prediction.memory import APART, predict_memory
+from shardwise.plan.resolve.resolve import micro_batch_sizes
+from shardwise.run.clock import Clock
+from shardwise.run.memory_owners import holders_of
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import Config
+
+
+def measured_micro_batch(engine: Engine, config: Config, limit: int) -> int:
+    """Collective. The largest micro-batch that fits on every rank."""
+    plan, sizes = engine.plan, micro_batch_sizes(engine.plan)
+    if sizes == [1]:
+        return 1
+
+    def states(cut: Plan) -> int:
+        parts = predict_memory(engine.spec, cut, config.optimizer.name, config.adapter)
+        return sum(size for name, size in parts.items() if name not in ("activations", "allocator", APART))
+
+    def choose(growth: Growth, among: list[int]) -> int:
+        return _smallest(largest_that_fits(among, engine.spec, plan, states, growth, engine.mesh.at.pp, limit), engine)
+
+    one = Growth(_taken(engine, 1))
+    if choose(one, [2]) < 2:  # by twice the first, some rank would not have room for a second
+        return choose(one, sizes)
+    return choose(Growth(one.one, _taken(engine, 2)), sizes)
+
+
+def _taken(engine: Engine, size: int) -> Taken:
+    """Collective. What one micro-batch takes here beyond parameters, their copies and gradients."""
+    device = engine.mesh.device
+    tokens = torch.zeros(size, engine.plan.seq_len, dtype=torch.long, device=device)
+    micro = TensorBatch(tokens, torch.full_like(tokens, IGNORE), None)
+    clock = Clock(device)
+    account = Account(device, holders_of(engine, None), clock, records=True)
+    with engine.as_written(), account:
+        account.begin()
+        before = _allocated(device)
+        engine.try_out(micro, clock)
+    activations = max(point.by_category()["activations"] for point in account.points)
+    working = max(p.by_category()["activations"] + p.by_category()["temporary"] for p in account.points)
+    unseen = 0
+    if device.type == "cuda":  # what kernels take for themselves, the allocator knows
+        counted = account.peak.total - account.first.total
+        unseen = max(0, torch.cuda.max_memory_allocated(device) - before - counted)
+    return Taken(activations, working - activations + unseen)
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _smallest(value: int, engine: Engine) -> int:
+    if engine.plan.world == 1:
+        return value
+    tensor = torch.tensor(value, device=engine.mesh.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return int(tensor)

@@ -1,0 +1,1 @@
+"""What things are: models, jobs, plans, schedules, precisions, clusters. No torch; nothing of this package but `errors`."""

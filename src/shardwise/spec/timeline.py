@@ -1,0 +1,95 @@
+"""When each action of a pipeline schedule runs, how long ranks stand idle, how much they hold; a picture for terminals.
+
+Pure arithmetic over the lists of `spec/schedules.py` and a price per action. Invariant: a rank does one thing at a
+time, in the order of its list; an action starts as soon as its rank is free and what it needs has arrived. Messages
+travel beside the computing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwise.spec.schedules import Action, in_order, needs, result
+
+SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ", "E": "**********"}
+"""How `draw` writes the last digit of a micro-batch: forward 3, backward (B or I) d, weights D, held-out forward *."""
+
+
+class Timed(NamedTuple):
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    ranks: tuple[tuple[Timed, ...], ...]
+
+    @cached_property
+    def total(self) -> float:
+        return max((timed[-1].end for timed in self.ranks if timed), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per rank."""
+        return tuple(sum(end - start for _, start, end in timed) for timed in self.ranks)
+
+    @cached_property
+    def bubble(self) -> tuple[float, ...]:
+        """Per rank: the time without work, from the first action of any rank to the last."""
+        return tuple(self.total - busy for busy in self.busy)
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """The idle share of all ranks' time."""
+        return sum(self.bubble) / (len(self.ranks) * self.total) if self.total else 0.0
+
+
+def simulate(
+    actions: Sequence[Sequence[Action]],
+    owners: Sequence[int],
+    seconds: Callable[[Action], float],
+    transfer: float = 0.0,
+) -> Timeline:
+    """`transfer`: seconds that a message takes to another rank. AssertionError if the lists deadlock."""
+    ends: dict[Action, float] = {}
+    ranks: list[list[Timed]] = [[] for _ in actions]
+    for rank, action in in_order(actions, len(owners)):
+        start = ranks[rank][-1].end if ranks[rank] else 0.0
+        for need in needs(action, len(owners)):
+            start = max(start, ends[need] + (transfer if owners[need.stage] != rank else 0.0))
+        ends[result(action)] = end = start + seconds(action)
+        ranks[rank].append(Timed(action, start, end))
+    return Timeline(tuple(map(tuple, ranks)))
+
+
+def peak_in_flight(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """Per rank: the most activations held at once. One is one stage of one micro-batch, from F until B or W."""
+    peaks = []
+    for mine in actions:
+        held = peak = 0
+        for action in mine:
+            held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def draw(timeline: Timeline, width: int) -> str:
+    """One line per rank, `width` characters for the whole time, each showing what runs in its middle; idle is a dot."""
+    label = len(str(len(timeline.ranks) - 1))
+    lines = []
+    for rank, timed in enumerate(timeline.ranks):
+        starts = [start for _, start, _ in timed]
+        signs = []
+        for column in range(width):
+            moment = (column + 0.5) * timeline.total / width
+            index = bisect_right(starts, moment) - 1
+            running = index >= 0 and moment < timed[index].end
+            signs.append(SIGNS[timed[index].action.kind][timed[index].action.microbatch % 10] if running else ".")
+        lines.append(f"rank {rank:>{label}} |{''.join(signs)}|")
+    return "\n".join(lines)

@@ -1,0 +1,135 @@
+"""transformers' models behind our decoder's interface, in one process: losses, chance, continuing, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_models import KINDS, write_model
+from transformers import AutoModelForCausalLM
+
+from shardwise.errors import UserError
+from shardwise.interop.huggingface.door import read_spec
+from shardwise.interop.transformers.model import TransformersModel, find_block_list
+from shardwise.interop.transformers.spec import TransformersSpec, spec_from_transformers
+from shardwise.model.cache import KeyValueCache
+from shardwise.model.decoder import IGNORE, Losses
+from shardwise.run.generate import Sampling, generate
+
+TOKENS = torch.arange(2, 22).view(2, 10) * 11 % 256
+
+
+def load(directory: Path) -> TransformersModel:
+    spec = read_spec(directory)
+    assert isinstance(spec, TransformersSpec)
+    model = TransformersModel(spec)
+    model.read(directory)
+    return model.train()
+
+
+@pytest.fixture(params=KINDS)
+def model_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return write_model(request.param, tmp_path / request.param)
+
+
+def test_losses_and_logits_are_those_of_transformers(model_dir: Path) -> None:
+    """Also in training mode, where OPT's config asks for dropout."""
+    model, truth = load(model_dir), AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    targets = TOKENS.roll(-1, 1)
+    targets[:, -1] = targets[0, 3] = IGNORE
+    with torch.no_grad():
+        losses, right = model(TOKENS, targets), truth(TOKENS, labels=TOKENS)
+        assert torch.equal(model(TOKENS), right.logits)
+    assert isinstance(losses, Losses) and model.training
+    wanted = torch.nn.functional.cross_entropy(right.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert losses.cross_entropy.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@torch.no_grad()
+def test_a_cache_continues_where_it_was(model_dir: Path) -> None:
+    model, cache = load(model_dir), KeyValueCache(10)
+    parts = [model(part, cache=cache) for part in TOKENS.split([4, 1, 5], 1)]
+    assert cache.length == 10 and torch.allclose(torch.cat(parts, 1), model(TOKENS), atol=1e-5)
+
+
+def test_greedy_text_is_the_same_with_and_without_a_cache(model_dir: Path) -> None:
+    """With one, each new token goes through the model alone."""
+    model, seen = load(model_dir), []
+    assert model.remembers
+    model.inner.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    with_cache = list(generate(model, [5, 6, 7], 12, Sampling(temperature=0)))
+    assert seen == [3] + 11 * [1]
+    model.__dict__["remembers"] = False
+    assert list(generate(model, [5, 6, 7], 12, Sampling(temperature=0))) == with_cache
+    assert seen[12:] == list(range(3, 15)), "all tokens before, again"
+
+
+def test_an_architecture_with_another_kind_of_cache_computes_everything_again(tmp_path: Path) -> None:
+    model = load(write_model("mamba", tmp_path / "mamba"))
+    assert not model.remembers
+    tokens, truth = [5, 6, 7], AutoModelForCausalLM.from_pretrained(tmp_path / "mamba").eval()
+    found = list(generate(model, tokens, 4, Sampling(temperature=0)))
+    for _ in range(4):
+        tokens = [*tokens, int(truth(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax())]
+    assert found == tokens[3:]
+
+
+def test_a_cache_that_answers_otherwise_is_not_used(tmp_path: Path) -> None:
+    """Here it is one that forgets."""
+    model = load(write_model("opt", tmp_path / "opt"))
+    plain = model.inner.forward
+
+    def forward(input_ids, past_key_values=None, use_cache=False):
+        return plain(input_ids=input_ids, use_cache=use_cache)
+
+    model.inner.forward = forward
+    assert not model.remembers
+
+
+def test_a_checkpoint_may_name_a_tied_weight_once(tmp_path: Path) -> None:
+    model = load(write_model("opt", tmp_path / "opt"))
+    once = {name: value.detach().clone() + 1 for name, value in model.named_parameters()}
+    model.load_tensors(once)
+    assert all(torch.equal(value, once[name]) for name, value in model.named_parameters())
+    name = next(iter(once))
+    with pytest.raises(UserError, match="does not hold opt"):
+        model.load_tensors({key: value for key, value in once.items() if key != name})
+    with pytest.raises(UserError, match="does not hold opt"):
+        model.load_tensors({**once, "more": torch.zeros(1)})
+
+
+def test_documents_are_refused(tmp_path: Path) -> None:
+    model = load(write_model("bloom", tmp_path / "bloom"))
+    with pytest.raises(UserError, match="document_mask"):
+        model(TOKENS, TOKENS, documents_BT=torch.zeros_like(TOKENS))
+
+
+def test_a_spec_is_stored_and_read_back(model_dir: Path) -> None:
+    spec = read_spec(model_dir)
+    assert isinstance(spec, TransformersSpec)
+    assert TransformersSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert (spec.hidden, spec.num_layers, spec.vocab, spec.num_heads) == (24, 3, 256, 4)
+    assert spec.positions == ("learned" if model_dir.name == "opt" else "rope")
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"model_type": "opt", "quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"model_type": "opt", "hidden_size": 30, "num_attention_heads": 4}, "cannot build"),
+        ({"model_type": "whisper-never"}, "is not supported"),
+    ],
+)
+def test_configs_that_cannot_work(config: dict, word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        spec_from_transformers(config)
+
+
+def test_experts_inside_of_blocks_are_not_the_blocks() -> None:
+    block = torch.nn.ModuleDict({"experts": torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(8))})
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([block, torch.nn.Linear(2, 2)])})
+    assert find_block_list(model)[0] == "layers"
+    with pytest.raises(UserError, match="no list of blocks"):
+        find_block_list(torch.nn.Linear(2, 2))
