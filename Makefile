@@ -1,5 +1,6 @@
 # make train   set up .venv and run the default job          make test    set up and run the tests
 # make setup   only .venv       make lint    ruff and mypy   make bench   the CPU benchmarks
+# make test-gpu  the tests that need a CUDA GPU, with the python that has a torch for it (PYTHON=...), in any order
 # make explore what tests hold for random examples, for new ones: eight rounds
 # make parity  every layout against one process: the whole same-loss matrix, half an hour; writes docs/parity.md
 # make pages   docs/misprints.md and docs/rules-of-thumb.md, as the planner says today
@@ -8,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
-.PHONY: setup train test explore parity pages lint bench clean
+.PHONY: setup train test test-gpu explore parity pages lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -39,6 +40,10 @@ RANKS  := tests/parallel tests/parity tests/memory tests/model
 test: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest $(RANKS) >$(VENV)/ranks.log 2>&1 & beside=$$!; trap 'kill $$beside' INT TERM; \
 	  $(BIN)/python -m pytest $(RANKS:%=--ignore=%); code=$$?; wait $$beside || code=$$?; cat $(VENV)/ranks.log; exit $$code
+
+# The environment above has a torch for CPUs: these need another one, which need not have this package installed.
+test-gpu:
+	@PYTHONPATH=src $(PYTHON) -m pytest -m "cuda or triton" --shuffle 0
 
 explore: $(VENV)/.installed-dev
 	@for round in 1 2 3 4 5 6 7 8; do $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=explore --hypothesis-seed=random || exit 1; done

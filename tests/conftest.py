@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,22 +18,78 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from ranks import RankPool
 
-# Before torch is loaded, for everything that tests start too: a thread that waits for another one gives its core away. By default it
-# spins, and on a busy machine a training step of milliseconds takes seconds.
+# Before torch is loaded, for everything that tests start too: a thread that waits for another one gives its core away.
+# By default it spins, and on a busy machine a training step of milliseconds takes seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The same examples every time, so that a change fails by what it changed; `make explore` looks for new ones. How long an example takes,
-# or its making, depends on who else uses the cores.
+# The same examples every time, so that a change fails by what it changed; `make explore` looks for new ones. How long an
+# example takes, or its making, depends on who else uses the cores.
 settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("tests"), derandomize=False, print_blob=True)
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in an order drawn from this seed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU or a package that is not here."""
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(items)
+    for item in items:
+        if item.get_closest_marker("cuda") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        for name in [name for marker in item.iter_markers("needs") for name in marker.args]:
+            if importlib.util.find_spec(name) is None:
+                item.add_marker(pytest.mark.skip(reason=f"needs {name}"))
+
+
+@cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 @pytest.fixture(autouse=True)
-def same_chance() -> None:
+def same_seed() -> None:
     """A test draws the same numbers, whatever ran before it."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def clean_gpu(request: pytest.FixtureRequest, same_seed: None) -> Iterator[None]:
+    """A test on a GPU neither sees what ran before it nor is seen by what comes after it."""
+    if request.node.get_closest_marker("cuda") is None:
+        yield
+        return
+    _forget_gpu()
+    yield
+    _forget_gpu()
+
+
+def _forget_gpu() -> None:
+    """Compiled code, switches, groups and memory that this process has from an earlier test."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.compiler.reset()  # a function is compiled anew only so many times, and then runs as it is
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    torch.cuda.set_device(0)
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 @pytest.fixture
@@ -50,7 +110,7 @@ def run_here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Warm rank processes on the CPU: `ranks.run(function, 4, *args)` calls a function on four ranks that meet over gloo."""
+    """Warm processes on the CPU: `ranks.run(function, 4, *args)` calls a function on four ranks that meet over gloo."""
     from ranks import RankPool
 
     pool = RankPool()
@@ -59,13 +119,8 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def repeatable_on_gpu() -> Iterator[None]:
+def repeatable_on_gpu(clean_gpu: None) -> None:
     """Kernels that add in the order threads arrive (an index's backward) would differ from themselves in bf16."""
     import torch
-    import torch.distributed as dist
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    if dist.is_initialized():
-        dist.destroy_process_group()

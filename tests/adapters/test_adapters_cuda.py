@@ -18,7 +18,7 @@ from shardwise.spec.presets import preset
 from shardwise.spec.schema import AdapterConfig
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.cuda,
     pytest.mark.usefixtures("repeatable_on_gpu"),
 ]
 

@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 import torch
 from triton_kernels import interpret, ptx_for_h200
 
+pytestmark = pytest.mark.triton
+
 EPSILON = torch.finfo(torch.float32).eps
 GROUP = {"betas": (0.9, 0.95), "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
 

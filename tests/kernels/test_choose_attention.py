@@ -69,7 +69,7 @@ def test_layers_may_use_different_kernels():
     assert torch.allclose(model(tokens), before, rtol=0, atol=1e-12)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", ["llama3.2-1b", "gemma2-2b", "mistral-7b"])
 def test_kernels_on_a_gpu_agree(name):
     spec = preset(name).with_overrides({"num_layers": 2, "vocab": 512})

@@ -22,7 +22,6 @@ from shardwise.kernels.choose_matmul import (
 )
 from shardwise.kernels.fused_loss import Products
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 SIZES = (4096, 2048, 3072)  # rows, inner, columns: 5e10 FLOPs
 
 
@@ -146,7 +145,7 @@ def test_strides_say_how_a_matrix_lies() -> None:
     assert cublas.turned(matrix[:, ::2]) is None and cublas.turned(torch.empty(1, 8).expand(6, 8)) is None
 
 
-@needs_gpu
+@pytest.mark.cuda
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_kernel_that_takes_part_gives_torchs_bits(layout: str, dtype: torch.dtype) -> None:
@@ -165,7 +164,7 @@ def test_every_kernel_that_takes_part_gives_torchs_bits(layout: str, dtype: torc
     assert len(measured_products._found) == 1 and "same bits" in (summary() or "")
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_sums_in_fp32_go_on_where_they_are() -> None:
     a, b = factors("tn")
     once = torch.ops.aten.mm.dtype(a, b, torch.float32)
@@ -176,7 +175,7 @@ def test_sums_in_fp32_go_on_where_they_are() -> None:
     assert torch.equal(total, 2 * once)
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_parts_of_a_matrix_have_their_own_strides() -> None:
     a, b = factors("nn")
     wide = torch.zeros(a.shape[0], 2 * a.shape[1], device="cuda", dtype=a.dtype)
@@ -184,7 +183,7 @@ def test_parts_of_a_matrix_have_their_own_strides() -> None:
     assert torch.equal(multiply(wide[:, : a.shape[1]], b), torch.mm(a, b))
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_what_is_small_or_begins_anywhere_is_torchs() -> None:
     a, b = factors("nn", sizes=(64, 64, 64))
     assert torch.equal(multiply(a, b), a @ b) and not measured_products._found
@@ -193,7 +192,7 @@ def test_what_is_small_or_begins_anywhere_is_torchs() -> None:
     assert torch.equal(multiply(a, b), a @ b) and not measured_products._found
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_zeros_choose_nobody() -> None:
     a, b = factors("nn")
     multiply(torch.zeros_like(a), b)
@@ -202,7 +201,7 @@ def test_zeros_choose_nobody() -> None:
     assert len(measured_products._found) == 1
 
 
-@needs_gpu
+@pytest.mark.cuda
 def test_compiled_graphs_use_it_both_ways_and_nothing_changes() -> None:
     rows, width, out = 4096, 2048, 4096
     draw = torch.Generator("cuda").manual_seed(5)

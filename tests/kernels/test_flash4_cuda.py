@@ -40,6 +40,7 @@ def apart(found: list[Tensor], truth: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True))
 
 
+@pytest.mark.cuda
 @needs_it
 @pytest.mark.parametrize("heads, kv_heads, width, tokens", [(8, 2, 64, 1024), (8, 8, 128, 512), (8, 1, 128, 1000)])
 def test_it_is_as_close_to_the_plain_softmax_as_cudnn(heads: int, kv_heads: int, width: int, tokens: int) -> None:
@@ -49,6 +50,7 @@ def test_it_is_as_close_to_the_plain_softmax_as_cudnn(heads: int, kv_heads: int,
     assert found < 5e-3 and found < 1.2 * apart(results("cudnn", torch.bfloat16, *shape), truth)
 
 
+@pytest.mark.cuda
 @needs_it
 def test_a_repeated_backward_repeats_its_bits_where_that_is_asked_for() -> None:
     torch.use_deterministic_algorithms(True)
@@ -72,6 +74,7 @@ def gradients(kernel: str, compiled: bool, selective: bool) -> list[Tensor]:
     return [loss.detach().float(), *(p.grad.float() for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.cuda
 @needs_it
 @pytest.mark.parametrize("compiled, selective", [(False, False), (True, False), (True, True)])
 def test_a_model_computes_what_it_does_with_cudnn(compiled: bool, selective: bool) -> None:
@@ -79,6 +82,7 @@ def test_a_model_computes_what_it_does_with_cudnn(compiled: bool, selective: boo
     assert apart(gradients("flash4", compiled, selective), truth) < 0.02
 
 
+@pytest.mark.cuda
 @needs_it
 def test_it_takes_part_in_the_choice() -> None:
     choice = choose(SPEC, SPEC.layers, Shape(2, 4096), torch.bfloat16, DEVICE)[0]

@@ -17,7 +17,7 @@ from shardwise.model import loss as loss_module
 from shardwise.model.decoder import IGNORE, Head
 from shardwise.spec.presets import preset
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.cuda
 V, D, N = 32000, 512, 4096
 
 

@@ -50,7 +50,7 @@ def test_a_compiler_keeps_it_whole_and_does_not_compute_it_twice() -> None:
     assert not any(name.startswith(("aten.cat", "aten.silu")) for name in backward)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("shape", [(3, 1, 14), (64, 2 * 1024), (2, 17, 2 * 2731), (0, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_round_once(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -10,6 +10,8 @@ import torch
 from test_gated import assert_rounded_once
 from triton_kernels import interpret, ptx_for_h200
 
+pytestmark = pytest.mark.triton
+
 
 def test_they_compute_value_and_gradient() -> None:
     interpret(__file__)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -12,8 +10,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.spec.presets import preset
 
-is_here = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
-pytestmark = pytest.mark.skipif(not is_here, reason="needs a CUDA GPU and liger-kernel")
+pytestmark = [pytest.mark.cuda, pytest.mark.needs("liger_kernel")]
 
 
 @pytest.mark.parametrize("plus_one", [False, True])

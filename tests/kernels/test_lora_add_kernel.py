@@ -9,6 +9,8 @@ pytest.importorskip("triton")
 import torch
 from triton_kernels import interpret, ptx_for_h200
 
+pytestmark = pytest.mark.triton
+
 
 def test_it_adds_a_narrow_product() -> None:
     interpret(__file__)

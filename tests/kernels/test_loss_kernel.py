@@ -16,6 +16,8 @@ from triton_kernels import interpret, ptx_for_h200
 
 from shardwise.kernels.triton.loss import TALL, WARPS, WIDE, _cross_entropy, _expm1, cross_entropy
 
+pytestmark = pytest.mark.triton
+
 NUMBERS = TALL * WIDE // (32 * WARPS)  # of a tile, in a thread
 
 

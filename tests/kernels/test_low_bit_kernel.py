@@ -21,9 +21,10 @@ from shardwise.optim.low_bit_update import BLOCK, bounds_of, plain_update, scala
 from shardwise.optim.low_bit_update import nearest as plain_nearest
 from shardwise.spec.schema import OptimizerConfig
 
+pytestmark = pytest.mark.triton
+
 EPSILON = torch.finfo(torch.float32).eps
 GROUP = {"betas": (0.9, 0.95), "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 # Of the weights: shape, format of weights, gradients and copies; whether clipped; whether another tensor's pieces lie between those of the copy.
 CASES = [
@@ -107,6 +108,7 @@ def search(signed: bool, device: str = "cpu") -> None:
     assert torch.equal(codes, plain_nearest(x, values))
 
 
+@pytest.mark.needs("torchao")
 def test_it_computes_what_plain_operations_do() -> None:
     interpret(__file__)
 
@@ -125,24 +127,28 @@ def test_its_code_for_an_h200_rounds_and_reads_as_it_should() -> None:
         assert ptx.count("ld.shared") <= 8  # threads keep their numbers: looking up a code does not move them
 
 
-@on_gpu
+@pytest.mark.cuda
+@pytest.mark.needs("torchao")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu_it_computes_what_plain_operations_do(case: Any) -> None:
     compare(*case, device="cuda")
 
 
-@on_gpu
+@pytest.mark.cuda
+@pytest.mark.needs("torchao")
 def test_on_a_gpu_copies_in_bf16_are_rounded_once() -> None:
     compare((48, 256), torch.float32, torch.bfloat16, torch.bfloat16, True, False, device="cuda")
 
 
-@on_gpu
+@pytest.mark.cuda
+@pytest.mark.needs("torchao")
 @pytest.mark.parametrize("signed", [True, False])
 def test_on_a_gpu_every_code_begins_where_it_should(signed: bool) -> None:
     search(signed, "cuda")
 
 
-@on_gpu
+@pytest.mark.cuda
+@pytest.mark.needs("torchao")
 def test_a_number_that_is_not_finite_is_not_hidden() -> None:
     """Its block's scale has it, as with plain operations."""
     weight, gradient, moments = torch.zeros(32, 256, device="cuda"), torch.ones(32, 256, device="cuda"), moments_of((32, 256), "cuda")  # fmt: skip
@@ -152,7 +158,8 @@ def test_a_number_that_is_not_finite_is_not_hidden() -> None:
     assert bool(weight[3, 7].isnan()) and int(weight.isnan().sum()) == 1
 
 
-@on_gpu
+@pytest.mark.cuda
+@pytest.mark.needs("torchao")
 def test_a_tensor_of_more_than_2_to_the_31_numbers() -> None:
     size = 2**31 + 4096
     if torch.cuda.mem_get_info()[0] < 20 * size:
@@ -168,7 +175,8 @@ def test_a_tensor_of_more_than_2_to_the_31_numbers() -> None:
     assert all(torch.equal(one.codes[-4096:], other.codes) for one, other in zip(found, truth, strict=True))
 
 
-@on_gpu
+@pytest.mark.cuda
+@pytest.mark.needs("torchao")
 def test_an_update_takes_no_memory_and_waits_for_nothing() -> None:
     ours = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((2048, 2048), (1000, 333), (4096,), (7,))]
     copy_of = {p: nn.Parameter(p.detach().bfloat16()) for p in ours}

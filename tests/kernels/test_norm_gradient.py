@@ -24,7 +24,6 @@ from shardwise.spec.presets import preset
 from shardwise.spec.schema import AdapterConfig
 
 EPS, WIDTH = 1e-5, 24
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Tensor]:
@@ -276,7 +275,7 @@ def test_graphs_on_disk_are_told_apart_by_the_passes() -> None:
     assert len(set(kinds)) == 4
 
 
-@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("width", [512, 576, 2048, 4096, 5120, 8192, 9216, 16384])
 @pytest.mark.parametrize("learns", [False, True])
 def test_kernel_and_definition_agree_on_a_gpu(width: int, learns: bool) -> None:
@@ -295,7 +294,7 @@ def test_kernel_and_definition_agree_on_a_gpu(width: int, learns: bool) -> None:
         assert torch.allclose(found_weight.cpu().double(), truth_weight, rtol=2**-7, atol=1e-2)
 
 
-@needs_cuda
+@pytest.mark.cuda
 def test_compiled_blocks_on_a_gpu_are_as_near_to_the_truth_as_without() -> None:
     truth = {name: one.cuda() for name, one in gradients(make(torch.float64)).items()}
     found = {}

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from triton_kernels import interpret, ptx_for_h200, shared_bytes
 
+pytestmark = pytest.mark.triton
+
 EPS = 1e-5
 
 

@@ -31,7 +31,7 @@ def test_the_allocator_is_told_unless_the_user_has_told_it(choice: str, before: 
     assert before == after
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 def test_the_allocator_listens() -> None:
     """Once two tensors of 64 MiB are freed, one of 128 MiB fits where they were, and nothing more is reserved."""
     code = (

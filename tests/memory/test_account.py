@@ -147,7 +147,7 @@ def test_the_limit_is_kept_by_counting() -> None:
 LARGER = {"hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "ffn": 2816, "vocab": 4096}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_a_gpu_the_account_sees_what_the_allocator_sees(precision: str) -> None:
     """Backward runs in a thread of its own there. Attention by definition: fused kernels take workspaces that no tensor shows. 5 %: so

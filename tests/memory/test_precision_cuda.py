@@ -18,13 +18,16 @@ from shardwise.prove.verify import compare
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import OptimizerConfig
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.cuda
 SPEC = preset("tiny").with_overrides(
     {"num_layers": 2, "hidden": 2304, "num_heads": 36, "num_kv_heads": 36, "head_dim": 64, "ffn": 4608, "vocab": 128}
 )
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp16-true", "fp8 rowwise", "fp8 tensorwise", "adamw8bit"])
+STATES_IN_8_BITS = pytest.param("adamw8bit", marks=pytest.mark.needs("torchao"))
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp16-true", "fp8 rowwise", "fp8 tensorwise", STATES_IN_8_BITS])
 def test_one_gpu_computes_what_the_plain_model_computes(name: str) -> None:
     precision, _, recipe = name.partition(" ")
     optimizer = OptimizerConfig(lr=1e-3, name=name if name == "adamw8bit" else "adamw")
@@ -54,6 +57,7 @@ def test_the_gpus_products_are_those_that_a_cpu_emulates(recipe: str, compiled: 
             assert float((found - expected).abs().max()) < 2**-7 * float(expected.abs().max())
 
 
+@pytest.mark.needs("torchao")
 @pytest.mark.parametrize("has_copies", [False, True])
 def test_8_bit_states_are_updated_in_one_pass_that_waits_for_nothing(has_copies: bool) -> None:
     shapes, config = [(64, 256), (128, 48), (37, 111), (256,)], OptimizerConfig(name="adamw8bit", lr=1e-2)

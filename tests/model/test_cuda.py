@@ -14,14 +14,8 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, can_group
 from shardwise.model.initialize import initialize
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.cuda
 DOCUMENTS_BT = torch.tensor([[0] * 60 + [1] * 68, [0] * 128])
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    """Each test compiles its own kernels; together they would exceed the compiler's limit of variants per function."""
-    torch.compiler.reset()
 
 
 def gradients(variant: str, attention: str, documents_BT: torch.Tensor | None) -> dict[str, torch.Tensor]:

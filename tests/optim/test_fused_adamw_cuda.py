@@ -19,7 +19,7 @@ from shardwise.run.step import update
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import OptimizerConfig
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = pytest.mark.cuda
 
 SHAPES = [(1000, 333), (2048, 2048), (7,), (4096,), (3, 16, 40)]
 CONFIG = OptimizerConfig(lr=3e-3, weight_decay=0.1)

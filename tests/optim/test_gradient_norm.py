@@ -26,7 +26,7 @@ def test_16_bits_neither_overflow_nor_lose_digits() -> None:
     assert float(sums_of_squares([tensor])) == pytest.approx(float(tensor.double().square().sum()), rel=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernel_and_torch_agree_on_a_gpu(dtype: torch.dtype) -> None:
     draw = torch.Generator("cuda").manual_seed(0)
@@ -38,6 +38,7 @@ def test_kernel_and_torch_agree_on_a_gpu(dtype: torch.dtype) -> None:
     assert torch.equal(sums_of_squares(tensors), sums_of_squares(tensors)), "the same sum every time"
 
 
+@pytest.mark.triton
 def test_the_kernel_without_a_gpu() -> None:
     pytest.importorskip("triton")
     interpret(__file__)

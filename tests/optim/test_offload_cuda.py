@@ -15,7 +15,7 @@ from shardwise.prove.verify import compare
 from shardwise.spec.presets import preset
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.cuda,
     pytest.mark.usefixtures("repeatable_on_gpu"),
 ]
 

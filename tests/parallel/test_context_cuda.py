@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.parallel.context.attention_blocks import Score, Sight, attend_block, choose
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = pytest.mark.cuda
 
 SHAPES = {
     "causal": Shape(2, 256, 4, 4, 64, 64),
@@ -21,11 +21,6 @@ SHAPES = {
     "width that no kernel takes": Shape(1, 64, 2, 2, 12, 12),
 }
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def exact_products() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])

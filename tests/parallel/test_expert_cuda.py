@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +13,7 @@ from shardwise.model.initialize import initialize
 from shardwise.parallel.expert.dispatch import SpreadExperts
 from shardwise.spec.presets import preset
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = pytest.mark.cuda
 
 SIZES = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
 SPEC = preset("tiny-moe").with_overrides(SIZES | {"expert_ffn": 64, "num_experts": 4, "num_shared_experts": 1})
@@ -23,14 +21,10 @@ LOADS = {"even": [8, 8, 8, 8], "uneven": [31, 1, 0, 7], "no rows": [0, 0, 0, 0]}
 
 
 @pytest.fixture(autouse=True)
-def group_of_one() -> Iterator[None]:
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # an index's backward would add in the order threads arrive
+def group_of_one(clean_gpu: None) -> None:
+    # An index's backward would add in the order threads arrive.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

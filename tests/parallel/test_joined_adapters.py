@@ -106,7 +106,7 @@ def test_compiled_blocks_compute_what_they_did(
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_kernels_compute_what_they_did(kind: str) -> None:
     """Kernels both times: unpacking four bits, a kernel multiplies and adds in fp32 in one rounding, which is 6e-9 of an eager run's result."""
@@ -145,7 +145,7 @@ def test_the_sum_is_an_operation_with_gradients() -> None:
     assert torch.autograd.gradcheck(add_narrow(), (y, x, b))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     "rank, first, width", [(16, 0, 4096), (16, 16, 4096), (64, 0, 1000), (24, 8, 72), (8, 0, 4096)]
 )

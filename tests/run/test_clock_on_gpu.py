@@ -9,7 +9,7 @@ import torch
 
 from shardwise.run.clock import KINDS, Clock
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = pytest.mark.cuda
 
 CYCLES = 400_000_000  # of the GPU's clock: some tenths of a second
 

@@ -144,7 +144,7 @@ def test_every_rank_writes_a_trace_of_the_steps_asked_for(on_two_ranks: tuple[Pa
         assert any(event.get("cat") == "cpu_op" and event["name"] == "aten::mm" for event in events)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
     """From the third on: torch raises at whatever would make the host wait for the device inside of a step."""
     from shardwise.optim.build import engine_optimizer
@@ -175,7 +175,7 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
         assert 0 < it.read().loss < 10 and 0 < parts["compute_s"] <= parts["step_s"]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.cuda
 def test_late_results_of_a_gpu_are_the_same_and_its_steps_add_up(tmp_path: Path) -> None:
     """The real command. A step lasts from the end of the one before to its own, so all of them are as long as the run."""
     losses = {}
