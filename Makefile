@@ -2,8 +2,8 @@
 # make setup   only .venv       make lint    ruff and mypy   make bench   the CPU benchmarks
 # make test-gpu  the tests that need a CUDA GPU, with the python that has a torch for it (PYTHON=...), in any order
 # make explore what tests hold for random examples, for new ones: eight rounds
-# make parity  every layout against one process: the whole same-loss matrix, half an hour; writes docs/parity.md
-# make pages   docs/misprints.md and docs/rules-of-thumb.md, as the planner says today
+# make parity  every layout against one process: the whole same-loss matrix, half an hour; writes benchmarks/results/parity.md
+# make pages   pages that are made from the code: misprints and rules of thumb, as the planner says today
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin

@@ -7,7 +7,7 @@
 1. Counted. Every call into the recording code (opening and closing a span, two moments around what torch waits for, summing up, writing the
    events) is timed from outside, and the times of a step are added. Cost = clock + events / 10, step by step: wall time over the step's
    wall time, and seconds of the processor over the step's. Waiting, for another rank or for a core of a busy machine, is in neither side of the
-   second, and the timers themselves are inside it: rather too much than too little. It is what the bar of 0.5 % is held against.
+   second, and the timers themselves are inside it: rather too much than too little. It is what the target of 0.5 % is held against.
 2. Compared. Steps without any clock and steps with clock *and* events, in turn, in the same run: a sampled step over one without, by the
    wall clock and by seconds of the processor, with 95 % of the median and an A/A. It also sees what no timer is around, and the noise.
 """
@@ -41,7 +41,7 @@ from shardwise.spec.split import even_split
 
 CPU = torch.device("cpu")
 EVERY = 10  # run.events_every
-BAR = 0.005
+TARGET = 0.005
 COUNTED_SHARE = 0.25  # of the time; then steps are compared
 TRIAL = Trial(global_batch=8, micro_batch=4, seq_len=128, precision="fp32")
 LAYOUTS: dict[str, dict[str, Any]] = {"one process": {}, "dp=2 zero=3": {"dp": 2, "zero": 3}, "pp=2": {"pp": 2}}
@@ -117,7 +117,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "model": f"tiny, {TRIAL.global_batch} x {TRIAL.seq_len} tokens",
-        "bar": BAR,
+        "target": TARGET,
         "layouts": {},
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +130,7 @@ def main() -> None:
             print(
                 f"{layout:12} step {1e3 * row['step_s']:.1f} ms, {row['spans']} spans, clock {row['clock_us']:.0f} us, events "
                 f"{row['events_us']:.0f} us: {_percent(cost)} of a step's processor time, "
-                f"{_percent(row['cost'])} of its wall time, bar {100 * BAR} %: {'holds' if row['holds'] else 'MISSED'}\n"
+                f"{_percent(row['cost'])} of its wall time, target {100 * TARGET} %: {'holds' if row['holds'] else 'MISSED'}\n"
                 f"{'':12} compared: a sampled step takes {_percent(wall)} more, of the processor {_percent(cpu)}; "
                 f"A/A {_percent(row['noise'])}, {_percent(row['noise_processor'])} ({row['pairs']} pairs)",
                 flush=True,
@@ -220,7 +220,7 @@ def _measure(rank: int, layout: str, seconds: float, folder: Path) -> dict[str, 
         "counted_steps": len(shares),
         "cost": _median(shares),
         "cost_processor": cost,
-        "holds": cost["high"] < BAR,
+        "holds": cost["high"] < TARGET,
         "pairs": len(found["on"]),
         "sampled_over_without": _median(found["on"]),
         "sampled_over_without_processor": _median(found["on cpu"]),

@@ -35,7 +35,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 
 WORLD = 4
-BAR = 0.10
+TARGET = 0.10
 EVERY = {"moe_every": 1, "aux_loss_coef": 0.01}
 SHAPED = {
     "num_layers": 2,
@@ -71,7 +71,7 @@ def main() -> None:
         "cpus": len(os.sched_getaffinity(0)),
         "load_average_before": load,
         "rounds": args.steps,
-        "bar": BAR,
+        "target": TARGET,
         "rows": rows,
     }
     args.out.parent.mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ def main() -> None:
         for clock, row in clocks.items():
             (low, high), noise = row["quartiles"], row["noise"]
             print(
-                f"{name:<12} {clock:<5} {row['share']:6.1%} of a step ({low:.1%} to {high:.1%}; noise {noise:+.1%}; bar {BAR:.0%})"
+                f"{name:<12} {clock:<5} {row['share']:6.1%} of a step ({low:.1%} to {high:.1%}; noise {noise:+.1%}; target {TARGET:.0%})"
             )
 
 

@@ -1,4 +1,4 @@
-"""Formulas that are often printed wrongly, with the planner's own figures: docs/misprints.md.
+"""Formulas that are often printed wrongly, with the planner's own figures: benchmarks/results/misprints.md.
 
     python benchmarks/misprints.py            writes the page anew
 
@@ -22,7 +22,7 @@ from shardwise.spec.presets import preset
 from shardwise.spec.schedules import schedule_actions, stage_owners
 from shardwise.spec.timeline import peak_in_flight, simulate
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "misprints.md"
+PAGE = Path(__file__).resolve().parent / "results" / "misprints.md"
 PAPER = Stack(name="paper", half_weights=True, gradient_bytes=2)
 """bf16 weights and gradients, fp32 masters and moments, as the ZeRO paper counts."""
 

@@ -36,7 +36,7 @@ from shardwise.spec.presets import preset
 from shardwise.spec.split import even_split
 from shardwise.spec.timeline import simulate
 
-BAR = 1.03
+TARGET = 1.03
 RANKS, MICRO_BATCHES = 4, 8
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zbv", 2)]
 
@@ -56,7 +56,7 @@ def main() -> None:
         "cpus": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "rounds": args.rounds,
-        "bar": BAR,
+        "target": TARGET,
         "rows": rows,
     }
     args.out.parent.mkdir(exist_ok=True)
@@ -68,7 +68,7 @@ def main() -> None:
         "filled step",
         "ratio",
         "of the fastest",
-        "bar",
+        "target",
         "per step",
         "bubble filled",
         "possible",
@@ -77,7 +77,7 @@ def main() -> None:
     for row in rows:
         table.add_row(
             row["schedule"], f"{1e3 * row['plain_s']:.0f} ms", f"{1e3 * row['filled_s']:.0f} ms", f"{row['ratio']:.3f}", f"{row['ratio_of_fastest']:.3f}",
-            f"{BAR:.2f}", f"{row['held_out_per_step']} micro-batches", f"{100 * row['share']:.0f} %",
+            f"{TARGET:.2f}", f"{row['held_out_per_step']} micro-batches", f"{100 * row['share']:.0f} %",
             f"{100 * row['possible_share']:.0f} %",
         )  # fmt: skip
     Console(width=130).print(table)

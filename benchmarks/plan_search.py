@@ -32,7 +32,7 @@ QUESTIONS = {
 
 
 def measure(name: str, detail: bool) -> dict[str, Any]:
-    model, cluster, job, bar = QUESTIONS[name]
+    model, cluster, job, target = QUESTIONS[name]
     spec, hardware = preset(model), read_cluster(cluster)
     wall, cpu = time.perf_counter(), time.process_time()
     result = explore(spec, hardware, job, detail=detail)  # as many rows as `shardwise plan` shows
@@ -42,7 +42,7 @@ def measure(name: str, detail: bool) -> dict[str, Any]:
         "question": name,
         "cpu_s": round(cpu, 3),
         "wall_s": round(wall, 3),
-        "bar_s": bar,
+        "target_s": target,
         "considered": counts.considered,
         "too_large": counts.too_large,
         "too_slow": counts.too_slow,
@@ -66,8 +66,8 @@ def main() -> None:
     for name in QUESTIONS:
         command = [sys.executable, __file__, "--only", name, *(["--detail"] if args.detail else [])]
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        bar = f"(bar {row['bar_s']:g} s)" if row["bar_s"] else ""
-        print(f"{name:<18} {row['cpu_s']:6.2f} s of one core {bar:<12} {row['peak_MiB']:4d} MiB", end="  ")
+        target = f"(target {row['target_s']:g} s)" if row["target_s"] else ""
+        print(f"{name:<18} {row['cpu_s']:6.2f} s of one core {target:<12} {row['peak_MiB']:4d} MiB", end="  ")
         print(f"{row['considered']:>12,} layouts, {row['too_large']:,} too large, {row['predicted']:,} predicted")
         print(f"{'':<18} {row['step_s']} s  {row['best']}")
         rows.append(row)

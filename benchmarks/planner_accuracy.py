@@ -1,6 +1,6 @@
 """How well the planner predicts runs that others published.
 
-    python benchmarks/planner_accuracy.py DIR                       every CSV of DIR, in the columns of shared/validation
+    python benchmarks/planner_accuracy.py DIR                       every CSV of DIR that has training runs
     python benchmarks/planner_accuracy.py DIR --only FILE.csv       one of them
     python benchmarks/planner_accuracy.py DIR --rows ROWS.csv       each row's prediction beside its measurement
     python benchmarks/planner_accuracy.py DIR --json RESULT.json
@@ -78,7 +78,7 @@ def read_directory(directory: Path, only: str | None) -> tuple[dict[str, list[Ru
         raise UserError(
             f"no published runs in {directory}",
             why=f"no CSV{f' named {only}' if only else ''} there has the columns model, gpus, gpu_kind, tp and pp",
-            fix="name a directory with such files, for example shared/validation",
+            fix="name a directory with such files; benchmarks/accuracy/run.py says what each column means",
         )
     return files, others
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--intervals", type=Path, metavar="FILE.toml", help="write src/shardwise/plan/prediction/intervals.toml anew"
     )
-    parser.add_argument("--page", type=Path, metavar="FILE.md", help="write docs/accuracy.md anew")
+    parser.add_argument("--page", type=Path, metavar="FILE.md", help="write benchmarks/results/accuracy.md anew")
     asked = parser.parse_args()
     began = time.perf_counter()
     files, others = read_directory(asked.directory, asked.only)

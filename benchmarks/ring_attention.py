@@ -4,8 +4,8 @@
     python benchmarks/ring_attention.py --cuda           one GPU: every rank's blocks in turn, no transfer, against whole attention
 
 Forward and backward. Rounds of ring, transfer and whole attention take turns, so that a busy machine is busy for all of them; medians
-and quartiles of the rounds' ratios. Bars: ring <= 1.15 x (whole / ranks + transfer), the slowest rank's compute <= 1.05 x the mean. Whole
-attention is timed on one rank while the others stand still, which is what the bar means, and once more on all ranks at once: what a core is slower
+and quartiles of the rounds' ratios. Targets: ring <= 1.15 x (whole / ranks + transfer), the slowest rank's compute <= 1.05 x the mean. Whole
+attention is timed on one rank while the others stand still, which is what the target means, and once more on all ranks at once: what a core is slower
 while its neighbours work is no cost of the ring, and the second ratio leaves it out.
 
 With at least one core more than ranks each rank computes on a core of its own; the threads that carry messages go where there is room. With fewer
@@ -40,7 +40,7 @@ from shardwise.parallel.context.attention_blocks import Score
 from shardwise.parallel.context.ring import Ring, View, Zigzag, ring_backward, ring_forward
 
 RESULTS = Path(__file__).parent / "results"
-BAR_TIME, BAR_BALANCE = 1.15, 1.05
+TARGET_TIME, TARGET_BALANCE = 1.15, 1.05
 
 
 class Alone:
@@ -158,7 +158,7 @@ def on_processes(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)),
         "pinned_to": own_cores(options.ranks),
-        "bars": {"ratio": BAR_TIME, "balance": BAR_BALANCE},
+        "targets": {"ratio": TARGET_TIME, "balance": TARGET_BALANCE},
         "lengths": lines,
         "holds": all(line["holds"] for line in lines),
     }
@@ -185,7 +185,7 @@ def summary(found: list[dict[str, list[float]]], ranks: int) -> dict[str, Any]:
         "compute_cpu_s_by_rank": compute,
         "sum_of_compute_to_whole": sum(compute) / statistics.median(first["whole_cpu"]),
         "slowest_rank_to_mean": balance,
-        "holds": ratio["median"] <= BAR_TIME and balance <= BAR_BALANCE,
+        "holds": ratio["median"] <= TARGET_TIME and balance <= TARGET_BALANCE,
     }
 
 

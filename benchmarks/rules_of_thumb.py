@@ -1,4 +1,4 @@
-"""Rules that people repeat, run through the planner: docs/rules-of-thumb.md.
+"""Rules that people repeat, run through the planner: benchmarks/results/rules_of_thumb.md.
 
     python benchmarks/rules_of_thumb.py            writes the page anew
 
@@ -25,7 +25,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 from shardwise.spec.split import balanced_split, estimated_costs, even_split
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "rules-of-thumb.md"
+PAGE = Path(__file__).resolve().parent / "results" / "rules_of_thumb.md"
 SAME = 0.02
 """Steps closer than this are called equal: less than two runs of one job differ by."""
 

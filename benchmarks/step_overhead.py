@@ -113,10 +113,10 @@ def main() -> None:
     }
     print(f"steps            {len(rows)} of each kind, in turn")
     print(
-        f"ours / bare      {report['ours_over_bare']['median']:.4f}  (quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}; bar 1.03)"
+        f"ours / bare      {report['ours_over_bare']['median']:.4f}  (quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}; target 1.03)"
     )
     print(f"bare / bare      {report['bare_over_bare']['median']:.4f}  (noise)")
-    print(f"waiting for data {100 * report['data_wait_share']:.3f} % of our step (bar 1 %)")
+    print(f"waiting for data {100 * report['data_wait_share']:.3f} % of our step (target 1 %)")
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 

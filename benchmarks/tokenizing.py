@@ -5,7 +5,7 @@
 Makes a synthetic corpus of .jsonl documents and a byte-level BPE tokenizer, then times, interleaved: (a) encode_batch of
 the tokenizers library on all cores over the same documents already in memory, ids collected, nothing read or written;
 (b) prepare: reading, parsing, encoding, splitting, writing and digesting. Each timing is a process of its own, so that
-peak memory is honest and thread pools are cold for both. The bar: (b) within 10 % of (a).
+peak memory is honest and thread pools are cold for both. The target: (b) within 10 % of (a).
 """
 
 from __future__ import annotations

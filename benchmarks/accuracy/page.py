@@ -1,4 +1,4 @@
-"""docs/accuracy.md from the figures that `planner_accuracy.py --json` writes: the bars, each source, what was skipped."""
+"""benchmarks/results/accuracy.md from the figures that `planner_accuracy.py --json` writes: the targets, each source, what was skipped."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def percent(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value * 100:.{digits}f} %"
 
 
-def _bars(found: Figures) -> list[tuple[str, str, str, bool]]:
-    """What is asked, the bar, what came out, and whether it is reached."""
+def _targets(found: Figures) -> list[tuple[str, str, str, bool]]:
+    """What is asked, the target, what came out, and whether it is reached."""
     clean, every = found["clean"]["overall"], found["all"]["overall"]
     step, memory, oom, rank = clean["step"], clean["memory"], every["oom"] or {}, every["ranking"]
     titan = found["clean"]["files"].get("torchtitan.csv", {}).get("memory", {}).get("p50")
@@ -33,11 +33,11 @@ def _bars(found: Figures) -> list[tuple[str, str, str, bool]]:
     return [
         (
             what,
-            bar,
-            percent(value) if "%" in bar else _two(value),
-            value is not None and (value >= limit if bar[0] == ">" else value <= limit),
+            target,
+            percent(value) if "%" in target else _two(value),
+            value is not None and (value >= limit if target[0] == ">" else value <= limit),
         )
-        for what, value, bar, limit in asked
+        for what, value, target, limit in asked
     ]
 
 
@@ -65,16 +65,19 @@ def page(found: Figures) -> str:
     lines = [
         "# How well the planner predicts",
         "",
-        "<!-- Made by `python benchmarks/planner_accuracy.py DIR --page docs/accuracy.md`. -->",
+        "<!-- Made by `python benchmarks/planner_accuracy.py DIR --page benchmarks/results/accuracy.md`. -->",
         "",
         "Published training runs of other frameworks, rebuilt row by row and predicted. What a framework *is* (which states it keeps in which format, its kernels,",
         "what it overlaps) is a profile in `benchmarks/stacks`; constants belong to the hardware, and nothing is fitted to a source. `python",
         "benchmarks/planner_accuracy.py DIR` does the same with any directory of such files. Last run",
         f"{found['date']}, shardwise {found['versions']['shardwise']}, {found['all']['overall']['rows']} rows in {found['seconds']:.0f} s.",
         "",
-        "| figure | bar | reached | |",
+        "| figure | target | reached | |",
         "|---|---|---|---|",
-        *(f"| {what} | {bar} | {shown} | {'yes' if ok else '**missed**'} |" for what, bar, shown, ok in _bars(found)),
+        *(
+            f"| {what} | {target} | {shown} | {'yes' if ok else '**missed**'} |"
+            for what, target, shown, ok in _targets(found)
+        ),
         "",
         "Clean rows: at most 16 nodes, at least 15 % of the 16-bit peak (causal attention counted once), recomputation known. Errors are shares of the measured figure;",
         "bias is the median with its sign, positive where too much was predicted. Ranking is among runs of one model, cluster and batch; regret is the",

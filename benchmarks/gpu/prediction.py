@@ -1,10 +1,10 @@
 """Step time and peak memory of many jobs on one GPU beside what the planner predicts for them.
 
-    python benchmarks/gpu/prediction.py [--set first|second|third] [--cases NAME ...] [--json FILE]
+    python benchmarks/gpu/prediction.py [--set fitted|held_out|other_families] [--cases NAME ...] [--json FILE]
     python benchmarks/gpu/prediction.py --again FILE          predict the measured jobs of FILE anew; needs neither a GPU nor torch
 
-Every job runs through the engine that real runs use, a few steps on made-up batches. The first set was there when the planner's constants for this card
-were chosen, the second was measured afterwards and led to corrections, the third came after these: the planner had not seen it.
+Every job runs through the engine that real runs use, a few steps on made-up batches. The planner's constants for this card were chosen with
+the set `fitted`. `held_out` was measured afterwards and led to corrections; `other_families` came after these, unseen by the planner.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def case(shape: str, batch: int, seq: int = 4096, **more: Any) -> dict[str, Any]
 
 
 SETS: dict[str, dict[str, dict[str, Any]]] = {
-    "first": {
+    "fitted": {
         "1.5b mb1": case("1.5b", 1),
         "1.5b mb2": case("1.5b", 2),
         "1.5b mb4": case("1.5b", 4),
@@ -79,7 +79,7 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "70b-wide mb2": case("70b-wide", 2),
         "8b lora mb2": case("8b", 2, 2048, adapter=LORA, precision="bf16-true"),
     },
-    "second": {
+    "held_out": {
         "qwen mb4": case("qwen", 4),
         "qwen mb8 full": case("qwen", 8, recompute="full"),
         "3b mb1": case("3b", 1, recompute="selective"),
@@ -97,7 +97,7 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "70b-wide mb1": case("70b-wide", 1),
         "3b adam8 mb1": case("3b", 1, optimizer="adamw8bit"),
     },
-    "third": {
+    "other_families": {
         "13b-wide mb2": case("13b-wide", 2),
         "gemma mb2": case("gemma", 2, 2048),
         "mistral mb1 16k": case("mistral", 1, 16384, recompute="selective"),
@@ -201,7 +201,7 @@ def measure(one: dict[str, Any], warm_up: int = 2, steps: int = 5) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", default="first", choices=list(SETS))
+    parser.add_argument("--set", default="fitted", choices=list(SETS))
     parser.add_argument("--cases", nargs="+")
     parser.add_argument("--again", type=Path)
     parser.add_argument("--json", type=Path)

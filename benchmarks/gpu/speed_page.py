@@ -1,6 +1,7 @@
-"""What throughput.py found, for people: a table for terminals, one for the page, and a plot drawn by hand as SVG. No torch.
+"""What throughput.py found, for people: a table for terminals, a page, and a plot drawn by hand as SVG. No torch.
 
-Between its marks docs/speed.md holds what `tables` and `golden_table` say of the committed results and nothing else; a test compares them.
+benchmarks/results/speed_h200.md is what `page` says of the committed results; a test compares them. docs/speed.md is
+the prose beside it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from gpu.bars import judged, mfu
 from gpu.parts import PARTS
 from gpu.shapes import PEAK_FLOPS, SHAPES, SMOKE, VARIANTS
+from gpu.targets import judged, mfu
 
 GIB = 2**30
-PLOT = "images/speed_h200.svg"  # beside the page
-MARKS = ("<!-- measured: begin -->", "<!-- measured: end -->")
-GOLDEN_MARKS = ("<!-- golden: begin -->", "<!-- golden: end -->")
-GOLDEN = Path(__file__).parents[1] / "results/golden_h200.json"
+PLOT = "speed_h200.svg"  # beside the page
+RESULTS = Path(__file__).parents[1] / "results"
+GOLDEN = RESULTS / "golden_h200.json"
+PAGE = RESULTS / "speed_h200.md"
 LABELS = {
     "ours": "Shardwise",
     "train": "`shardwise train`, whole run",
@@ -77,7 +78,7 @@ def shares(row: dict[str, Any]) -> dict[str, float] | None:
 
 
 def matmul_rate(row: dict[str, Any]) -> float | None:
-    """FLOP/s while products run, attention's own left out; only where every product runs once."""
+    """FLOP/s while matmuls run, attention's own left out; only where every matmul runs once."""
     shape, notes = {**SHAPES, **SMOKE}[row["shape"]], row.get("notes") or {}
     runs_twice = notes.get("recompute", "none") != "none" or notes.get("loss") == "recompute"
     if not row.get("profile") or row["profile"]["parts_s"]["matmul"] == 0 or shape.adapter or runs_twice:
@@ -137,7 +138,7 @@ def tables(found: dict[str, Any]) -> str:
     versions = sorted({row["versions"]["torch"] for row in found["rows"].values() if row.get("versions")})
     lines = [
         f"{machine.get('name', 'One GPU')}, driver {machine.get('driver_version', 'unknown')}, torch {', '.join(versions)}, {' to '.join(dates[:1] + dates[1:][-1:])}. "
-        f"Square products alone reach {max(ceiling.values(), default=0.0):.0f} TFLOP/s there (bf16). "
+        f"Square matmuls alone reach {max(ceiling.values(), default=0.0):.0f} TFLOP/s there (bf16). "
         "Parts are percent of a step's time on the device.",
         "",
         f"![tokens per second by shape]({PLOT})",
@@ -145,9 +146,9 @@ def tables(found: dict[str, Any]) -> str:
     for _, title, rows in by_shape(found):
         lines += [
             "",
-            f"### {title}",
+            f"## {title}",
             "",
-            "| | tok/s | spread | MFU | peak GiB | predicted tok/s | predicted GiB | products TFLOP/s | "
+            "| | tok/s | spread | MFU | peak GiB | predicted tok/s | predicted GiB | matmul TFLOP/s | "
             + " | ".join(COLUMNS)
             + " |",
         ]
@@ -156,9 +157,9 @@ def tables(found: dict[str, Any]) -> str:
             texts, rate = cells(row), None if "error" in row else matmul_rate(row)
             texts.insert(6, f"{rate / 1e12:.0f}" if rate else "")
             lines.append(f"| {label(row['contender'])} | " + " | ".join(texts) + " |")
-    if bars := judged(found):
-        lines += ["", "### What was to be reached", "", "| | bar | measured | |", "|---|---:|---:|---|"]
-        lines += [f"| {' | '.join(line)} |" for line in bars]
+    if targets := judged(found):
+        lines += ["", "## Targets", "", "| | target | measured | |", "|---|---:|---:|---|"]
+        lines += [f"| {' | '.join(line)} |" for line in targets]
     return "\n".join(lines)
 
 
@@ -181,12 +182,23 @@ def golden_table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_page(page: Path, found: dict[str, Any], golden: dict[str, Any]) -> None:
-    text = page.read_text(encoding="utf-8")
-    for (begin, end), made in ((MARKS, tables(found)), (GOLDEN_MARKS, golden_table(golden))):
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
-    page.write_text(text, encoding="utf-8")
+def page(found: dict[str, Any], golden: dict[str, Any]) -> str:
+    """The whole page in Markdown: every measured row, the targets, and how far each setting moves the loss."""
+    lines = [
+        "# Tokens per second on one H200",
+        "",
+        "<!-- Made by `python benchmarks/gpu/throughput.py --json benchmarks/results/throughput_h200.json --show --page`;",
+        "a test fails when it is out of date. -->",
+        "",
+        "How these rows are measured, and what they mean: [docs/speed.md](../../docs/speed.md).",
+        "",
+        tables(found),
+        "",
+        "## Losses with each setting",
+        "",
+        golden_table(golden),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 STYLE = """

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/throughput.py --json FILE [--shapes 1.5b ...] [--only ours plain ...] [--minutes 9]     measures what FILE lacks
     python benchmarks/gpu/throughput.py --json FILE --rows 1.5b/ours 8b-wide/ours:micro_batch=16 ...              measures these, in this order
-    python benchmarks/gpu/throughput.py --json FILE --show [--plot SVG] [--page PAGE]                             no GPU needed
+    python benchmarks/gpu/throughput.py --json FILE --show [--page]                                                  no GPU needed
     python benchmarks/gpu/throughput.py --smoke                                                                   tiny shapes on a CPU, in fp32
     python benchmarks/gpu/throughput.py --rehearse [--only 'ours:fuse=true' ...]                                  the same, traced and in bf16
     python benchmarks/gpu/throughput.py --golden [STEPS] --json FILE                                              no trick moves the loss: gpu/golden.py
@@ -308,8 +308,7 @@ def main() -> None:
     )
     parser.add_argument("--golden", nargs="?", type=int, const=200, metavar="STEPS", help="of each run; default 200")
     parser.add_argument("--show", action="store_true", help="measure nothing")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--page", type=Path)
+    parser.add_argument("--page", action="store_true", help="write benchmarks/results/speed_h200.md and its plot anew")
     asked = parser.parse_args()
     asked.smoke |= asked.rehearse
     if asked.golden:
@@ -332,15 +331,13 @@ def main() -> None:
             save(asked, found)
         there = {key for key, row in found["rows"].items() if "error" not in row and not asked.again}
         Measuring(asked, found).go([one for one in wanted if "/".join(one) not in there])
-    from gpu.speed_page import GOLDEN, plot, table, write_page
+    from gpu.speed_page import GOLDEN, PAGE, PLOT, page, plot, table
 
     print(table(found))
-    if asked.plot:
-        asked.plot.parent.mkdir(parents=True, exist_ok=True)
-        asked.plot.write_text(plot(found), encoding="utf-8")
     if asked.page:
         golden_found = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}
-        write_page(asked.page, found, golden_found)
+        PAGE.write_text(page(found, golden_found), encoding="utf-8")
+        (PAGE.parent / PLOT).write_text(plot(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

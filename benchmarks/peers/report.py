@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from peers.variants import BARS, BASELINES, MAX_AA, MIN_ROUNDS, VARIANTS, Bar
+from peers.variants import BASELINES, MAX_AA, MIN_ROUNDS, TARGETS, VARIANTS, Target
 
 RESAMPLES = 2000
 
@@ -42,27 +42,27 @@ def summarise(variants: dict[str, dict[str, Any]], step_s: dict[str, list[float]
     return {
         "a_over_a": control,
         "variants": variants,
-        "bars": [_judge(bar, step_s, control) for bar in BARS if bar.ranks in (0, ranks)],
+        "targets": [_judge(target, step_s, control) for target in TARGETS if target.ranks in (0, ranks)],
     }
 
 
-def _judge(bar: Bar, step_s: dict[str, list[float]], control: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = {"ours": bar.ours, "peer": bar.peer, "limit": bar.limit, "strict": bar.strict}
-    absent = [name for name in (bar.ours, bar.peer) if name not in step_s]
+def _judge(target: Target, step_s: dict[str, list[float]], control: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"ours": target.ours, "peer": target.peer, "limit": target.limit, "strict": target.strict}
+    absent = [name for name in (target.ours, target.peer) if name not in step_s]
     if absent:
         return {**entry, "verdict": f"not measured: no {' and no '.join(absent)}"}
-    entry["ratio"] = ratio(step_s[bar.ours], step_s[bar.peer])
-    rounds, same = len(step_s[bar.ours]), control.get(VARIANTS[bar.ours].baseline)
+    entry["ratio"] = ratio(step_s[target.ours], step_s[target.peer])
+    rounds, same = len(step_s[target.ours]), control.get(VARIANTS[target.ours].baseline)
     if rounds < MIN_ROUNDS:
         return {**entry, "verdict": f"not judged: {rounds} rounds, {MIN_ROUNDS} are needed"}
     if same is None or abs(same["median"] - 1) > MAX_AA:
         return {**entry, "verdict": f"not judged: A/A {same['median']:.3f}" if same else "not judged: no A/A"}
-    return {**entry, "verdict": _verdict(entry["ratio"], bar)}
+    return {**entry, "verdict": _verdict(entry["ratio"], target)}
 
 
-def _verdict(found: dict[str, Any], bar: Bar) -> str:
+def _verdict(found: dict[str, Any], target: Target) -> str:
     def holds(value: float) -> bool:
-        return value < bar.limit if bar.strict else value <= bar.limit
+        return value < target.limit if target.strict else value <= target.limit
 
     if not holds(found["median"]):
         return "missed"
@@ -85,14 +85,14 @@ def show(report: dict[str, Any]) -> None:
     for name, found in report["a_over_a"].items():
         within = "within" if abs(found["median"] - 1) <= MAX_AA else "NOT within"
         console.print(f"A/A  {name}: {found['median']:.4f}, {within} {100 * MAX_AA:.0f} %")
-    bars = Table(title="bars")
-    for column in ("ours / peer", "bar", "ratio", "quartiles", "95 % of the median", "verdict"):
-        bars.add_column(column)
-    for entry in report["bars"]:
+    targets = Table(title="targets")
+    for column in ("ours / peer", "target", "ratio", "quartiles", "95 % of the median", "verdict"):
+        targets.add_column(column)
+    for entry in report["targets"]:
         limit = f"{'<' if entry['strict'] else '<='} {entry['limit']:.2f}"
         cells = _cells(entry["ratio"]) if "ratio" in entry else ("", "", "")
-        bars.add_row(f"{entry['ours']} / {entry['peer']}", limit, *cells, entry["verdict"])
-    console.print(bars)
+        targets.add_row(f"{entry['ours']} / {entry['peer']}", limit, *cells, entry["verdict"])
+    console.print(targets)
 
 
 def _cells(found: dict[str, Any]) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""The table of variants: how each is built, what it needs installed, and which baseline it is measured against; the bars."""
+"""The table of variants: how each is built, what it needs installed, and which baseline it is measured against; the targets."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ BASELINES = ("torch-ddp", "torch-fsdp2", "torch-fsdp2-keep")  # each stands twic
 
 
 @dataclass(frozen=True)
-class Bar:
+class Target:
     """What the median of ours / peer may be at most, or must stay below (`strict`). `ranks` 0: at any number of them."""
 
     ours: str
@@ -90,13 +90,13 @@ class Bar:
     strict: bool = False
 
 
-BARS = (
-    Bar("ours-ddp", "torch-ddp", 1.02, ranks=2),
-    Bar("ours-ddp", "accelerate-ddp", 1.0, strict=True),
-    Bar("ours-zero3", "torch-fsdp2", 0.85, ranks=4),
-    Bar("ours-zero3", "accelerate-fsdp2", 1.0, strict=True),
-    Bar("parallelize-zero3", "accelerate-fsdp2", 1.0),
-    Bar("ours-zero3", "deepspeed-zero3", 1.0, strict=True),
-    Bar("ours-zero2", "deepspeed-zero2", 1.0, strict=True),
-    Bar("ours-zero1", "deepspeed-zero1", 1.0, strict=True),
+TARGETS = (
+    Target("ours-ddp", "torch-ddp", 1.02, ranks=2),
+    Target("ours-ddp", "accelerate-ddp", 1.0, strict=True),
+    Target("ours-zero3", "torch-fsdp2", 0.85, ranks=4),
+    Target("ours-zero3", "accelerate-fsdp2", 1.0, strict=True),
+    Target("parallelize-zero3", "accelerate-fsdp2", 1.0),
+    Target("ours-zero3", "deepspeed-zero3", 1.0, strict=True),
+    Target("ours-zero2", "deepspeed-zero2", 1.0, strict=True),
+    Target("ours-zero1", "deepspeed-zero1", 1.0, strict=True),
 )

@@ -13,6 +13,7 @@ from shardwise.errors import Exit
 
 DOCS = FOLDER.parent
 ROOT = DOCS.parent
+EVERY_PAGE = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -33,7 +34,7 @@ def test_exit_codes_are_all_documented():
     assert documented == {int(code) for code in Exit}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
     targets = [
         target for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")) if "://" not in target
@@ -42,7 +43,7 @@ def test_links_lead_somewhere(page: Path):
     assert missing == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path):
     """`run/loop.py` and the like, wherever a page names a source file."""
     named = set(

@@ -1,4 +1,4 @@
-"""The whole same-loss matrix and all mutations: `make parity`. Prints a table and writes docs/parity.md; exit 1 if a row is over.
+"""The whole same-loss matrix and all mutations: `make parity`. Prints a table and writes benchmarks/results/parity.md; exit 1 if a row is over.
 
     python tests/parity/full.py                             everything
     python tests/parity/full.py --mutations                 only the mutations; writes nothing
@@ -45,7 +45,7 @@ from ranks import RankFailure, RankHang, RankPool  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import track  # noqa: E402
 
-PAGE = HERE.parents[1] / "docs" / "parity.md"
+PAGE = HERE.parents[1] / "benchmarks" / "results" / "parity.md"
 PARTS = [part.name for part in fields(Differences)]
 Rows = dict[Case, Differences | str]  # what was measured, or why nothing was
 

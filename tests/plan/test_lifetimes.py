@@ -153,7 +153,7 @@ def test_the_saving_of_every_mode_is_what_was_measured_on_an_h200() -> None:
 
 CASES = {
     name: case
-    for word in ("first", "second", "third")
+    for word in ("fitted", "held_out", "other_families")
     for name, case in json.loads((RESULTS / f"prediction_{word}_h200.json").read_text())["cases"].items()
 }
 
