@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor, nn
 from triton_kernels import interpret, ptx_for_h200, round_once
 
+from shardwise.kernels.low_bit_codes import BLOCK, bounds_of
+from shardwise.kernels.low_bit_codes import nearest as plain_nearest
 from shardwise.kernels.triton.low_bit_adamw import ROWS, _adamw8bit, nearest, update
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.low_bit import is_narrow, load_torchao
-from shardwise.optim.low_bit_update import BLOCK, bounds_of, plain_update, scalars_of
-from shardwise.optim.low_bit_update import nearest as plain_nearest
+from shardwise.optim.low_bit_update import plain_update, scalars_of
 from shardwise.spec.schema import OptimizerConfig
 
 pytestmark = pytest.mark.triton

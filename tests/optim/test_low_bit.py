@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
+from shardwise.kernels.low_bit_codes import bounds_of, nearest
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.low_bit import is_narrow, kept_wide, wide_state
-from shardwise.optim.low_bit_update import bounds_of, nearest, plain_update
+from shardwise.optim.low_bit_update import plain_update
 from shardwise.plan.prediction.memory import STATES_PER_PARAMETER, WEIGHT_BYTES, state_bytes
 from shardwise.spec.schema import OptimizerConfig
 

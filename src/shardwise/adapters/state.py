@@ -5,14 +5,17 @@ Invariant: adapters are never put beside another base than the one they were tra
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.run.build import base_identity
+from shardwise.interop.huggingface.directory import find_model_dir
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.schema import AdapterConfig, Config
+from shardwise.spec.schema import AdapterConfig, Config, ModelConfig
+
+END_BYTES = 2**20  # of each end of a weight file that the digest covers
 
 
 def adapter_state(config: Config, spec: ModelSpec) -> dict[str, Any]:
@@ -66,3 +69,20 @@ def read_adapter_state(
         )
     check_base(checkpoint, state, config, spec)
     return config.adapter
+
+
+def base_identity(config: ModelConfig, spec: ModelSpec, seed: int) -> str:
+    """The digest of the weights that adapters stand beside: of the seed and spec that they are drawn from, or of their
+    files. Of large files their table of contents and both ends are read, not every byte."""
+    digest = hashlib.sha256()
+    if not config.path:
+        digest.update(f"drawn {seed} {sorted(spec.to_dict().items())}".encode())
+        return digest.hexdigest()
+    for file in sorted(find_model_dir(config.path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(END_BYTES))
+            stream.seek(max(0, size - END_BYTES))
+            digest.update(stream.read(END_BYTES))
+    return digest.hexdigest()

@@ -25,7 +25,7 @@ from shardwise.kernels.norm_gradient import kernel_norm, operation
 from shardwise.model.attention import Attention, AttentionInputs
 from shardwise.model.feedforward import FeedForward
 from shardwise.model.norm import RMSNorm
-from shardwise.plan.prediction.work import adds_at_once
+from shardwise.spec.lora import adds_in_one_kernel
 
 Parts = tuple[nn.Linear | None, ...]
 MODES: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def apply_narrow_sums(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
     for block in blocks if dtype.itemsize == 2 else ():
         for module in block.modules():
             a_RI = getattr(module, "lora_a", None)
-            if isinstance(module, AdaptedLinear) and a_RI is not None and adds_at_once(a_RI.shape[0]):
+            if isinstance(module, AdaptedLinear) and a_RI is not None and adds_in_one_kernel(a_RI.shape[0]):
                 module.add_narrow = add_narrow()
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.kernels.low_bit_codes import BLOCK, SMALLEST_SCALE, nearest
 from shardwise.optim.fused_adamw import has_kernel
-from shardwise.optim.low_bit_update import BLOCK, SMALLEST_SCALE, nearest, scalars_of
+from shardwise.optim.low_bit_update import scalars_of
 from shardwise.optim.master_weights import CopyOf, take_gradient
 from shardwise.plan.resolve.hardware import LOWBIT_INSTALL
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 256
-SMALLEST_SCALE = 1e-12  # what the largest number of a block counts for at least
+from shardwise.kernels.low_bit_codes import BLOCK, SMALLEST_SCALE, nearest
 
 
 def scalars_of(group: dict[str, Any], count: int, device: torch.device) -> Tensor:
@@ -55,23 +54,3 @@ def plain_update(
         largest = blocks.abs().amax(1).clip(SMALLEST_SCALE)
         moment.codes.copy_(nearest(blocks / largest[:, None], moment.qmap).view_as(moment.codes))
         moment.scale.copy_(largest)
-
-
-def nearest(x: Tensor, values: Tensor) -> Tensor:
-    """The code whose value is nearest, the upper one in the middle. A map has the values of its 256 codes, ascending."""
-    below = (torch.bucketize(x, values, right=True, out_int32=True) - 1).clip(min=0)
-    above = (below + 1).clip(max=255)
-    low, high = values[below], values[above]
-    return torch.where(x - low >= (high - low) * 0.5, above, below).to(torch.uint8)
-
-
-def bounds_of(values: Tensor) -> Tensor:
-    """By code: the least number for which `nearest` finds it. Comparing with it is deciding as `nearest` does, to the last bit."""
-    low, half = values[:-1], (values[1:] - values[:-1]) * 0.5
-    bounds = low + half
-    for _ in range(3):  # of roundings, there and below
-        bounds = torch.where(bounds - low >= half, bounds, bounds.nextafter(values[1:]))
-    for _ in range(3):
-        below = bounds.nextafter(low)
-        bounds = torch.where(below - low >= half, below, bounds)
-    return torch.cat([bounds.new_full((1,), -torch.inf), bounds])

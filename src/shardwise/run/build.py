@@ -5,7 +5,6 @@ No torch at module level: `train --dry-run` and the launcher use the first half.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from shardwise.model.decoder import Decoder
 
-END_BYTES = 2**20
 CACHE = ".data"  # inside run.dir: raw sources, tokenised once
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -70,23 +68,6 @@ def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
         cache_dir=Path(config.run.dir) / CACHE,
         progress=progress,
     )
-
-
-def base_identity(config: ModelConfig, spec: ModelSpec, seed: int) -> str:
-    """Of the weights that adapters stand beside: what they were drawn from, or the files they come from. Of large files their table
-    of contents and both ends are looked at, not every byte."""
-    directory, digest = model_dir(config), hashlib.sha256()
-    if directory is None:
-        digest.update(f"drawn {seed} {sorted(spec.to_dict().items())}".encode())
-        return digest.hexdigest()
-    for file in sorted(directory.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(END_BYTES))
-            stream.seek(max(0, size - END_BYTES))
-            digest.update(stream.read(END_BYTES))
-    return digest.hexdigest()
 
 
 def adapted_model(config: Config, spec: ModelSpec, precision: str, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.optim.low_bit_update import BLOCK, bounds_of
+from shardwise.kernels.low_bit_codes import BLOCK, bounds_of
 
 ROWS = 4  # blocks of one program: each of 128 threads has 8 numbers, two reads of 16 bytes per fp32 tensor
 

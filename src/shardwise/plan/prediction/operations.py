@@ -24,8 +24,9 @@ from shardwise.plan.prediction.passes import (
     unpacking_passes,
 )
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.work import Attention, Product, Shape, Training, Work, adds_at_once
+from shardwise.plan.prediction.work import Attention, Product, Shape, Training, Work
 from shardwise.spec.fp8 import FROZEN_WORTH, gains
+from shardwise.spec.lora import adds_in_one_kernel
 from shardwise.spec.model import LayerSpec, ModelSpec
 
 EXPERT_IMBALANCE = 1.1
@@ -246,7 +247,7 @@ def _adapters(parts: Iterable[tuple[tuple[Product, ...], bool]], shape: Shape, s
     tensor parallelism, layers that multiply the same input have one A, and the product with B is a part of the sum's pass. `parts`: products of
     attention and of the rest, and whether all but the last multiply the same input."""
     ours = stack.measured and shape.tp == 1
-    at_once = ours and shape.size == 2 and adds_at_once(shape.rank)
+    at_once = ours and shape.size == 2 and adds_in_one_kernel(shape.rank)
     found, groups = [Work(), Work(), Work()], []
     first = 0
     for products, is_same in parts:

@@ -117,8 +117,3 @@ class Shape(NamedTuple):
 def norms_have_kernel(spec: ModelSpec) -> bool:
     """Whether one kernel computes the backward of a block's norms: a program holds a row, and of shorter ones a compiler has several. With norms after a part as well, compiled graphs would keep one more tensor per layer."""
     return spec.norm == "rms" and not spec.post_norms and 512 <= spec.hidden <= 16384
-
-
-def adds_at_once(rank: int) -> bool:
-    """Whether one kernel adds what adapters of this rank add, in 16 bits: rows of B begin at whole 16 bytes, and a program has all of it at once."""
-    return rank % 8 == 0 and rank <= 256
