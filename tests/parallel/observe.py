@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from shardwise.optim.build import build_optimizer
 from shardwise.parallel.engine import Engine
+from shardwise.parallel.fsdp2 import ShardedParameter, parameter_groups
 from shardwise.parallel.pipeline.execute import Stage
-from shardwise.parallel.zero.sharding import parameter_groups
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch
 from shardwise.run.clock import Clock
@@ -75,7 +75,7 @@ def observe(spec: ModelSpec, plan: Plan, trial: Trial) -> Observation:
     for stage in engine.stages:
         sizes = {name: p.numel() for name, p in stage.model.named_parameters()}  # a DTensor's numel is the full one
         found.num_parameters[stage.index] = sum(sizes.values())
-        found.num_groups[stage.index] = len(list(parameter_groups(stage.model)))
+        found.num_groups[stage.index] = len(parameter_groups(stage.model))
         for layer in stage.model.layers:
             block = sum(size for name, size in sizes.items() if name.startswith(f"layers.{layer}."))
             found.largest_block = max(found.largest_block, block)
@@ -135,23 +135,21 @@ def _watch_sums(stage: Stage, look: Callable[..., None]) -> None:
 def _full(stage: Stage, names: dict[int, str]) -> tuple[tuple[str, ...], int, tuple[str, ...], int]:
     gathered, gathered_bytes, gradients, gradient_bytes = [], 0, [], 0
     for group in parameter_groups(stage.model):
-        storages = [output.untyped_storage() for p in group.fsdp_params for output in p.all_gather_outputs]
-        on_the_way = group._all_gather_result
+        storages = [output.untyped_storage() for parameter in group.parameters for output in parameter.gathered]
+        on_the_way = group.gather_buffer
         if any(storage.size() for storage in storages) or on_the_way is not None:
-            gathered.append(_name(group.fsdp_params[0], stage))
+            gathered.append(_name(group.parameters[0], stage))
             gathered_bytes += sum(storage.size() for storage in storages)
-            if on_the_way is not None and on_the_way.all_gather_output.numel():
-                gathered_bytes += on_the_way.all_gather_output.nbytes
-        for parameter in group.fsdp_params:
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            found = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
-            if any(gradient is not None for gradient in found):
+            if on_the_way is not None:
+                gathered_bytes += on_the_way.nbytes
+        for parameter in group.parameters:
+            found = list(parameter.unreduced_gradients())
+            if found:
                 gradients.append(_name(parameter, stage))
-                gradient_bytes += sum(gradient.nbytes for gradient in found if gradient is not None)
+                gradient_bytes += sum(gradient.nbytes for gradient in found)
     return tuple(gathered), gathered_bytes, tuple(gradients), gradient_bytes
 
 
-def _name(parameter: Any, stage: Stage) -> str:
-    info = parameter._module_info
-    module = next(name for name, module in stage.model.named_modules() if module is info.module)
-    return f"{module}.{info.param_name}"
+def _name(parameter: ShardedParameter, stage: Stage) -> str:
+    module = next(name for name, module in stage.model.named_modules() if module is parameter.module)
+    return f"{module}.{parameter.name}"

@@ -28,7 +28,7 @@ from shardwise.parallel.pipeline import execute as pipeline
 from shardwise.parallel.pipeline import send_receive as mailbox
 from shardwise.parallel.tensor import collectives as regions
 from shardwise.parallel.tensor import slices as tensor
-from shardwise.parallel.zero import sharding as zero
+from shardwise.parallel.zero import collectives as zero
 from shardwise.prove.reference import Record, Trial
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -303,7 +303,7 @@ def lose_w_in_zero_3(patch: Patch) -> None:
 
 @mutation("partial gradients are not summed", "tp=2 sp | dense | fp64 | even")
 def forget_partial_sum(patch: Patch) -> None:
-    patch.setattr(engine.Engine, "_sum_partial", lambda self: None)
+    patch.setattr(engine.Engine, "sum_partial", lambda self: None)
 
 
 @mutation("ranks with the same key-value head do not meet", "tp=2 | window | fp64 | even")

@@ -85,14 +85,14 @@ def _norm_gradient(rank: int, world: int, truth: Record | None) -> dict[str, Any
     engine = build_trial(SPEC, plan, EXACT, rank, CPU)
     shard = next(shard for shard in engine.shards if shard.name == "norm.weight")
     parts: list[list[float]] = []
-    add_up = engine._sum_partial
+    add_up = engine.sum_partial
 
     def note_and_add() -> None:
         assert shard.gradient is not None
         parts.append(shard.gradient[:SHOWN].tolist())
         add_up()
 
-    engine._sum_partial = note_and_add  # type: ignore[method-assign]
+    engine.sum_partial = note_and_add  # type: ignore[method-assign]
     batch, num_targets = trial_batch(SPEC, plan, EXACT, 1, 0)
     engine.gradients(batch.microbatches, num_targets, Clock(CPU))
     assert shard.gradient is not None

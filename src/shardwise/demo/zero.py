@@ -15,7 +15,7 @@ from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, on_the_wire, same_as_one_process, table
 from shardwise.demo.wire import of_kind, total
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.zero.sharding import parameter_groups
+from shardwise.parallel.fsdp2 import ParameterGroup, parameter_groups
 from shardwise.prove.reference import Trial
 from shardwise.run.memory_owners import kept_bytes
 
@@ -81,20 +81,18 @@ class Moment(NamedTuple):
 def _watch(engine: Engine, moments: list[Moment]) -> None:
     """Look before each block's forward, as its backward begins, and shortly before that ends."""
     model = engine.stages[0].model
-    groups = list(parameter_groups(model))
+    groups = parameter_groups(model)
     groups.sort(key=lambda group: (_is_head(group, model), not _is_embed(group, model)))
 
     def note(when: str) -> None:
         here, weights, gradients = "", 0, 0
         for group in groups:
-            storages = [out.untyped_storage() for p in group.fsdp_params for out in p.all_gather_outputs]
-            size, arriving = sum(storage.size() for storage in storages), group._all_gather_result
+            storages = [out.untyped_storage() for parameter in group.parameters for out in parameter.gathered]
+            size, arriving = sum(storage.size() for storage in storages), group.gather_buffer
             here += "#" if size else "+" if arriving is not None else "."
-            weights += size + (arriving.all_gather_output.nbytes if arriving is not None and not size else 0)
-            for parameter in group.fsdp_params:
-                unsharded = getattr(parameter, "_unsharded_param", None)
-                found = [parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad]
-                gradients += sum(gradient.nbytes for gradient in found if gradient is not None)
+            weights += size + (arriving.nbytes if arriving is not None and not size else 0)
+            for parameter in group.parameters:
+                gradients += sum(gradient.nbytes for gradient in parameter.unreduced_gradients())
         moments.append(Moment(when, here, weights, gradients))
 
     def after(output: Tensor, when: str) -> None:
@@ -108,12 +106,12 @@ def _watch(engine: Engine, moments: list[Moment]) -> None:
         norm.register_forward_hook(lambda module, args, result: after(result, ""))
 
 
-def _is_embed(group: Any, model: Any) -> bool:
-    return group.fsdp_params[0]._module_info.module is model.embed
+def _is_embed(group: ParameterGroup, model: Any) -> bool:
+    return group.parameters[0].module is model.embed
 
 
-def _is_head(group: Any, model: Any) -> bool:
-    return group.fsdp_params[-1]._module_info.module is model.head
+def _is_head(group: ParameterGroup, model: Any) -> bool:
+    return group.parameters[-1].module is model.head
 
 
 def tell(found: list[dict[str, Any]]) -> Story:

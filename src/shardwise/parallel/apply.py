@@ -52,6 +52,7 @@ from shardwise.parallel.data.low_precision_weights import Copies
 from shardwise.parallel.data.replicas import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert.dispatch import apply_expert_parallel
+from shardwise.parallel.fsdp2 import fix_memory
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline.execute import Stage
 from shardwise.parallel.shards import shards_of
@@ -154,7 +155,7 @@ def parallelize_decoder(
         model.to_empty(device=plan.parameter_home(device.type))
         buffers_to(model, device)
         if sums is not None:
-            sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
+            fix_memory(sums.root)
         fill_stage(model, mesh, fill, layers, adapters)
         if float8 is not None:
             float8.round_frozen()

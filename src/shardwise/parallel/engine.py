@@ -106,7 +106,7 @@ class Engine:
         if self.mesh.tp is not None or self.plan.pp > 1:
             with clock.span("compute", "replicated gradients"):
                 self._sum_tied()
-                self._sum_partial()
+                self.sum_partial()
         for shard in self.shards:
             if shard.rows is not None:
                 shard.local.grad = shard.gradient_here
@@ -184,7 +184,7 @@ class Engine:
             )
         return sums
 
-    def _sum_partial(self) -> None:
+    def sum_partial(self) -> None:
         """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
         for group in {id(s.sum_over): s.sum_over for s in self.shards if s.sum_over is not None}.values():
             gradients = [g for s in self.shards if s.sum_over is group and (g := s.gradient) is not None]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.parallel.fsdp2 import as_one_group, check_torch
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Coordinates, Plan
 
@@ -87,6 +88,7 @@ class Mesh:
 def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.device, *, fsdp: bool) -> Mesh:
     """Collective: every rank of the job calls it at the same time. `fsdp`: FSDP2 will need its mesh. `spec`: None for a module
     that is not cut, only replicated and sharded."""
+    check_torch()
     at = plan.coordinates(rank)
     if plan.world == 1 and not fsdp:
         return Mesh(plan, rank, at, device)
@@ -104,7 +106,7 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
         rank,
         at,
         device,
-        dp=grid["replicate", "shard"]._flatten("dp").get_group() if plan.dp * plan.cp > 1 else None,
+        dp=as_one_group(grid["replicate", "shard"], "dp") if plan.dp * plan.cp > 1 else None,
         shard=grid["shard"].get_group() if shards > 1 else None,
         cp=_own_group(_lines(plan.world, plan.cp, plan.tp), rank) if plan.cp > 1 else None,
         tp=grid["tp"].get_group() if plan.tp > 1 else None,

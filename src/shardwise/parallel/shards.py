@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.optim.gradient_norm import sums_of_squares
 from shardwise.optim.offload.cpu import Elsewhere
+from shardwise.parallel.fsdp2 import local_rows
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.tensor.slices import Placement, Slice, placement, take
 from shardwise.parallel.traffic import Wait, unseen
@@ -98,7 +99,7 @@ def _shard(name: str, parameter: nn.Parameter, mesh: Mesh, spec: ModelSpec | Non
     rows, local = None, getattr(parameter, "master", parameter)
     if isinstance(parameter, DTensor):
         rows = row_range(parameter.shape[0], parts, index)
-        local = nn.Parameter(parameter._local_tensor, requires_grad=parameter.requires_grad)
+        local = nn.Parameter(local_rows(parameter), requires_grad=parameter.requires_grad)
     same = plan.dp * plan.cp if experts is None else plan.expert_copies
     group = None
     if placed.partial:
@@ -124,7 +125,7 @@ def row_range(num_rows: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _plain(tensor: Tensor | None) -> Tensor | None:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_rows(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 # Sums and norms over ranks ------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.cluster.describe.here import this_cluster
 from shardwise.cluster.describe.machine import this_machine
 from shardwise.model.dtypes import COMPUTED
-from shardwise.parallel.compat import all_gather_single, reduce_scatter_single
+from shardwise.parallel.fsdp2 import all_gather_single, reduce_scatter_single
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.rank_share import rank_shares
 from shardwise.plan.prediction.stack import OURS

@@ -6,14 +6,13 @@ What memory/account.py asks, and what the demos add up. Nothing is computed here
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from shardwise.kernels.quantized_weight import LEAVES
 from shardwise.memory.account import Held, Holders, plain_parts
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.zero.sharding import parameter_groups
+from shardwise.parallel.fsdp2 import ParameterGroup, parameter_groups
 
 
 def holders_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Holders:
@@ -42,18 +41,15 @@ def holders_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Holde
     return held
 
 
-def _gathered(group: Any) -> Iterator[Held]:
-    """FSDP2's own: copies on their way and in use, and gradients that are not reduced yet."""
-    if (result := group._all_gather_result) is not None:
-        yield Held("buffers", "gathered parameters", result.all_gather_output)
-    for parameter in group.fsdp_params:
-        name = parameter._module_info.param_name
-        for output in parameter.all_gather_outputs:
-            yield Held("buffers", f"gathered {name}", output)
-        unsharded = getattr(parameter, "_unsharded_param", None)
-        for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
-            if gradient is not None:
-                yield Held("gradients", f"gradient of {name}", gradient)
+def _gathered(group: ParameterGroup) -> Iterator[Held]:
+    """FSDP2's own: gathered parameters on their way and in use, and gradients that are not reduced yet."""
+    if (buffer := group.gather_buffer) is not None:
+        yield Held("buffers", "gathered parameters", buffer)
+    for parameter in group.parameters:
+        for output in parameter.gathered:
+            yield Held("buffers", f"gathered {parameter.name}", output)
+        for gradient in parameter.unreduced_gradients():
+            yield Held("gradients", f"gradient of {parameter.name}", gradient)
 
 
 def kept_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -11,20 +11,43 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.optim.offload.cpu import Build, Held, Piece
 from shardwise.optim.offload.disk import NOTHING, Transfer, aligned, new_buffer
 from shardwise.optim.offload.nvme import Buffer, NvmeOptimizer, flat_shape
 
 NUM_LANDINGS = 2  # gradients on their way to the disk
+
+
+class GatheredParameter(Protocol):
+    """A parameter of a group: `ShardedParameter` of parallel/fsdp2.py."""
+
+    rows: Tensor  # this rank's elements, flat: what an all-gather reads
+
+
+class GatheredGroup(Protocol):
+    """Parameters that FSDP2 gathers together: `ParameterGroup` of parallel/fsdp2.py."""
+
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def in_backward(self) -> bool: ...
+    @property
+    def gather_buffer(self) -> Tensor | None: ...
+    @property
+    def will_gather(self) -> bool: ...
+    def replace_unshard(self, wrap: Callable[[Callable[[bool], None]], Callable[..., None]]) -> None: ...
+    def replace_wait(self, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None: ...
+
+
+Served = list[tuple[GatheredParameter, Held]]
 
 
 class NvmeModel(NvmeOptimizer):
@@ -90,7 +113,7 @@ class NvmeModel(NvmeOptimizer):
         self._settle()
         self._reader.forget()
 
-    def serve(self, group: Any, params: list[tuple[Any, Held]]) -> None:
+    def serve(self, group: GatheredGroup, params: Served) -> None:
         """Before FSDP2's `group` gathers its parameters they are read, and afterwards forgotten."""
         self._reader.serve(group, params)
 
@@ -111,43 +134,48 @@ class _Reader:
             int, tuple[Any, list[Tensor], Transfer]
         ] = {}  # by group: memory, its tensors, what is under way
         self._free: dict[int, list[Any]] = {}  # memory by size
-        self._served: dict[int, list[tuple[Any, Held]]] = {}
+        self._served: dict[int, Served] = {}
         self._after: dict[tuple[int, bool], int] = {}  # which group came next: after this one, forward or backward
         self._last: tuple[int, bool] | None = None
 
-    def serve(self, group: Any, params: list[tuple[Any, Held]]) -> None:
+    def serve(self, group: GatheredGroup, params: Served) -> None:
         self._served[id(group)] = params
-        unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
-        empty = [param._sharded_param_data for param, _ in params]
-        alone = group._all_gather_process_group.size() == 1
+        empty = [param.rows for param, _ in params]
+        alone = group.num_ranks == 1
 
-        def read_and_unshard(async_op: bool = False) -> None:
-            is_backward = group._training_state == TrainingState.PRE_BACKWARD
-            if not (group._all_gather_result or group.is_unsharded or (is_backward and not group.unshard_in_backward)):
-                self.start(id(group))
-                if not alone:  # it is copied into a message now
-                    self._fill(group)
-                    self._look_ahead(id(group), is_backward)
-            unshard(async_op)
-            if not alone:
-                self._release(group, empty)
+        def reading(unshard: Callable[[bool], None]) -> Callable[..., None]:
+            def read_and_unshard(async_op: bool = False) -> None:
+                if group.will_gather:
+                    self.start(id(group))
+                    if not alone:  # it is copied into the collective's input now
+                        self._put_rows(group)
+                        self._look_ahead(id(group), group.in_backward)
+                unshard(async_op)
+                if not alone:
+                    self._release(group, empty)
 
-        def read_and_wait() -> None:
-            if alone and group._all_gather_result:
-                self._fill(group)
-                self._look_ahead(id(group), group._training_state == TrainingState.PRE_BACKWARD)
-            wait_for_unshard()
-            if alone:
-                self._release(group, empty)
+            return read_and_unshard
 
-        group.unshard, group.wait_for_unshard = read_and_unshard, read_and_wait
+        def waiting(wait_for_unshard: Callable[[], None]) -> Callable[[], None]:
+            def read_and_wait() -> None:
+                if alone and group.gather_buffer is not None:
+                    self._put_rows(group)
+                    self._look_ahead(id(group), group.in_backward)
+                wait_for_unshard()
+                if alone:
+                    self._release(group, empty)
+
+            return read_and_wait
+
+        group.replace_unshard(reading)
+        group.replace_wait(waiting)
 
     def start(self, key: int) -> None:
         """Begin to read a group, unless that was done."""
         if key in self._ready or not self._served.get(key):
             return
         params, size = self._served[key], self.owner.dtype.itemsize
-        lengths = [aligned(param._sharded_param_data.numel() * size) for param, _ in params]
+        lengths = [aligned(param.rows.numel() * size) for param, _ in params]
         free = self._free.get(sum(lengths), [])
         memory = free.pop() if free else new_buffer(sum(lengths))
         numbers, view = torch.frombuffer(memory, dtype=self.owner.dtype), memoryview(memory)
@@ -158,7 +186,7 @@ class _Reader:
                 place, part = self.owner.place(group, piece, "parameter")
                 blocks += self.owner.file.read(place, view[at : at + len(part)]).blocks
                 at += len(part)
-            tensors.append(numbers[first // size :][: param._sharded_param_data.numel()])
+            tensors.append(numbers[first // size :][: param.rows.numel()])
             first += length
         self._ready[key] = memory, tensors, Transfer(blocks)
 
@@ -170,20 +198,20 @@ class _Reader:
         self._ready.clear()
         self._last = None
 
-    def _fill(self, group: Any) -> None:
+    def _put_rows(self, group: GatheredGroup) -> None:
         if id(group) in self._ready:
             _, tensors, under_way = self._ready[id(group)]
             under_way.wait()
             for (param, _), tensor in zip(self._served[id(group)], tensors, strict=True):
-                param._sharded_param_data = tensor
+                param.rows = tensor
 
-    def _release(self, group: Any, empty: list[Tensor]) -> None:
+    def _release(self, group: GatheredGroup, empty: list[Tensor]) -> None:
         if id(group) not in self._ready:
             return
         memory, tensors, under_way = self._ready.pop(id(group))
         under_way.wait()
         for (param, _), tensor in zip(self._served[id(group)], empty, strict=True):
-            param._sharded_param_data = tensor
+            param.rows = tensor
         self._keep(memory, tensors)
 
     def _keep(self, memory: Any, tensors: list[Tensor]) -> None:

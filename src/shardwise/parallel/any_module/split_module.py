@@ -23,6 +23,7 @@ from shardwise.optim.offload.cpu import Build, OffloadedOptimizer, offloaded_opt
 from shardwise.optim.offload.nvme_model import NvmeModel
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.data.replicas import BUCKET_BYTES, GradientSums, Replicated
+from shardwise.parallel.fsdp2 import fix_memory
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import shards_of, squared_norm
 from shardwise.parallel.traffic import Traffic
@@ -255,5 +256,5 @@ def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traff
         module.to("cpu")
     sums = Sharded(module, groups, mesh, traffic, num_kept=1)
     buffers_to(module, mesh.device)
-    sums.root._get_fsdp_state()._lazy_init()  # from here on the sharded tensors stay where they are
+    fix_memory(sums.root)
     return sums

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.parallel.fsdp2 import leave_out
 from shardwise.parallel.mesh import Group
 from shardwise.parallel.shards import sum_tensors
 from shardwise.parallel.traffic import Traffic
@@ -96,7 +97,7 @@ class Replicated(SummedAtEnd):
             # torch 2.13 wants `forward_sync_buffers` instead, which 2.11 does not know. Router counts must stay local.
             warnings.simplefilter("ignore", FutureWarning)
             if apart:
-                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(apart))
+                leave_out(model, list(apart))
             self.ddp = DistributedDataParallel(
                 model,
                 process_group=group,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.parallel.compat import all_gather_single, reduce_scatter_single
+from shardwise.parallel.fsdp2 import all_gather_single, reduce_scatter_single
 from shardwise.parallel.traffic import Wait, unseen
 
 

@@ -6,31 +6,32 @@
     hybrid     shards within `shard` ranks, replicas between: their all-reduce happens at the last micro-batch only
 
 The flags are set before every backward, also inside pipelines, where torch's own stage would turn all of them into stage 1.
-Gradients are summed (divide factor 1). On gloo the reduce-scatter is an all-to-all and a local sum in rank order: exact, and a
-fraction of the time of gloo's own, which is an all-reduce and a slice.
+Gradients are summed (divide factor 1).
+
+    split    every parameter by rows over the ranks that share a replica's states (shards and context together)
+    held     a rank's rows of parameters, gradients and optimizer state; whole blocks only while a stage needs them
+    sent     all-gathers of parameters and reduce-scatters of gradients (collectives.py), all-reduces between a hybrid's replicas
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.dtypes import COMPUTED, SUMMED
 from shardwise.optim.offload.nvme_model import NvmeModel
-from shardwise.parallel.compat import all_gather_single, fsdp_groups
 from shardwise.parallel.data.replicas import GradientSums
 from shardwise.parallel.expert.dispatch import SpreadExperts
+from shardwise.parallel.fsdp2 import end_backward, gather_ahead, parameter_groups, sharded_modules
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.traffic import Traffic
+from shardwise.parallel.zero.collectives import CountedAllGather, ExactReduceScatter, time_waits
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import splits_backward
 
@@ -75,26 +76,26 @@ class Sharded(GradientSums):
         self.reduction.overlaps = self._is_first_reduction = False
         # No backward pass ran here, so FSDP2's hooks did not either: fold the new gradients in, then reduce if it is time.
         self._set(reduce=False, last=last, finish=False)
-        groups = list(parameter_groups(self.model))
+        groups = parameter_groups(self.model)
         for group in groups:
-            group.post_backward()
+            group.reduce_gradients()
         if self.zero >= 2 and not last:
             self._set(reduce=True, last=last, finish=False)
             for group in groups:
-                group.post_backward()
+                group.reduce_gradients()
         for group in groups:
-            group._training_state = TrainingState.IDLE
+            group.end_pass()
 
     def finish(self) -> None:
         """Reduce what is still local (after a last W), let go of gathered parameters, wait for everything."""
         self._set(reduce=True, last=True, finish=True)
-        self.root._get_fsdp_state()._root_post_backward_final_callback()
+        end_backward(self.root)
         self.reduction.complete()
         self._is_first_reduction = True
 
     def forget_gathered(self) -> None:
         """Let go of gathered parameters that a forward pass without backward has left behind."""
-        for module in _fsdp_modules(self.root):
+        for module in sharded_modules(self.model):
             module.reshard()
 
     def _set(self, *, reduce: bool, last: bool, finish: bool) -> None:
@@ -141,16 +142,16 @@ def shard_groups(
         cast(FSDPModule, lookup).set_unshard_in_backward(False)  # the gradient of a lookup needs no table
     root = fully_shard(model, mesh=mesh.fsdp, reshard_after_forward=False, **options)
     on_gloo = mesh.device.type == "cpu"
-    for module in _fsdp_modules(root):
+    for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if on_gloo:
-            module.set_custom_all_gather(CountedAllGather(traffic))
-            module.set_custom_reduce_scatter(reduction)
+            module.set_custom_all_gather(cast(Any, CountedAllGather(traffic)))
+            module.set_custom_reduce_scatter(cast(Any, reduction))
     if on_gloo:
-        root._set_unshard_async_op(True)
+        gather_ahead(root)
     for parameters in parameter_groups(model) if plan.world > 1 else ():
-        _time_waits(parameters, traffic, reduction if on_gloo else None)
+        time_waits(parameters, traffic, reduction if on_gloo else None)
     _prefetch([[group[0], *_spread_experts(group)] for group in groups])
     return root
 
@@ -184,103 +185,9 @@ def _prefetch(units: list[list[Any]]) -> None:
         experts.set_modules_to_backward_prefetch([experts])
 
 
-def _fsdp_modules(root: FSDPModule) -> Iterator[FSDPModule]:
-    return (module for module in root.modules() if isinstance(module, FSDPModule))  # type: ignore[attr-defined]
-
-
-def parameter_groups(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's groups, the root's too; a group may serve several modules."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return iter({id(group): group for module in modules for group in fsdp_groups(module)}.values())
-
-
 def serve_parameters(optimizer: NvmeModel, model: nn.Module, shards: Iterable[Shard]) -> None:
     """FSDP2 gathers from parameters that lie on a disk: they are read just before, and forgotten after."""
     names = {id(shard.parameter): shard for shard in shards}
     for group in parameter_groups(model):
-        found = [(param, names[id(param.sharded_param)]) for param in group.fsdp_params]
-        optimizer.serve(group, [(param, shard) for param, shard in found if shard.local.requires_grad])
-
-
-def _time_waits(group: Any, traffic: Traffic, reduction: ExactReduceScatter | None) -> None:
-    """FSDP2 waits where no line of ours stands. Each place waits here first, inside of a span, and then finds nothing left to wait for."""
-    wait_for_unshard, finalize_backward = group.wait_for_unshard, group.finalize_backward
-
-    def gathered() -> None:
-        result = group._all_gather_result
-        if result is not None and result.all_gather_output.numel():  # a group of one rank gathers nothing
-            with traffic.wait("all-gather", "shard", result.all_gather_output.nbytes):
-                if isinstance(result.all_gather_work, dist.Work):
-                    result.all_gather_work.wait()
-                elif result.all_gather_event is not None:
-                    group.device_handle.current_stream().wait_event(result.all_gather_event)
-        wait_for_unshard()
-
-    def reduced() -> None:
-        with traffic.wait("reduce-scatter", "shard", 0):
-            finalize_backward()
-
-    group.wait_for_unshard = gathered
-    if reduction is None:
-        group.finalize_backward = reduced
-    elif group._is_hsdp:  # else the hook would be called after other things
-        group._all_reduce_hook = reduction.replicas_met
-
-
-class _Buffers:
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CountedAllGather(_Buffers, AllGather):
-    def __init__(self, traffic: Traffic):
-        self.traffic = traffic
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self.traffic.gathers += 1
-        self.traffic.num_bytes += output_tensor.nbytes
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class ExactReduceScatter(_Buffers, ReduceScatter):
-    """For gloo. Every rank adds the parts in rank order, so the sum does not depend on timing or ring position.
-
-    With `overlaps` the exchange goes on while backward computes the next block, and is completed when that one comes to be
-    reduced: one block's gradients are under way at a time.
-    """
-
-    def __init__(self, traffic: Traffic):
-        self.traffic, self.overlaps = traffic, False
-        self._pending: tuple[Any, Tensor, Tensor, Tensor] | None = None
-        self._ready: Any = None  # the moment at which replicas could begin to meet
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        self._ready = self.traffic.moment()  # with one shard, nothing else of this class is called
-        return super().allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        assert op == dist.ReduceOp.SUM, f"gradients are only ever summed, not {op}"
-        self.complete()
-        parts = torch.empty_like(input_tensor)
-        work = dist.all_to_all_single(parts, input_tensor, group=group, async_op=True)
-        self._pending = (work, parts.view(dist.get_world_size(group), -1), input_tensor, output_tensor)
-        self.traffic.reductions += 1
-        self.traffic.num_bytes += input_tensor.nbytes
-        if not self.overlaps:
-            self.complete()
-
-    def complete(self) -> None:
-        if self._pending is None:
-            return
-        work, parts, _, output = self._pending
-        self._pending = None
-        with self.traffic.wait("reduce-scatter", "shard", parts.nbytes):
-            work.wait()
-        torch.sum(parts, 0, out=output)
-        self._ready = self.traffic.moment()
-
-    def replicas_met(self, output: Tensor) -> None:
-        """FSDP2 calls it right after the all-reduce of a hybrid's replicas."""
-        self.traffic.waited("all-reduce", "replicate", output.nbytes, self._ready, self.traffic.moment())
+        found = [(sharded, names[id(sharded.parameter)]) for sharded in group.parameters]
+        optimizer.serve(group, [(sharded, shard) for sharded, shard in found if shard.local.requires_grad])
