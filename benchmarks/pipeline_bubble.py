@@ -32,9 +32,10 @@ from shardwise.parallel.data.replicas import GradientSums
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
+from shardwise.spec.actions import Action
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
-from shardwise.spec.schedules import Action, stage_owners
+from shardwise.spec.schedules import stage_owners
 from shardwise.spec.split import even_split
 from shardwise.spec.timeline import simulate
 

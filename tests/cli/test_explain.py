@@ -127,7 +127,7 @@ def test_the_figures_of_a_schedule_are_those_of_its_list(schedule, capsys):
     main(["explain", "pipeline-schedules"])
     row = re.search(rf"^ +{schedule} +(\d+) % +(\d+) % +([\d.]+) ", capsys.readouterr().out, re.MULTILINE)
     assert row is not None
-    stages = 2 if schedule in ("interleaved", "zbv") else 1
+    stages = SCHEDULES[schedule].usual_stages
     owners, seconds = stage_owners(schedule, 4, stages), {"F": 1, "I": 1, "W": 1, "B": 2}
     for microbatches, printed in ((8, row[1]), (32, row[2])):
         actions = schedule_actions(schedule, 4, stages, microbatches)

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.parallel.pipeline.idle_slots import fill_idle
-from shardwise.spec.schedules import SCHEDULES, Action, schedule_actions, stage_owners
+from shardwise.spec.actions import Action
+from shardwise.spec.schedules import SCHEDULES, schedule_actions, stage_owners
 from shardwise.spec.timeline import draw, simulate
 
 UNIT = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "E": 1.0}
@@ -47,7 +48,7 @@ def test_no_room_for_what_takes_too_long() -> None:
 
 @settings(max_examples=150)
 @given(
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(list(SCHEDULES)),
     pp=st.integers(2, 6),
     num_microbatches=st.integers(1, 10),
     seed=st.randoms(use_true_random=False),
@@ -55,7 +56,7 @@ def test_no_room_for_what_takes_too_long() -> None:
     longer=st.sampled_from([1.0, 1.05]),
 )
 def test_training_keeps_its_order_and_its_length(schedule, pp, num_microbatches, seed, delay, longer):
-    stages = 2 if schedule in ("interleaved", "zbv") else 1
+    stages = SCHEDULES[schedule].usual_stages
     actions, owners = schedule_actions(schedule, pp, stages, num_microbatches), stage_owners(schedule, pp, stages)
     prices = {(kind, stage): seed.choice([0.0, 0.5, 1.0, 3.0]) for kind in "FBIW" for stage in range(len(owners))}
     prices |= {("E", stage): seed.choice([0.25, 1.0]) for stage in range(len(owners))}

@@ -12,14 +12,15 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.pipeline.send_receive import Mailbox, Message, incoming, message_of, needed_by
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import trial_plan
+from shardwise.spec.actions import Action
 from shardwise.spec.presets import preset
-from shardwise.spec.schedules import SCHEDULES, Action, schedule_actions, stage_owners
+from shardwise.spec.schedules import SCHEDULES, schedule_actions, stage_owners
 
 TABLES = [
     (schedule, pp, stages, micro)
     for schedule in SCHEDULES
     for pp in (2, 3)
-    for stages in ((2,) if schedule in ("interleaved", "zbv") else (1,))
+    for stages in (SCHEDULES[schedule].usual_stages,)
     for micro in (1, 3, 5)
 ]
 

@@ -10,10 +10,11 @@ from observe import Observation, observe
 
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import trial_plan
+from shardwise.spec.actions import Action
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
-from shardwise.spec.schedules import Action, schedule_actions, splits_backward, stage_owners
+from shardwise.spec.schedules import schedule_actions, splits_backward, stage_owners
 from shardwise.spec.split import even_split
 
 SPEC = preset("tiny").with_overrides(

@@ -16,17 +16,17 @@ from shardwise.prove.trial import trial_plan
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
+from shardwise.spec.schedules import SCHEDULES as RECORDS
 from shardwise.spec.split import even_split
 
 NUM_STEPS, SEQ_LEN, CLIP = 8, 16, 0.3
-SCHEDULES = (
-    "schedule=gpipe",
-    "schedule=1f1b",
-    "schedule=interleaved virtual_stages=2",
-    "schedule=zero-bubble",
-    "schedule=zero-bubble virtual_stages=2",
-    "schedule=zbv virtual_stages=2",
+SCHEDULES = tuple(
+    f"schedule={name}" + f" virtual_stages={stages}" * (stages > 1)
+    for name, schedule in RECORDS.items()
+    for stages in (1, 2)
+    if schedule.takes_stages(stages)
 )
+"""Every schedule, with one and with two stages per rank where it takes them."""
 
 LAYOUTS: tuple[str, ...] = (
     # Replicas, shards, shards within replicas

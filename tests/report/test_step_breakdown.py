@@ -10,8 +10,9 @@ import pytest
 
 from shardwise.report.step_breakdown import bar, measured_pipeline
 from shardwise.run.rundir import RunDir, create_run_dir
+from shardwise.spec.actions import NAMES
 from shardwise.spec.plan import Plan
-from shardwise.spec.schedules import NAMES, schedule_actions
+from shardwise.spec.schedules import schedule_actions
 
 PLAN = Plan("cpu", "fp32", 8, 2, 1, 9, 1, "a test", pp=2, schedule="gpipe", split=(1, 1), tp=2)
 ACTIONS = schedule_actions("gpipe", 2, 1, 2)

@@ -22,10 +22,11 @@ from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import KINDS, Clock
 from shardwise.run.events import Events
 from shardwise.run.step import run_step
+from shardwise.spec.actions import NAMES
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
-from shardwise.spec.schedules import NAMES, schedule_actions
+from shardwise.spec.schedules import schedule_actions
 from shardwise.spec.split import even_split
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.bubble_filling import FIRST_ROUND, PLAIN_STEPS, Filler, action_seconds, side_seconds
 from shardwise.run.clock import Clock, Span
 from shardwise.run.step import accumulate, update
+from shardwise.spec.actions import NAMES
 from shardwise.spec.presets import preset
-from shardwise.spec.schedules import NAMES
 from shardwise.spec.split import even_split
 
 CPU = torch.device("cpu")

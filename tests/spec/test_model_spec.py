@@ -90,8 +90,13 @@ def test_latent_attention_counts_query_and_value_widths() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["spec", "presets", "hf_config", "hf_export", "hf_names", "hf_directory", "huggingface"]
+    "module",
+    [
+        "spec.model",
+        "spec.presets",
+        *(f"interop.huggingface.{name}" for name in ("config", "export", "names", "directory", "door")),
+    ],
 )
 def test_importing_does_not_import_torch(module: str) -> None:
-    code = f"import sys, shardwise.model.{module}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, shardwise.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

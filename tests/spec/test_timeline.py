@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.spec.schedules import Action, schedule_actions, stage_owners
+from shardwise.spec.actions import Action
+from shardwise.spec.schedules import schedule_actions, stage_owners
 from shardwise.spec.timeline import Timed, Timeline, draw, peak_in_flight, simulate
 
 UNIT = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}

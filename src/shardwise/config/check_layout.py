@@ -11,6 +11,7 @@ import math
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.values import shown
 from shardwise.errors import UserError
+from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.schema import Config, ParallelConfig
 
 WITHOUT_PIPELINE = {"schedule": ("1f1b",), "virtual_stages": ("auto", 1), "split": ("auto",), "fill_bubbles": ("none",)}
@@ -85,7 +86,7 @@ def degree(asked: int | str) -> int:
 def stages_per_rank(parallel: ParallelConfig) -> int:
     if parallel.virtual_stages != "auto":
         return int(parallel.virtual_stages)
-    return 2 if degree(parallel.pp) > 1 and parallel.schedule in ("interleaved", "zbv") else 1
+    return SCHEDULES[parallel.schedule].usual_stages if degree(parallel.pp) > 1 else 1
 
 
 def _context(config: Config, origins: Origins) -> None:
@@ -156,19 +157,14 @@ def _no_pipeline(parallel: ParallelConfig, origins: Origins) -> None:
 
 
 def _virtual_stages(parallel: ParallelConfig, origins: Origins) -> None:
-    schedule, stages = parallel.schedule, stages_per_rank(parallel)
-    if schedule in ("gpipe", "1f1b") and stages != 1:
-        why, fix = "it has one stage per rank", "parallel.virtual_stages=1 or parallel.schedule=interleaved"
-    elif schedule == "interleaved" and stages < 2:
-        why, fix = "it takes turns between the stages of a rank", "parallel.virtual_stages=2 or parallel.schedule=1f1b"
-    elif schedule == "zbv" and stages != 2:
-        why, fix = "its V goes down the ranks and up again: two stages on each", "parallel.virtual_stages=2"
-    else:
+    schedule, stages = SCHEDULES[parallel.schedule], stages_per_rank(parallel)
+    if schedule.takes_stages(stages):
         return
+    instead = f" or parallel.schedule={schedule.instead}" if schedule.instead else ""
     raise UserError(
-        f"`parallel.schedule = {shown(schedule)}` does not work with `parallel.virtual_stages = {stages}`",
-        why=why,
-        fix=fix,
+        f"`parallel.schedule = {shown(schedule.name)}` does not work with `parallel.virtual_stages = {stages}`",
+        why=schedule.why_stages,
+        fix=f"parallel.virtual_stages={schedule.usual_stages}{instead}",
         where=where_written(origins, "parallel.schedule", "parallel.virtual_stages"),
     )
 

@@ -25,7 +25,8 @@ from shardwise.parallel.pipeline.execute import Stage
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.spec.schedules import NAMES, Action, schedule_actions, stage_owners
+from shardwise.spec.actions import NAMES, Action
+from shardwise.spec.schedules import schedule_actions, stage_owners
 from shardwise.spec.split import even_split
 from shardwise.spec.timeline import Timed, Timeline, draw, peak_in_flight, simulate
 

@@ -19,6 +19,7 @@ from shardwise.config.units import format_count
 from shardwise.config.write import is_built, with_unit
 from shardwise.demo import DEMOS
 from shardwise.errors import UserError
+from shardwise.spec.schedules import SCHEDULES, schedule_actions, stage_owners
 
 WORDS = Path(__file__).parent / "words"
 WIDTH = 100
@@ -62,6 +63,7 @@ def find_page(word: str) -> Page:
     wanted = "-".join(word.lower().replace("_", " ").replace("-", " ").split())
     pages = all_pages()
     names = {name: page for page in pages.values() for name in page.aliases} | pages
+    names |= dict.fromkeys(SCHEDULES, pages["pipeline-schedules"])
     if wanted in names:
         return names[wanted]
     close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)
@@ -85,8 +87,8 @@ def render_page(page: Page) -> str:
         lines += _part(label, text)
         if text.endswith(":") and page.table:
             lines += [f"{'':12}{row}" for row in page.table.strip("\n").splitlines()]
-    if page.lists == "presets":
-        lines += [f"{'':12}{row}" for row in preset_rows()]
+        if label == "saves" and page.lists:
+            lines += [f"{'':12}{row}" for row in LISTS[page.lists]()]
     if page.note:
         lines += _part("note", page.note)
     lines += _part("best link", page.link)
@@ -119,6 +121,33 @@ def preset_rows() -> list[str]:
             f"{name:<{width}}  {format_count(spec.num_parameters):>10}  {spec.num_layers:>6}  {spec.hidden:>6}{more}"
         )
     return rows
+
+
+def schedule_rows() -> list[str]:
+    """A line per pipeline schedule, simulated on 4 ranks: its idle share, and the micro-batches whose activations the fullest rank holds."""
+    from shardwise.spec.timeline import peak_in_flight, simulate
+
+    width = max(map(len, SCHEDULES))
+    rows = [f"{'schedule':<{width}}   m = 8   m = 32   holds"]
+    seconds = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+    for name, schedule in SCHEDULES.items():
+        stages = schedule.usual_stages
+        few, many = (schedule_actions(name, 4, stages, count) for count in (8, 32))
+        idle = [
+            simulate(actions, stage_owners(name, 4, stages), lambda action: seconds[action.kind]).bubble_fraction
+            for actions in (few, many)
+        ]
+        held = f"{max(peak_in_flight(few)) / stages:g}"
+        rows.append(
+            f"{name:<{width}}  {idle[0]:>4.0%}".replace("%", " %")
+            + f"  {idle[1]:>5.0%}".replace("%", " %")
+            + f"   {held:<5}  {schedule.line}"
+        )
+    return rows
+
+
+LISTS = {"presets": preset_rows, "schedules": schedule_rows}
+"""Tables that are made from what is there, by the name that `lists` has."""
 
 
 def _about(key: Key) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.parallel.fsdp2 import as_one_group, check_torch
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Coordinates, Plan
+from shardwise.spec.schedules import SCHEDULES
 
 Group = Any  # a torch.distributed.ProcessGroup; None where a line has one rank
 
@@ -100,7 +101,7 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
     kv_copies = 1 if spec is None or spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
     # For replicas FSDP2 holds what it summed until backward ends: not where gradients are to leave at once.
     has_replicas = plan.replicate > 1 or (shards == 1 and plan.offload == "none")
-    is_v = plan.schedule == "zbv" and plan.pp > 1  # its first and last stage are on the same rank
+    is_v = plan.pp > 1 and SCHEDULES[plan.schedule].is_v  # its first and last stage are on the same rank
     return Mesh(
         plan,
         rank,

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from shardwise.run.clock import KINDS
 from shardwise.run.rundir import RunDir
+from shardwise.spec.actions import NAMES, Action
 from shardwise.spec.plan import Coordinates, Plan
-from shardwise.spec.schedules import NAMES, Action, schedule_actions
+from shardwise.spec.schedules import schedule_actions
 from shardwise.spec.timeline import Timed, Timeline, draw
 
 SIGNS = {

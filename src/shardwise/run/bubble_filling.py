@@ -28,7 +28,7 @@ from shardwise.parallel.pipeline.execute import LAST_MESSAGES, Side
 from shardwise.parallel.pipeline.idle_slots import fill_idle
 from shardwise.run.clock import Span
 from shardwise.run.evaluate import num_held_out
-from shardwise.spec.schedules import NAMES, Action
+from shardwise.spec.actions import NAMES, Action
 
 PLAIN_STEPS = 3  # that are timed before a round of filled ones
 FIRST_ROUND, LONGEST_ROUND = 12, 192  # filled steps

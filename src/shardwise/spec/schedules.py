@@ -1,10 +1,9 @@
-"""Pipeline schedules as data: what each rank does, in which order, in one training step.
+"""Pipeline schedules as records: each is one function that gives the action list of every rank, and the facts about it.
 
-A schedule is a pure function of (name, ranks, virtual stages, micro-batches). One list per rank comes out; the executor
-runs it, `spec/timeline.py` times it, the page draws it. So what is drawn is what runs.
+The executor runs the lists, `spec/timeline.py` times and draws them, the planner prices them; all of them ask the record, none knows a schedule
+by name. To add one, write its function and one `Schedule` in `SCHEDULES`; nothing else needs to change.
 
-Invariant: every list made here passes `check_actions`, for any number of micro-batches. Messages are not in the lists,
-they follow from them: a send never blocks, a receive waits, and under that rule no list can deadlock.
+Invariant: every list made here passes `check_actions`, for any number of micro-batches.
 
 The model is cut into pp * virtual_stages stages in model order. An *activation* is what one stage keeps of one
 micro-batch. It is held from its forward until its weight gradients are done: until B, or until W where backward is
@@ -17,151 +16,175 @@ split. With M micro-batches:
                  F = I = W and M >= pp; every rank may hold min(M, pp), which in 1f1b only rank 0 does.
     zbv          split as well, two stages per rank in a V: 2 min(M, pp) activations of half the size. If F = I = W
                  and M >= pp, half the bubble of ZB-H1: only the way down to the last rank is left.
+    dualpipev    the V of DeepSeek's DualPipe: in its steady state a forward and a whole backward of two micro-batches stand side by
+                 side; backward is split only where a rank would wait. Holds one activation more than zbv.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, zip_longest
-from typing import NamedTuple
+from types import MappingProxyType
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-NAMES = {"F": "forward", "B": "backward", "I": "backward inputs", "W": "backward weights", "E": "held-out forward"}
-"""Of the kinds of action, in clocks and events."""
+from shardwise.spec.actions import Action, Actions
 
-
-class Action(NamedTuple):
-    """`kind`: F forward, B whole backward, I gradient of the inputs only, W gradient of the weights only. E is a forward of
-    something held out, which `parallel/pipeline/idle_slots.py` puts into idle slots; no schedule has it."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}(stage {self.stage}, micro-batch {self.microbatch})"
+Lists = Sequence[Sequence[Action]]
 
 
-Actions = tuple[tuple[Action, ...], ...]
-"""One list per rank."""
+@dataclass(frozen=True)
+class Schedule:
+    """One pipeline schedule: its algorithm, and every fact that the config, the runtime and the planner ask of it."""
+
+    name: str
+    line: str
+    """What it does, in a few words, for `shardwise explain`."""
+    make: Callable[[int, int, int], Lists]
+    """(pp, virtual stages, micro-batches) -> one list of actions per rank."""
+
+    fewest_stages: int = 1
+    """Stages per rank: the fewest it takes, and the most; None: any number."""
+    most_stages: int | None = 1
+    usual_stages: int = 1
+    """Stages per rank where nobody says."""
+    why_stages: str = "it has one stage per rank"
+    """Why it takes no other number of stages per rank, and the schedule that does."""
+    instead: str | None = None
+
+    is_v: bool = False
+    """Stages go down the ranks and up again, so the first rank has both ends of the model. Else they go round and round."""
+    splits_backward: bool = False
+    """It has I and W actions, the gradients of inputs and of weights apart."""
+    holds_all: bool = False
+    """All micro-batches wait for their backward at once."""
+    repeats: Callable[[int, int, int], bool] = lambda pp, virtual_stages, num_microbatches: True
+    """(pp, virtual stages, micro-batches): whether later groups of micro-batches pass as the first ones do, so that some stand for all."""
+    most_held: Callable[[int, int, int, int], int] | None = None
+    """(pp, virtual stages, micro-batches, rank) -> activations held at most, where there is a formula; else its list is counted."""
+
+    is_proposed: bool = True
+    """Whether the planner considers it by itself. Else it runs when asked for."""
+    is_simple: bool = False
+    """One stage per rank and a whole backward: no surcharge in the planner's ranking."""
+    torchtitan: str | None = None
+    """What other frameworks call it; None: they do not have it."""
+    megatron: bool = False
+
+    def takes_stages(self, virtual_stages: int) -> bool:
+        """Whether it works with so many stages per rank."""
+        return self.fewest_stages <= virtual_stages <= (self.most_stages or virtual_stages)
 
 
-def splits_backward(schedule: str) -> bool:
-    """Whether it uses I and W in place of B."""
-    return schedule in ("zero-bubble", "zbv")
+def stage_owners(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """Returns the rank of each stage: round and round, or for a V down the ranks and up again."""
+    return owners_of(_possible(schedule, pp, virtual_stages).is_v, pp, virtual_stages)
 
 
 @lru_cache(maxsize=1024)
-def stage_owners(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """The rank of each stage: round and round, except for the V, which goes down the ranks and up again."""
-    _assert_possible(schedule, pp, virtual_stages)
-    if schedule == "zbv":
-        return (*range(pp), *reversed(range(pp)))
-    return tuple(stage % pp for stage in range(pp * virtual_stages))
+def owners_of(is_v: bool, pp: int, virtual_stages: int) -> tuple[int, ...]:
+    """Returns the rank of each stage, for a V or for stages that go round and round."""
+    down = tuple(range(pp))
+    return down + down[::-1] if is_v else down * virtual_stages
 
 
 @lru_cache(maxsize=64)
 def schedule_actions(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> Actions:
-    """One list of actions per rank."""
-    _assert_possible(schedule, pp, virtual_stages)
+    """Returns one list of actions per rank."""
     assert num_microbatches >= 1, f"a step has at least one micro-batch, not {num_microbatches}"
-    if schedule == "zbv":
-        return _fill_with_weights([_vee(pp, rank, num_microbatches) for rank in range(pp)], 2 * pp, limit=2 * pp)
-
-    groups = _groups(num_microbatches, 1 if schedule == "gpipe" else max(1, num_microbatches // pp))
-    first_loop = (virtual_stages - 1) * len(groups[0])  # forwards before a rank's last stage sees its first micro-batch
-    orders = []
-    for rank in range(pp):
-        below = pp - 1 - rank  # ranks between this one and the last
-        warm_up = {
-            "gpipe": virtual_stages * num_microbatches,
-            "1f1b": below,
-            "interleaved": first_loop + 2 * below,  # as published: the second forward per rank hides the messages
-            "zero-bubble": first_loop + below,
-        }[schedule]
-        orders.append(_alternate(groups, pp, rank, virtual_stages, warm_up, "I" if splits_backward(schedule) else "B"))
-    if splits_backward(schedule):
-        return _fill_with_weights(orders, pp * virtual_stages, limit=first_loop + pp)
-    return tuple(map(tuple, orders))
+    lists = _possible(schedule, pp, virtual_stages).make(pp, virtual_stages, num_microbatches)
+    return tuple(map(tuple, lists))
 
 
-def check_actions(actions: Sequence[Sequence[Action]], owners: Sequence[int], num_microbatches: int) -> None:
-    """AssertionError unless each stage runs each micro-batch once, on its owner, in order and without deadlock."""
-    if len(actions) != max(owners) + 1:
-        raise AssertionError(f"{len(actions)} lists for {max(owners) + 1} ranks")
-    history: dict[tuple[int, int], str] = {}
-    for rank, mine in enumerate(actions):
-        for action in mine:
-            kind, stage, microbatch = action
-            if not (0 <= stage < len(owners) and 0 <= microbatch < num_microbatches):
-                raise AssertionError(f"rank {rank} runs {action}: there is no such stage or micro-batch")
-            if owners[stage] != rank:
-                raise AssertionError(f"rank {rank} runs {action}, which belongs to rank {owners[stage]}")
-            before = history.get((stage, microbatch), "")
-            if before + kind not in ("F", "FB", "FI", "FIW"):
-                raise AssertionError(f"rank {rank} runs {action} after {' '.join(before) or 'nothing'}")
-            history[stage, microbatch] = before + kind
-    for stage in range(len(owners)):
-        for microbatch in range(num_microbatches):
-            ran = history.get((stage, microbatch), "")
-            if ran not in ("FB", "FIW"):
-                raise AssertionError(
-                    f"stage {stage} runs {' '.join(ran) or 'nothing'} for micro-batch {microbatch}: not F B, not F I W"
-                )
-    for _ in in_order(actions, len(owners)):
-        pass
+def splits_backward(schedule: str) -> bool:
+    """Whether it uses I and W actions."""
+    return SCHEDULES[schedule].splits_backward
 
 
-def in_order(actions: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action]]:
-    """(rank, action) for all of them, each after what it needs. AssertionError when ranks wait for each other."""
-    position = [0] * len(actions)
-    done: set[Action] = set()
-    waiting: dict[Action, list[int]] = {}
-    awake = deque(range(len(actions)))
-    while awake:
-        rank = awake.popleft()
-        while position[rank] < len(actions[rank]):
-            action = actions[rank][position[rank]]
-            missing = [need for need in needs(action, num_stages) if need not in done]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
-                break
-            yield rank, action
-            position[rank] += 1
-            done.add(result(action))
-            awake.extend(waiting.pop(result(action), ()))
-    stuck = [
-        f"rank {r} waits with {actions[r][position[r]]} for {need}" for need, ranks in waiting.items() for r in ranks
-    ]
-    if stuck:
-        raise AssertionError("deadlock: " + "; ".join(sorted(stuck)))
-
-
-def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Whose results must be there before it can start."""
-    kind, stage, microbatch = action
-    if kind in "FE":
-        return (Action(kind, stage - 1, microbatch),) if stage > 0 else ()
-    if kind == "W":
-        return (Action("I", stage, microbatch),)
-    forward = Action("F", stage, microbatch)
-    return (forward, Action("I", stage + 1, microbatch)) if stage < num_stages - 1 else (forward,)
-
-
-def result(action: Action) -> Action:
-    """The name under which `needs` knows it: a whole backward gives the gradient of the inputs too."""
-    return action._replace(kind="I") if action.kind == "B" else action
-
-
-def _assert_possible(schedule: str, pp: int, virtual_stages: int) -> None:
+def _possible(schedule: str, pp: int, virtual_stages: int) -> Schedule:
     """The config layer has told the user already; this is for callers."""
     assert schedule in SCHEDULES, f"unknown schedule {schedule!r}"
+    found = SCHEDULES[schedule]
     assert pp >= 1 and virtual_stages >= 1, f"pp={pp}, virtual_stages={virtual_stages}"
-    assert schedule != "1f1b" or virtual_stages == 1, "1f1b has one stage per rank; with more it is called interleaved"
-    assert schedule != "interleaved" or virtual_stages >= 2, "interleaved needs at least two stages per rank"
-    assert schedule != "zbv" or virtual_stages == 2, "zbv has two stages per rank"
+    assert found.takes_stages(virtual_stages), f"{schedule} with {virtual_stages} stages: {found.why_stages}"
+    return found
+
+
+def _gpipe(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    groups = _groups(num_microbatches, 1)
+    all_of_them = virtual_stages * num_microbatches
+    return [_alternate(groups, pp, rank, virtual_stages, all_of_them, "B") for rank in range(pp)]
+
+
+def _one_forward_one_backward(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    groups = _groups(num_microbatches, max(1, num_microbatches // pp))
+    return [_alternate(groups, pp, rank, virtual_stages, pp - 1 - rank, "B") for rank in range(pp)]
+
+
+def _interleaved(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    """As published: the second forward per rank in its warm-up hides the sends."""
+    groups = _groups(num_microbatches, max(1, num_microbatches // pp))
+    loop = _first_loop(groups, virtual_stages)
+    return [_alternate(groups, pp, rank, virtual_stages, loop + 2 * (pp - 1 - rank), "B") for rank in range(pp)]
+
+
+def _zero_bubble(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    groups = _groups(num_microbatches, max(1, num_microbatches // pp))
+    loop = _first_loop(groups, virtual_stages)
+    orders = [_alternate(groups, pp, rank, virtual_stages, loop + pp - 1 - rank, "I") for rank in range(pp)]
+    return _fill_with_weights(orders, pp * virtual_stages, limit=loop + pp)
+
+
+def _zbv(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    return _fill_with_weights([_vee(pp, rank, num_microbatches) for rank in range(pp)], 2 * pp, limit=2 * pp)
+
+
+def _dualpipev(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
+    """DualPipeV in the eight steps of its authors (DeepSeek, "DualPipe", the cut-in-half variant). 0 is a rank's stage on the way down,
+    1 the one on the way up; B is a whole backward, I and W are its halves. It is defined for M >= 2 pp; fewer pass as in zbv."""
+    if num_microbatches < 2 * pp:
+        return _zbv(pp, virtual_stages, num_microbatches)
+    lists = []
+    for rank in range(pp):
+        below, odd = pp - 1 - rank, rank % 2
+        turns = ["F0"] * (2 * below)  # 1: nF0
+        turns += ["F0", "F1"] * (rank + 1)  # 2: nF0F1
+        turns += ["I1", "W", "F1"] * below  # 3: nB1W1F1, with a split backward
+        turns += ["F0", "B1", "F1", "B0"] * (num_microbatches - 2 * pp + rank + 1)  # 4, the steady state: nF0B1F1B0
+        turns += ["B1", "F1", "B0"] * below  # 5: nB1F1B0
+        middle = (rank + 1) // 2
+        for turn in range(rank + 1):  # 6: nB1B0; its second half splits backward
+            turns += ["I1" if turn > middle or (turn == middle and odd) else "B1"]
+            turns += ["I0" if turn >= middle else "B0"]
+        turns += ["W", "I0"] * below  # 7: nWB0
+        turns += ["W"] * (rank + 1)  # 8: nW
+        lists.append(_numbered(turns, stages=(rank, 2 * pp - 1 - rank)))
+    return lists
+
+
+def _numbered(turns: Sequence[str], stages: tuple[int, int]) -> list[Action]:
+    """Turns such as F0, I1 or W as actions: each stage takes its micro-batches in order, W the oldest weight gradients that wait."""
+    taken: Counter[tuple[str, int]] = Counter()
+    waiting: deque[tuple[int, int]] = deque()
+    order = []
+    for turn in turns:
+        if turn == "W":
+            if waiting:
+                order.append(Action("W", *waiting.popleft()))
+            continue
+        kind, stage = turn[0], stages[int(turn[1])]
+        count = ("F" if kind == "F" else "B", stage)
+        order.append(Action(kind, stage, taken[count]))
+        if kind == "I":
+            waiting.append((stage, taken[count]))
+        taken[count] += 1
+    return order + [Action("W", *left) for left in waiting]
+
+
+def _first_loop(groups: list[range], virtual_stages: int) -> int:
+    """Forwards of a rank before its last stage sees its first micro-batch."""
+    return (virtual_stages - 1) * len(groups[0])
 
 
 def _groups(num_microbatches: int, count: int) -> list[range]:
@@ -250,3 +273,87 @@ def _fill_with_weights(orders: Sequence[Sequence[Action]], num_stages: int, limi
             else:
                 held[rank] -= 1
     return tuple(map(tuple, filled))
+
+
+def _group(pp: int, num_microbatches: int) -> int:
+    """Micro-batches that pass a stage before the next stage of the rank takes over."""
+    return -(-num_microbatches // max(1, num_microbatches // pp))
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        record.name: record
+        for record in (
+            Schedule(
+                "gpipe",
+                "all forwards, then all backwards",
+                _gpipe,
+                instead="interleaved",
+                holds_all=True,
+                most_held=lambda pp, v, m, rank: v * m,
+                is_simple=True,
+                torchtitan="GPipe",
+            ),
+            Schedule(
+                "1f1b",
+                "one forward, one backward in turn; the default",
+                _one_forward_one_backward,
+                instead="interleaved",
+                most_held=lambda pp, v, m, rank: pp - rank,
+                is_simple=True,
+                torchtitan="1F1B",
+                megatron=True,
+            ),
+            Schedule(
+                "interleaved",
+                "1f1b over two stages per rank (more are possible)",
+                _interleaved,
+                fewest_stages=2,
+                most_stages=None,
+                usual_stages=2,
+                why_stages="it takes turns between the stages of a rank",
+                instead="1f1b",
+                most_held=lambda pp, v, m, rank: (v - 1) * _group(pp, m) + 2 * (pp - 1 - rank) + 1,
+                torchtitan="Interleaved1F1B",
+                megatron=True,
+            ),
+            Schedule(
+                "zero-bubble",
+                "W fills the gaps; also over several stages per rank",
+                _zero_bubble,
+                most_stages=None,
+                splits_backward=True,
+                repeats=lambda pp, v, m: v == 1 or m % pp == 0,
+                most_held=lambda pp, v, m, rank: (v - 1) * _group(pp, m) + pp,
+                torchtitan="InterleavedZeroBubble",
+            ),
+            Schedule(
+                "zbv",
+                "split as well; two stages per rank, down the ranks and up again",
+                _zbv,
+                fewest_stages=2,
+                most_stages=2,
+                usual_stages=2,
+                why_stages="its V goes down the ranks and up again: two stages on each",
+                is_v=True,
+                splits_backward=True,
+                most_held=lambda pp, v, m, rank: 2 * pp,
+                torchtitan="ZBVZeroBubble",
+            ),
+            Schedule(
+                "dualpipev",
+                "zbv's V with whole backwards in the steady state; runs when asked for",
+                _dualpipev,
+                fewest_stages=2,
+                most_stages=2,
+                usual_stages=2,
+                why_stages="its V goes down the ranks and up again: two stages on each",
+                is_v=True,
+                splits_backward=True,
+                is_proposed=False,
+                torchtitan="DualPipeV",
+            ),
+        )
+    }
+)
+"""By name, in the order in which they are offered."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardwise.spec.schedules import SCHEDULES
+
 Auto = Literal["auto"]
 
 
@@ -141,9 +143,9 @@ class ParallelConfig:
     cp: int | Auto = setting("auto", "context-parallel ranks, which share every sequence; auto: 1", low=1)
     cp_kind: str = setting("ring", "how context-parallel ranks attend", choices=("ring", "ulysses"))
     pp: int | Auto = setting("auto", "pipeline-parallel ranks; auto: 1", low=1)
-    schedule: str = setting("1f1b", "pipeline schedule", choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"))
+    schedule: str = setting("1f1b", "pipeline schedule", choices=tuple(SCHEDULES))
     virtual_stages: int | Auto = setting(
-        "auto", "pipeline stages per rank; auto: 2 for interleaved and zbv, else 1", low=1
+        "auto", "pipeline stages per rank; auto: 2 for interleaved, zbv and dualpipev, else 1", low=1
     )
     split: tuple[int, ...] | Auto | Literal["even"] = setting(
         "auto", "layers per stage, in model order; `even` counts layers, `auto` balances their time", low=1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shardwise.spec.schedules import Action, in_order, needs, result
+from shardwise.spec.actions import Action, in_order, needs, result
 
 SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ", "E": "**********"}
 """How `draw` writes the last digit of a micro-batch: forward 3, backward (B or I) d, weights D, held-out forward *."""

@@ -26,8 +26,9 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline.send_receive import Mailbox, Message, Table, message_of, needed_by
 from shardwise.parallel.pipeline.split_backward import Todo, deferring, finish
 from shardwise.parallel.traffic import Traffic
+from shardwise.spec.actions import NAMES, Action
 from shardwise.spec.plan import Plan
-from shardwise.spec.schedules import NAMES, Action, schedule_actions, stage_owners
+from shardwise.spec.schedules import schedule_actions, stage_owners
 
 
 @dataclass

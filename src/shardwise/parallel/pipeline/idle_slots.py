@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardwise.spec.schedules import Action, Actions
+from shardwise.spec.actions import Action, Actions
 from shardwise.spec.timeline import Timeline, simulate
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel.mesh import Mesh
-from shardwise.spec.schedules import Action
+from shardwise.spec.actions import Action
 
 
 class Message(NamedTuple):

@@ -16,6 +16,7 @@ from shardwise.plan.answer.export_megatron import megatron_flags
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.split import even_split
 
 
@@ -63,13 +64,9 @@ def _torchtitan(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exporte
         missing.append("zero=1: FSDP2 without resharding reduces gradients at every micro-batch, which is zero=2")
     if plan.zero == 0 and plan.dp > 1 and plan.tp * plan.pp * plan.cp > 1:
         missing.append("zero=0: replicas without shards work alone, not together with tp, pp or cp")
-    pipeline = {
-        "gpipe": "GPipe",
-        "1f1b": "1F1B",
-        "interleaved": "Interleaved1F1B",
-        "zero-bubble": "InterleavedZeroBubble",
-        "zbv": "ZBVZeroBubble",
-    }[plan.schedule]
+    pipeline = SCHEDULES[plan.schedule].torchtitan
+    if plan.pp > 1 and pipeline is None:
+        missing.append(f"schedule={plan.schedule}: it does not have it")
     if plan.pp > 1 and plan.schedule == "zero-bubble" and plan.virtual_stages == 1:
         missing.append("schedule=zero-bubble with one stage per rank: its zero-bubble schedules want two or more")
     if plan.cp > 1 and plan.cp_kind == "ulysses":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.split import even_split
 
 
@@ -88,7 +89,7 @@ def _megatron_pipeline(flags: list[tuple[str, object]], missing: list[str], spec
         return
     if plan.virtual_stages > 1:
         flags.append(("num-virtual-stages-per-pipeline-rank", plan.virtual_stages))
-    if plan.schedule in ("gpipe", "zero-bubble", "zbv"):
+    if not SCHEDULES[plan.schedule].megatron:
         instead = "interleaved 1F1B" if plan.virtual_stages > 1 else "1F1B"
         missing.append(f"schedule={plan.schedule}: it runs {instead}")
     if plan.split != even_split(spec.num_layers, plan.num_stages):

@@ -14,11 +14,12 @@ from shardwise.plan.layouts.candidate import Counts
 from shardwise.plan.layouts.effort import effort, effort_of
 from shardwise.plan.layouts.memory_bounds import MemoryFloors
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
-from shardwise.plan.layouts.space import SCHEDULES, Space
+from shardwise.plan.layouts.space import Space
 from shardwise.plan.layouts.state_bounds import Sharing
 from shardwise.plan.layouts.time_bounds import TimeFloors
 from shardwise.plan.prediction.memory import WEIGHT_BYTES, state_bytes
 from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import SCHEDULES
 
 Place = tuple[str, bool]
 """Where states wait, and whether activations do."""

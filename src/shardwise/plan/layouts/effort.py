@@ -11,6 +11,7 @@ from functools import cache
 
 from shardwise.plan.layouts.parts import Grid
 from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import SCHEDULES
 
 PER_CENT = {
     "offload=optimizer": 2.0,  # its link was measured on one card alone; others of the node share the CPU
@@ -43,7 +44,7 @@ def _sum(cp: bool, tp: bool, pp: bool, offload: str, activation_offload: bool, s
         "activation offload": activation_offload,
         "context parallelism": cp,
         "a pipeline": pp,
-        "several stages per rank, or a split backward": pp and schedule not in ("1f1b", "gpipe"),
+        "several stages per rank, or a split backward": pp and not SCHEDULES[schedule].is_simple,
         "tensor parallelism": tp,
     }
     return 1 + sum(PER_CENT[name] for name, is_used in used.items() if is_used) / 100

@@ -21,7 +21,7 @@ from shardwise.plan.prediction.rank_share import Cut, cuts, numbers_of, stages_i
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import groups_of
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.schedules import stage_owners
+from shardwise.spec.schedules import SCHEDULES, stage_owners
 
 ROUNDED = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
@@ -158,7 +158,7 @@ class MemoryFloors:
 
     def _fullest(self, grid: Grid, pace: Pace) -> list[tuple[int, Counted, list[range]]]:
         """The first rank, and the first of those with most parameters: what they have, and the layers of each of their stages."""
-        key = (grid.tp, grid.ep, grid.pp, pace.schedule == "zbv", pace.virtual_stages)
+        key = (grid.tp, grid.ep, grid.pp, SCHEDULES[pace.schedule].is_v, pace.virtual_stages)
         found = self._ranks.get(key)
         if found is None:
             split = self.space.split(grid.pp * pace.virtual_stages) if grid.pp > 1 else ()

@@ -32,6 +32,7 @@ from shardwise.spec.fp8 import MULTIPLE
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.split import balanced_split, estimated_costs, even_split
 
 SMALL_WORLD = 16
@@ -39,7 +40,10 @@ SMALL_WORLD = 16
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 RECOMPUTE = ("none", "every-4", "every-2", "selective", "full", "sqrt")
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv", "gpipe")
+PROPOSED = tuple(
+    sorted((name for name, it in SCHEDULES.items() if it.is_proposed), key=lambda name: SCHEDULES[name].holds_all)
+)
+"""Schedules that are considered where none is asked for, the one that holds most last."""
 LEAST_PIECE = 512
 """Tokens: context parallelism does not cut sequences finer than this."""
 
@@ -189,15 +193,13 @@ class Space:
         return self._schedules[pp]
 
     def _pipelines(self, pp: int) -> list[tuple[str, int]]:
-        schedules = self.among("parallel.schedule", SCHEDULES)
+        schedules = self.among("parallel.schedule", PROPOSED)
         virtual = self.among("parallel.virtual_stages", VIRTUAL_STAGES)
         if pp == 1:
             alone = "1f1b" in schedules and 1 in virtual and self.fixed.get("parallel.split", "auto") == "auto"
             return [("1f1b", 1)] if alone else []
-        takes = {"1f1b": lambda v: v == 1, "gpipe": lambda v: v == 1, "interleaved": lambda v: v >= 2}
-        takes |= {"zbv": lambda v: v == 2, "zero-bubble": lambda v: True}
         able = [name for name in schedules if bears(self.speed, name)]
-        return [(name, v) for name in able for v in virtual if takes[name](v) and self.split(pp * v)]
+        return [(name, v) for name in able for v in virtual if SCHEDULES[name].takes_stages(v) and self.split(pp * v)]
 
     def split(self, num_stages: int) -> tuple[int, ...] | None:
         """Layers of each stage; None if they are not enough for so many stages."""

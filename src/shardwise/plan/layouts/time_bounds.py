@@ -37,7 +37,7 @@ from shardwise.plan.prediction.step_time import (
 )
 from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.plan import Plan
-from shardwise.spec.schedules import splits_backward, stage_owners
+from shardwise.spec.schedules import SCHEDULES, splits_backward, stage_owners
 
 Way = tuple[float, int, bool]
 """Seconds of a rank and of those before it; layers times micro-batches of that rank; whether it is the last, which has a head
@@ -282,10 +282,10 @@ class TimeFloors:
 
             for rank in self.turns.of(plan.schedule, plan.pp, plan.virtual_stages):
                 add(rank, sum(stage.forward + (0.0 if is_split else stage.backward) for stage in stages[:rank]), rank)
-            if plan.schedule == "zero-bubble":
+            if is_split and not SCHEDULES[plan.schedule].is_v:
                 after = stages[len(stages) - plan.pp + 1 :]
                 until = sum(stage.forward for stage in stages) + sum(stage.inputs for stage in after)
                 add(0, -until, len(stages) - 1 + len(after))
-            alike = (id(times), plan.pp, plan.schedule == "zbv", plan.virtual_stages, plan.recompute)
+            alike = (id(times), plan.pp, SCHEDULES[plan.schedule].is_v, plan.virtual_stages, plan.recompute)
             found = self._pipelines[key] = _Pipeline(ranks, self._states.setdefault(alike, {}), times)
         return found

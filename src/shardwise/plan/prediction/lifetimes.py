@@ -30,6 +30,7 @@ from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.schedules import SCHEDULES
 
 PROCESS_BYTES = {"cpu": 345 * 2**20, "cuda": 0}
 """What a rank holds besides tensors: interpreter, torch 2.13 and its math libraries, gloo; two ranks of `tiny`. On CUDA only tensors are counted."""
@@ -229,7 +230,7 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     working = tokens * size * _widest(share.cut, stack)
     if not share.has_last_stage:
         return Activations(held, 0, repeated, working, most.at)
-    losses = plan.num_microbatches if plan.pp > 1 and plan.schedule == "gpipe" else 1
+    losses = plan.num_microbatches if plan.pp > 1 and SCHEDULES[plan.schedule].holds_all else 1
     spec = _as_saved(share.cut, plan.device)
     if stack.logit_bytes:
         head = losses * loss_bytes(spec, tokens, size, token_parts, plan.tp > 1, stack)

@@ -12,8 +12,9 @@ from itertools import accumulate, pairwise
 
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.plan import Plan
-from shardwise.spec.schedules import schedule_actions, splits_backward, stage_owners
+from shardwise.spec.schedules import SCHEDULES, owners_of, schedule_actions, splits_backward
 from shardwise.spec.split import estimated_costs
+from shardwise.spec.timeline import peak_in_flight
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +126,7 @@ def cuts(
     spec: ModelSpec, tp: int, ep: int, pp: int, schedule: str, virtual_stages: int, split: tuple[int, ...], seq_len: int
 ) -> tuple[Cut, ...]:
     """One per rank along the pipeline."""
-    order = "zbv" if schedule == "zbv" else "zero-bubble"  # all others go round the ranks alike: one of each cut
-    return _cuts(spec, tp, ep, pp, order, virtual_stages, split, seq_len)
+    return _cuts(spec, tp, ep, pp, SCHEDULES[schedule].is_v, virtual_stages, split, seq_len)
 
 
 def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
@@ -185,12 +185,12 @@ def _costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], float, flo
 
 @lru_cache(1024)
 def _cuts(
-    spec: ModelSpec, tp: int, ep: int, pp: int, schedule: str, virtual_stages: int, split: tuple[int, ...], seq_len: int
+    spec: ModelSpec, tp: int, ep: int, pp: int, is_v: bool, virtual_stages: int, split: tuple[int, ...], seq_len: int
 ) -> tuple[Cut, ...]:
     part = tensor_slice(spec, tp)
     costs, first, last = _costs(spec, seq_len)
     starts = [0, *accumulate(split)] if pp > 1 else [0, spec.num_layers]
-    owners = stage_owners(schedule, pp, virtual_stages) if pp > 1 else (0,)
+    owners = owners_of(is_v, pp, virtual_stages) if pp > 1 else (0,)
     # A tied head uses the embedding: whole models have one table, a pipeline has one at each end.
     has_table = not spec.tied or pp > 1
     total = sum(costs) + first + last
@@ -226,8 +226,7 @@ ENOUGH = 3
 def weights_waiting(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> list[int]:
     """Per rank: most activations whose backward has run but for the weights' gradients. With several stages per rank the groups that pass them
     are alike where pp divides the micro-batches; only then some stand for all (a test counts)."""
-    repeats = schedule == "zbv" or virtual_stages == 1 or num_microbatches % pp == 0
-    if repeats and num_microbatches > ENOUGH * pp:
+    if SCHEDULES[schedule].repeats(pp, virtual_stages, num_microbatches) and num_microbatches > ENOUGH * pp:
         num_microbatches = ENOUGH * pp + num_microbatches % pp
     return _waiting(schedule, pp, virtual_stages, num_microbatches)
 
@@ -251,14 +250,14 @@ def stages_in_flight(schedule: str, pp: int, virtual_stages: int, num_microbatch
     """How many activations of a stage the schedule holds at most; a test counts them in its action lists."""
     if pp == 1:
         return 1
-    most = all_of_them = num_microbatches * virtual_stages
-    group = -(-num_microbatches // max(1, num_microbatches // pp))  # which pass a stage before the next takes over
-    if schedule == "1f1b":
-        most = pp - rank
-    elif schedule == "interleaved":
-        most = (virtual_stages - 1) * group + 2 * (pp - 1 - rank) + 1
-    elif schedule == "zero-bubble":
-        most = (virtual_stages - 1) * group + pp
-    elif schedule == "zbv":
-        most = 2 * pp
-    return min(all_of_them, most)
+    formula = SCHEDULES[schedule].most_held
+    if formula is None:
+        return _counted_in_flight(schedule, pp, virtual_stages, num_microbatches)[rank]
+    return min(num_microbatches * virtual_stages, formula(pp, virtual_stages, num_microbatches, rank))
+
+
+@lru_cache(1024)
+def _counted_in_flight(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    if SCHEDULES[schedule].repeats(pp, virtual_stages, num_microbatches) and num_microbatches > ENOUGH * pp:
+        num_microbatches = ENOUGH * pp + num_microbatches % pp
+    return peak_in_flight(schedule_actions(schedule, pp, virtual_stages, num_microbatches))

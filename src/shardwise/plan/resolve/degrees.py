@@ -15,6 +15,7 @@ from shardwise.config.keys import Origins
 from shardwise.config.values import shown
 from shardwise.plan.resolve.refusal import Asked, Fix, Refusal, explained
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.schema import TrainConfig
 from shardwise.spec.split import balanced_split, estimated_costs, even_split
 
@@ -237,7 +238,7 @@ def _check_stages(asked: Asked, pp: int, stages: int) -> None:
         return
     parallel = asked.config.parallel
     fixes: list[Fix] = []
-    if stages > 1 and parallel.schedule != "zbv":
+    if stages > 1 and SCHEDULES[parallel.schedule].most_stages is None:
         fixes += [{"parallel.virtual_stages": n} for n in range(num_layers // pp, 0, -1)]
     longest = max(1, min(pp - 1, num_layers // stages))
     fixes += [_shorter_pipeline(asked, n) for n in range(longest, 0, -1)]

@@ -17,7 +17,7 @@ from shardwise.plan.prediction.work import norms_have_kernel
 from shardwise.spec.fp8 import WORTH
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import MIXED, Plan
-from shardwise.spec.schedules import splits_backward
+from shardwise.spec.schedules import SCHEDULES, splits_backward
 from shardwise.spec.schema import SpeedConfig
 
 
@@ -48,7 +48,7 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str =
         )
     if asked.loss == "fused" and loss != "fused":
         raise UserError(
-            "`speed.loss = fused` does not go with `parallel.schedule = gpipe`",
+            f"`speed.loss = fused` does not go with `parallel.schedule = {plan.schedule}`",
             why="all micro-batches wait for their backward, each with a gradient of the head's weights in fp32",
             fix="speed.loss=auto or parallel.schedule=1f1b",
         )
@@ -99,7 +99,9 @@ def keeps_copies(
 def bears(asked: SpeedConfig, schedule: str) -> bool:
     """Whether a pipeline with this schedule can have what is asked for outright."""
     compiles = asked.compile not in ("auto", "none") or asked.products == "measured" or asked.kernels == "own"
-    return not (compiles and splits_backward(schedule)) and not (asked.loss == "fused" and schedule == "gpipe")
+    return not (compiles and splits_backward(schedule)) and not (
+        asked.loss == "fused" and SCHEDULES[schedule].holds_all
+    )
 
 
 def _no_kernels(key: str, plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> UserError:
@@ -123,7 +125,7 @@ def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:
 
 def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
     """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's weights in fp32."""
-    can = pp == 1 or schedule != "gpipe"
+    can = pp == 1 or not SCHEDULES[schedule].holds_all
     return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
 
 
