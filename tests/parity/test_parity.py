@@ -23,6 +23,12 @@ EIGHT_RANKS = [
     Case("dp=4 zero=3 replicate=2 tp=2 sp", "grouped-query", "fp64", "ragged"),
     Case("tp=2 sp cp=2 cp_kind=ring pp=2 schedule=1f1b", "window", "fp64", "ragged"),
     Case("dp=2 zero=3 tp=2 sp cp=2 cp_kind=ring ep=4", "latent", "fp64", "even"),
+    # Enough micro-batches for the steady state of DualPipeV, which has whole and split backwards
+    *(
+        Case(f"{zero}pp=2 schedule=dualpipev virtual_stages=2", "tied", "fp64", "even")
+        for zero in ("", "zero=1 ", "zero=3 ")
+    ),
+    Case("pp=2 schedule=dualpipev virtual_stages=2", "experts", "fp64", "odd"),
 ]
 
 

@@ -80,6 +80,8 @@ class Pipeline:
         self.last_microbatch = num_microbatches - 1
         self.table: Table = schedule_actions(plan.schedule, plan.pp, plan.virtual_stages, num_microbatches)
         self.actions = self.table[self.mesh.at.pp]
+        # Whether a backward is split is a matter of each micro-batch: a schedule may have both kinds.
+        self._split = {(action.stage, action.microbatch) for action in self.actions if action.kind == "I"}
         for action in self.actions:
             if action.kind in "BIW":
                 self.stages[action.stage].last_backward = action
@@ -143,7 +145,7 @@ class Pipeline:
         stage.sums.before_forward(last=action.microbatch == self.last_microbatch)
         x_BTD = None if received is None else received.requires_grad_()
         todo: Todo = []
-        with deferring(todo) if self._splits(stage) else nullcontext():
+        with deferring(todo) if (action.stage, action.microbatch) in self._split else nullcontext():
             output = stage.sums.forward(
                 micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD, rows_B=micro.row_numbers
             )
@@ -184,9 +186,6 @@ class Pipeline:
             return output.x_BTD
         side.losses[action.microbatch] = output.cross_entropy
         return None
-
-    def _splits(self, stage: Stage) -> bool:
-        return stage.last_backward is not None and stage.last_backward.kind == "W"
 
     # Forward only -------------------------------------------------------------------------------------------------
 
