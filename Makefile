@@ -3,7 +3,7 @@
 # make test-gpu  the tests that need a CUDA GPU, with the python that has a torch for it (PYTHON=...), in any order
 # make explore what tests hold for random examples, for new ones: eight rounds
 # make parity  every layout against one process: the whole same-loss matrix, half an hour; writes benchmarks/results/parity.md
-# make pages   pages that are made from the code: misprints and rules of thumb, as the planner says today
+# make pages   pages that are made from the code: the house, the reference, the planner's rules of thumb and misprints
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -52,7 +52,7 @@ parity: $(VENV)/.installed-dev
 	@$(BIN)/python tests/parity/full.py
 
 pages: $(VENV)/.installed-dev
-	@$(BIN)/python benchmarks/misprints.py && $(BIN)/python benchmarks/rules_of_thumb.py
+	@for script in tests/docs/house.py tests/docs/reference.py benchmarks/misprints.py benchmarks/rules_of_thumb.py; do $(BIN)/python $$script || exit 1; done
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

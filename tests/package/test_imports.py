@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import pytest
+from import_graph import FILES, ROOMS, ROOT, arrows, imports_of, reachable, room_of
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "shardwise"
-FILES = sorted(PACKAGE.rglob("*.py"))
-ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 FOR_ALL = {"errors", "files", "__version__"}
 """What stands beside the rooms, for anybody to use."""
 
@@ -27,41 +19,6 @@ NO_TORCH = (
     "launch/rank.py", "launch/local.py", "launch/allocator.py", "checkpoint/listing.py", "errors.py", "files.py", "__init__.py", "__main__.py",
 )  # fmt: skip
 MAY_IMPORT_TORCH = ("data/loader.py",)
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module. `at_start`: at module level and not only for type checkers."""
-
-    file: str
-    module: str
-    at_start: bool
-
-    @property
-    def room(self) -> str | None:
-        """The room (or file) of this package that is imported, None for other packages."""
-        return [*self.module.split("."), ""][1] if self.module.split(".")[0] == "shardwise" else None
-
-
-@cache
-def imports_of(file: Path) -> list[Import]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return list(_walk(tree, file.relative_to(PACKAGE).as_posix(), at_start=True))
-
-
-def _walk(node: ast.AST, file: str, at_start: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            yield from (Import(file, alias.name, at_start) for alias in child.names)
-        elif isinstance(child, ast.ImportFrom):
-            assert child.level == 0 and child.module, f"{file}: imports are absolute"
-            if child.module == "shardwise":
-                yield from (Import(file, f"shardwise.{alias.name}", at_start) for alias in child.names)
-            else:
-                yield Import(file, child.module, at_start)
-        later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        types_only = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        yield from _walk(child, file, at_start and not later and not types_only)
 
 
 def documented_arrows() -> dict[str, set[str]]:
@@ -83,7 +40,7 @@ def test_a_room_imports_only_what_the_table_allows(room):
     allowed = documented_arrows()[room] | FOR_ALL | {room}
     wrong = [
         f"{item.file} imports {item.module}"
-        for file in FILES if file.parent.name == room
+        for file in FILES if room_of(file) == room
         for item in imports_of(file) if item.room is not None and item.room not in allowed
     ]  # fmt: skip
     assert wrong == []
@@ -93,34 +50,20 @@ def test_a_room_imports_only_what_the_table_allows(room):
 def test_the_table_promises_no_arrow_that_is_not_used(room):
     if room == "cli":  # "everything"
         return
-    used = {item.room for file in FILES if file.parent.name == room for item in imports_of(file)}
-    assert documented_arrows()[room] - used == set()
+    assert documented_arrows()[room] - arrows()[room] == set()
 
 
-def test_config_needs_only_the_shapes_of_the_model_room():
-    named = {
-        item.module
-        for file in FILES
-        if file.parent.name == "config"
-        for item in imports_of(file)
-        if item.room == "model"
-    }
-    assert named == {"shardwise.spec.model"}
+def test_no_room_imports_one_that_imports_it():
+    assert {room: reachable(room, arrows()) for room in ROOMS if room in reachable(room, arrows())} == {}
 
 
-def test_run_and_launch_do_not_close_a_cycle_of_modules():
-    """launch/local.py starts the worker and run/start.py calls launch/local.py: both only when a job starts."""
-    late = {
-        (item.file, item.module)
-        for file in FILES for item in imports_of(file)
-        if not item.at_start and item.module in ("shardwise.launch.local", "shardwise.run.worker")
-    }  # fmt: skip
-    assert ("run/start.py", "shardwise.launch.local") in late
-    assert ("launch/local.py", "shardwise.run.worker") in late
-    early = [
-        item for file in FILES for item in imports_of(file) if item.at_start and item.module == "shardwise.launch.local"
-    ]
-    assert early == []
+RUNTIME = ("model", "interop", "adapters", "kernels", "memory", "optim", "parallel", "run", "prove", "report")
+
+
+@pytest.mark.parametrize("room", RUNTIME)
+def test_the_runtime_does_not_import_the_planner(room):
+    """Both import `spec`: a contract between them is written there."""
+    assert "plan" not in reachable(room, arrows())
 
 
 def test_torch_is_not_imported_where_answers_must_come_at_once():

@@ -2,7 +2,7 @@
 
 Every layout goes through here; without pipeline parallelism there is one stage and the list is F0 B0 F1 B1 … What is drawn and
 simulated is this same list. torch's own pipeline runtime is not used: it forces its own idea of ZeRO on every stage, learns shapes
-by hidden passes, carries no router losses, and its schedules refuse some numbers of micro-batches (docs/architecture.md).
+by hidden passes, carries no router losses, and its schedules refuse some numbers of micro-batches (docs/axes/pipeline.md).
 
     F  forward          B  whole backward          I  backward towards the inputs          W  gradients of the weights
     E  forward of a held-out micro-batch, in a slot that would be idle: `side` of a step, see run/bubble_filling.py

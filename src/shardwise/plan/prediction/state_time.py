@@ -3,7 +3,7 @@
     stage 0   one sum of all gradients per step          stage 1   the same as a scattering sum, and one gathering
     stage 2   a sum per micro-batch                      stage 3   gatherings for each forward and backward as well
 
-as docs/architecture.md has it. Messages run beside computing where the stack lets them: what is counted here is what remains. Read next: step_time.py.
+as docs/axes/zero.md has it. Messages run beside computing where the stack lets them: what is counted here is what remains. Read next: step_time.py.
 """
 
 from __future__ import annotations
