@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.optim.build import build_optimizer, engine_optimizer
+from shardwise.optim.build import build_optimizer
 from shardwise.optim.offload.cpu import Elsewhere, OffloadedOptimizer
 from shardwise.optim.offload.disk import BLOCK_BYTES, QUEUE_DEPTH, ScratchFile, new_buffer
 from shardwise.optim.offload.nvme import NvmeOptimizer
@@ -196,7 +196,7 @@ def large_model(directory: Path, layers: int, steps: int) -> dict[str, Any]:
     state = predict_elsewhere(spec, plan, "adamw")["disk"]
     rates = [sequential(directory, 2**30)]
     engine = build_trial(spec, plan, trial, 0, CPU)
-    optimizer = engine_optimizer(trial.optimizer, engine)
+    optimizer = engine.optimizer(trial.optimizer)
     times, losses, resident = [], [], 0
     for step in range(1, steps + 1):
         start = time.perf_counter()
@@ -254,7 +254,7 @@ def on_cuda(steps: int) -> dict[str, Any]:
     for way in ("none", "optimizer", "all"):
         plan = replace(trial_plan(trial, offload=way), device="cuda")
         engine = build_trial(spec, plan, trial, 0, device)
-        optimizer = engine_optimizer(trial.optimizer, engine)
+        optimizer = engine.optimizer(trial.optimizer)
         torch.cuda.reset_peak_memory_stats(device)
         times, losses = [], []
         for step in range(1, steps + 1):

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from shardwise.model.decoder import Decoder
-from shardwise.optim.build import engine_optimizer
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.plan.prediction.memory import predict_elsewhere, predict_memory
 from shardwise.prove.reference import Trial
@@ -70,7 +69,7 @@ def measure(case: dict[str, Any], seq_len: int, steps: int) -> dict[str, Any]:
     )
     began = time.perf_counter()
     engine = parallelize_decoder(spec, plan, 0, device, CommConfig(), "auto", same_numbers, adapter=adapter)
-    optimizer = engine_optimizer(options, engine)
+    optimizer = engine.optimizer(options)
     built_s = time.perf_counter() - began
     torch.cuda.reset_peak_memory_stats(device)
     seconds, losses, clock = [], [], Clock(device)

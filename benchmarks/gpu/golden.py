@@ -23,7 +23,6 @@ from gpu.with_ours import adapter_of, plan_of
 
 from shardwise.data.loader import StepBatch, TensorBatch
 from shardwise.model.initialize import initialize
-from shardwise.optim.build import engine_optimizer
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate, update
@@ -136,7 +135,7 @@ def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: fl
         lambda model: initialize(model, 0),
         adapter=adapter_of(case),
     )
-    optimizer, clock, losses = engine_optimizer(values, engine), Clock(place), []
+    optimizer, clock, losses = engine.optimizer(values), Clock(place), []
     warm_up = max(1, len(steps) // WARM_UP)
     for number, batch in enumerate(steps, 1):
         micro = [batch.rows(first, first + plan.micro_batch) for first in range(0, plan.global_batch, plan.micro_batch)]

@@ -151,7 +151,6 @@ def measure(one: dict[str, Any], warm_up: int = 2, steps: int = 5) -> dict[str, 
     import torch
     from gpu.fit import same_numbers
 
-    from shardwise.optim.build import engine_optimizer
     from shardwise.parallel.apply import parallelize_decoder
     from shardwise.prove.reference import Trial
     from shardwise.prove.trial import trial_batch
@@ -171,7 +170,7 @@ def measure(one: dict[str, Any], warm_up: int = 2, steps: int = 5) -> dict[str, 
         adapter=adapter,
     )
     engine = parallelize_decoder(spec, plan, 0, device, CommConfig(), "auto", same_numbers, adapter=adapter)
-    optimizer = engine_optimizer(options, engine)
+    optimizer = engine.optimizer(options)
     torch.cuda.reset_peak_memory_stats(device)
     clock = Clock(device)
     seconds, parts = [], []

@@ -15,7 +15,6 @@ from shardwise.data.loader import StepBatch, TensorBatch
 from shardwise.kernels.choose_matmul import summary
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.optim.build import engine_optimizer
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.plan.prediction.predict import predict
 from shardwise.plan.resolve.speed import with_speed
@@ -96,7 +95,7 @@ def build(case: Case) -> Contender:
     engine = parallelize_decoder(
         case.shape.spec, plan, 0, device, CommConfig(), attention, fill_of(case), adapter=adapter_of(case)
     )
-    optimizer, clock = engine_optimizer(values, engine), Clock(device)
+    optimizer, clock = engine.optimizer(values), Clock(device)
 
     def step(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         clock.begin()

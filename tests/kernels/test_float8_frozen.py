@@ -21,7 +21,6 @@ from shardwise.kernels.float8 import apply_float8, apply_float8_head, why_not
 from shardwise.kernels.float8_matmul import float8_product, frozen_product, round_once
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.optim.build import engine_optimizer
 from shardwise.parallel.any_module.parallelize import parallelize
 from shardwise.parallel.engine import Engine
 from shardwise.plan.answer.question import ask
@@ -266,7 +265,7 @@ def test_memory_with_a_head_in_fp8_is_that_without(spec: ModelSpec, ranks: Any) 
 
 def held(spec: ModelSpec, trial: Trial) -> tuple[int, set[str]]:
     engine = build_trial(spec, trial_plan(trial, copies=True), trial, 0, CPU)
-    optimizer = engine_optimizer(trial.optimizer, engine)
+    optimizer = engine.optimizer(trial.optimizer)
     return kept_bytes(engine, optimizer)["parameters"], set(collect_state(engine, optimizer)["weights"])
 
 
@@ -293,7 +292,7 @@ def goes_on(spec: ModelSpec, trial: Trial, folder: Path) -> tuple[list[float], l
 
     def build() -> tuple[Engine, torch.optim.Optimizer]:
         engine = build_trial(spec, plan, trial, 0, CPU)
-        return engine, engine_optimizer(trial.optimizer, engine)
+        return engine, engine.optimizer(trial.optimizer)
 
     def steps(engine: Engine, optimizer: torch.optim.Optimizer, numbers: tuple[int, ...]) -> list[float]:
         losses = []

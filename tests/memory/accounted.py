@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise.memory.account import Account, Point
-from shardwise.optim.build import engine_optimizer
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
@@ -42,7 +41,7 @@ def three_steps(spec: ModelSpec, trial: Trial, layout: dict[str, Any], watched: 
     device = torch.device(where)
     plan = trial_plan(trial, **layout)
     engine = build_trial(spec, plan, trial, dist.get_rank() if dist.is_initialized() else 0, device)
-    optimizer = engine_optimizer(trial.optimizer, engine)
+    optimizer = engine.optimizer(trial.optimizer)
     clock, losses = Clock(device), []
     account = Account(device, holders_of(engine, optimizer), clock)
     first, last, points = dict(account.held), dict(account.held), list[Point]()

@@ -16,13 +16,13 @@ from shardwise.model.decoder import IGNORE, Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.initialize import initialize
 from shardwise.parallel.pipeline.split_backward import Todo, deferring, finish
-from shardwise.plan.prediction.activations import segments
 from shardwise.prove.reference import Record, Trial, train_plain
 from shardwise.prove.shrink import shrink_spec
 from shardwise.prove.trial import train_in_layout, trial_plan
 from shardwise.prove.verify import compare
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
+from shardwise.spec.recompute import segments
 
 CPU = torch.device("cpu")
 MODES = ("full", "selective", "sqrt", "every-2")

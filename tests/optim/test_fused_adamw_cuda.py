@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.build import build_optimizer, engine_optimizer
+from shardwise.optim.build import build_optimizer
 from shardwise.optim.fused_adamw import MANY, CopyAdamW, _scalars, plain_update
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, train_in_layout, trial_batch, trial_plan
@@ -200,7 +200,7 @@ def test_a_step_of_an_engine_with_copies_waits_for_nothing() -> None:
     plan, device = trial_plan(trial, copies=True), torch.device("cuda", 0)
     spec = preset("tiny").with_overrides(SMALL)
     engine = build_trial(spec, plan, trial, 0, device)
-    optimizer, clock = engine_optimizer(trial.optimizer, engine), Clock(device)
+    optimizer, clock = engine.optimizer(trial.optimizer), Clock(device)
     for step in (1, 2, 3):
         batch, num_targets = trial_batch(spec, plan, trial, step, 0)
         micro = [part.to(device) for part in batch.microbatches]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.optim.build import build_optimizer, engine_optimizer
+from shardwise.optim.build import build_optimizer
 from shardwise.optim.offload.cpu import OffloadedOptimizer, StreamingOptimizer, offloaded_optimizer
 from shardwise.optim.offload.nvme import NvmeOptimizer
 from shardwise.parallel.any_module.parallelize import parallelize
@@ -99,7 +99,7 @@ def engine_and_optimizer(way: str, directory: Path, trial: Trial = TRIAL) -> tup
     plan = make_plan(way, {}, directory, trial)
     engine = build_trial(SPEC, plan, trial, 0, CPU)
     if way != "streaming":
-        return engine, engine_optimizer(trial.optimizer, engine)
+        return engine, engine.optimizer(trial.optimizer)
     # What happens beside a GPU, with copies in CPU memory.
     optimizer = StreamingOptimizer(engine.shards, partial(build_optimizer, trial.optimizer), CPU, torch.float64)
     engine.stream_gradients(optimizer)

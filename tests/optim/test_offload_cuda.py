@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.optim.build import engine_optimizer
 from shardwise.prove.reference import Trial, train_plain
 from shardwise.prove.trial import build_trial, train_in_layout, trial_plan
 from shardwise.prove.verify import compare
@@ -51,7 +50,7 @@ def test_state_is_not_on_the_gpu(way: str, tmp_path: Path) -> None:
     trial = Trial(precision="fp32")
     engine = build_trial(SPEC, replace(trial_plan(trial, **WAYS[way]), device="cuda"), trial, 0, device)
     before = torch.cuda.memory_allocated(device)
-    optimizer = engine_optimizer(trial.optimizer, engine)
+    optimizer = engine.optimizer(trial.optimizer)
     assert torch.cuda.memory_allocated(device) == before
     masters = [piece.master for group in optimizer.groups for piece in group.pieces]  # type: ignore[attr-defined]
     assert {master.device.type for master in masters} == {"cpu"}

@@ -16,7 +16,7 @@ from shardwise.checkpoint import store
 from shardwise.errors import UserError
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.optim.build import TakesFactor, engine_optimizer
+from shardwise.optim.build import TakesFactor
 from shardwise.parallel.data.low_precision_weights import Copies
 from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.resolve.speed import with_speed
@@ -100,7 +100,7 @@ def resumed_losses(spec: ModelSpec, trial: Trial, ways: list[bool], folder: str)
     def build(copies: bool) -> tuple[Any, Any, Plan]:
         plan = trial_plan(trial, copies=copies)
         engine = build_trial(spec, plan, trial, 0, CPU)
-        return engine, engine_optimizer(trial.optimizer, engine), plan
+        return engine, engine.optimizer(trial.optimizer), plan
 
     def steps(engine: Any, optimizer: Any, plan: Plan, numbers: tuple[int, int]) -> list[float]:
         found = []
@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_copies_or_without_them(ranks: Any, tmp_path: Path, r
 def held_bytes(spec: ModelSpec, trial: Trial) -> tuple[dict[str, int], dict[str, int], bool]:
     plan = trial_plan(trial, copies=True)
     engine = build_trial(spec, plan, trial, 0, CPU)
-    optimizer = engine_optimizer(trial.optimizer, engine)
+    optimizer = engine.optimizer(trial.optimizer)
     batch, targets = trial_batch(spec, plan, trial, 1, 0)
     run_step(engine, optimizer, batch, num_targets=targets, lr=1e-3, clip=0.5, clock=Clock(CPU))
     between = kept_bytes(engine, optimizer)

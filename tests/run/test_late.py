@@ -147,7 +147,6 @@ def test_every_rank_writes_a_trace_of_the_steps_asked_for(on_two_ranks: tuple[Pa
 @pytest.mark.cuda
 def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
     """From the third on: torch raises at whatever would make the host wait for the device inside of a step."""
-    from shardwise.optim.build import engine_optimizer
     from shardwise.plan.resolve.speed import with_speed
     from shardwise.prove.reference import Trial
     from shardwise.prove.trial import build_trial, trial_batch, trial_plan
@@ -160,7 +159,7 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
     trial = Trial(global_batch=4, micro_batch=2, seq_len=128, precision="bf16")
     plan = with_speed(replace(trial_plan(trial), device="cuda"), SpeedConfig(), spec)
     engine = build_trial(spec, plan, trial, 0, device)
-    optimizer, clock, started = engine_optimizer(OptimizerConfig(), engine), Clock(device), []
+    optimizer, clock, started = engine.optimizer(OptimizerConfig()), Clock(device), []
     for step in range(1, 7):
         batch, targets = trial_batch(spec, plan, trial, step, 0)
         batch = type(batch)(batch.step, [micro.pinned() for micro in batch.microbatches], batch.num_targets)

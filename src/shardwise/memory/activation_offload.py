@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.memory.recompute import is_repeating
-from shardwise.plan.prediction.activations import check_activation_offload
+from shardwise.spec.recompute import check_activation_offload
 
 SMALL_BYTES = 4096
 """Less than this is not worth a copy."""

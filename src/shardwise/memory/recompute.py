@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.memory.environment import Surroundings, keep, kept
 from shardwise.memory.selective import select
-from shardwise.plan.prediction.activations import segments
+from shardwise.spec.recompute import segments
 
 
 def apply_recompute(blocks: Sequence[nn.Module], mode: str, first: int = 0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from shardwise.optim.fused_adamw import CopyAdamW, can_update
 from shardwise.optim.low_bit import adamw8bit
 from shardwise.optim.master_weights import CopyOf, WideState
-from shardwise.optim.offload.cpu import offloaded_optimizer
-from shardwise.parallel.engine import Engine
 from shardwise.spec.schema import OptimizerConfig
 
 
@@ -23,16 +20,6 @@ class TakesFactor(Protocol):
     """An optimizer that multiplies gradients itself, in a wider format or in another place than they are in."""
 
     grad_factor: Tensor | None  # of the next step
-
-
-def engine_optimizer(config: OptimizerConfig, engine: Engine) -> torch.optim.Optimizer:
-    """Of what this rank holds of a model, where its plan says."""
-    build = partial(build_optimizer, config)
-    if engine.plan.offload == "none":
-        return build(engine.locals(), {s.local: s.narrow for s in engine.shards if s.narrow is not None})
-    optimizer = offloaded_optimizer(engine.shards, build, engine.plan, engine.mesh.device)
-    engine.stream_gradients(optimizer)
-    return optimizer
 
 
 def build_optimizer(

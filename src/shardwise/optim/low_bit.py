@@ -22,7 +22,7 @@ from shardwise.kernels.low_bit_codes import BLOCK, SMALLEST_SCALE, nearest
 from shardwise.optim.fused_adamw import has_kernel
 from shardwise.optim.low_bit_update import scalars_of
 from shardwise.optim.master_weights import CopyOf, take_gradient
-from shardwise.plan.resolve.hardware import LOWBIT_INSTALL
+from shardwise.spec.extras import LOWBIT_INSTALL
 
 SMALLEST = 4096  # numbers: below it, 8 bits save nothing worth their rounding (torchao's rule, and bitsandbytes')
 CHUNK = 2**18

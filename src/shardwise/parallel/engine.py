@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,8 +19,9 @@ from shardwise.kernels.float8 import Float8Layers
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, update_router_bias
+from shardwise.optim.build import build_optimizer
 from shardwise.optim.loss_scaling import clip_factor, scaler_of
-from shardwise.optim.offload.cpu import OffloadedOptimizer
+from shardwise.optim.offload.cpu import OffloadedOptimizer, offloaded_optimizer
 from shardwise.optim.offload.nvme_model import NvmeModel
 from shardwise.optim.overflow import Overflow, first_overflow
 from shardwise.parallel.mesh import Mesh
@@ -29,6 +31,7 @@ from shardwise.parallel.traffic import Traffic
 from shardwise.parallel.zero.sharding import serve_parameters
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.schema import OptimizerConfig
 
 
 class Engine:
@@ -69,6 +72,15 @@ class Engine:
     def locals(self) -> list[nn.Parameter]:
         """What the optimizer updates. A rank may have two copies of a tied weight; both are updated alike."""
         return [shard.local for shard in self.shards]
+
+    def optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
+        """An optimizer of what this rank holds, with its state where the plan says."""
+        build = partial(build_optimizer, config)
+        if self.plan.offload == "none":
+            return build(self.locals(), {s.local: s.narrow for s in self.shards if s.narrow is not None})
+        optimizer = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
+        self.stream_gradients(optimizer)
+        return optimizer
 
     def stream_gradients(self, optimizer: OffloadedOptimizer) -> None:
         """An optimizer on the CPU gets gradients while backward still runs: those to which nobody adds anything later."""

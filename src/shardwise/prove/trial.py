@@ -6,7 +6,6 @@ import torch
 
 from shardwise.data.loader import StepBatch, cut_microbatches
 from shardwise.data.sequences import IGNORE
-from shardwise.optim.build import engine_optimizer
 from shardwise.optim.loss_scaling import unscaled
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.collect import Values, collect
@@ -68,7 +67,7 @@ def _first_gradient(scale: float) -> Values:
 def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: torch.device) -> Record:
     """Collective. The record is complete on rank 0; other ranks have the losses and norms."""
     engine = build_trial(spec, plan, trial, rank, device)
-    optimizer = engine_optimizer(trial.optimizer, engine)
+    optimizer = engine.optimizer(trial.optimizer)
     clock, record = Clock(device), Record()
     for step in range(1, trial.num_steps + 1):
         batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)

@@ -24,7 +24,6 @@ from shardwise.data.loader import Loader, StepBatch
 from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
 from shardwise.memory.usage import peak_bytes
-from shardwise.optim.build import engine_optimizer
 from shardwise.optim.offload.cpu import OffloadedOptimizer
 from shardwise.optim.schedule import learning_rate
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
@@ -115,7 +114,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     peak_flops = report.peak_flops(plan, device, cluster)
     if config.adapter.kind != "none":
         peak_flops /= FROZEN_FLOPS  # MFU counts what there is to compute
-    optimizer = engine_optimizer(config.optimizer, engine)
+    optimizer = engine.optimizer(config.optimizer)
     if isinstance(optimizer, OffloadedOptimizer):
         view.say(optimizer.about())
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)

@@ -25,3 +25,8 @@ def why_not(outputs: int, inputs: int, recipe: str, *, together: int | None, is_
 
 def gains(outputs: int, inputs: int, least: float) -> bool:
     return outputs * inputs >= least * (outputs + inputs)
+
+
+def keeps_base_whole(precision: str, adapter: str) -> bool:
+    """Frozen weights in fp8 are held in two layouts, rounded once: by every replica, in the memory of its device."""
+    return precision == "fp8" and adapter == "lora"

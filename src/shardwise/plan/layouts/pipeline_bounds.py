@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.plan.layouts.space import Space
-from shardwise.plan.prediction.activations import segments
+from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import splits_backward, stage_owners
 
 

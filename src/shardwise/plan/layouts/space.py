@@ -14,7 +14,6 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
-from shardwise.plan.resolve.contradictions import keeps_base_whole
 from shardwise.plan.resolve.degrees import tensor_degrees
 from shardwise.plan.resolve.speed import (
     asked_speed,
@@ -28,7 +27,7 @@ from shardwise.plan.resolve.speed import (
     our_stack,
 )
 from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.fp8 import MULTIPLE
+from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan

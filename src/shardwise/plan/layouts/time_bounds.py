@@ -18,7 +18,7 @@ from shardwise.plan.layouts.pipeline_bounds import Turns
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.layouts.state_bounds import Sharing, Sharings
 from shardwise.plan.layouts.work_bounds import FASTEST, SPLIT, Works
-from shardwise.plan.prediction.activations import layer_activations, segments
+from shardwise.plan.prediction.activations import layer_activations
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTimes
 from shardwise.plan.prediction.offloaded import host_rate
@@ -37,6 +37,7 @@ from shardwise.plan.prediction.step_time import (
 )
 from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import SCHEDULES, splits_backward, stage_owners
 
 Way = tuple[float, int, bool]

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from shardwise.plan.layouts.parts import Grid
 from shardwise.plan.layouts.space import Space
-from shardwise.plan.prediction.activations import segments
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.step_time import layer_times
 from shardwise.plan.resolve.speed import attending, kernels_of, loss_of, our_stack
 from shardwise.spec.model import LayerSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.recompute import segments
 
 FASTEST, SPLIT, SLOWEST = "fastest", "split", "slowest"
 """Kernels: all that a layout may have; those of a split backward; those that every schedule has."""

@@ -15,17 +15,14 @@ input of a region is gathered, so each rank keeps all of it.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 
-from shardwise.errors import UserError
 from shardwise.plan.prediction.stack import OURS, Stack
 from shardwise.spec.fp8 import gains
 from shardwise.spec.model import LayerSpec, ModelSpec
+from shardwise.spec.recompute import segments
 
 MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks: fused, or again in backward
 CUDA_TIMES = 8  # so many times larger are the chunks of a fused loss on a GPU, in the logits' own format
@@ -320,27 +317,3 @@ def kept_activations(
             most, at = again - gone, part.stop
         gone, stop = gone + state, part.start
     return Kept(gone + full(layers[: stop - numbers.start]), most, at - 1)
-
-
-@lru_cache(4096)
-def segments(mode: str, layers: range) -> tuple[range, ...]:
-    """Which neighbouring layers of a stage are computed again together, by their number in the model."""
-    if mode == "full":
-        mode = "every-1"
-    if mode.startswith("every-"):
-        return tuple(range(index, index + 1) for index in layers if index % int(mode.removeprefix("every-")) == 0)
-    if mode != "sqrt":
-        return ()
-    count = max(1, round(math.sqrt(len(layers))))
-    starts = [layers.start + len(layers) * number // count for number in range(count + 1)]
-    return tuple(range(start, stop) for start, stop in pairwise(starts))
-
-
-def check_activation_offload(device: str, where: str | None = None) -> None:
-    if device == "cpu":
-        raise UserError(
-            "`memory.activation_offload = true` has nothing to move on a CPU",
-            why="it takes activations from a GPU's memory to the CPU's, where they are already",
-            fix="memory.activation_offload=false memory.recompute=full",
-            where=where,
-        )

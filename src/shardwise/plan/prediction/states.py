@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.plan.prediction.activations import segments
 from shardwise.plan.prediction.adapter_share import Held, apart_by, held_by
 from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.recompute import segments
 from shardwise.spec.schema import AdapterConfig
 
 WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4, "bf16-true": 2, "fp16-true": 2}

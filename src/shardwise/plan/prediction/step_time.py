@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from shardwise.plan.prediction.activations import layer_activations, segments
+from shardwise.plan.prediction.activations import layer_activations
 from shardwise.plan.prediction.collectives import Network
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
@@ -29,6 +29,7 @@ from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import splits_backward, stage_owners
 
 STRAGGLER = 0.01

@@ -41,33 +41,6 @@ def check_pairs(spec: ModelSpec, cluster: ClusterSpec, asked: dict[str, Any], gl
     _check_model(spec, asked, degrees)
 
 
-def keeps_base_whole(precision: str, adapter: str) -> bool:
-    """Frozen weights in fp8 are held in two layouts, rounded once: by every replica, in the memory of its device."""
-    return precision == "fp8" and adapter == "lora"
-
-
-def check_float8_base(precision: str, adapter: str, zero: int, offload: str, where: str | None = None) -> None:
-    """Adapters beside weights in fp8."""
-    if precision == "fp8" and adapter == "qlora":
-        raise UserError(
-            "adapter.kind = qlora does not work with memory.precision = fp8",
-            why="weights in four bits are read into 16 before they are multiplied",
-            fix="memory.precision=bf16 or adapter.kind=lora, which keeps frozen weights in fp8",
-            where=where,
-        )
-    if not keeps_base_whole(precision, adapter) or (zero == 0 and offload != "all"):
-        return
-    word, instead = (
-        (f"parallel.zero = {zero}", "parallel.zero=0") if zero else ("memory.offload = all", "memory.offload=none")
-    )
-    raise UserError(
-        f"{word} does not work with memory.precision = fp8 and adapter.kind = lora",
-        why="frozen weights are rounded to fp8 once, and every replica keeps them whole",
-        fix=f"{instead} or memory.precision=bf16",
-        where=where,
-    )
-
-
 def _check_model(spec: ModelSpec, asked: dict[str, Any], degrees: dict[str, int]) -> None:
     tp, pp = degrees.get("tp", 1), degrees.get("pp", 1)
     if not spec.is_ours and (cut := [axis for axis in ("tp", "pp", "cp") if degrees.get(axis, 1) > 1]):

@@ -12,11 +12,10 @@ from shardwise.cluster.describe.machine import Machine
 from shardwise.config.keys import Origins, where_written
 from shardwise.errors import UserError
 from shardwise.plan.resolve.refusal import Asked
+from shardwise.spec.extras import FLASH4_INSTALL, LOWBIT_INSTALL
 from shardwise.spec.schema import Config
 
 FP8_CAPABILITY, BF16_CAPABILITY, FLASH4_CAPABILITY = (8, 9), (8, 0), (9, 0)
-FLASH4_INSTALL = "pip install 'shardwise[flash]'"
-LOWBIT_INSTALL = "pip install 'shardwise[lowbit]'"
 
 
 def choose_precision(config: Config, machine: Machine, origins: Origins) -> str:

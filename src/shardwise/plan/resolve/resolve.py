@@ -13,14 +13,12 @@ from itertools import product
 from types import MappingProxyType
 
 from shardwise.cluster.describe.machine import Machine
-from shardwise.config.check_layout import degree
+from shardwise.config.check_layout import check_float8_base, degree
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.units import parse_steps
 from shardwise.errors import UserError
 from shardwise.interop.transformers.spec import no_document_mask
-from shardwise.plan.prediction.activations import check_activation_offload
 from shardwise.plan.resolve.adapter_choice import settle_adapter
-from shardwise.plan.resolve.contradictions import check_float8_base, keeps_base_whole
 from shardwise.plan.resolve.degrees import choose_degrees, global_batch_of
 from shardwise.plan.resolve.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.resolve.hardware import attention_here, check_cuda_only, choose_precision, why_precision
@@ -29,9 +27,10 @@ from shardwise.plan.resolve.resolved_config import fill
 from shardwise.plan.resolve.searched import Saving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.spec.cluster import ClusterSpec
-from shardwise.spec.fp8 import MULTIPLE
+from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.recompute import check_activation_offload
 from shardwise.spec.schema import Config, ParallelConfig
 
 DEFAULT_STEPS = 340
