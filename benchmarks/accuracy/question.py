@@ -14,9 +14,10 @@ from typing import Any
 from accuracy.process import USUAL, outside_bytes
 from accuracy.run import Run, Skip
 from accuracy.shape import shape_of
+from shardwise.cluster.describe.table import known_cluster, known_devices
 from shardwise.errors import UserError
 from shardwise.plan.prediction.stack import Stack
-from shardwise.spec.cluster import ClusterSpec, known_cluster, known_devices
+from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpu.shapes import VARIANTS, Case, case_of
 from gpu.with_ours import adapter_of, options_of, plan_of, run_with
 
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.operations import embedding_work, head_work, layer_work
 from shardwise.plan.prediction.step_time import layer_times, step_seconds
 from shardwise.plan.resolve.speed import stack_of
-from shardwise.spec.cluster import known_cluster
 from shardwise.spec.job import Job
 
 PARTS = {

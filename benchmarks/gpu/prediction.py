@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.predict import predict
-from shardwise.spec.cluster import known_cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan

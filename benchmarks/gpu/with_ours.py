@@ -11,6 +11,7 @@ from gpu.fit import same_numbers
 from gpu.shapes import Case
 from torch import Tensor
 
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.data.loader import StepBatch, TensorBatch
 from shardwise.kernels.choose_matmul import summary
 from shardwise.model.decoder import Decoder
@@ -20,7 +21,6 @@ from shardwise.plan.prediction.predict import predict
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate, update
-from shardwise.spec.cluster import known_cluster
 from shardwise.spec.job import Job
 from shardwise.spec.plan import MIXED, Plan
 from shardwise.spec.schema import AdapterConfig, CommConfig, OptimizerConfig, SpeedConfig

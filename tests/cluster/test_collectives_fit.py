@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.cluster.measure.collectives import (
     Timed,
     fit,
@@ -13,7 +14,6 @@ from shardwise.cluster.measure.collectives import (
     with_collectives,
     worlds_of,
 )
-from shardwise.spec.cluster import known_cluster
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12))

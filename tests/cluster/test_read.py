@@ -7,9 +7,9 @@ import pytest
 
 from shardwise.cluster.describe.changes import SETTINGS
 from shardwise.cluster.describe.read import read_cluster
+from shardwise.cluster.describe.table import known_devices
 from shardwise.cluster.describe.toml import write_toml
 from shardwise.errors import Exit, UserError
-from shardwise.spec.cluster import known_devices
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 
 from shardwise.cluster.describe.here import table_name, this_cluster
 from shardwise.cluster.describe.machine import Gpu, Machine
-from shardwise.spec.cluster import Link, known_cluster
+from shardwise.cluster.describe.table import known_cluster
+from shardwise.spec.cluster import Link
 
 GIB = 2**30
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.adapters.lora import AdaptedLinear, adapt, decoder_adapters
 from shardwise.checkpoint import store
 from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
 from shardwise.kernels.float8 import apply_float8, apply_float8_head, why_not
@@ -33,7 +34,6 @@ from shardwise.run.clock import Clock
 from shardwise.run.memory_owners import kept_bytes
 from shardwise.run.state import collect_state, restore_state
 from shardwise.run.step import run_step
-from shardwise.spec.cluster import known_cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan

@@ -14,7 +14,7 @@ FOR_ALL = {"errors", "files", "__version__"}
 
 NO_TORCH = (
     "cli/", "config/", "plan/", "explain/", "demo/__init__.py", "demo/perform.py", "cluster/describe/machine.py",
-    "cluster/measure/devices.py", "cluster/measure/link.py", "spec/cluster.py", "cluster/describe/changes.py", "cluster/describe/toml.py", "cluster/describe/read.py", "cluster/describe/here.py", "cluster/describe/versions.py", "spec/model.py", "spec/presets.py", "interop/huggingface/config.py", "interop/huggingface/directory.py",
+    "cluster/measure/devices.py", "cluster/measure/link.py", "spec/cluster.py", "cluster/describe/table.py", "cluster/describe/changes.py", "cluster/describe/toml.py", "cluster/describe/read.py", "cluster/describe/here.py", "cluster/describe/versions.py", "spec/model.py", "spec/presets.py", "interop/huggingface/config.py", "interop/huggingface/directory.py",
     "data/", "run/build.py", "run/rundir.py", "run/start.py", "run/weights.py", "run/guards.py", "run/clock.py", "run/events.py", "report/step_breakdown.py", "report/memory.py", "report/terminal.py", "launch/ranks.py",
     "launch/rank.py", "launch/local.py", "launch/allocator.py", "checkpoint/listing.py", "errors.py", "files.py", "__init__.py", "__main__.py",
 )  # fmt: skip

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.collectives import Network
-from shardwise.spec.cluster import ClusterSpec, Link, known_cluster
+from shardwise.spec.cluster import ClusterSpec, Link
 
 MB = 2**20
 # NCCL all-reduce on A100 with NVLink: ranks, bytes, microseconds (published with vTrain).

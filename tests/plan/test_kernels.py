@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.kernels import CHOSEN, IN_STEPS, Pricer, interpolate, power_share
 from shardwise.plan.prediction.stack import OURS
 from shardwise.plan.prediction.work import Attention, Product, Work
 from shardwise.plan.resolve.speed import our_stack
-from shardwise.spec.cluster import known_cluster
 
 H200 = known_cluster("h200", 1, 1).device
 MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_h200.json").read_text())

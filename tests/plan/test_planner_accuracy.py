@@ -19,7 +19,7 @@ from accuracy.run import GIB, Run, Skip, read_runs
 from accuracy.score import Answer, quantile, spearman
 from planner_accuracy import answer
 
-from shardwise.spec.cluster import known_devices
+from shardwise.cluster.describe.table import known_devices
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -11,10 +11,11 @@ from types import MappingProxyType
 
 import pytest
 
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.stack import OURS, Stack
 from shardwise.plan.prediction.state_time import COPY_RATE, NORM_RATE, OPTIMIZER_RATE
 from shardwise.plan.prediction.step_time import layer_times, step_bound, step_seconds
-from shardwise.spec.cluster import ClusterSpec, Device, Link, known_cluster
+from shardwise.spec.cluster import ClusterSpec, Device, Link
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan

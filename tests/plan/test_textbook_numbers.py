@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.collectives import Network
 from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.prediction.stack import Stack
-from shardwise.spec.cluster import ClusterSpec, Link, known_cluster
+from shardwise.spec.cluster import ClusterSpec, Link
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import RankPool
 
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.layouts.search import explore
 from shardwise.plan.layouts.space import Space
 from shardwise.prove.verify import Proof, prove
-from shardwise.spec.cluster import known_cluster
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan

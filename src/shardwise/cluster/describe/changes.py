@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.cluster.describe.table import known_devices, network_cards, tiers_of
 from shardwise.config.units import format_bytes, parse_bytes, parse_rate, parse_seconds
 from shardwise.errors import UserError
-from shardwise.spec.cluster import ClusterSpec, Link, known_devices, network_cards, tiers_of
+from shardwise.spec.cluster import ClusterSpec, Link
 
 
 @dataclass(frozen=True)

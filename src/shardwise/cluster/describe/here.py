@@ -13,19 +13,11 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from shardwise.cluster.describe.machine import Gpu, Machine, this_machine
+from shardwise.cluster.describe.table import SUSTAINED, known_cluster, known_devices, table_device, table_origins
 from shardwise.cluster.measure.devices import DeviceRates
 from shardwise.cluster.measure.layers import devices_of, measure_layers, with_layers
 from shardwise.cluster.measure.link import LinkFit, LinkNotMeasured, measure_local_link
-from shardwise.spec.cluster import (
-    SUSTAINED,
-    ClusterSpec,
-    Device,
-    Link,
-    known_cluster,
-    known_devices,
-    table_device,
-    table_origins,
-)
+from shardwise.spec.cluster import ClusterSpec, Device, Link
 
 
 def measured_here() -> ClusterSpec:

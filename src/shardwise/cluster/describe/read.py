@@ -17,9 +17,10 @@ import re
 from pathlib import Path
 
 from shardwise.cluster.describe.changes import SETTINGS, changed, kind_of, read_setting, read_settings
+from shardwise.cluster.describe.table import known_cluster, known_devices
 from shardwise.cluster.describe.toml import cluster_from_toml
 from shardwise.errors import UserError
-from shardwise.spec.cluster import ClusterSpec, known_cluster, known_devices
+from shardwise.spec.cluster import ClusterSpec
 
 SHORTHAND = re.compile(r"(?:(-?\d+)\s*[x*]\s*)?(?:(-?\d+)\s*[x*]\s*)?([a-z][\w.-]*|\d{4})", re.IGNORECASE)
 EXAMPLE = "for example `8xh100`, `4x8xh100:nic=50GB/s`, `cluster.toml` or `this`"

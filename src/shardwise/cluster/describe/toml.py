@@ -29,9 +29,10 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.cluster.describe.changes import RATES, SETTINGS, Setting, changed, kind_of, read_setting, unknown
+from shardwise.cluster.describe.table import known_cluster
 from shardwise.config.values import shown
 from shardwise.errors import UserError
-from shardwise.spec.cluster import ClusterSpec, Device, Link, known_cluster
+from shardwise.spec.cluster import ClusterSpec, Device, Link
 
 SHARE = Setting("a share of the peak", "number", 1e-3, 1.5, "0.8")
 SECONDS = Setting("seconds", "seconds", 0, 10, "5us")

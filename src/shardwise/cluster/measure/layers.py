@@ -21,8 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.cluster.describe.machine import Machine
+from shardwise.cluster.describe.table import SUSTAINED
 from shardwise.cluster.measure.devices import why_it_ended
-from shardwise.spec.cluster import SUSTAINED, ClusterSpec, Curve
+from shardwise.spec.cluster import ClusterSpec, Curve
 
 CHILD_SECONDS = 100
 

@@ -15,9 +15,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.cluster.describe.table import known_devices
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.work import Attention, Product, Work
-from shardwise.spec.cluster import Device, known_devices
+from shardwise.spec.cluster import Device
 
 
 @dataclass(frozen=True)
