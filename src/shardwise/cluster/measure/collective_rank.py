@@ -1,18 +1,20 @@
-"""One of the processes that time collectives for collectives.py: `python -m shardwise.cluster.measure.collective_rank STORE BACKEND RANK WORLD SIZES`."""
+"""One of the processes that time collectives for collectives.py: `python -m shardwise.cluster.measure.collective_rank STORE BACKEND RANK
+WORLD SIZES [COLLECTIVE ...]`."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from shardwise.cluster.measure.timer import collective_seconds
 
-def main(store_path: str, backend: str, rank: int, world: int, sizes: list[int]) -> None:
+
+def main(store_path: str, backend: str, rank: int, world: int, sizes: list[int], only: list[str]) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -22,7 +24,8 @@ def main(store_path: str, backend: str, rank: int, world: int, sizes: list[int])
     points = []
     for size in sizes:
         for name, action in _actions(size, rank, world, device).items():
-            points.append((name, world, size, _seconds(action, size, device)))
+            if not only or name in only:
+                points.append((name, world, size, collective_seconds(action, size, device)))
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(points))
@@ -49,17 +52,6 @@ def _actions(size: int, rank: int, world: int, device: torch.device) -> dict[str
     }
 
 
-def _seconds(action: Callable[[], object], size: int, device: torch.device) -> float:
-    times = []
-    for _ in range(3 + (7 if size >= 2**22 else 20)):  # the first three warm up connections and caches
-        dist.barrier()
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[3:])  # the link itself, not what other processes did to this machine meanwhile
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), [int(size) for size in sys.argv[5].split(",")])
+    path, kind, number, count, numbers, *names = sys.argv[1:]
+    main(path, kind, int(number), int(count), [int(size) for size in numbers.split(",")], names)

@@ -1,4 +1,4 @@
-"""The child process behind measure.py: times each device and says what it is about to do before it does it.
+"""The child process behind devices.py: times each device and says what it is about to do before it does it.
 
     python -m shardwise.cluster.measure.device_rates [DEVICE/MEASUREMENT to skip ...]
 
@@ -11,10 +11,10 @@ import json
 import sys
 
 import torch
-from torch.utils.benchmark import Timer
+
+from shardwise.cluster.measure.timer import seconds_of
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MIN_SECONDS = 0.2
 
 
 def main(skipped: set[str]) -> None:
@@ -37,19 +37,14 @@ def main(skipped: set[str]) -> None:
 def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     side = 1024 if device.type == "cpu" else 8192
     left = torch.randn(side, side, device=device, dtype=dtype)
-    return 2 * side**3 / _median_seconds("left @ left", {"left": left})
+    return 2 * side**3 / seconds_of(lambda: left @ left, device)
 
 
 def _copy_rate(device: torch.device) -> float:
     # 256 MiB and more, so that no cache holds source and target.
     source = torch.zeros((64 if device.type == "cpu" else 256) * 2**20, device=device)
-    seconds = _median_seconds("target.copy_(source)", {"source": source, "target": torch.empty_like(source)})
-    return 2 * source.nbytes / seconds
-
-
-def _median_seconds(statement: str, names: dict[str, object]) -> float:
-    timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=MIN_SECONDS).median)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
 
 
 def _say(event: str, device: torch.device, **more: object) -> None:

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwise.cluster.measure.timer import host_clock, lower_quartile, seconds_of
+
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SECONDS = {"cpu": 0.1, "cuda": 0.3}  # of each measurement
-LONG = 2e-4  # seconds: longer than starting the three operations of a measurement
 # Tokens, inputs, outputs.
 PRODUCTS = {
     "cpu": ((64, 64, 64), (256, 128, 128), (256, 256, 512), (512, 384, 1024), (1024, 512, 1536), (1024, 1024, 2048)),
@@ -70,7 +70,7 @@ def _products(device: torch.device, dtype: torch.dtype, tokens: int, inputs: int
     x_TI = torch.randn(tokens, inputs, device=device, dtype=dtype)
     w_OI = torch.randn(outputs, inputs, device=device, dtype=dtype)
     g_TO = torch.randn(tokens, outputs, device=device, dtype=dtype)
-    seconds = _seconds(lambda: (x_TI @ w_OI.T, g_TO @ w_OI, g_TO.T @ x_TI), device)
+    seconds = seconds_of(lambda: (x_TI @ w_OI.T, g_TO @ w_OI, g_TO.T @ x_TI), device)
     flops = 2 * tokens * inputs * outputs
     return flops, 3 * flops / seconds
 
@@ -95,10 +95,10 @@ def _attention(
     flops = 2.0 * rows * heads * tokens * tokens * width
     attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=k.shape[1] != heads)
     if not backward:
-        return flops, flops / _seconds(attend, device)
+        return flops, flops / seconds_of(attend, device)
     out = attend()
     grad = torch.randn_like(out)
-    seconds = _seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
+    seconds = seconds_of(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
     return 2.5 * flops, 2.5 * flops / seconds
 
 
@@ -109,7 +109,7 @@ def _passes(device: torch.device, count: int) -> tuple[float, float]:
     x, y = (torch.randn(count // width, width, device=device, dtype=dtype) for _ in range(2))
     w = torch.ones(width, device=device, dtype=dtype)
     moved = (3 + 2 + 2 + 3) * x.nbytes
-    seconds = _seconds(lambda: (x + y, F.rms_norm(x, (width,), w), F.silu(x), x * y), device)
+    seconds = seconds_of(lambda: (x + y, F.rms_norm(x, (width,), w), F.silu(x), x * y), device)
     return moved / 4, moved / seconds
 
 
@@ -118,7 +118,7 @@ def _launch(device: torch.device) -> tuple[float, float]:
     model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
     x_BTD = torch.randn(1, 8, WIDTH, device=device, requires_grad=True)
     # On a GPU backward runs in a thread of its own.
-    now, times = time.perf_counter if device.type == "cuda" else _clock(), []
+    now, times = time.perf_counter if device.type == "cuda" else host_clock(), []
     for _ in range(25):
         start = now()
         model(x_BTD).sum().backward()
@@ -126,7 +126,7 @@ def _launch(device: torch.device) -> tuple[float, float]:
             torch.cuda.synchronize(device)
         times.append((now() - start) / BLOCKS / OPERATIONS)
         model.zero_grad()
-    return 1.0, sorted(times)[len(times) // 4]
+    return 1.0, lower_quartile(times)
 
 
 BLOCKS, WIDTH = 6, 32
@@ -151,49 +151,6 @@ class _Block(nn.Module):
         x_BTD = x_BTD + self.o(out_BTD)
         h_BTD = self.norms[1](x_BTD)
         return x_BTD + self.down(F.silu(self.gate(h_BTD)) * self.up(h_BTD))
-
-
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """The lower quartile of as many runs as fit in the time of a measurement; at least one, after one that warms up."""
-    if device.type == "cuda":
-        return _device_seconds(action, device)
-    now = _clock()
-    action()
-    times: list[float] = []
-    while not times or (sum(times) < SECONDS["cpu"] and len(times) < 1000):
-        start = now()
-        action()
-        times.append(now() - start)
-    return sorted(times)[len(times) // 4]
-
-
-def _clock() -> Callable[[], float]:
-    """Of this thread, not of the wall: what others on this machine take away is not this core's speed."""
-    return time.thread_time if time.get_clock_info("thread_time").resolution <= 1e-6 else time.perf_counter
-
-
-def _device_seconds(action: Callable[[], object], device: torch.device) -> float:
-    """What is long is timed at the end of a stretch of the same, when power limits have set the clock; what is short between events, with the
-    device held up first, so that the host is ahead of it and starting is not measured."""
-
-    def between(warm: int, count: int, held: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if held:
-            torch.cuda._sleep(held)
-        for number in range(warm + count):
-            if number == warm:
-                start.record()
-            action()
-        end.record()
-        torch.cuda.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / count
-
-    with torch.cuda.device(device):
-        first = min(between(1, 1, 2_000_000) for _ in range(3))
-        if first > LONG:
-            count = max(1, int(SECONDS["cuda"] / 2 / first))
-            return between(count, count, 0)
-        return sorted(between(1, 3, 2_000_000) for _ in range(20))[5]
 
 
 def _say(**event: object) -> None:

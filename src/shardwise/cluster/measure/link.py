@@ -1,6 +1,6 @@
 """The link between processes as two numbers: a message of S bytes takes alpha + beta * S seconds.
 
-Two local processes time real all-reduces of several sizes (link_rank.py); here the line is fitted. An all-reduce over two
+Two local processes time real all-reduces of several sizes (collective_rank.py); here the line is fitted. An all-reduce over two
 ranks is two messages of S/2 in a row, so its line has intercept 2 * alpha and slope beta. Invariant: processes started
 here are gone when `measure_local_link` returns, and they only ever listen on the loopback interface.
 """
@@ -80,9 +80,10 @@ def measure_local_link(sizes: Sequence[int] = SIZES, timeout_s: float = 60.0) ->
     with tempfile.TemporaryDirectory(prefix="shardwise-link-") as folder:
         # A file as meeting place: no port is opened for it, and it works on every platform.
         store = str(Path(folder) / "store")
-        arguments = [[store, ",".join(map(str, sizes)), str(rank)] for rank in (0, 1)]
-        answer = run_ranks("shardwise.cluster.measure.link_rank", arguments, environment, timeout_s)
-    points = tuple((size, seconds) for size, seconds in json.loads(answer))
+        words = ["2", ",".join(map(str, sizes)), "all-reduce"]
+        arguments = [[store, "gloo", str(rank), *words] for rank in (0, 1)]
+        answer = run_ranks("shardwise.cluster.measure.collective_rank", arguments, environment, timeout_s)
+    points = tuple((size, seconds) for _, _, size, seconds in json.loads(answer))
     intercept, slope = fit_line(points)
     return LinkFit(intercept / 2, slope, points)
 
