@@ -12,9 +12,7 @@ from shardwise.plan.layouts.candidate import rank_of
 from shardwise.plan.layouts.inverse import DAY, best_by_gpus, fewest_gpus, training_cost, training_seconds, under_budget
 from shardwise.plan.layouts.pareto import measures, pareto
 from shardwise.plan.layouts.search import HEADROOM, explore, memory_limit, search
-from shardwise.plan.prediction.placement import placement
 from shardwise.spec.job import Job
-from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 
 
@@ -118,18 +116,6 @@ def test_questions_the_other_way_round():
     assert bought.prediction.step_s == min(c.prediction.step_s for n, c in every.items() if costs[n] <= budget)
     assert under_budget(model, cluster, job, 0.0) is None
     assert training_seconds(replace(job, tokens=job.tokens_per_step), every[1]) == every[1].prediction.step_s < DAY
-
-
-def test_axes_are_told_with_the_links_that_join_their_ranks():
-    cluster = read_cluster("4x8xh100")
-    plan = Plan(
-        "cuda", "bf16", 2048, 16, 1, 1, 4, "", dp=4, zero=3, replicate=2, tp=4, sequence=True, pp=2, split=(8, 8)
-    )
-    told = {place.axis: place for place in placement(cluster, plan)}
-    assert (told["tp"].tier, told["tp"].together) == ("nvlink", 4)
-    assert (told["shard"].tier, told["shard"].together) == ("nvlink", 2)  # four slices, twice: one node
-    assert (told["replicate"].tier, told["pp"].tier) == ("nic", "nic")
-    assert "cp" not in told and str(told["tp"]) == "tp=4 over nvlink, 4 per domain"
 
 
 def test_what_is_offloaded_must_fit_into_cpu_memory():

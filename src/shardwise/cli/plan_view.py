@@ -17,7 +17,8 @@ from shardwise.plan.answer.answer import Answer, Row, row_of
 from shardwise.plan.answer.question import Question
 from shardwise.plan.answer.what_if import WhatIf
 from shardwise.plan.answer.why import WhyNot, why_not_lines
-from shardwise.plan.prediction.figures import DAY, PARTS_OF_AXES, axes_of, step_text
+from shardwise.plan.prediction.figures import DAY, step_text
+from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
 from shardwise.spec.plan import Plan
 
 BAR = 30
@@ -157,7 +158,7 @@ def _count(value: float) -> str:
 def _winner(view: View, made: Answer) -> None:
     question, row = made.question, made.rows[0]
     plan, prediction, cluster = row.candidate.plan, row.candidate.prediction, question.cluster
-    axes = axes_of(plan, cluster)
+    axes = placement(cluster, plan)
     links = {axis.name: axis.link.name for axis in axes}
     _bars(
         view, prediction.step, row.step_s, {part: links[axis] for part, axis in PARTS_OF_AXES.items() if axis in links}

@@ -16,7 +16,8 @@ from shardwise.errors import UserError
 from shardwise.plan.answer.answer import Answer, Row, nothing_fits, row_of
 from shardwise.plan.answer.question import Question
 from shardwise.plan.layouts.search import Candidate, Remedy, explore
-from shardwise.plan.prediction.figures import PARTS_OF_AXES, axes_of, step_text
+from shardwise.plan.prediction.figures import step_text
+from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
 from shardwise.plan.prediction.predict import predict
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.plan import Plan
@@ -124,8 +125,8 @@ def reason(part: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
 
 
 def _message_reason(axis: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
-    theirs = {found.name: found for found in axes_of(other, cluster)}
-    ours = {found.name: found for found in axes_of(winner, cluster)}
+    theirs = {found.name: found for found in placement(cluster, other)}
+    ours = {found.name: found for found in placement(cluster, winner)}
     if axis not in theirs:
         return ""
     link = theirs[axis].link

@@ -14,7 +14,7 @@ from shardwise.plan.layouts.best_first import Accept, BestFirst
 from shardwise.plan.layouts.candidate import Candidate
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.space import Space
-from shardwise.plan.prediction.placement import PARTS, placement
+from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
 from shardwise.spec.cluster import ClusterSpec
 
 
@@ -101,7 +101,8 @@ def why_slower(cluster: ClusterSpec, other: Candidate, winner: Candidate) -> str
 
 def _over(cluster: ClusterSpec, part: str, other: Candidate, winner: Candidate) -> str:
     """Where its messages leave the links that the winner's stay on."""
-    now, before = ({p.tier for p in placement(cluster, c.plan) if PARTS[p.axis] == part} for c in (other, winner))
+    axis = PARTS_OF_AXES.get(part)
+    now, before = ({p.link.name for p in placement(cluster, c.plan) if p.name == axis} for c in (other, winner))
     return f" (over {', '.join(sorted(now))})" if now - before else ""
 
 

@@ -13,12 +13,11 @@ from shardwise.plan.layouts.pipeline_bounds import Turns
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.layouts.work_bounds import FASTEST, SLOWEST, Works
 from shardwise.plan.prediction.adapter_share import Held
-from shardwise.plan.prediction.collectives import Network
+from shardwise.plan.prediction.collectives import Network, network_of, odd_world
 from shardwise.plan.prediction.offloaded import offload_seconds
 from shardwise.plan.prediction.rank_share import RankShare, rank_shares
 from shardwise.plan.prediction.state_time import optimizer_seconds, state_time
 from shardwise.plan.prediction.states import groups_of
-from shardwise.plan.prediction.step_time import network_of, odd_world
 from shardwise.spec.plan import Plan
 
 

@@ -27,11 +27,21 @@ class Path(NamedTuple):
     domains: int  # fast-link domains that the group touches
     inside: int  # members per domain
     summing: float  # of an all-reduce over a gather: switches that add
+    link: Link  # the slowest that it goes over
+
+
+SERVER = 16
+"""Cards that the largest servers have. A domain of more is a rack, of which jobs take a power of two: 64 of 72."""
+
+
+def usual_span(tier: Link) -> int:
+    """Ranks of one domain that jobs fill."""
+    return tier.span if tier.span <= SERVER else 1 << (tier.span.bit_length() - 1)
 
 
 def _together(tier: Link, block: int) -> int:
-    """Of `block` neighbouring ranks, those that surely share a domain. Of a rack of 72 cards jobs take 64."""
-    return max(math.gcd(tier.span, block), math.gcd(1 << (tier.span.bit_length() - 1), block))
+    """Of `block` neighbouring ranks, those that surely share a domain."""
+    return max(math.gcd(tier.span, block), math.gcd(usual_span(tier), block))
 
 
 class Network:
@@ -45,7 +55,7 @@ class Network:
     def _path(self, size: int, stride: int) -> Path:
         first, block = self.tiers[0], size * stride
         if self._joins(first, block):
-            return Path(first.rate(size), first.alpha, first.half, 1, size, first.summing)
+            return Path(first.rate(size), first.alpha, first.half, 1, size, first.summing, first)
         # Groups that do not line up with domains lie across their borders, and only a part of each is together.
         members = min(size, max(1, _together(first, block) // stride))
         rate, alpha, half = first.rate(members) if members > 1 else math.inf, first.alpha, first.half
@@ -57,7 +67,7 @@ class Network:
             if self._joins(tier, block):
                 break
             below = tier
-        return Path(rate, alpha, half, -(-size // members), members, 1.0)
+        return Path(rate, alpha, half, -(-size // members), members, 1.0, tier)
 
     def _joins(self, tier: Link, block: int) -> bool:
         """Whether every group that takes `block` neighbouring ranks lies within one domain of this tier."""
@@ -100,3 +110,22 @@ class Network:
             return 0.0
         tier = next((tier for tier in self.tiers if distance < tier.span), self.tiers[-1])
         return tier.alpha + (size + tier.half) / tier.rate(2)
+
+
+_NETWORKS: dict[tuple[int, int], tuple[ClusterSpec, Network]] = {}
+
+
+def odd_world(cluster: ClusterSpec, world: int) -> int:
+    """The number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in them. Else 0."""
+    span = cluster.tiers[0].span
+    return world if world < span or world % span else 0
+
+
+def network_of(cluster: ClusterSpec, world: int) -> Network:
+    """One network for all layouts, because it remembers paths. `world`: as `odd_world` has it."""
+    found = _NETWORKS.get((id(cluster), world))
+    if found is None:
+        if len(_NETWORKS) > 64:
+            _NETWORKS.clear()
+        found = _NETWORKS[id(cluster), world] = (cluster, Network(cluster, world))
+    return found[1]

@@ -1,55 +1,25 @@
-"""What follows from a prediction: tokens per second, MFU, which link each axis uses; days, money and energy of a whole training. No torch."""
+"""What follows from a prediction: tokens per second, MFU, the link that it waits for; days, money and energy of a whole
+training. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from shardwise.config.units import format_seconds
+from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
 from shardwise.plan.prediction.predict import Prediction
-from shardwise.spec.cluster import ClusterSpec, Link
+from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 
-PARTS_OF_AXES = {
-    "tensor-parallel": "tp",
-    "context-parallel": "cp",
-    "expert-parallel": "ep",
-    "data-parallel": "dp",
-    "pipeline": "pp",
-}
-"""Parts of a step that are messages, and the axis that sends them."""
-
 DAY = 86400.0
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis of a layout: how many ranks talk, how far apart the farthest are, over what."""
-
-    name: str
-    ranks: int
-    reach: int  # neighbouring ranks that hold the whole group
-    link: Link
-
-
-def axes_of(plan: Plan, cluster: ClusterSpec) -> list[Axis]:
-    """Ranks are numbered with tp innermost, then cp, shards, replicas, pp; a group uses the fastest tier that joins all of it."""
-    inner = plan.cp * plan.tp
-    reaches = {
-        "tp": (plan.tp, plan.tp),
-        "cp": (plan.cp, inner),
-        "ep": (plan.ep, plan.ep),
-        "dp": (plan.dp, inner * plan.dp),
-        "pp": (plan.pp, plan.world),  # its slowest hop
-    }
-    return [Axis(name, ranks, reach, cluster.tier(reach)) for name, (ranks, reach) in reaches.items() if ranks > 1]
 
 
 def binding_link(plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> tuple[str, float] | None:
     """The link that most of the exposed communication waits for, and its seconds. None: nothing waits."""
     waits: dict[str, float] = {}
-    links = {axis.name: axis.link.name for axis in axes_of(plan, cluster)}
+    links = {axis.name: axis.link.name for axis in placement(cluster, plan)}
     for part, axis in PARTS_OF_AXES.items():
         if axis in links and prediction.step.get(part, 0.0) > 0:
             waits[links[axis]] = waits.get(links[axis], 0.0) + prediction.step[part]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from shardwise.plan.prediction.activations import layer_activations
-from shardwise.plan.prediction.collectives import Network
+from shardwise.plan.prediction.collectives import network_of, odd_world, usual_span
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
 from shardwise.plan.prediction.offloaded import host_rate, offload_seconds
@@ -128,7 +128,6 @@ def _length(time: LayerTime) -> float:
 
 Owners = tuple[ModelSpec, ClusterSpec, Stack]
 _RECENT: dict[object, tuple[Owners, LayerTimes]] = {}
-_NETWORKS: dict[tuple[int, int], tuple[ClusterSpec, Network]] = {}
 _PRICERS: dict[tuple[object, ...], tuple[ClusterSpec, Stack, Pricer]] = {}
 
 
@@ -163,27 +162,11 @@ def _pricer(cluster: ClusterSpec, plan: Plan, stack: Stack) -> Pricer:
     return found[2]
 
 
-def odd_world(cluster: ClusterSpec, world: int) -> int:
-    """The number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in them."""
-    span = cluster.tiers[0].span
-    return world if world < span or world % span else 0
-
-
 def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
     """The same for the messages inside of layers: only groups that fit into a domain and do not divide it mind."""
-    span = cluster.tiers[0].span
-    usual = 1 << (span.bit_length() - 1)
+    span, usual = cluster.tiers[0].span, usual_span(cluster.tiers[0])
     is_odd = any(n < span and span % n and usual % n for n in (plan.tp, plan.tp * plan.cp, plan.ep))
     return odd_world(cluster, plan.world) if is_odd else 0
-
-
-def network_of(cluster: ClusterSpec, world: int) -> Network:
-    found = _NETWORKS.get((id(cluster), world))
-    if found is None:
-        if len(_NETWORKS) > 64:
-            _NETWORKS.clear()
-        found = _NETWORKS[id(cluster), world] = (cluster, Network(cluster, world))
-    return found[1]
 
 
 def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes) -> list[StageTime]:
