@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.cluster.describe.read import read_cluster
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
+from shardwise.plan.layouts.search import search
 from shardwise.plan.prediction.memory import predict_elsewhere, predict_memory
+from shardwise.plan.resolve.resolve import resolve
+from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 
@@ -50,6 +57,57 @@ def test_on_a_disk_the_start_of_a_run_needs_the_most():
     memory = predict_memory(SPEC, here, "adamw")
     assert sum(memory.values()) - memory["process"] >= WEIGHTS
     assert predict_elsewhere(SPEC, here, "adamw")["disk"] == 4 * WEIGHTS
+
+
+def test_activations_that_leave_a_gpu_are_counted_in_cpu_memory():
+    """All of a micro-batch, every micro-batch in flight of a pipeline, and what powers of two take more than was asked for."""
+    bf16 = {"precision": "bf16", "recompute": "full"}
+    here = plan("cuda", **bf16)
+    away = predict_elsewhere(SPEC, replace(here, activation_offload=True), "adamw")
+    inputs = SPEC.num_layers * 4 * 128 * SPEC.hidden * 2
+    assert inputs <= away["host"] < 2 * inputs
+    assert predict_elsewhere(SPEC, here, "adamw")["host"] == 0
+    pipeline = plan("cuda", **bf16, micro_batch=1, pp=2, split=(10, 10), activation_offload=True)
+    one = predict_elsewhere(SPEC, replace(pipeline, global_batch=1), "adamw")["host"]
+    assert predict_elsewhere(SPEC, pipeline, "adamw")["host"] == 2 * one, "the first stage has two in flight"
+    states = replace(here, offload="optimizer")
+    both = predict_elsewhere(SPEC, replace(states, activation_offload=True), "adamw")
+    assert both["host"] == away["host"] + predict_elsewhere(SPEC, states, "adamw")["host"]
+
+
+def test_pinned_memory_comes_in_powers_of_two():
+    odd = preset("tiny").with_overrides({"hidden": 384, "num_heads": 6, "num_kv_heads": 6, "num_layers": 20})
+    for spec, factor in ((SPEC, 1.0), (odd, 4 / 3)):
+        away = plan("cuda", precision="bf16", recompute="full", activation_offload=True)
+        kept = spec.num_layers * 4 * 128 * spec.hidden * 2
+        expected = factor if spec is odd else (1 << (spec.hidden - 1).bit_length()) / spec.hidden
+        assert predict_elsewhere(spec, away, "adamw")["host"] == pytest.approx(expected * kept)
+
+
+def test_what_bloom_176b_is_advised_fits_its_hosts():
+    """On 48 nodes of 8 A100. Without counting activations there, 3.3 TB were put on each node of 2 TB."""
+    sizes = {"hidden": 14336, "num_layers": 70, "num_heads": 112, "num_kv_heads": 112, "ffn": 57344, "vocab": 250880}
+    bloom, cluster = replace(preset("gpt3-175b"), name="bloom-176b", **sizes), read_cluster("48x8xa100-80")
+    found = search(bloom, cluster, Job(2048, 2048), 2)
+    assert found and any(one.plan.activation_offload for one in found), "or it shows nothing"
+    for one in found:
+        assert one.prediction.elsewhere["host"] <= cluster.host_share
+
+
+def test_a_run_whose_activations_do_not_fit_the_host_is_refused():
+    gpu = Gpu("NVIDIA H200", 150 * 10**9, (9, 0))
+    config = load_config(
+        None, ["memory.activation_offload=true", "memory.recompute=none", "train.micro_batch=8"]
+    ).config
+    config = replace(config, train=replace(config.train, seq_len=4096))
+    for memory, is_refused in ((2**40, False), (2**31, True)):
+        machine = Machine(8, memory, (gpu,), "linux")
+        try:
+            resolve(config, preset("smollm2-1.7b"), machine, None, 1000)
+        except UserError as error:
+            assert is_refused and "CPU memory" in str(error) and "memory.recompute=full" in str(error)
+        else:
+            assert not is_refused
 
 
 def test_a_disk_with_nothing_to_move_is_refused():

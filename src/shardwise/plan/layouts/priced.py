@@ -54,7 +54,7 @@ class Layouts:
 
     def fits_on_host(self, plan: Plan) -> bool:
         """What is offloaded must find room beside the devices."""
-        if plan.offload == "none" or plan.device == "cpu":
+        if (plan.offload == "none" and not plan.activation_offload) or plan.device == "cpu":
             return True
         job = self.space.job
         away = predict_elsewhere(self.space.model, plan, job.optimizer, job.adapter)

@@ -24,7 +24,7 @@ from shardwise.plan.prediction.activations import (
     loss_bytes,
     segments,
 )
-from shardwise.plan.prediction.offloaded import offloaded
+from shardwise.plan.prediction.offloaded import offloaded, pinned_share
 from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of_cut
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
@@ -78,6 +78,7 @@ class Activations:
     repeated: int  # what backward computes again on top
     working: int  # gradients on their way through that block
     at: int  # the layer where that is most
+    away: int = 0  # in pinned CPU memory, with activation offload
 
     @property
     def most(self) -> int:
@@ -86,11 +87,8 @@ class Activations:
 
 def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> StageMemory:
     states = states_of(share, groups, plan, optimizer, stack)
+    stack = beside_adapters(stack, groups)
     ends = groups.blocks[0 if share.spec.tied and plan.pp == 1 else -1]
-    if stack.side_by_side and groups.apart:  # adapters have products of their own
-        stack = replace(stack, side_by_side=tuple(word for word in stack.side_by_side if word not in groups.apart))
-    if stack.fp8_least and groups.whole.frozen:  # they read inputs in 16 bits
-        stack = replace(stack, fp8_least=0)
     activations = activations_of(share, plan, stack, trains_head=ends.trained > 0)
     parts = {
         "weights": states.weights,
@@ -114,6 +112,13 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
     if stack.published != "allocated":
         parts["allocator"] += int(RESERVED_SHARE * (sum(parts.values()) - parts["process"]))
     return StageMemory(parts, moment)
+
+
+def beside_adapters(stack: Stack, groups: Groups) -> Stack:
+    """The stack as adapters leave it: they have matmuls of their own, and read inputs in 16 bits."""
+    if stack.side_by_side and groups.apart:
+        stack = replace(stack, side_by_side=tuple(word for word in stack.side_by_side if word not in groups.apart))
+    return replace(stack, fp8_least=0) if stack.fp8_least and groups.whole.frozen else stack
 
 
 def _region_buffers(share: RankShare, plan: Plan, stack: Stack) -> int:
@@ -219,7 +224,9 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     )  # fmt: skip
     between = sum(stage.between for stage in stages)
     held = tokens * between * size * share.stages_in_flight // plan.virtual_stages
+    away = 0
     if plan.activation_offload:
+        away = int(held * pinned_share(share, plan, size * tokens))
         lengths = [len(layers) for layers in stages_of_cut(share.cut, plan.split)]
         here = max(
             stage.between * min(BLOCKS_HERE, length) // length for stage, length in zip(stages, lengths, strict=True)
@@ -229,7 +236,7 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     repeated = tokens * most.repeated * size * max(1, share.weights_waiting)
     working = tokens * size * _widest(share.cut, stack)
     if not share.has_last_stage:
-        return Activations(held, 0, repeated, working, most.at)
+        return Activations(held, 0, repeated, working, most.at, away)
     losses = plan.num_microbatches if plan.pp > 1 and SCHEDULES[plan.schedule].holds_all else 1
     spec = _as_saved(share.cut, plan.device)
     if stack.logit_bytes:
@@ -241,7 +248,7 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     else:
         head = losses * head_activation_bytes(spec, tokens, size, token_parts, stack)
         head += _loss_temporaries(spec, plan, tokens, size, trains_head)
-    return Activations(held, head, repeated, working, most.at)
+    return Activations(held, head, repeated, working, most.at, away)
 
 
 def is_fused(spec: ModelSpec, plan: Plan, tokens: int) -> bool:

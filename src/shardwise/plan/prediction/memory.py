@@ -12,7 +12,7 @@ from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE as ALLOCATOR_SHA
 from shardwise.plan.prediction.lifetimes import APART as APART
 from shardwise.plan.prediction.lifetimes import LOSS_TEMPORARIES as LOSS_TEMPORARIES
 from shardwise.plan.prediction.lifetimes import PROCESS_BYTES as PROCESS_BYTES
-from shardwise.plan.prediction.lifetimes import StageMemory, rank_memory
+from shardwise.plan.prediction.lifetimes import StageMemory, activations_of, beside_adapters, rank_memory
 from shardwise.plan.prediction.offloaded import offloaded
 from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
 from shardwise.plan.prediction.rank_share import numbers_of as numbers_of
@@ -76,13 +76,17 @@ def fullest(stages: tuple[StageMemory, ...]) -> StageMemory:
 
 
 def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
-    """Bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU; `disk`."""
-    if plan.offload == "none":
-        return {"host": 0, "disk": 0}
-    stays = replace(plan, offload="none", offload_to="cpu")
-    shares = rank_shares(spec, plan)
-    memory = [
-        rank_memory(share, groups_of(share.cut, spec, adapter), stays, optimizer, stack_of(plan)) for share in shares
-    ]
-    found = [offloaded(one.parts, share, plan)[1] for one, share in zip(memory, shares, strict=True)]
-    return {name: max(parts[name] for parts in found) for name in ("host", "disk")}
+    """Bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU, offloaded states and pinned activations of all
+    micro-batches in flight; `disk`."""
+    found = {"host": 0, "disk": 0}
+    if plan.offload == "none" and not plan.activation_offload:
+        return found
+    stack, stays = stack_of(plan), replace(plan, offload="none", offload_to="cpu")
+    for share in rank_shares(spec, plan):
+        groups, away = groups_of(share.cut, spec, adapter), {"host": 0, "disk": 0}
+        if plan.offload != "none":
+            away = offloaded(rank_memory(share, groups, stays, optimizer, stack).parts, share, plan)[1]
+        if plan.activation_offload:
+            away["host"] += activations_of(share, plan, beside_adapters(stack, groups)).away
+        found = {name: max(size, away[name]) for name, size in found.items()}
+    return found

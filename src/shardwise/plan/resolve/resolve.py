@@ -15,16 +15,17 @@ from types import MappingProxyType
 from shardwise.cluster.describe.machine import Machine
 from shardwise.config.check_layout import check_float8_base, degree
 from shardwise.config.keys import Origins, where_written
-from shardwise.config.units import parse_steps
-from shardwise.errors import UserError
+from shardwise.config.units import format_bytes, parse_steps
+from shardwise.errors import Exit, UserError
 from shardwise.interop.transformers.spec import no_document_mask
+from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.resolve.adapter_choice import settle_adapter
 from shardwise.plan.resolve.degrees import choose_degrees, global_batch_of
 from shardwise.plan.resolve.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.resolve.hardware import attention_here, check_cuda_only, choose_precision, why_precision
 from shardwise.plan.resolve.refusal import Asked
 from shardwise.plan.resolve.resolved_config import fill
-from shardwise.plan.resolve.searched import Saving, better_layout, fits_on_host, possible_savings
+from shardwise.plan.resolve.searched import HOST_SHARE, Saving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
@@ -79,7 +80,24 @@ def resolve(
         plan = found.plan
     elif not fits:
         raise does_not_fit(asked, plan, limit, lambda other: plan_of(other, num_sequences))
+    if not fits_on_host(asked, plan):
+        raise _no_room_on_host(asked, plan, origins)
     return Resolved(plan, *fill(config, plan, found))
+
+
+def _no_room_on_host(asked: Asked, plan: Plan, origins: Origins) -> UserError:
+    config = asked.config
+    away = plan.world * predict_elsewhere(asked.spec, plan, config.optimizer.name, config.adapter)["host"]
+    return UserError(
+        f"memory.activation_offload needs {format_bytes(away)} of CPU memory, this machine has "
+        f"{format_bytes(asked.machine.memory_bytes)}",
+        why=f"all activations of {plan.world} rank{'s' if plan.world > 1 else ''} with micro-batch {plan.micro_batch} wait there, "
+        f"and {HOST_SHARE:.0%} of it may be used",
+        fix="memory.activation_offload=false memory.recompute=full"
+        + (" or train.micro_batch=1" if plan.micro_batch > 1 else ""),
+        where=where_written(origins, "memory.activation_offload"),
+        code=Exit.OUT_OF_MEMORY,
+    )
 
 
 def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyType({})) -> Plan:

@@ -67,7 +67,8 @@ def possible_savings(asked: Asked) -> list[Saving]:
 
 def fits_on_host(asked: Asked, plan: Plan) -> bool:
     """Whether the machine has room for what its GPUs keep in CPU memory."""
-    if plan.offload == "none" or plan.device == "cpu" or asked.config.memory.offload != "auto":
+    is_asked = asked.config.memory.offload != "auto" or plan.offload == "none"
+    if plan.device == "cpu" or (is_asked and not plan.activation_offload):
         return True
     away = predict_elsewhere(asked.spec, plan, asked.config.optimizer.name, asked.config.adapter).get("host", 0)
     return away * plan.world <= HOST_SHARE * asked.machine.memory_bytes
