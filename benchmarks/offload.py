@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.optim.build import build_optimizer
-from shardwise.optim.offload.cpu import Elsewhere, OffloadedOptimizer
 from shardwise.optim.offload.disk import BLOCK_BYTES, QUEUE_DEPTH, ScratchFile, new_buffer
 from shardwise.optim.offload.nvme import NvmeOptimizer
+from shardwise.optim.offload.optimizer import Elsewhere, OffloadedOptimizer
 from shardwise.plan.prediction.memory import predict_elsewhere, predict_memory
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan

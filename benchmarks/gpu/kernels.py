@@ -168,12 +168,14 @@ def one_pass() -> list[dict[str, Any]]:
     found = []
     for name, state_bytes in (("adamw", 4.0), ("adamw8bit", 1 + 4 / 256)):
         masters = [torch.nn.Parameter(torch.randn(4096, 14336, device="cuda")) for _ in range(16)]
-        copy_of = {master: torch.nn.Parameter(master.detach().bfloat16()) for master in masters}
-        gradients = [0.01 * torch.randn_like(copy) for copy in copy_of.values()]
-        optimizer = build_optimizer(OptimizerConfig(name=name), masters, copy_of)
+        low_precision_of = {master: torch.nn.Parameter(master.detach().bfloat16()) for master in masters}
+        gradients = [0.01 * torch.randn_like(copy) for copy in low_precision_of.values()]
+        optimizer = build_optimizer(OptimizerConfig(name=name), masters, low_precision_of)
 
-        def step(copy_of: Any = copy_of, gradients: Any = gradients, optimizer: Any = optimizer) -> None:
-            for copy, gradient in zip(copy_of.values(), gradients, strict=True):
+        def step(
+            low_precision_of: Any = low_precision_of, gradients: Any = gradients, optimizer: Any = optimizer
+        ) -> None:
+            for copy, gradient in zip(low_precision_of.values(), gradients, strict=True):
                 copy.grad = gradient
             optimizer.step()
 

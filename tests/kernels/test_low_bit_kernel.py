@@ -18,7 +18,7 @@ from shardwise.kernels.low_bit_codes import BLOCK, bounds_of
 from shardwise.kernels.low_bit_codes import nearest as plain_nearest
 from shardwise.kernels.triton.low_bit_adamw import ROWS, _adamw8bit, nearest, update
 from shardwise.optim.build import build_optimizer
-from shardwise.optim.low_bit import is_narrow, load_torchao
+from shardwise.optim.low_bit import is_quantized, load_torchao
 from shardwise.optim.low_bit_update import plain_update, scalars_of
 from shardwise.spec.schema import OptimizerConfig
 
@@ -43,7 +43,7 @@ def moments_of(shape: tuple[int, ...], device: str) -> tuple[Any, Any]:
     load_torchao()
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    if not is_narrow(torch.empty(shape, device="meta")):
+    if not is_quantized(torch.empty(shape, device="meta")):
         return torch.zeros(shape, device=device), torch.zeros(shape, device=device)
     return tuple(OptimState8bit.zeros(shape, signed, BLOCK, device) for signed in (True, False))  # type: ignore[return-value]
 
@@ -180,11 +180,11 @@ def test_a_tensor_of_more_than_2_to_the_31_numbers() -> None:
 @pytest.mark.needs("torchao")
 def test_an_update_takes_no_memory_and_waits_for_nothing() -> None:
     ours = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((2048, 2048), (1000, 333), (4096,), (7,))]
-    copy_of = {p: nn.Parameter(p.detach().bfloat16()) for p in ours}
-    optimizer: Any = build_optimizer(OptimizerConfig(name="adamw8bit"), ours, copy_of)
+    low_precision_of = {p: nn.Parameter(p.detach().bfloat16()) for p in ours}
+    optimizer: Any = build_optimizer(OptimizerConfig(name="adamw8bit"), ours, low_precision_of)
     for step in (1, 2):
         for p in ours:
-            copy_of[p].grad = torch.randn_like(copy_of[p])
+            low_precision_of[p].grad = torch.randn_like(low_precision_of[p])
         optimizer.grad_factor = torch.tensor(0.5, device="cuda")
         if step == 1:  # compiles the kernel, makes the moments
             optimizer.step()

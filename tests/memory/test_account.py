@@ -11,7 +11,7 @@ import torch
 from accounted import Seen, three_steps, watch_layouts
 
 from shardwise.kernels.compiled import apply_compile
-from shardwise.memory.account import CATEGORIES, Account, Held, OverLimit, Point, thinned
+from shardwise.memory.account import CATEGORIES, Account, OverLimit, OwnedTensor, Point, thinned
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
@@ -172,7 +172,7 @@ def test_what_compiled_blocks_keep_is_counted_and_nothing_compiles_anew() -> Non
     model, device = Decoder(SPEC), torch.device("cpu")
     initialize(model, 0)
     apply_compile(model.layers.values(), "trace", selective=False, whole=True)
-    owners = [Held("parameters", name, parameter) for name, parameter in model.named_parameters()]
+    owners = [OwnedTensor("parameters", name, parameter) for name, parameter in model.named_parameters()]
     account = Account(device, lambda _everything: owners, Clock(device))
     tokens = torch.zeros(2, 16, dtype=torch.long)
     with account.of_saved():

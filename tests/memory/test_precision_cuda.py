@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.kernels.float8_matmul import GRADIENTS, float8_mm, rounded
 from shardwise.optim.build import build_optimizer
-from shardwise.optim.low_bit import wide_state
+from shardwise.optim.low_bit import dequantized
 from shardwise.prove.reference import Trial, train_plain
 from shardwise.prove.trial import train_in_layout, trial_plan
 from shardwise.prove.verify import compare
@@ -65,14 +65,14 @@ def test_8_bit_states_are_updated_in_one_pass_that_waits_for_nothing(has_copies:
         [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(device)) for n, shape in enumerate(shapes)]
         for device in ("cuda", "cpu")
     )  # fmt: skip
-    copy_of = {p: nn.Parameter(p.detach().bfloat16()) for p in there} if has_copies else {}
-    optimizer: Any = build_optimizer(config, there, copy_of)
+    low_precision_of = {p: nn.Parameter(p.detach().bfloat16()) for p in there} if has_copies else {}
+    optimizer: Any = build_optimizer(config, there, low_precision_of)
     twin: Any = build_optimizer(config, here)
     for number in (1, 2, 3):
         draw = torch.Generator().manual_seed(10 + number)
         for p, q in zip(there, here, strict=True):
             q.grad = torch.randn(q.shape, generator=draw).bfloat16().float() * 2**-6
-            copy_of.get(p, p).grad = q.grad.to("cuda", copy_of.get(p, p).dtype)
+            low_precision_of.get(p, p).grad = q.grad.to("cuda", low_precision_of.get(p, p).dtype)
         optimizer.grad_factor, twin.grad_factor = torch.tensor(0.37, device="cuda"), torch.tensor(0.37)
         torch.cuda.set_sync_debug_mode("error" if number == 3 else "default")
         optimizer.step()
@@ -80,9 +80,9 @@ def test_8_bit_states_are_updated_in_one_pass_that_waits_for_nothing(has_copies:
         twin.step()
         for p, q in zip(there, here, strict=True):
             assert torch.allclose(p.cpu(), q, rtol=1e-5, atol=1e-6), (number, p.shape)
-            assert not has_copies or torch.equal(copy_of[p], p.bfloat16())
+            assert not has_copies or torch.equal(low_precision_of[p], p.bfloat16())
             for name, there_now, here_now in states_of(optimizer.state[p], twin.state[q]):
-                one, other = wide_state(there_now).cpu(), wide_state(here_now)
+                one, other = dequantized(there_now).cpu(), dequantized(here_now)
                 assert float((one - other).abs().mean()) < 1e-4 * float(other.abs().max()), (number, name)
             take_over(p, q, optimizer.state[p], twin.state[q])
 

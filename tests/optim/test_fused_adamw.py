@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.build import build_optimizer, set_learning_rate
-from shardwise.optim.fused_adamw import MANY, CopyAdamW, _scalars, plain_update, update_together
+from shardwise.optim.fused_adamw import MANY, MasterAdamW, _scalars, plain_update, update_together
 from shardwise.spec.schema import OptimizerConfig
 
 CONFIG = OptimizerConfig(lr=3e-3, weight_decay=0.1)
@@ -32,19 +32,19 @@ def within(found: Tensor, truth: Tensor, times: float) -> bool:
     return bool(((found.double() - truth.double()).abs() <= limit).all())
 
 
-def optimizer_of(ours: list[nn.Parameter]) -> CopyAdamW:
-    copy_of = {master: nn.Parameter(master.detach().bfloat16()) for master in ours}
+def optimizer_of(ours: list[nn.Parameter]) -> MasterAdamW:
+    low_precision_of = {master: nn.Parameter(master.detach().bfloat16()) for master in ours}
     groups = build_optimizer(CONFIG, ours).param_groups  # who is decayed is said in one place
     groups = [{key: group[key] for key in ("params", "weight_decay")} for group in groups]
-    return CopyAdamW(groups, CONFIG.lr, CONFIG.betas, CONFIG.eps, copy_of)
+    return MasterAdamW(groups, CONFIG.lr, CONFIG.betas, CONFIG.eps, low_precision_of)
 
 
-def one_step(optimizer: CopyAdamW, ours: list[nn.Parameter], step: int, factor: Tensor | None, summed: bool) -> None:
+def one_step(optimizer: MasterAdamW, ours: list[nn.Parameter], step: int, factor: Tensor | None, summed: bool) -> None:
     for our, gradient in zip(ours, gradients(step), strict=True):
         if summed:  # over micro-batches, in fp32
             our.grad = gradient.float()
         else:
-            optimizer.copy_of[our].grad = gradient
+            optimizer.low_precision_of[our].grad = gradient
     optimizer.grad_factor = factor
     optimizer.step()
 
@@ -66,8 +66,8 @@ def test_steps_are_torchs(clips: bool, summed: bool) -> None:
         assert found.grad_factor is None
         for their, our in zip(theirs, ours, strict=True):
             assert within(our, their, 2 * step), step  # steps add up
-            assert torch.equal(found.copy_of[our], our.bfloat16())
-            assert our.grad is None and found.copy_of[our].grad is None
+            assert torch.equal(found.low_precision_of[our], our.bfloat16())
+            assert our.grad is None and found.low_precision_of[our].grad is None
             assert float(found.state[our]["step"]) == step
 
 
@@ -76,7 +76,7 @@ def test_steps_are_torchs(clips: bool, summed: bool) -> None:
 def test_small_ones_together_are_updated_as_one_by_one(
     clips: bool, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.optim.fused_adamw.BUCKET_NUMBERS", bucket)
+    monkeypatch.setattr("shardwise.optim.fused_adamw.BUCKET_ELEMENTS", bucket)
     factor = torch.tensor(0.37, dtype=torch.float64) if clips else None
     group = {"betas": CONFIG.betas, "lr": CONFIG.lr, "weight_decay": 0.1, "eps": CONFIG.eps}
     draw = torch.Generator().manual_seed(3)
@@ -108,10 +108,10 @@ def test_small_and_large_ones_of_a_group_with_different_ages(monkeypatch: pytest
         optimizer = optimizer_of(ours)
         for step in (1, 2, 3):
             for number, (our, gradient) in enumerate(zip(ours, gradients(step), strict=True)):
-                optimizer.copy_of[our].grad = None if (number, step) == (1, 2) else gradient
+                optimizer.low_precision_of[our].grad = None if (number, step) == (1, 2) else gradient
             optimizer.step()
         found[many] = ours
-        assert all(torch.equal(optimizer.copy_of[our], our.bfloat16()) for our in ours)
+        assert all(torch.equal(optimizer.low_precision_of[our], our.bfloat16()) for our in ours)
         assert [float(optimizer.state[our]["step"]) for our in ours] == [3, 2, 3]
     assert sorted(small) == [(1, 1), (1, 1), (2, 1), (2, 1), (3, 1)]
     assert all(within(one, other, 12) for one, other in zip(found[True], found[False], strict=True))
@@ -161,7 +161,7 @@ def test_a_step_is_the_formula_in_fp64_rounded() -> None:
 def test_a_master_without_a_gradient_stays() -> None:
     ours = masters()
     found, before = optimizer_of(ours), [our.detach().clone() for our in ours]
-    found.copy_of[ours[0]].grad = torch.ones_like(found.copy_of[ours[0]])
+    found.low_precision_of[ours[0]].grad = torch.ones_like(found.low_precision_of[ours[0]])
     found.step()
     assert not torch.equal(ours[0], before[0]) and ours[1] not in found.state
     assert all(torch.equal(our, old) for our, old in zip(ours[1:], before[1:], strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.build import build_optimizer
-from shardwise.optim.fused_adamw import MANY, CopyAdamW, _scalars, plain_update
+from shardwise.optim.fused_adamw import MANY, MasterAdamW, _scalars, plain_update
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, train_in_layout, trial_batch, trial_plan
 from shardwise.prove.verify import compare, prove
@@ -70,9 +70,9 @@ def test_every_step_is_torchs_own_to_one_ulp(
     exact to the size of its terms and not to its own; in the first step there is one term."""
     monkeypatch.setattr("shardwise.optim.fused_adamw.MANY", many)
     theirs, ours = masters(), masters()
-    copy_of = copied(ours, copy_dtype)
-    truth, found = build_optimizer(CONFIG, theirs), build_optimizer(CONFIG, ours, copy_of)
-    assert isinstance(found, CopyAdamW) and isinstance(truth, torch.optim.AdamW)
+    low_precision_of = copied(ours, copy_dtype)
+    truth, found = build_optimizer(CONFIG, theirs), build_optimizer(CONFIG, ours, low_precision_of)
+    assert isinstance(found, MasterAdamW) and isinstance(truth, torch.optim.AdamW)
     for step in range(1, 6):
         factor = torch.tensor(0.37, dtype=torch.float64, device="cuda") if clips else None
         terms, before = {}, {}
@@ -83,7 +83,7 @@ def test_every_step_is_torchs_own_to_one_ulp(
             terms[our] = beta1 * moment.abs() + (1 - beta1) * their.grad.abs()
             before[our] = their.detach().clone()
             if gradient.dtype == copy_dtype:
-                copy_of[our].grad = gradient
+                low_precision_of[our].grad = gradient
             else:  # as after several micro-batches
                 our.grad = wide
         found.grad_factor = factor
@@ -100,8 +100,8 @@ def test_every_step_is_torchs_own_to_one_ulp(
             assert float(found.state[our]["step"]) == float(truth.state[their]["step"]) == step
             change = (their - before[our]).abs()
             assert bool(((our - their).abs() <= EPSILON * their.abs() + pow_error(step) * change).all()), step
-            assert torch.equal(copy_of[our], our.to(copy_dtype))
-            assert our.grad is None and copy_of[our].grad is None
+            assert torch.equal(low_precision_of[our], our.to(copy_dtype))
+            assert our.grad is None and low_precision_of[our].grad is None
             with torch.no_grad():
                 our.copy_(their)
 
@@ -134,15 +134,15 @@ def hand_over(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
 
 def test_states_continue_in_torchs_optimizer_and_back() -> None:
     ours = masters()
-    copy_of = copied(ours)
-    found = build_optimizer(CONFIG, ours, copy_of)
+    low_precision_of = copied(ours)
+    found = build_optimizer(CONFIG, ours, low_precision_of)
     for our, gradient in zip(ours, gradients(1, torch.bfloat16), strict=True):
-        copy_of[our].grad = gradient
+        low_precision_of[our].grad = gradient
     found.step()
     theirs = [nn.Parameter(our.detach().clone()) for our in ours]
     truth = build_optimizer(CONFIG, theirs)
     hand_over(found, truth)
-    again = build_optimizer(CONFIG, ours, copy_of)
+    again = build_optimizer(CONFIG, ours, low_precision_of)
     hand_over(truth, again)
     for their, our, gradient in zip(theirs, ours, gradients(2, torch.float32), strict=True):
         their.grad, our.grad = gradient, gradient.clone()
@@ -155,12 +155,12 @@ def test_states_continue_in_torchs_optimizer_and_back() -> None:
 
 def test_an_update_takes_no_memory_and_waits_for_nothing() -> None:
     ours = masters()
-    copy_of = copied(ours)
-    found = build_optimizer(CONFIG, ours, copy_of)
+    low_precision_of = copied(ours)
+    found = build_optimizer(CONFIG, ours, low_precision_of)
     factor = torch.tensor(0.5, dtype=torch.float64, device="cuda")
     for step in (1, 2):
         for our, gradient in zip(ours, gradients(step, torch.bfloat16), strict=True):
-            copy_of[our].grad = gradient
+            low_precision_of[our].grad = gradient
         del gradient
         found.grad_factor = factor
         if step == 1:  # compiles the kernel, makes the moments

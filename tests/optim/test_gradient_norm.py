@@ -7,23 +7,23 @@ import torch
 from triton_kernels import interpret
 
 from shardwise.optim import gradient_norm as squares
-from shardwise.optim.gradient_norm import LEAST, sums_of_squares
+from shardwise.optim.gradient_norm import LEAST, squared_norms
 
 
 def test_small_and_large_ones_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squares, "uses_kernel", lambda _: True)
     monkeypatch.setattr(squares, "_by_kernel", lambda tensors: tuple(t.double().square().sum() for t in tensors))
     tensors = [torch.full((size,), value) for size, value in ((3, 1.0), (LEAST, 2.0), (5, 3.0), (2 * LEAST, 0.5))]
-    found = sums_of_squares(tensors)
+    found = squared_norms(tensors)
     assert found.dtype == torch.float64
     assert found.tolist() == pytest.approx([3.0, 4.0 * LEAST, 45.0, 0.5 * LEAST])
 
 
 def test_16_bits_neither_overflow_nor_lose_digits() -> None:
-    assert float(sums_of_squares([torch.full((4,), 6e4, dtype=torch.float16)])) == pytest.approx(4 * 6e4**2)
+    assert float(squared_norms([torch.full((4,), 6e4, dtype=torch.float16)])) == pytest.approx(4 * 6e4**2)
     draw = torch.Generator().manual_seed(0)
     tensor = torch.randn(1000, generator=draw).bfloat16()
-    assert float(sums_of_squares([tensor])) == pytest.approx(float(tensor.double().square().sum()), rel=1e-5)
+    assert float(squared_norms([tensor])) == pytest.approx(float(tensor.double().square().sum()), rel=1e-5)
 
 
 @pytest.mark.cuda
@@ -34,8 +34,8 @@ def test_kernel_and_torch_agree_on_a_gpu(dtype: torch.dtype) -> None:
     tensors = [torch.randn(size, generator=draw, device="cuda").to(dtype) for size in sizes]
     tensors.append(torch.randn(2048, 2048, generator=draw, device="cuda").to(dtype).t())  # not in one piece
     truth = torch.stack([tensor.double().square().sum() for tensor in tensors])
-    assert torch.allclose(sums_of_squares(tensors), truth, rtol=1e-6, atol=0)
-    assert torch.equal(sums_of_squares(tensors), sums_of_squares(tensors)), "the same sum every time"
+    assert torch.allclose(squared_norms(tensors), truth, rtol=1e-6, atol=0)
+    assert torch.equal(squared_norms(tensors), squared_norms(tensors)), "the same sum every time"
 
 
 @pytest.mark.triton

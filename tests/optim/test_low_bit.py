@@ -12,7 +12,7 @@ from shardwise.config.load import load_config
 from shardwise.errors import UserError
 from shardwise.kernels.low_bit_codes import bounds_of, nearest
 from shardwise.optim.build import build_optimizer
-from shardwise.optim.low_bit import is_narrow, kept_wide, wide_state
+from shardwise.optim.low_bit import dequantized, is_quantized, kept_in_fp32
 from shardwise.optim.low_bit_update import plain_update
 from shardwise.plan.prediction.memory import STATES_PER_PARAMETER, WEIGHT_BYTES, state_bytes
 from shardwise.spec.schema import OptimizerConfig
@@ -55,8 +55,8 @@ def test_an_optimizer_keeps_the_bytes_it_promises(name: str, precision: str, dty
 
 def test_small_and_odd_tensors_keep_fp32_states() -> None:
     weights = parameters(torch.bfloat16)
-    assert [is_narrow(p) for p in weights] == [True, True, False, False]
-    assert kept_wide(weights) == (2, 37 * 111 + 256)
+    assert [is_quantized(p) for p in weights] == [True, True, False, False]
+    assert kept_in_fp32(weights) == (2, 37 * 111 + 256)
     optimizer = build_optimizer(OptimizerConfig(name="adamw8bit"), weights)
     step(optimizer, weights, 1)
     assert [hasattr(optimizer.state[p]["exp_avg"], "codes") for p in weights] == [True, True, False, False]
@@ -102,17 +102,19 @@ def test_on_a_cpu_chunks_compute_what_torchao_computes() -> None:
 def test_what_the_kernel_is_compared_with_computes_the_same() -> None:
     """With a gradient in 16 bits, its factor, and a copy that is written on the way."""
     ours, twins = parameters(), parameters()
-    copy_of = {p: nn.Parameter(p.detach().bfloat16()) for p in ours}
-    copy_of[ours[0]].data = torch.cat([copy_of[ours[0]].data] * 2, 1)[:, :256]  # as if something lay beside it
+    low_precision_of = {p: nn.Parameter(p.detach().bfloat16()) for p in ours}
+    low_precision_of[ours[0]].data = torch.cat([low_precision_of[ours[0]].data] * 2, 1)[
+        :, :256
+    ]  # as if something lay beside it
     optimizer: Any = build_optimizer(OptimizerConfig(name="adamw8bit", lr=1e-2), ours)
     twin: Any = build_optimizer(OptimizerConfig(name="adamw8bit", lr=1e-2), twins)
-    optimizer.copy_of = copy_of
+    optimizer.low_precision_of = low_precision_of
     factor = torch.tensor(0.37)
     for number in (1, 2, 3):
         draw = torch.Generator().manual_seed(number)
         for p, q in zip(ours, twins, strict=True):
-            copy_of[p].grad = torch.randn(p.shape, generator=draw).bfloat16() * 1e-2
-            q.grad = copy_of[p].grad.float()
+            low_precision_of[p].grad = torch.randn(p.shape, generator=draw).bfloat16() * 1e-2
+            q.grad = low_precision_of[p].grad.float()
         with torch.no_grad():
             for group in optimizer.param_groups:
                 optimizer._step_at_once(group, factor, plain_update)
@@ -120,9 +122,9 @@ def test_what_the_kernel_is_compared_with_computes_the_same() -> None:
         twin.step()
         for p, q in zip(ours, twins, strict=True):
             assert torch.allclose(p, q, rtol=1e-6, atol=1e-7), (number, p.shape)  # fp32, summed in another order
-            assert torch.equal(copy_of[p], p.bfloat16()) and copy_of[p].grad is None
+            assert torch.equal(low_precision_of[p], p.bfloat16()) and low_precision_of[p].grad is None
             for key in ("exp_avg", "exp_avg_sq"):
-                one, other = (wide_state(o.state[x][key]) for o, x in ((optimizer, p), (twin, q)))
+                one, other = (dequantized(o.state[x][key]) for o, x in ((optimizer, p), (twin, q)))
                 differs = ~torch.isclose(one, other, rtol=1e-5, atol=1e-6 * float(other.abs().max()))
                 # A number in the middle between two codes may fall either way.
                 assert float(differs.float().mean()) < 1e-3, (number, key)
@@ -148,7 +150,7 @@ def test_codes_are_torchaos_and_bounds_know_them(signed: bool) -> None:
 def saved(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> dict[int, dict[str, Tensor]]:
     """As a checkpoint has it: by number in the order of the groups, everything wide."""
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    return {n: {k: wide_state(v).clone() for k, v in optimizer.state[p].items()} for n, p in enumerate(ordered)}
+    return {n: {k: dequantized(v).clone() for k, v in optimizer.state[p].items()} for n, p in enumerate(ordered)}
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw8bit", "adamw8bit"), ("adamw8bit", "adamw"), ("adamw", "adamw8bit")])  # fmt: skip

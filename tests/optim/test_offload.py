@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.optim.build import build_optimizer
-from shardwise.optim.offload.cpu import OffloadedOptimizer, StreamingOptimizer, offloaded_optimizer
+from shardwise.optim.offload.choose import offloaded_optimizer
+from shardwise.optim.offload.cpu import StreamingOptimizer
 from shardwise.optim.offload.nvme import NvmeOptimizer
+from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.any_module.parallelize import parallelize
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states
 from shardwise.parallel.engine import Engine
@@ -194,7 +196,7 @@ class Plain:
     """A parameter that is not split."""
 
     def __init__(self, name: str, parameter: torch.nn.Parameter):
-        from shardwise.optim.offload.cpu import Elsewhere
+        from shardwise.optim.offload.optimizer import Elsewhere
 
         self.name, self.parameter, self.local, self.elsewhere = name, parameter, parameter, Elsewhere()
 

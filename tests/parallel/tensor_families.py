@@ -110,17 +110,17 @@ def whole(spec: ModelSpec, name: str, parts: list[Tensor], sequence: bool) -> Te
     """The full gradient from the ranks' own, by `placement` alone: copies summed or equal, slices side by side."""
     world = len(parts)
     places = [placement(spec, name, world, index, sequence) for index in range(world)]
-    (copies,) = {place.copies for place in places}
+    (replicas,) = {place.replicas for place in places}
     held = []
-    for first in range(0, world, copies):
-        group = parts[first : first + copies]
-        assert len({place.slice for place in places[first : first + copies]}) == 1, name
+    for first in range(0, world, replicas):
+        group = parts[first : first + replicas]
+        assert len({place.slice for place in places[first : first + replicas]}) == 1, name
         if places[first].partial:
             held.append(torch.stack(group).sum(0))
         else:  # replicas must stay equal for ever, so to the last bit
             assert all(torch.equal(part, group[0]) for part in group), name
             held.append(group[0])
-    slices = [place.slice for place in places[::copies]]
+    slices = [place.slice for place in places[::replicas]]
     if slices[0] is None:
         assert len(held) == 1, name
         return held[0]

@@ -17,7 +17,7 @@ from shardwise.errors import UserError
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.optim.build import TakesFactor
-from shardwise.parallel.data.low_precision_weights import Copies
+from shardwise.parallel.data.low_precision_weights import LowPrecisionWeights
 from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.prove.reference import Record, Trial, train_plain
@@ -162,7 +162,7 @@ def test_masters_are_the_weights_that_were_there_and_what_is_frozen_has_none() -
     initialize(model, 0)
     model.norm.weight.requires_grad_(False)
     places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    Copies(model, torch.bfloat16)
+    LowPrecisionWeights(model, torch.bfloat16)
     for name, parameter in model.named_parameters():
         master = getattr(parameter, "master", None)
         assert (master is None) == (name == "norm.weight")

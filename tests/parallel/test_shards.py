@@ -43,7 +43,7 @@ def look(plan: Plan) -> dict[str, Any]:
         "local is taken": [torch.equal(s.local, s.take(full[s.name])) for s in engine.shards],
         "gathered is full": [torch.equal(gather(s, s.local, engine.mesh), full[s.name]) for s in engine.shards],
         "collected": collect(engine, lambda shard: {f"{shard.name}/x": shard.local.detach() * 2}),
-        "numel / copies": sum(shard.local.numel() / shard.copies for shard in engine.shards),
+        "numel / replicas": sum(shard.local.numel() / shard.replicas for shard in engine.shards),
         "shares memory": all(shares_memory(shard.local, shard.parameter) for shard in engine.shards),
     }
 
@@ -71,7 +71,7 @@ def test_take_put_gather_and_collect_belong_together(layout: str, ranks: Any) ->
     for name, value in found[0]["collected"].items():
         name = name.removesuffix("/x")
         assert torch.equal(value, 2 * initial_value(SPEC, name, full_shapes()[name], TRIAL.seed)), name
-    assert sum(rank["numel / copies"] for rank in found) == pytest.approx(SPEC.num_parameters, rel=1e-12)
+    assert sum(rank["numel / replicas"] for rank in found) == pytest.approx(SPEC.num_parameters, rel=1e-12)
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(7, 3), (61, 4), (2, 4), (8, 2), (1, 1)])

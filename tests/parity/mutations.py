@@ -262,8 +262,8 @@ def forget_tied_sum(patch: Patch) -> None:
 def count_tied_twice(patch: Patch) -> None:
     make = shards.Shard
 
-    def counted(*, name: str, copies: int, **rest: Any) -> Any:
-        return make(name=name, copies=max(1, copies // 2) if name == "embed.weight" else copies, **rest)
+    def counted(*, name: str, replicas: int, **rest: Any) -> Any:
+        return make(name=name, replicas=max(1, replicas // 2) if name == "embed.weight" else replicas, **rest)
 
     patch.setattr(shards, "Shard", counted)
 
@@ -320,7 +320,7 @@ def forget_shared_heads(patch: Patch) -> None:
 @mutation("replicated vectors count twice in the norm", "tp=2 | tied | fp64 | even")
 def count_replicated_twice(patch: Patch) -> None:
     find = shards.placement
-    patch.setattr(shards, "placement", lambda *args: find(*args)._replace(copies=1))
+    patch.setattr(shards, "placement", lambda *args: find(*args)._replace(replicas=1))
 
 
 @mutation("the gradient at the beginning of a region stays partial", "tp=2 | grouped-query | fp64 | odd")
@@ -455,7 +455,7 @@ def misplace_experts(patch: Patch) -> None:
     patch.setattr(shards, "placement", moved)
 
 
-@mutation("gradients of experts are averaged over their copies", "dp=4 ep=2 | latent | fp64 | odd")
+@mutation("gradients of experts are averaged over their replicas", "dp=4 ep=2 | latent | fp64 | odd")
 def average_experts(patch: Patch) -> None:
     add = data.sum_tensors
 

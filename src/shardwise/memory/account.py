@@ -28,13 +28,13 @@ RELABEL_SHARE = 0.02  # of what is held: as much may have found an owner before 
 MAX_RAW_POINTS = 20_000
 
 
-class Held(NamedTuple):
+class OwnedTensor(NamedTuple):
     category: str
     name: str
     tensor: Tensor
 
 
-Holders = Callable[[bool], Iterable[Held]]
+Holders = Callable[[bool], Iterable[OwnedTensor]]
 """Who owns what. True: everything; False: only what changes hands within a step, gradients and gathered copies."""
 
 
@@ -63,7 +63,7 @@ class Point(NamedTuple):
         return dict(zip(CATEGORIES, self.held, strict=True))
 
 
-class _Moved(NamedTuple):
+class _Relabelled(NamedTuple):
     born: float
     size: int
     before: str
@@ -202,7 +202,7 @@ class Account(TorchDispatchMode):
     def label(self, everything: bool = False) -> None:
         """Ask the owners whose storages are whose; what nobody told of before is counted from now on."""
         self._settle()
-        seen, moved = set[int](), list[_Moved]()
+        seen, moved = set[int](), list[_Relabelled]()
         for category, name, tensor in self.holders(everything):
             for part in plain_parts(tensor):
                 self._note(part, category, name)
@@ -214,13 +214,13 @@ class Account(TorchDispatchMode):
                 if known.category not in (category, "parameters"):
                     self._add(known.category, -known.size)
                     self._add(category, known.size)
-                    moved.append(_Moved(known.born, known.size, known.category, category))
+                    moved.append(_Relabelled(known.born, known.size, known.category, category))
                     known.category = category
                 known.name = name
         self._correct(moved)
         self._unsure = 0
 
-    def _correct(self, moved: list[_Moved]) -> None:
+    def _correct(self, moved: list[_Relabelled]) -> None:
         """An owner that is found late was the owner since the storage was made: the moments since then are told anew."""
         if not moved:
             return
@@ -279,7 +279,7 @@ class Account(TorchDispatchMode):
         return Point(time.perf_counter(), tuple(self.held.values()), during)
 
 
-def _corrected(point: Point, moved: list[_Moved]) -> Point:
+def _corrected(point: Point, moved: list[_Relabelled]) -> Point:
     held = point.by_category()
     for _, size, before, after in moved:
         held[before] -= size

@@ -30,12 +30,12 @@ LEAVING = 2
 def apply_activation_offload(blocks: Sequence[nn.Module], device: torch.device) -> None:
     """In place, after recomputation and before FSDP2 sees the blocks."""
     check_activation_offload(device.type)
-    store = _Store(device)
+    store = _Offloader(device)
     for block in blocks:
         block.forward = store.wrapped(block, block.forward)
 
 
-class _Store:
+class _Offloader:
     def __init__(self, device: torch.device):
         # As tensors say it: `cuda` without a number is none of theirs.
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
@@ -50,7 +50,7 @@ class _Store:
                 return forward(*args, **kwargs)
             # Inside of FSDP2's hooks these are the gathered parameters.
             page = _Page(self, {parameter.untyped_storage().data_ptr() for parameter in block.parameters()})
-            with saved_tensors_hooks(page.put, _Place.tensor):
+            with saved_tensors_hooks(page.put, _OffloadedTensor.tensor):
                 output = forward(*args, **kwargs)
             self._send(page)
             return output
@@ -72,7 +72,7 @@ class _Store:
             self.leaving.popleft().let_go()
 
 
-class _Moved:
+class _OffloadedStorage:
     """One piece of memory: here, away, or both. Views of it are made anew when it is back."""
 
     def __init__(self, here: Tensor):
@@ -83,23 +83,23 @@ class _Moved:
 class _Page:
     """What one block saved in one pass."""
 
-    def __init__(self, store: _Store, parameters: set[int]):
+    def __init__(self, store: _Offloader, parameters: set[int]):
         self.store, self.parameters = store, parameters
-        self.moved: dict[int, _Moved] = {}
+        self.moved: dict[int, _OffloadedStorage] = {}
         self.before: weakref.ref[_Page] | None = None  # the page of the block before, which backward needs next
         self.has_left: torch.cuda.Event | None = None
         self.is_back: torch.cuda.Event | None = None
         self.is_awaited = False
 
-    def put(self, tensor: Tensor) -> _Place | Tensor:
+    def put(self, tensor: Tensor) -> _OffloadedTensor | Tensor:
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
         plain = type(tensor) is Tensor and tensor.device == self.store.device and storage.nbytes() >= SMALL_BYTES
         if not plain or place in self.parameters:
             return tensor
         if place not in self.moved:  # the tensor is held here, so nobody else gets its place
-            self.moved[place] = _Moved(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-        return _Place(self, self.moved[place], tensor)
+            self.moved[place] = _OffloadedStorage(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+        return _OffloadedTensor(self, self.moved[place], tensor)
 
     def let_go(self) -> None:
         """The memory here may be used again, by what the stream computes after the copy."""
@@ -146,16 +146,16 @@ class _Page:
             before.fetch()
 
 
-class _Place:
+class _OffloadedTensor:
     """Stands in the graph for a saved tensor."""
 
     __slots__ = ("dtype", "moved", "offset", "page", "shape", "stride")
 
-    def __init__(self, page: _Page, moved: _Moved, tensor: Tensor):
+    def __init__(self, page: _Page, moved: _OffloadedStorage, tensor: Tensor):
         self.page, self.moved, self.dtype = page, moved, tensor.dtype
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
-    def tensor(self: _Place | Tensor) -> Tensor:
+    def tensor(self: _OffloadedTensor | Tensor) -> Tensor:
         if isinstance(self, Tensor):
             return self
         self.page.arrive()

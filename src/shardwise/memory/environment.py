@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
 
-class Surroundings:
+class Environment:
     """Random numbers, autocast and torch-function modes (such as the one that puts weight gradients off) of this moment."""
 
     def __init__(self, device: torch.device | None, random: bool = True):

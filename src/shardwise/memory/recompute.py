@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.memory.environment import Surroundings, keep, kept
+from shardwise.memory.environment import Environment, keep, kept
 from shardwise.memory.selective import select
 from shardwise.spec.recompute import segments
 
@@ -83,7 +83,7 @@ class _Kept(NamedTuple):
     requires_grad: bool
 
 
-class _Call:
+class _BlockCall:
     """One block of a segment: how to run it once more."""
 
     def __init__(self, position: int, arguments: Any, results: list[_Result]):
@@ -101,7 +101,7 @@ class _Call:
                     leaf = _Kept(len(tensors) - 1, leaf.requires_grad)
             self.leaves.append(leaf)
         self.tensors = keep(tensors)
-        self.surroundings = Surroundings(next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None))
+        self.environment = Environment(next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None))
 
     def arguments(self, results: list[Tensor]) -> Any:
         tensors = kept(self.tensors)
@@ -149,12 +149,12 @@ class _Segment:
 
     def __init__(self, owner: Recomputed):
         self.owner = owner
-        self.calls: list[_Call] = []
+        self.calls: list[_BlockCall] = []
         self.held: list[weakref.ref[_Held]] = []
         self.results: list[_Result] = []
 
     def run(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.calls.append(_Call(position, (args, kwargs), self.results))
+        self.calls.append(_BlockCall(position, (args, kwargs), self.results))
         with saved_tensors_hooks(self._leave_out, self._give_back):
             output = self.owner.forwards[position](*args, **kwargs)
         self.results = [_Result(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
@@ -194,7 +194,7 @@ class _Segment:
                     is_last = call is self.calls[-1]
                     block = self.owner.forwards[call.position] if is_last else self.owner.blocks[call.position]
                     args, kwargs = call.arguments(results)
-                    with call.surroundings.restored():
+                    with call.environment.restored():
                         output = block(*args, **kwargs)
                     results = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         except _Done:

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from shardwise.memory.environment import Surroundings, keep, kept
+from shardwise.memory.environment import Environment, keep, kept
 
 CHEAP = {
     "rms_norm", "layer_norm", "silu", "gelu", "relu", "tanh", "sigmoid", "softplus", "softmax",
@@ -53,7 +53,7 @@ def select(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Store:
+class _KeptTensors:
     """The tensors of a block that stay. They go together, when backward has left the block."""
 
     handle: Tensor | None = None
@@ -72,7 +72,7 @@ class _Store:
 class _View:
     """An argument or a saved tensor: a part of what a call makes, or one that stays."""
 
-    source: _Call | _Store
+    source: _CheapCall | _KeptTensors
     index: int  # in the store
     shape: torch.Size
     stride: tuple[int, ...]
@@ -80,17 +80,17 @@ class _View:
     requires_grad: bool
 
     def value(self, memo: dict[int, Tensor]) -> Tensor:
-        if isinstance(self.source, _Store):
+        if isinstance(self.source, _KeptTensors):
             return self.source[self.index].detach().requires_grad_(self.requires_grad)
         whole = self.source.output(memo)
         return whole.as_strided(self.shape, self.stride, self.offset).requires_grad_(self.requires_grad)
 
 
-class _Call:
+class _CheapCall:
     """A cheap call: how to repeat it, and who waits for what it makes."""
 
-    def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], surroundings: Surroundings):
-        self.func, self.arguments, self.surroundings = func, (args, kwargs), surroundings
+    def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], environment: Environment):
+        self.func, self.arguments, self.environment = func, (args, kwargs), environment
         self.inputs = list(_tensors((*args, *kwargs.values())))  # until the block has ended
         self.result: Tensor | None = None  # the same
         self.num_saved = 0
@@ -123,7 +123,7 @@ class _Call:
         saved: list[Tensor] = []
         args, kwargs = tree_map(lambda leaf: leaf.value(memo) if isinstance(leaf, _View) else leaf, self.arguments)
         note: Callable[[Tensor], None] = lambda tensor: saved.append(tensor.detach())  # noqa: E731
-        with torch.enable_grad(), self.surroundings.restored(), saved_tensors_hooks(note, _never):
+        with torch.enable_grad(), self.environment.restored(), saved_tensors_hooks(note, _never):
             output = self.func(*args, **kwargs)
         found = list(saved)
         saved.clear()  # the graph of `output` holds the hook, and what it has noted holds the graph: neither would ever go
@@ -135,7 +135,7 @@ class _Slot:
 
     __slots__ = ("call", "number", "original", "view")
 
-    def __init__(self, original: Tensor, call: _Call | None):
+    def __init__(self, original: Tensor, call: _CheapCall | None):
         self.original: Tensor | None = original  # until the block has ended
         self.view: _View | None = None
         self.call, self.number = call, -1  # the cheap call that saved it, as its n-th
@@ -147,7 +147,7 @@ class _Slot:
         if self.view is None:
             assert self.call is not None, "the block has not ended"
             call, value = self.call, self.call.repeated({})[1][self.number]
-        elif isinstance(self.view.source, _Store):
+        elif isinstance(self.view.source, _KeptTensors):
             return self.view.source[self.view.index]
         else:
             call, value = self.view.source, self.view.value({}).detach()
@@ -160,10 +160,10 @@ class _Ledger(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.surroundings = Surroundings(None, random=False)
-        self.calls: list[_Call] = []
+        self.environment = Environment(None, random=False)
+        self.calls: list[_CheapCall] = []
         self.slots: list[_Slot] = []
-        self.running: _Call | None = None
+        self.running: _CheapCall | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -171,7 +171,7 @@ class _Ledger(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") not in CHEAP:
             return func(*args, **kwargs)
-        self.running = call = _Call(func, args, kwargs, self.surroundings)
+        self.running = call = _CheapCall(func, args, kwargs, self.environment)
         try:
             result = func(*args, **kwargs)
         finally:
@@ -190,7 +190,7 @@ class _Ledger(TorchFunctionMode):
     def settle(self) -> None:
         """The block has ended: drop what can be computed from what stays."""
         makers = {_memory(call.result): call for call in self.calls}
-        wanted: dict[_Call, dict[_Slot, Tensor]] = {call: {} for call in self.calls}
+        wanted: dict[_CheapCall, dict[_Slot, Tensor]] = {call: {} for call in self.calls}
         stays: dict[int, int] = {}  # memory -> bytes
         for slot in self.slots:
             assert slot.original is not None
@@ -203,7 +203,7 @@ class _Ledger(TorchFunctionMode):
             else:
                 stays[place] = _num_bytes(slot.original)
             slot.call = None
-        needs: dict[_Call, dict[int, int]] = {}
+        needs: dict[_CheapCall, dict[int, int]] = {}
         for call in self.calls:
             needs[call] = {}
             for x in call.inputs:
@@ -221,9 +221,9 @@ class _Ledger(TorchFunctionMode):
                     slot.call = None
         self._let_go(makers)
 
-    def _let_go(self, makers: dict[int, _Call]) -> None:
+    def _let_go(self, makers: dict[int, _CheapCall]) -> None:
         """From here on nothing of the block is alive but what was decided to stay."""
-        store = _Store()
+        store = _KeptTensors()
         indices: dict[Any, int] = {}
         staying: list[Tensor] = []
 
@@ -235,7 +235,7 @@ class _Ledger(TorchFunctionMode):
                     staying.append(x.detach())
             return _View(call or store, index, x.shape, x.stride(), offset, x.requires_grad)
 
-        repeated: set[_Call] = set()
+        repeated: set[_CheapCall] = set()
         for call in reversed(self.calls):  # later calls need earlier ones
             if call.num_waiting or call in repeated:
                 repeated |= {makers[_memory(x)] for x in call.inputs if _memory(x) in makers}
@@ -253,7 +253,7 @@ class _Ledger(TorchFunctionMode):
         self.calls, self.slots = [], []
 
 
-def _is_inner(x: Tensor, call: _Call) -> bool:
+def _is_inner(x: Tensor, call: _CheapCall) -> bool:
     """A tensor that a cheap call made for itself, large enough to be worth computing again."""
     is_large = SMALL * _num_bytes(x) > _num_bytes(call.result)
     return is_large and all(_memory(x) != _memory(given) for given in call.inputs)

@@ -9,9 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.fused_adamw import CopyAdamW, can_update
+from shardwise.optim.fused_adamw import MasterAdamW, can_update
 from shardwise.optim.low_bit import adamw8bit
-from shardwise.optim.master_weights import CopyOf, WideState
+from shardwise.optim.master_weights import LowPrecisionOf, MasterWeights
 from shardwise.spec.schema import OptimizerConfig
 
 
@@ -23,7 +23,7 @@ class TakesFactor(Protocol):
 
 
 def build_optimizer(
-    config: OptimizerConfig, parameters: Iterable[nn.Parameter], copy_of: CopyOf = MappingProxyType({})
+    config: OptimizerConfig, parameters: Iterable[nn.Parameter], low_precision_of: LowPrecisionOf = MappingProxyType({})
 ) -> torch.optim.Optimizer:
     trained = [p for p in parameters if p.requires_grad]
     groups = [
@@ -33,11 +33,11 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     if not groups:  # a stage may be frozen as a whole; torch wants something to do
         groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
-    if copy_of and config.name in ("adamw", "adamw8bit") and can_update(trained[0]):
-        build = CopyAdamW if config.name == "adamw" else adamw8bit
-        return build(groups, config.lr, config.betas, config.eps, copy_of)
-    if copy_of or any(p.dtype == torch.float16 for p in trained):
-        return WideState(groups, lambda wide: _build(config, wide), copy_of)
+    if low_precision_of and config.name in ("adamw", "adamw8bit") and can_update(trained[0]):
+        build = MasterAdamW if config.name == "adamw" else adamw8bit
+        return build(groups, config.lr, config.betas, config.eps, low_precision_of)
+    if low_precision_of or any(p.dtype == torch.float16 for p in trained):
+        return MasterWeights(groups, lambda wide: _build(config, wide), low_precision_of)
     return _build(config, groups)
 
 

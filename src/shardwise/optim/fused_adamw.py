@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.kernels.gated import has_triton
-from shardwise.optim.master_weights import BUCKET_NUMBERS, CopyOf, Groups, take_gradient
+from shardwise.optim.master_weights import BUCKET_ELEMENTS, Groups, LowPrecisionOf, take_gradient
 
 SMALL, MANY = 2**20, 128  # numbers of a parameter; such parameters of a group
 
@@ -32,12 +32,14 @@ def can_update(master: nn.Parameter) -> bool:
     return master.is_cuda and master.dtype == torch.float32 and has_kernel()
 
 
-class CopyAdamW(torch.optim.AdamW):
+class MasterAdamW(torch.optim.AdamW):
     grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
 
-    def __init__(self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, copy_of: CopyOf):
+    def __init__(
+        self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, low_precision_of: LowPrecisionOf
+    ):
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
-        self.copy_of = copy_of
+        self.low_precision_of = low_precision_of
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -50,13 +52,13 @@ class CopyAdamW(torch.optim.AdamW):
             small: dict[int, list[Task]] = {}  # by their number of steps
             are_many = _num_small(group["params"]) >= MANY
             for master in group["params"]:
-                gradient = take_gradient(master, self.copy_of)
+                gradient = take_gradient(master, self.low_precision_of)
                 if gradient is None:
                     continue
                 state = self.state[master] or self._begin(master)
                 state["step"] += 1  # in CPU memory, where torch keeps it unless it is asked for one kernel
                 count = int(state["step"])
-                task = (master, self.copy_of[master], gradient, state["exp_avg"], state["exp_avg_sq"])
+                task = (master, self.low_precision_of[master], gradient, state["exp_avg"], state["exp_avg_sq"])
                 if are_many and master.numel() < SMALL:
                     small.setdefault(count, []).append(task)
                     continue
@@ -82,7 +84,7 @@ def update_together(tasks: list[Task], group: dict[str, Any], count: int, factor
     done = 0
     while done < len(tasks):
         first, size = done, 0
-        while done < len(tasks) and size < BUCKET_NUMBERS:
+        while done < len(tasks) and size < BUCKET_ELEMENTS:
             size += tasks[done][0].numel()
             done += 1
         masters, copies, gradients, *moments = (list(each) for each in zip(*tasks[first:done], strict=True))

@@ -13,7 +13,7 @@ from shardwise.kernels.gated import uses_kernel
 LEAST = 1 << 20  # numbers: fewer take no longer than a launch
 
 
-def sums_of_squares(tensors: list[Tensor]) -> Tensor:
+def squared_norms(tensors: list[Tensor]) -> Tensor:
     """Of each, in fp64. All are on one device."""
     is_large = [tensor.numel() >= LEAST and uses_kernel(tensor) and tensor.is_contiguous() for tensor in tensors]
     large, small = (

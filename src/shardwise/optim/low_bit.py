@@ -2,8 +2,8 @@
 
 A state is cut into blocks of 256 numbers, each stored as 8-bit codes and one fp32 scale: 2.03 bytes per parameter instead of 8. The
 update itself is computed in fp32. Blocks are cut from what a rank holds, so another layout may round its states at other places.
-Tensors that are small or do not divide into blocks keep their states in fp32; `kept_wide` counts them. Invariant: what
-leaves (`wide_state`) is fp32, what comes back is cut into blocks again, so checkpoints know nothing of 8 bits.
+Tensors that are small or do not divide into blocks keep their states in fp32; `kept_in_fp32` counts them. Invariant: what
+leaves (`dequantized`) is fp32, what comes back is cut into blocks again, so checkpoints know nothing of 8 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.errors import UserError
 from shardwise.kernels.low_bit_codes import BLOCK, SMALLEST_SCALE, nearest
 from shardwise.optim.fused_adamw import has_kernel
 from shardwise.optim.low_bit_update import scalars_of
-from shardwise.optim.master_weights import CopyOf, take_gradient
+from shardwise.optim.master_weights import LowPrecisionOf, take_gradient
 from shardwise.spec.extras import LOWBIT_INSTALL
 
 SMALLEST = 4096  # numbers: below it, 8 bits save nothing worth their rounding (torchao's rule, and bitsandbytes')
@@ -29,18 +29,18 @@ CHUNK = 2**18
 """Numbers that are updated at a time without the kernel: the codes' lookups take several bytes each while they are computed."""
 
 
-def is_narrow(parameter: Tensor) -> bool:
+def is_quantized(parameter: Tensor) -> bool:
     """Whether a tensor's states are kept in 8 bits."""
     return parameter.numel() >= SMALLEST and parameter.numel() % BLOCK == 0
 
 
-def kept_wide(parameters: Iterable[Tensor]) -> tuple[int, int]:
+def kept_in_fp32(parameters: Iterable[Tensor]) -> tuple[int, int]:
     """How many tensors keep fp32 states, and how many numbers they have together."""
-    sizes = [p.numel() for p in parameters if p.requires_grad and not is_narrow(p)]
+    sizes = [p.numel() for p in parameters if p.requires_grad and not is_quantized(p)]
     return len(sizes), sum(sizes)
 
 
-def wide_state(value: Tensor) -> Tensor:
+def dequantized(value: Tensor) -> Tensor:
     """A state as fp32, or as it is if it was never anything else."""
     return value.dequantize() if hasattr(value, "codes") else value
 
@@ -50,14 +50,14 @@ def adamw8bit(
     lr: float,
     betas: tuple[float, float],
     eps: float,
-    copy_of: CopyOf = MappingProxyType({}),
+    low_precision_of: LowPrecisionOf = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """`copy_of`: on CUDA the update writes the 16-bit copies of fp32 weights too."""
+    """`low_precision_of`: on CUDA the update writes the 16-bit copies of fp32 weights too."""
     for group in groups:
         for parameter in group["params"]:
             _check_format(parameter)
     optimizer = _adamw8bit_class()(groups, lr=lr, betas=betas, eps=eps)
-    optimizer.copy_of = copy_of
+    optimizer.low_precision_of = low_precision_of
     return optimizer
 
 
@@ -98,11 +98,11 @@ def _adamw8bit_class() -> Any:
         """torchao's, but for what is said at each method."""
 
         grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
-        copy_of: CopyOf = MappingProxyType({})
+        low_precision_of: LowPrecisionOf = MappingProxyType({})
 
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
             """Whoever is not in 8 bits is in fp32, also for weights in 16 bits."""
-            if not is_narrow(p):
+            if not is_quantized(p):
                 return torch.zeros_like(p, dtype=torch.float32)
             return OptimState8bit.zeros(p.shape, signed, BLOCK, p.device, dtype=p.dtype)
 
@@ -124,7 +124,7 @@ def _adamw8bit_class() -> Any:
         def _step_at_once(self, group: dict[str, Any], factor: Tensor | None, update: Any) -> None:
             scalars: dict[int, Tensor] = {}
             for p in group["params"]:
-                gradient = take_gradient(p, self.copy_of)
+                gradient = take_gradient(p, self.low_precision_of)
                 if gradient is None:
                     continue
                 state = self._state_of(p)
@@ -132,7 +132,12 @@ def _adamw8bit_class() -> Any:
                 if count not in scalars:
                     scalars[count] = scalars_of(group, count, p.device)
                 update(
-                    p, self.copy_of.get(p), gradient, factor, scalars[count], (state["exp_avg"], state["exp_avg_sq"])
+                    p,
+                    self.low_precision_of.get(p),
+                    gradient,
+                    factor,
+                    scalars[count],
+                    (state["exp_avg"], state["exp_avg_sq"]),
                 )
 
         def _state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
@@ -150,7 +155,7 @@ def _adamw8bit_class() -> Any:
             for first in range(0, flat.numel(), CHUNK):
                 part = slice(first, first + CHUNK)
                 moments = [_part(state[key], part) for key in ("exp_avg", "exp_avg_sq")]
-                wide = [wide_state(moment) for moment in moments]
+                wide = [dequantized(moment) for moment in moments]
                 g = gradient[part] if factor is None else gradient[part] * factor.to(gradient)
                 single_param_adam(
                     flat[part], g, state["step"], *wide, None,
@@ -174,7 +179,7 @@ def _adamw8bit_class() -> Any:
                 for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
                     self.state[p][name] = buffer = self._new_buffer(p, signed)
                     value = values[name].to(p.device, torch.float32)
-                    if is_narrow(p):
+                    if is_quantized(p):
                         _put(buffer, value, _scale_of(value.reshape(-1, BLOCK), buffer))
                     else:
                         buffer.copy_(value)

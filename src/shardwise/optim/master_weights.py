@@ -20,24 +20,25 @@ import torch
 from torch import Tensor, nn
 
 Groups = list[dict[str, Any]]
-CopyOf = Mapping[nn.Parameter, nn.Parameter]
+LowPrecisionOf = Mapping[nn.Parameter, nn.Parameter]
 """By fp32 master: the 16-bit parameter that the model computes with."""
-BUCKET_NUMBERS = 2**24  # of parameters that are copied at a time: 64 MiB of weights and 64 of gradients
+BUCKET_ELEMENTS = 2**24  # of parameters that are copied at a time: 64 MiB of weights and 64 of gradients
 
 
-class WideState(torch.optim.Optimizer):
+class MasterWeights(torch.optim.Optimizer):
     grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it in fp32
 
     def __init__(
         self,
         groups: Groups,
         build: Callable[[Groups], torch.optim.Optimizer],
-        copy_of: CopyOf = MappingProxyType({}),
+        low_precision_of: LowPrecisionOf = MappingProxyType({}),
     ):
         """`build`: the inner optimizer of groups of parameters. A parameter without a copy is narrow itself."""
-        self.copy_of = copy_of
+        self.low_precision_of = low_precision_of
         inner = [
-            {**group, "params": [p if p in copy_of else _stand_in(p) for p in group["params"]]} for group in groups
+            {**group, "params": [p if p in low_precision_of else _stand_in(p) for p in group["params"]]}
+            for group in groups
         ]
         self.inner = build(inner)
         super().__init__(groups, dict(self.inner.defaults))
@@ -50,10 +51,12 @@ class WideState(torch.optim.Optimizer):
 
     def _buckets(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
         """Pairs that are ready to be updated. All gradients are taken away first: the inner optimizer must see a bucket's alone."""
-        waiting = deque((p, w, g) for p, w in self._pairs() if (g := take_gradient(p, self.copy_of)) is not None)
+        waiting = deque(
+            (p, w, g) for p, w in self._pairs() if (g := take_gradient(p, self.low_precision_of)) is not None
+        )
         while waiting:
             bucket, size = [], 0
-            while waiting and size < BUCKET_NUMBERS:
+            while waiting and size < BUCKET_ELEMENTS:
                 parameter, wide, gradient = waiting.popleft()
                 if wide is not parameter:
                     wide.data = parameter.detach().float()
@@ -76,7 +79,7 @@ class WideState(torch.optim.Optimizer):
             for parameter, wide in bucket:
                 wide.grad = None
                 if wide is parameter:
-                    self.copy_of[parameter].copy_(parameter)
+                    self.low_precision_of[parameter].copy_(parameter)
                 else:
                     parameter.copy_(wide)
                     wide.data = wide.data.new_empty(0)
@@ -104,9 +107,9 @@ class WideState(torch.optim.Optimizer):
                 self.state[parameter] = self.inner.state[wide]
 
 
-def take_gradient(parameter: nn.Parameter, copy_of: CopyOf) -> Tensor | None:
+def take_gradient(parameter: nn.Parameter, low_precision_of: LowPrecisionOf) -> Tensor | None:
     """Of a master it is on its copy, or, summed over micro-batches, on itself. Nobody has it afterwards."""
-    narrow = copy_of.get(parameter, parameter)
+    narrow = low_precision_of.get(parameter, parameter)
     gradient = parameter.grad if narrow.grad is None else narrow.grad
     parameter.grad = narrow.grad = None
     return gradient

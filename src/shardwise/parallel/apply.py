@@ -48,7 +48,7 @@ from shardwise.model.dtypes import COMPUTED, KEPT
 from shardwise.model.experts import moe_layers
 from shardwise.parallel.any_module.split_module import float8_in_place, split_in_place
 from shardwise.parallel.context.sequence_split import ContextParallel, apply_context_parallel
-from shardwise.parallel.data.low_precision_weights import Copies
+from shardwise.parallel.data.low_precision_weights import LowPrecisionWeights
 from shardwise.parallel.data.replicas import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert.dispatch import apply_expert_parallel
@@ -182,13 +182,13 @@ def _fill_foreign(fill: Fill, settings: AdapterConfig, seed: int, precision: str
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
     """Whole replicas. Those of an expert are fewer, so they are summed apart."""
     if mesh.plan.copies:
-        return Copies(model, COMPUTED[mesh.plan.precision], join=mesh.plan.fuse)
+        return LowPrecisionWeights(model, COMPUTED[mesh.plan.precision], join=mesh.plan.fuse)
     experts = {name: p for name, p in model.named_parameters() if mesh.expert is not None and ".experts." in name}
     others = [p for name, p in model.named_parameters() if name not in experts]
     uses_ddp = mesh.dp is not None and mesh.plan.pp == 1
     at_end = [(mesh.dp, others)] if mesh.dp is not None and not uses_ddp else []
-    if mesh.expert is not None and mesh.expert.copies is not None:
-        at_end.append((mesh.expert.copies, list(experts.values())))
+    if mesh.expert is not None and mesh.expert.replicas is not None:
+        at_end.append((mesh.expert.replicas, list(experts.values())))
     if uses_ddp:
         return Replicated(model, mesh.dp, size, traffic, apart=list(experts), at_end=at_end)
     return SummedAtEnd(model, at_end, size, traffic) if at_end else GradientSums(model)

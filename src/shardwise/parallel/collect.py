@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.optim.low_bit import wide_state
-from shardwise.optim.offload.cpu import OffloadedOptimizer
+from shardwise.optim.low_bit import dequantized
 from shardwise.optim.offload.nvme import on_disk_copy
+from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import Shard, gather
 
@@ -84,7 +84,7 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Values:
 
     def states(shard: Shard) -> dict[str, Tensor]:
         found = optimizer.state[shard.local].items() if shard.local in optimizer.state else ()
-        return {f"{key}/{shard.name}": wide_state(value) for key, value in found if isinstance(value, Tensor)}
+        return {f"{key}/{shard.name}": dequantized(value) for key, value in found if isinstance(value, Tensor)}
 
     return states
 

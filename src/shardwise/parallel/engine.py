@@ -21,8 +21,9 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import MixtureOfExperts, update_router_bias
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.loss_scaling import clip_factor, scaler_of
-from shardwise.optim.offload.cpu import OffloadedOptimizer, offloaded_optimizer
+from shardwise.optim.offload.choose import offloaded_optimizer
 from shardwise.optim.offload.nvme_model import NvmeModel
+from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.overflow import Overflow, first_overflow
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline.execute import Pipeline, Stage
@@ -77,7 +78,7 @@ class Engine:
         """An optimizer of what this rank holds, with its state where the plan says."""
         build = partial(build_optimizer, config)
         if self.plan.offload == "none":
-            return build(self.locals(), {s.local: s.narrow for s in self.shards if s.narrow is not None})
+            return build(self.locals(), {s.local: s.low_precision for s in self.shards if s.low_precision is not None})
         optimizer = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
         self.stream_gradients(optimizer)
         return optimizer
@@ -138,7 +139,7 @@ class Engine:
                     pending.pop().wait()
             return both[1 : 1 + len(sums)]
 
-        if not counts.numel() and all(shard.copies == self.plan.world for shard in self.shards):
+        if not counts.numel() and all(shard.replicas == self.plan.world for shard in self.shards):
             return (squared * self.plan.world).sqrt()[0] / self.scaler.scale, wait
         wait()
         self.expert_counts = both[1 + len(sums) :].view_as(counts)

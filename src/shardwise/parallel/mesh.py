@@ -29,7 +29,7 @@ class ExpertMesh:
 
     group: Group  # who has the other experts
     index: int
-    copies: Group  # who has the same ones: their gradients are summed
+    replicas: Group  # who has the same ones: their gradients are summed
     fsdp: DeviceMesh | None
     shard: Group  # who shares the states of the same experts, by ZeRO
     num_shards: int
@@ -98,7 +98,7 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
     shape = (plan.pp, plan.replicate, shards, plan.tp)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     assert spec is not None or plan.world == plan.dp, plan.layout
-    kv_copies = 1 if spec is None or spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
+    kv_replicas = 1 if spec is None or spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
     # For replicas FSDP2 holds what it summed until backward ends: not where gradients are to leave at once.
     has_replicas = plan.replicate > 1 or (shards == 1 and plan.offload == "none")
     is_v = plan.pp > 1 and SCHEDULES[plan.schedule].is_v  # its first and last stage are on the same rank
@@ -114,7 +114,7 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
         tokens=_own_group(_lines(plan.world, plan.cp * plan.tp, 1), rank) if plan.cp * plan.tp > 1 else None,
         expert=_expert_mesh(plan, rank, device, fsdp) if plan.ep > 1 else None,
         pp=grid["pp"].get_group() if plan.pp > 1 else None,
-        same_kv=_own_group(_lines(plan.world, kv_copies, 1), rank) if kv_copies > 1 else None,
+        same_kv=_own_group(_lines(plan.world, kv_replicas, 1), rank) if kv_replicas > 1 else None,
         ends=_own_group(_pipeline_ends(plan), rank)
         if spec is not None and spec.tied and plan.pp > 1 and not is_v
         else None,
@@ -150,7 +150,7 @@ def _expert_mesh(plan: Plan, rank: int, device: torch.device, fsdp: bool) -> Exp
     replicate = plan.expert_replicas
     num_shards = plan.expert_copies // replicate
     group = _own_group(_lines(plan.world, plan.ep, 1), rank)
-    copies = _own_group(_lines(plan.world, plan.expert_copies, plan.ep), rank)
+    replicas = _own_group(_lines(plan.world, plan.expert_copies, plan.ep), rank)
     states = shard = None
     if fsdp:
         grid = torch.arange(plan.world).reshape(plan.pp, replicate, num_shards, plan.ep)
@@ -158,7 +158,7 @@ def _expert_mesh(plan: Plan, rank: int, device: torch.device, fsdp: bool) -> Exp
         states = whole["replicate", "shard"] if replicate > 1 or num_shards == 1 else whole["shard"]
         shard = whole["shard"].get_group() if num_shards > 1 else None
     place = rank % plan.stage_world // plan.ep
-    return ExpertMesh(group, rank % plan.ep, copies, states, shard, num_shards, place % num_shards)
+    return ExpertMesh(group, rank % plan.ep, replicas, states, shard, num_shards, place % num_shards)
 
 
 def _pipeline_ends(plan: Plan) -> list[list[int]]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.optim.gradient_norm import sums_of_squares
-from shardwise.optim.offload.cpu import Elsewhere
+from shardwise.optim.gradient_norm import squared_norms
+from shardwise.optim.offload.optimizer import Elsewhere
 from shardwise.parallel.fsdp2 import local_rows
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.tensor.slices import Placement, Slice, placement, take
@@ -32,10 +32,10 @@ class Shard:
     local: nn.Parameter  # this rank's numbers as a plain tensor: what the optimizer sees
     slice: Slice | None  # tensor parallelism's part of the full tensor
     rows: tuple[int, int] | None  # FSDP2's rows of that part
-    copies: int  # ranks of the job that hold these same numbers
+    replicas: int  # ranks of the job that hold these same numbers
     sum_over: Group  # ranks whose gradients are parts of this one's, or None
     cut_over: Group  # ranks that have the other slices, or None
-    slice_copies: int  # neighbours among them with the same slice
+    slice_replicas: int  # neighbours among them with the same slice
     spread_over: Group  # ranks that have the other rows, or None
     elsewhere: Elsewhere = field(default_factory=Elsewhere)  # where the gradient is when it has left the device
 
@@ -51,13 +51,13 @@ class Shard:
         return self.local.grad if gradient is None else gradient
 
     @property
-    def narrow(self) -> nn.Parameter | None:
+    def low_precision(self) -> nn.Parameter | None:
         """The copy that the module computes with, where `local` is a master."""
         return None if self.rows is not None or self.local is self.parameter else self.parameter
 
     def forget_gradient(self) -> None:
         self.local.grad = self.parameter.grad = None
-        self.elsewhere.gradient = self.elsewhere.square = None
+        self.elsewhere.gradient = self.elsewhere.squared_norm = None
 
     @property
     def value(self) -> Tensor:
@@ -75,8 +75,8 @@ class Shard:
                 self.elsewhere.write(self.take(full))
             else:
                 self.local.copy_(self.take(full))
-            if self.narrow is not None:
-                self.narrow.copy_(self.local)
+            if self.low_precision is not None:
+                self.low_precision.copy_(self.local)
 
 
 def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shard]:
@@ -86,11 +86,11 @@ def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shar
 
 def _shard(name: str, parameter: nn.Parameter, mesh: Mesh, spec: ModelSpec | None) -> Shard:
     plan = mesh.plan
-    placed, tied_copies = Placement(None, 1, False), 1
+    placed, tied_replicas = Placement(None, 1, False), 1
     if spec is not None:
         expert_index = mesh.expert.index if mesh.expert else 0
         placed = placement(spec, name, plan.tp, mesh.at.tp, plan.sequence, plan.ep, expert_index)
-        tied_copies = 2 if spec.tied and name == "embed.weight" and plan.pp > 1 else 1
+        tied_replicas = 2 if spec.tied and name == "embed.weight" and plan.pp > 1 else 1
     experts = mesh.expert if ".experts." in name else None
     states = mesh.shard if experts is None else experts.shard
     parts, index = (
@@ -103,17 +103,17 @@ def _shard(name: str, parameter: nn.Parameter, mesh: Mesh, spec: ModelSpec | Non
     same = plan.dp * plan.cp if experts is None else plan.expert_copies
     group = None
     if placed.partial:
-        group = mesh.tp if placed.copies == plan.tp else mesh.same_kv
+        group = mesh.tp if placed.replicas == plan.tp else mesh.same_kv
     return Shard(
         name=name,
         parameter=parameter,
         local=local,
         slice=placed.slice,
         rows=rows,
-        copies=(same if rows is None else same // parts) * placed.copies * tied_copies,
+        replicas=(same if rows is None else same // parts) * placed.replicas * tied_replicas,
         sum_over=group,
         cut_over=mesh.tp if experts is None else experts.group,
-        slice_copies=placed.copies,
+        slice_replicas=placed.replicas,
         spread_over=states if rows is not None else None,
     )
 
@@ -164,16 +164,16 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
     """This rank's share of the squared gradient norm: numbers that several ranks hold count once in the sum over all ranks."""
     held = list(shards)
     # Of gradients that have left the device, the squares were added up there.
-    away = [shard.elsewhere.square / shard.copies for shard in held if shard.elsewhere.square is not None]
-    found = [(shard.gradient, shard.copies) for shard in held if shard.elsewhere.square is None]
+    away = [shard.elsewhere.squared_norm / shard.replicas for shard in held if shard.elsewhere.squared_norm is not None]
+    found = [(shard.gradient, shard.replicas) for shard in held if shard.elsewhere.squared_norm is None]
     gradients = [gradient for gradient, _ in found if gradient is not None and gradient.numel()]
-    copies = [count for gradient, count in found if gradient is not None and gradient.numel()]
+    replicas = [count for gradient, count in found if gradient is not None and gradient.numel()]
     total = torch.stack(away).sum() if away else torch.zeros((), dtype=torch.float64)
     if not gradients:
         return total
-    squares = sums_of_squares(gradients)
-    if any(count != 1 for count in copies):
-        squares /= torch.tensor(copies, dtype=torch.float64, pin_memory=squares.is_cuda).to(
+    squares = squared_norms(gradients)
+    if any(count != 1 for count in replicas):
+        squares /= torch.tensor(replicas, dtype=torch.float64, pin_memory=squares.is_cuda).to(
             squares.device, non_blocking=True
         )
     return squares.sum() + total  # a number on the CPU needs no copy, which a GPU would be waited for
@@ -197,7 +197,7 @@ def gather(shard: Shard, local: Tensor, mesh: Mesh) -> Tensor:
     sizes[group.rank()] = full.shape[dim]
     dist.all_reduce(sizes, group=group)
     pieces = _all_gather(_pad(full, dim, int(sizes.max())), group)
-    firsts = range(0, group.size(), shard.slice_copies)
+    firsts = range(0, group.size(), shard.slice_replicas)
     return torch.cat([pieces[i].narrow(dim, 0, int(sizes[i])) for i in firsts], dim)
 
 

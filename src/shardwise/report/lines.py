@@ -17,7 +17,7 @@ from shardwise.files import write_atomically
 from shardwise.interop.peft.targets import same_kinds
 from shardwise.launch.ranks import Ranks
 from shardwise.optim.fused_adamw import has_kernel
-from shardwise.optim.low_bit import kept_wide
+from shardwise.optim.low_bit import kept_in_fp32
 from shardwise.optim.schedule import batch_scale
 from shardwise.parallel.engine import Engine
 from shardwise.plan.prediction.memory import COMPUTE_BYTES, WEIGHT_BYTES, gradient_bytes, state_bytes
@@ -177,7 +177,7 @@ def _states(engine: Engine, plan: Plan, optimizer: str, which: str) -> str:
     if plan.copies and plan.device == "cuda" and not (optimizer in ("adamw", "adamw8bit") and has_kernel()):
         text += "; updated a bucket at a time (one pass over all of it is for adamw and adamw8bit, with Triton and a C compiler)"
     if optimizer == "adamw8bit":
-        count, numbers = kept_wide(engine.locals())
+        count, numbers = kept_in_fp32(engine.locals())
         share = numbers / max(sum(p.numel() for p in engine.locals()), 1)
         text += f"; {count} small or odd tensors ({100 * share:.2g} % of this rank's numbers) keep 8"
     return text

@@ -131,9 +131,9 @@ def _optimizer_seconds(shapes: list[torch.Size], plan: Plan, config: OptimizerCo
     """The norm of the gradients, clipping and the update."""
     kept, computed = KEPT[plan.precision], COMPUTED[plan.precision]
     parameters = [nn.Parameter(torch.zeros(shape, dtype=kept, device=device)) for shape in shapes]
-    copy_of = {p: nn.Parameter(p.detach().to(computed)) for p in parameters if plan.copies}
-    with_gradient = list(copy_of.values()) if copy_of and plan.num_microbatches == 1 else parameters
-    optimizer = build_optimizer(config, parameters, copy_of)
+    low_precision_of = {p: nn.Parameter(p.detach().to(computed)) for p in parameters if plan.copies}
+    with_gradient = list(low_precision_of.values()) if low_precision_of and plan.num_microbatches == 1 else parameters
+    optimizer = build_optimizer(config, parameters, low_precision_of)
 
     def gradients_only() -> list[Tensor]:
         for parameter in with_gradient:

@@ -24,7 +24,7 @@ from shardwise.data.loader import Loader, StepBatch
 from shardwise.errors import Exit
 from shardwise.launch.ranks import Ranks
 from shardwise.memory.usage import peak_bytes
-from shardwise.optim.offload.cpu import OffloadedOptimizer
+from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.schedule import learning_rate
 from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
 from shardwise.parallel.engine import Engine

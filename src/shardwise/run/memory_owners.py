@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from shardwise.kernels.quantized_weight import LEAVES
-from shardwise.memory.account import Held, Holders, plain_parts
+from shardwise.memory.account import Holders, OwnedTensor, plain_parts
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp2 import ParameterGroup, parameter_groups
 
@@ -20,36 +20,36 @@ def holders_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Holde
     groups = [group for model in engine.models for group in parameter_groups(model)]
     names = {id(shard.local): shard.name for shard in engine.shards}
 
-    def held(everything: bool) -> Iterator[Held]:
+    def held(everything: bool) -> Iterator[OwnedTensor]:
         for shard in engine.shards if everything else ():
-            yield Held("parameters", shard.name, shard.local.detach())
-            if shard.narrow is not None:
-                yield Held("parameters", f"copy of {shard.name}", shard.narrow.detach())
+            yield OwnedTensor("parameters", shard.name, shard.local.detach())
+            if shard.low_precision is not None:
+                yield OwnedTensor("parameters", f"low-precision {shard.name}", shard.low_precision.detach())
         for group in groups:
             yield from _gathered(group)
         for model in engine.models if everything else ():
             for name, value in model.named_buffers():
-                yield Held("parameters" if name.rpartition(".")[2] in LEAVES else "buffers", name, value)
+                yield OwnedTensor("parameters" if name.rpartition(".")[2] in LEAVES else "buffers", name, value)
         for shard in engine.shards:
             if (gradient := shard.gradient) is not None:
-                yield Held("gradients", f"gradient of {shard.name}", gradient)
+                yield OwnedTensor("gradients", f"gradient of {shard.name}", gradient)
         for parameter, state in optimizer.state.items() if everything and optimizer is not None else ():
             for key, value in state.items():
                 if torch.is_tensor(value):
-                    yield Held("optimizer", f"{key} of {names.get(id(parameter), 'a parameter')}", value)
+                    yield OwnedTensor("optimizer", f"{key} of {names.get(id(parameter), 'a parameter')}", value)
 
     return held
 
 
-def _gathered(group: ParameterGroup) -> Iterator[Held]:
+def _gathered(group: ParameterGroup) -> Iterator[OwnedTensor]:
     """FSDP2's own: gathered parameters on their way and in use, and gradients that are not reduced yet."""
     if (buffer := group.gather_buffer) is not None:
-        yield Held("buffers", "gathered parameters", buffer)
+        yield OwnedTensor("buffers", "gathered parameters", buffer)
     for parameter in group.parameters:
         for output in parameter.gathered:
-            yield Held("buffers", f"gathered {parameter.name}", output)
+            yield OwnedTensor("buffers", f"gathered {parameter.name}", output)
         for gradient in parameter.unreduced_gradients():
-            yield Held("gradients", f"gradient of {parameter.name}", gradient)
+            yield OwnedTensor("gradients", f"gradient of {parameter.name}", gradient)
 
 
 def kept_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -36,8 +36,8 @@ def update(
     gradient, size = gradient.contiguous(), weight.numel()
     if not size:
         return
-    is_narrow = hasattr(moments[0], "codes")
-    states = [part for moment in moments for part in (_parts(moment) if is_narrow else (moment, *[scalars] * 3))]
+    is_quantized = hasattr(moments[0], "codes")
+    states = [part for moment in moments for part in (_parts(moment) if is_quantized else (moment, *[scalars] * 3))]
     assert all(tensor.is_contiguous() for tensor in (weight, *states))
     piece = stride = size
     is_apart = False
@@ -47,7 +47,7 @@ def update(
     has_copy, has_factor = copy is not None and not is_apart, factor is not None
     _adamw8bit[(triton.cdiv(size, ROWS * BLOCK),)](
         weight, copy if has_copy else weight, gradient, factor if has_factor else scalars, scalars, *states, size, piece, stride,
-        has_factor, has_copy, piece != size, is_narrow, ROWS, BLOCK, enable_fp_fusion=False,
+        has_factor, has_copy, piece != size, is_quantized, ROWS, BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     if copy is not None and is_apart:
         copy.copy_(weight)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.offload.cpu import Build, Group, Held, OffloadedOptimizer, Piece, on_stream
+from shardwise.optim.offload.cpu import on_stream
 from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, ScratchFile, Transfer, aligned, new_buffer
+from shardwise.optim.offload.optimizer import Build, HeldParameter, OffloadedOptimizer, Piece, UpdateGroup
 
 NUM_BUFFERS = 4  # two that are read, one that is updated, one that is written
 READ_AHEAD = 2
@@ -28,7 +29,9 @@ class NvmeOptimizer(OffloadedOptimizer):
 
     more_rows = 0  # of memory, beside the buffers
 
-    def __init__(self, shards: Iterable[Held], build: Build, device: torch.device, directory: Path, buffer_bytes: int):
+    def __init__(
+        self, shards: Iterable[HeldParameter], build: Build, device: torch.device, directory: Path, buffer_bytes: int
+    ):
         self.device, self.buffer_bytes = device, buffer_bytes
         held = list(shards)
         self.dtype = next((shard.local.dtype for shard in held if shard.local.requires_grad), torch.float32)
@@ -45,7 +48,7 @@ class NvmeOptimizer(OffloadedOptimizer):
         """What of each number is in the file, in this order."""
         return self.names
 
-    def _make_groups(self, build: Build) -> Iterator[Group]:
+    def _make_groups(self, build: Build) -> Iterator[UpdateGroup]:
         """Each shard begins at an aligned place, so any piece of it can be read alone."""
         others = {shard.name: shard.local.dtype for shard in self.shards if shard.local.dtype != self.dtype}
         assert not others, f"trained parameters are {self.dtype}, but {others}"
@@ -78,12 +81,12 @@ class NvmeOptimizer(OffloadedOptimizer):
         if pieces:
             yield self._group(pieces, build)
 
-    def _group(self, pieces: list[Piece], build: Build) -> Group:
+    def _group(self, pieces: list[Piece], build: Build) -> UpdateGroup:
         optimizer = build(piece.master for piece in pieces)
         for piece in pieces:
             state = optimizer.state.pop(piece.master, {})
             self._counters[id(piece)] = {k: v for k, v in state.items() if isinstance(v, Tensor) and not v.ndim}
-        return Group(pieces, optimizer)
+        return UpdateGroup(pieces, optimizer)
 
     @property
     def _is_away(self) -> bool:
@@ -142,7 +145,7 @@ class NvmeOptimizer(OffloadedOptimizer):
         else:
             piece.master.grad = gradient.reshape(-1)[piece.start : piece.stop].view_as(piece.master)
 
-    def _show(self, group: Group, piece: Piece, buffer: Buffer) -> None:
+    def _show(self, group: UpdateGroup, piece: Piece, buffer: Buffer) -> None:
         """The optimizer's entry for a piece: views of the buffer."""
         self._bind(piece, buffer)
         if piece.master.grad is None:
@@ -214,7 +217,7 @@ class NvmeOptimizer(OffloadedOptimizer):
             self._row(self._buffers[0], piece, name).copy_(value.reshape(-1)[piece.start : piece.stop])
             self.file.write(place, view).wait()
 
-    def place(self, group: Group, piece: Piece, name: str) -> tuple[int, memoryview]:
+    def place(self, group: UpdateGroup, piece: Piece, name: str) -> tuple[int, memoryview]:
         """Where a piece begins in the file, all of which is written then, and its part of the first buffer, which nobody uses."""
         for buffer in self._buffers:
             buffer.under_way.wait()

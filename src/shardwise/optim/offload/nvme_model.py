@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.offload.cpu import Build, Held, Piece
 from shardwise.optim.offload.disk import NOTHING, Transfer, aligned, new_buffer
 from shardwise.optim.offload.nvme import Buffer, NvmeOptimizer, flat_shape
+from shardwise.optim.offload.optimizer import Build, HeldParameter, Piece
 
 NUM_LANDINGS = 2  # gradients on their way to the disk
 
@@ -47,14 +47,16 @@ class GatheredGroup(Protocol):
     def replace_wait(self, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None: ...
 
 
-Served = list[tuple[GatheredParameter, Held]]
+Served = list[tuple[GatheredParameter, HeldParameter]]
 
 
 class NvmeModel(NvmeOptimizer):
     takes_gradients_early = True
     more_rows = NUM_LANDINGS
 
-    def __init__(self, shards: Iterable[Held], build: Build, device: torch.device, directory: Path, buffer_bytes: int):
+    def __init__(
+        self, shards: Iterable[HeldParameter], build: Build, device: torch.device, directory: Path, buffer_bytes: int
+    ):
         _give_memory_back()
         super().__init__(shards, build, device, directory, buffer_bytes)
         self._landings = [Buffer(self.row_bytes, 0, device, self.dtype) for _ in range(NUM_LANDINGS)]
@@ -84,11 +86,11 @@ class NvmeModel(NvmeOptimizer):
         piece.master.grad = self._row(buffer, piece, "gradient").view(flat_shape(piece))
 
     @torch.no_grad()
-    def _send(self, shard: Held) -> None:
+    def _send(self, shard: HeldParameter) -> None:
         gradient = shard.gradient_here
         if gradient is None:
             return
-        shard.elsewhere.square = torch.linalg.vector_norm(gradient).double().square()
+        shard.elsewhere.squared_norm = torch.linalg.vector_norm(gradient).double().square()
         for group, piece in self.pieces[shard.local]:
             landing = next(self._next_landing)
             landing.under_way.wait()
@@ -98,7 +100,7 @@ class NvmeModel(NvmeOptimizer):
         shard.elsewhere.gradient = partial(self._gradient, shard)
         shard.local.grad = shard.parameter.grad = None
 
-    def _gradient(self, shard: Held) -> Tensor:
+    def _gradient(self, shard: HeldParameter) -> Tensor:
         self._settle()
         return self.read_row(shard.local, "gradient")
 

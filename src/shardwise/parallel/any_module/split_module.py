@@ -19,8 +19,9 @@ from shardwise.kernels.float8 import Float8Layers, apply_float8
 from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.recompute import apply_recompute
 from shardwise.optim.loss_scaling import clip_factor, scaler_of
-from shardwise.optim.offload.cpu import Build, OffloadedOptimizer, offloaded_optimizer
+from shardwise.optim.offload.choose import offloaded_optimizer
 from shardwise.optim.offload.nvme_model import NvmeModel
+from shardwise.optim.offload.optimizer import Build, OffloadedOptimizer
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.data.replicas import BUCKET_BYTES, GradientSums, Replicated
 from shardwise.parallel.fsdp2 import fix_memory

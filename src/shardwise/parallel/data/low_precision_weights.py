@@ -19,7 +19,7 @@ from shardwise.model.experts import moe_layers
 from shardwise.parallel.data.replicas import GradientSums
 
 
-class Copies(GradientSums):
+class LowPrecisionWeights(GradientSums):
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, join: bool = False):
         """`model` has its weights. One after the other, so that nothing is ever there but the fp32 weights and their copies. `join`: those
         of experts that one product reads lie side by side."""

@@ -23,7 +23,7 @@ class _Gap(NamedTuple):
     before: int  # number of the action that ends it; the length of the list for the gap at the end of a step
 
 
-class _Place(NamedTuple):
+class _FilledSlot(NamedTuple):
     rank: int
     before: int
     start: float
@@ -60,10 +60,10 @@ def fill_idle(
 
 def _places(
     plain: Timeline, owners: Sequence[int], seconds: Callable[[Action], float], most: int, delay: float, squeeze: float
-) -> list[list[_Place]]:
+) -> list[list[_FilledSlot]]:
     """Of each micro-batch that there is room for: where its forwards go. Every one takes the earliest slot it fits into."""
     gaps = [_gaps(plain, rank) for rank in range(len(plain.ranks))]
-    places: list[list[_Place]] = []
+    places: list[list[_FilledSlot]] = []
     while len(places) < most and (found := _place(gaps, owners, seconds, len(places), delay, squeeze)):
         gaps, chosen = found
         places.append(chosen)
@@ -84,7 +84,7 @@ def _place(
     microbatch: int,
     delay: float,
     squeeze: float,
-) -> tuple[list[list[_Gap]], list[_Place]] | None:
+) -> tuple[list[list[_Gap]], list[_FilledSlot]] | None:
     """One micro-batch through all stages: the gaps that are left, and its places. None if there is no room."""
     gaps, chosen, ready = [list(mine) for mine in gaps], [], 0.0
     for stage, rank in enumerate(owners):
@@ -94,7 +94,7 @@ def _place(
             end = start + squeeze * seconds(action)
             if end <= gap.end:
                 gaps[rank][number : number + 1] = [gap._replace(end=start), gap._replace(start=end)]
-                chosen.append(_Place(rank, gap.before, start, action))
+                chosen.append(_FilledSlot(rank, gap.before, start, action))
                 ready = end + delay
                 break
         else:
@@ -102,7 +102,7 @@ def _place(
     return gaps, chosen
 
 
-def _merged(actions: Actions, places: Sequence[Sequence[_Place]]) -> Actions:
+def _merged(actions: Actions, places: Sequence[Sequence[_FilledSlot]]) -> Actions:
     merged = []
     for rank, mine in enumerate(actions):
         keyed = [(number, 1, 0.0, action) for number, action in enumerate(mine)]  # after every E that goes before it

@@ -42,10 +42,10 @@ class Slice:
 
 
 class Placement(NamedTuple):
-    """`copies` neighbouring ranks hold the same numbers; if `partial`, their gradients are parts that must be summed."""
+    """`replicas` neighbouring ranks hold the same elements; if `partial`, their gradients are parts that must be summed."""
 
     slice: Slice | None  # None: the whole tensor
-    copies: int
+    replicas: int
     partial: bool
 
 
@@ -75,9 +75,9 @@ def placement(
         """Whole heads. With fewer of them than ranks, tp / num_heads neighbours hold the same one."""
         whole = spec.num_heads % tp == 0 and (num_heads % tp == 0 or tp % num_heads == 0)
         assert whole, f"{spec.num_heads} heads, {spec.num_kv_heads} of keys and values, over {tp} ranks"
-        copies = max(1, tp // num_heads)
-        start, stop = share(num_heads, tp // copies, index // copies)
-        return Placement(Slice(dim, start * width, stop * width), copies, copies > 1)
+        replicas = max(1, tp // num_heads)
+        start, stop = share(num_heads, tp // replicas, index // replicas)
+        return Placement(Slice(dim, start * width, stop * width), replicas, replicas > 1)
 
     match path:
         case ["embed" | "head", "weight"]:
