@@ -8,6 +8,7 @@ answers at once.
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 import tomllib
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ def all_pages() -> dict[str, Page]:
 
 
 def find_page(word: str) -> Page:
-    """By name or alias; `ring all-reduce`, `Ring_AllReduce` and `ring-all-reduce` are one word."""
-    wanted = "-".join(word.lower().replace("_", " ").replace("-", " ").split())
+    """By name or alias, also the field's words for it; `torch.compile`, `Torch Compile` and `torch-compile` are one word."""
+    wanted = "-".join(re.split(r"[-_ ./]+", word.lower().strip()))
     pages = all_pages()
     names = {name: page for page in pages.values() for name in page.aliases} | pages
     names |= dict.fromkeys(SCHEDULES, pages["pipeline-schedules"])
