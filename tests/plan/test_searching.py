@@ -9,7 +9,6 @@ import pytest
 from shardwise.cluster.describe.read import read_cluster
 from shardwise.errors import UserError
 from shardwise.plan.layouts.candidate import rank_of
-from shardwise.plan.layouts.inverse import DAY, best_by_gpus, fewest_gpus, training_cost, training_seconds, under_budget
 from shardwise.plan.layouts.pareto import measures, pareto
 from shardwise.plan.layouts.search import HEADROOM, explore, memory_limit, search
 from shardwise.spec.job import Job
@@ -97,25 +96,6 @@ def test_a_limit_is_a_constraint():
     assert all(
         c.prediction.memory_bytes <= 10**10 for c in search(preset("llama3.2-1b"), read_cluster("1x8xh100"), job)
     )
-
-
-def test_questions_the_other_way_round():
-    model, cluster = preset("llama3.2-1b"), read_cluster("1x8xh100")
-    job = Job(2048, 64, tokens=10**9, price=2.0)
-    every = best_by_gpus(model, cluster, job)
-    fewest = fewest_gpus(model, cluster, job)
-    assert fewest == every[min(every)]
-    limit = 1.01 * training_seconds(job, every[4])
-    in_time = fewest_gpus(model, cluster, job, within=limit)
-    assert in_time.plan.world == min(n for n, c in every.items() if training_seconds(job, c) <= limit)
-    assert fewest_gpus(model, cluster, job, within=1.0) is None
-    costs = {n: training_cost(cluster, job, c) for n, c in every.items()}
-    budget = sorted(costs.values())[len(costs) // 2]
-    bought = under_budget(model, cluster, job, budget)
-    assert training_cost(cluster, job, bought) <= budget
-    assert bought.prediction.step_s == min(c.prediction.step_s for n, c in every.items() if costs[n] <= budget)
-    assert under_budget(model, cluster, job, 0.0) is None
-    assert training_seconds(replace(job, tokens=job.tokens_per_step), every[1]) == every[1].prediction.step_s < DAY
 
 
 def test_what_is_offloaded_must_fit_into_cpu_memory():

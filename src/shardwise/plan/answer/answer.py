@@ -12,6 +12,7 @@ from shardwise.errors import UserError
 from shardwise.plan.answer.advice import Advice, advice_for
 from shardwise.plan.answer.plan_files import row_text
 from shardwise.plan.answer.question import Question
+from shardwise.plan.layouts.inverse import Demand, cheapest, meeting
 from shardwise.plan.layouts.search import Candidate, SearchResult, explore
 from shardwise.plan.prediction.figures import (
     DAY,
@@ -114,51 +115,45 @@ def answer(
         raise nothing_fits(question, result)
     advice = advice_for(question, result)
     if inverse:
-        return Answer(question, result, _inverse(question, result, within, budget, fewest)[:top], advice, True)
+        demand = Demand(question.job, question.cluster, within, budget)
+        return Answer(question, result, _inverse(question, result, demand, fewest, top), advice, True)
     # Fewer devices that are as fast come first: 1.toml is what we would run.
     first = [one.candidate for one in advice if one.candidate is not None]
     found = [*first, *(candidate for candidate in result.candidates if candidate not in first)]
     return Answer(question, result, [row_of(question, candidate) for candidate in found[:top]], advice)
 
 
-def _inverse(
-    question: Question, result: SearchResult, within: float | None, budget: float | None, fewest: bool
-) -> list[Row]:
+def _inverse(question: Question, result: SearchResult, demand: Demand, fewest: bool, top: int) -> list[Row]:
     """By number of GPUs: the fewest that are fast enough, the fastest that is cheap enough."""
-    every = [row_of(question, candidate) for _, candidate in sorted(result.by_gpus.items())]
-    rows = [row for row in every if _meets(row, within, budget)]
+    assert result.engine is not None
+    rows = [row_of(question, candidate) for candidate in meeting(result.engine, demand, fewest, top)]
     if not rows:
-        raise _not_met(question, every, within, budget)
-    by_gpus = fewest or within is not None
-    return sorted(rows, key=lambda row: row.candidate.plan.world if by_gpus else row.step_s)
+        raise _not_met(question, result, demand)
+    return rows if fewest or demand.within is not None else sorted(rows, key=lambda row: row.step_s)
 
 
-def _meets(row: Row, within: float | None, budget: float | None) -> bool:
-    whole = row.whole
-    assert whole is not None or (within is None and budget is None)
-    fast = within is None or (whole is not None and whole.seconds <= within)
-    cheap = budget is None or (whole is not None and whole.cost is not None and whole.cost <= budget)
-    return fast and cheap
-
-
-def _not_met(question: Question, every: Sequence[Row], within: float | None, budget: float | None) -> UserError:
-    fastest = min(every, key=lambda row: row.step_s)
-    assert fastest.whole is not None
-    fast_enough = [row for row in every if _meets(row, within, None)]
-    if within is not None and not fast_enough:
+def _not_met(question: Question, result: SearchResult, demand: Demand) -> UserError:
+    within, budget = demand.within, demand.budget
+    assert result.engine is not None
+    found = cheapest(result.engine, demand)
+    if found is None:
+        assert within is not None
+        every = [*result.candidates, *result.by_gpus.values()]
+        fastest = row_of(question, min(every, key=lambda candidate: candidate.prediction.step_s))
+        assert fastest.whole is not None
         factor = fastest.whole.seconds / within
         return UserError(
             f"no layout here trains {question.job.tokens:,} tokens within {within / DAY:.3g} days",
             why=f"the fastest, {fastest.layout} on {fastest.candidate.plan.world} GPUs, takes {fastest.whole.days:.3g} days",
             fix=f"--within {fastest.whole.days * 1.01:.3g}d, or about {factor:.2g} times the GPUs, or {1 / factor:.0%} of the tokens",
         )
-    cheapest = min(fast_enough, key=lambda row: row.whole.cost if row.whole and row.whole.cost else 0.0)
-    assert cheapest.whole is not None and cheapest.whole.cost is not None and budget is not None
+    whole = row_of(question, found).whole
+    assert whole is not None and whole.cost is not None and budget is not None
     when = f" within {within / DAY:.3g} days" if within is not None else ""
     return UserError(
         f"no layout here trains {question.job.tokens:,} tokens{when} for {budget:,.0f}",
-        why=f"the cheapest, {cheapest.layout} on {cheapest.candidate.plan.world} GPUs, costs {cheapest.whole.cost:,.0f}",
-        fix=f"--budget {cheapest.whole.cost * 1.01:.0f}, a lower --price, or {budget / cheapest.whole.cost:.0%} of the tokens",
+        why=f"the cheapest, {found.plan.layout} on {found.plan.world} GPUs, costs {whole.cost:,.0f}",
+        fix=f"--budget {whole.cost * 1.01:.0f}, a lower --price, or {budget / whole.cost:.0%} of the tokens",
     )
 
 

@@ -14,7 +14,8 @@ Read next: branches.py, which cuts; layouts.py.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from shardwise.plan.layouts.branches import Branches, Place
-from shardwise.plan.layouts.candidate import Candidate, Counts, family, plainness, rank_of
-from shardwise.plan.layouts.effort import effort
+from shardwise.plan.layouts.candidate import Candidate, Counts, Group, family, plainness, rank_of
+from shardwise.plan.layouts.effort import MOST_EFFORT, effort
 from shardwise.plan.layouts.memory_bounds import MemoryFloors
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States, never_faster
 from shardwise.plan.layouts.priced import Layouts
@@ -38,6 +39,14 @@ FEW = 8
 
 Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
 """Whether a region may hold what is asked for, by what is known of it so far."""
+
+
+Longest = Callable[[int], float]
+"""From a number of GPUs: seconds that a step on them may take."""
+
+
+def any_length(gpus: int) -> float:
+    return math.inf
 
 
 def anything(grid: Grid, pace: Pace | None, states: States | None, saving: Saving | None) -> bool:
@@ -60,11 +69,17 @@ def _uncollected() -> Iterator[None]:
 class _Question:
     push: Callable[..., None]
     accept: Accept
-    families: set[tuple[int, ...]]  # whose best layout was found
+    longest: Longest
+    group: Group
+    told: set[Hashable] = field(default_factory=set)  # groups whose best layout was found
     fitting: dict[tuple[Grid, Pace, States], list[Saving]] = field(default_factory=dict)
 
     def is_told(self, grid: Grid, states: States) -> bool:
-        return (grid.dp, grid.tp, grid.cp, grid.pp, grid.ep, states.zero) in self.families
+        return self.group(grid, states.zero) in self.told
+
+    def is_too_slow(self, bound: float, what: int | Grid) -> bool:
+        """A region whose layouts take, times their effort, at least `bound` seconds. `what`: its grid, or number of GPUs."""
+        return bound > MOST_EFFORT * self.longest(what if isinstance(what, int) else what.gpus)
 
 
 class BestFirst:
@@ -84,10 +99,17 @@ class BestFirst:
         return other
 
     @_uncollected()
-    def best(self, top: int, counts: Iterable[int] | None = None, accept: Accept = anything) -> list[Candidate]:
-        """At most `top`, best first. `counts`: numbers of GPUs, else all. `accept`: whether a region may hold what is asked for."""
+    def best(
+        self,
+        top: int,
+        counts: Iterable[int] | None = None,
+        accept: Accept = anything,
+        longest: Longest = any_length,
+        group: Group = family,
+    ) -> list[Candidate]:
+        """At most `top` layouts, best first, one of each group. `counts`: numbers of GPUs, else all. `accept`: whether a region may hold what is
+        asked for."""
         heap: list[tuple[Any, ...]] = []
-        families: set[tuple[int, ...]] = set()
         found: list[Candidate] = []
         number = 0
 
@@ -98,13 +120,16 @@ class BestFirst:
 
         for gpus in self.space.gpu_counts if counts is None else counts:
             push(self.time.of_gpus(gpus), (), self._open_gpus, gpus)
-        ask = _Question(push, accept, families)
+        ask = _Question(push, accept, longest, group)
         while heap and len(found) < top:
             bound, _, _, opens, what = heappop(heap)
             if opens is not None:
-                opens(ask, bound, *what)
-            elif family(what[0].plan) not in families:
-                families.add(family(what[0].plan))
+                if not ask.is_too_slow(bound, what[0]):
+                    opens(ask, bound, *what)
+                continue
+            plan = what[0].plan
+            if (told := group(plan, plan.zero)) not in ask.told:
+                ask.told.add(told)
                 found.append(what[0])
         return found
 
@@ -214,7 +239,8 @@ class BestFirst:
         if ask.is_told(grid, states):
             return
         candidate = self.layouts.predicted(plan)
-        ask.push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
+        if candidate.prediction.step_s <= ask.longest(grid.gpus):
+            ask.push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
 
     # When nothing fits ---------------------------------------------------------------------------------------------
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.plan.layouts.effort import effort
+from shardwise.plan.layouts.parts import Grid
 from shardwise.plan.layouts.space import RECOMPUTE
 from shardwise.plan.prediction.predict import Prediction
 from shardwise.spec.plan import Plan
@@ -61,6 +63,14 @@ def plainness(plan: Plan) -> tuple[Any, ...]:
     )
 
 
-def family(plan: Plan) -> tuple[int, ...]:
+Group = Callable[[Grid | Plan, int], Hashable]
+"""From the degrees and the ZeRO stage of a layout: of layouts for which it is the same, the search tells the best alone."""
+
+
+def family(grid: Grid | Plan, zero: int) -> Hashable:
     """Layouts that differ in less than this are told once, by the best of them."""
-    return plan.dp, plan.tp, plan.cp, plan.pp, plan.ep, plan.zero
+    return grid.dp, grid.tp, grid.cp, grid.pp, grid.ep, zero
+
+
+def number_of_gpus(grid: Grid | Plan, zero: int) -> Hashable:
+    return grid.dp * grid.tp * grid.cp * grid.pp

@@ -25,6 +25,9 @@ PER_CENT = {
 }
 """Of a step, that each must win."""
 
+MOST_EFFORT = 1 + sum(PER_CENT.values()) / 100
+"""No layout has more."""
+
 
 def effort(plan: Plan) -> float:
     more = PER_CENT["shared states"] / 100 if plan.zero else 0.0

@@ -1,52 +1,72 @@
 """Questions the other way round: how many GPUs are enough, and what a budget buys. No torch.
 
-fewest_gpus(model, cluster, job)                     the fewest on which anything fits
-fewest_gpus(model, cluster, job, within=30 * DAY)    ... and that are through with job.tokens in time
-under_budget(model, cluster, job, 500_000)           the fastest layout whose training costs no more
+    meeting(engine, Demand(job, cluster), True, 5)                             the fewest GPUs on which anything fits, and the next
+    meeting(engine, Demand(job, cluster, within=30 * 86400.0), False, 5)       ... and that are through with job.tokens in time
+    meeting(engine, Demand(job, cluster, budget=500_000), False, 5)            the fastest that cost no more
+
+One layout is told for each number of GPUs: the best of those that meet the demand. Invariant: the same answer as predicting every layout on every
+number of GPUs in `Space.finer_counts`, whatever the size of the cluster. A test compares.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from shardwise.plan.layouts.best_first import BestFirst
-from shardwise.plan.layouts.candidate import Candidate
-from shardwise.plan.layouts.search import asked_for, memory_limit
-from shardwise.plan.layouts.space import Space
+from shardwise.plan.layouts.candidate import Candidate, number_of_gpus
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
-from shardwise.spec.model import ModelSpec
 
-DAY, HOUR = 86400.0, 3600.0
-
-
-def training_seconds(job: Job, candidate: Candidate) -> float:
-    """Of all tokens of the job."""
-    assert job.tokens is not None, "how long a training takes depends on its tokens"
-    return math.ceil(job.tokens / job.tokens_per_step) * candidate.prediction.step_s
+HOUR = 3600.0
 
 
-def training_cost(cluster: ClusterSpec, job: Job, candidate: Candidate) -> float:
-    """In the currency of the price per GPU and hour."""
-    price = job.price if job.price is not None else cluster.price
-    assert price is not None, "what a training costs depends on the price"
-    return training_seconds(job, candidate) / HOUR * candidate.plan.world * price
+@dataclass(frozen=True)
+class Demand:
+    """What a training may take: seconds, and money at the price per GPU and hour of the job or of the cluster."""
+
+    job: Job
+    cluster: ClusterSpec
+    within: float | None = None
+    budget: float | None = None
+
+    def longest_step(self, gpus: int) -> float:
+        """Seconds that a step on so many GPUs may take."""
+        most = math.inf if self.within is None else self.within
+        if self.budget is not None:
+            price = self.cluster.price if self.job.price is None else self.job.price
+            assert price is not None, "what a training costs depends on the price"
+            most = min(most, self.budget / (price * gpus / HOUR) if price else math.inf)
+        if most == math.inf:
+            return most
+        assert self.job.tokens is not None, "how long a training takes depends on its tokens"
+        return most / math.ceil(self.job.tokens / self.job.tokens_per_step)
 
 
-def best_by_gpus(model: ModelSpec, cluster: ClusterSpec, job: Job) -> dict[int, Candidate]:
-    """The fastest layout of each number of GPUs on which anything fits, ascending."""
-    engine = BestFirst(Space(model, cluster, job, asked_for(job.constraints)), memory_limit(cluster, job))
-    found = {gpus: engine.best(1, [gpus]) for gpus in sorted(engine.space.gpu_counts)}
-    return {gpus: best[0] for gpus, best in found.items() if best}
+def meeting(engine: BestFirst, demand: Demand, fewest: bool, top: int) -> list[Candidate]:
+    """At most `top` layouts that meet the demand, of different numbers of GPUs. With `fewest`, or a time to keep, the fewest GPUs come first, else
+    the fastest layout does. Empty: none meets it."""
+    counts = engine.space.finer_counts
+    if not fewest and demand.within is None:
+        return engine.best(top, counts, longest=demand.longest_step, group=number_of_gpus)
+    found: list[Candidate] = []
+    for gpus in counts:
+        found += engine.best(1, [gpus], longest=demand.longest_step)
+        if len(found) == top:
+            break
+    return found
 
 
-def fewest_gpus(model: ModelSpec, cluster: ClusterSpec, job: Job, within: float | None = None) -> Candidate | None:
-    for candidate in best_by_gpus(model, cluster, job).values():
-        if within is None or training_seconds(job, candidate) <= within:
-            return candidate
-    return None
+def cheapest(engine: BestFirst, demand: Demand) -> Candidate | None:
+    """The layout that takes the fewest GPU-seconds of those that are fast enough, whatever the budget."""
+    found, least = None, math.inf
 
+    def longest(gpus: int) -> float:
+        in_time = Demand(demand.job, demand.cluster, demand.within).longest_step(gpus)
+        return min(in_time, least / gpus)
 
-def under_budget(model: ModelSpec, cluster: ClusterSpec, job: Job, budget: float) -> Candidate | None:
-    paid = [c for c in best_by_gpus(model, cluster, job).values() if training_cost(cluster, job, c) <= budget]
-    return min(paid, key=lambda candidate: candidate.prediction.step_s, default=None)
+    for gpus in engine.space.finer_counts:
+        for candidate in engine.best(1, [gpus], longest=longest):
+            if (taken := gpus * candidate.prediction.step_s) < least:
+                found, least = candidate, taken
+    return found

@@ -34,7 +34,7 @@ HEADROOM = 0.93
 """Of a device's memory: the rest is the driver's, the communication library's and the allocator's."""
 
 SEVERAL, FEWER = 64, 16
-"""Beyond so many GPUs, numbers of them that are so many times smaller than all are not told; `--fewest-gpus` finds those."""
+"""Beyond so many GPUs, numbers of them that are so many times smaller than all are not told beside the ranking; inverse.py looks at all."""
 
 LEANER = (0.5,)
 """Of the limit: the Pareto set also has the fastest layouts that leave so much memory free."""
@@ -50,6 +50,9 @@ class SearchResult:
     closest_miss: Candidate | None = None  # when nothing fits: what needs the least memory
     remedies: list[Remedy] = field(default_factory=list)  # when nothing fits: what would
     counts: Counts = field(default_factory=Counts)
+    engine: BestFirst | None = field(
+        default=None, repr=False, compare=False
+    )  # for further questions over the same layouts
 
 
 def search(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 5) -> list[Candidate]:
@@ -76,7 +79,7 @@ def explore(
         miss = engine.smallest(engine.space.gpu_counts)
         ways = remedies(model, cluster, job, _first)
         counts.seconds = time.perf_counter() - began
-        return SearchResult([], engine.limit, closest_miss=miss, remedies=ways, counts=counts)
+        return SearchResult([], engine.limit, closest_miss=miss, remedies=ways, counts=counts, engine=engine)
     by_gpus, rejected, trade_offs = {}, [], []
     if top > 1 if detail is None else detail:
         winner = candidates[0]
@@ -87,7 +90,7 @@ def explore(
         lean = [found for share in LEANER for found in engine.within(int(share * engine.limit)).best(1)]
         trade_offs = pareto([*candidates, *by_gpus.values(), *lean])
     counts.evaluated, counts.seconds = engine.counts.evaluated, time.perf_counter() - began
-    return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=counts)
+    return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=counts, engine=engine)
 
 
 def told_counts(counts: list[int]) -> list[int]:

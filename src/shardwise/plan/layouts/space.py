@@ -8,7 +8,7 @@ than the balanced one, other number formats, disks; unless a constraint asks for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
@@ -104,9 +104,25 @@ class Space:
         counts = {world, *_powers(1, world), *(per_node * n for n in divisors(nodes)), *_powers(per_node, world)}
         if nodes <= SMALL_WORLD:
             counts |= {per_node * n for n in range(1, nodes + 1)}
-        per_replica = math.prod(int(self.fixed.get(f"parallel.{axis}", 1)) for axis in ("dp", "tp", "cp", "pp"))
-        counts |= {world // per_replica * per_replica, *_powers(per_replica, world)} - {0}
+        asked = self._asked_ranks
+        counts |= {world // asked * asked, *_powers(asked, world)} - {0}
         return sorted(counts, reverse=True)
+
+    @cached_property
+    def finer_counts(self) -> list[int]:
+        """Numbers of GPUs that are tried where their number is the question, ascending: every one up to SMALL_WORLD, every number of nodes up to
+        as many, and beyond that steps of at most one in SMALL_WORLD; the same of replicas whose degrees are fixed. A larger cluster of the same
+        nodes is asked all that a smaller one is, so its answer needs no more GPUs."""
+        world, per_node, asked = self.cluster.world, self.cluster.per_node, self._asked_ranks
+        if self.speed.copies is True:
+            return [1]
+        few = range(1, min(world, SMALL_WORLD) + 1)
+        return sorted({*self.gpu_counts, *few, *_steps(per_node, world), *(_steps(asked, world) if asked > 1 else ())})
+
+    @property
+    def _asked_ranks(self) -> int:
+        """Ranks that the degrees which are fixed make together."""
+        return math.prod(int(self.fixed.get(f"parallel.{axis}", 1)) for axis in ("dp", "tp", "cp", "pp"))
 
     # The grid ------------------------------------------------------------------------------------------------------
 
@@ -343,13 +359,16 @@ class Space:
 
     def __iter__(self) -> Iterator[tuple[Grid, Pace, States, Saving]]:
         """All of them. Only small spaces bear it."""
-        for gpus in self.gpu_counts:
-            for grid in self.grids(gpus):
-                for pace in self.paces(grid):
-                    for states in self.states(grid):
-                        for saving in self.savings:
-                            if self.go_together(grid, states, saving.offload, saving.activation_offload):
-                                yield grid, pace, states, saving
+        return self.on(self.gpu_counts)
+
+    def on(self, counts: Iterable[int]) -> Iterator[tuple[Grid, Pace, States, Saving]]:
+        """All layouts on these numbers of GPUs."""
+        for grid in (grid for gpus in counts for grid in self.grids(gpus)):
+            for pace in self.paces(grid):
+                for states in self.states(grid):
+                    for saving in self.savings:
+                        if self.go_together(grid, states, saving.offload, saving.activation_offload):
+                            yield grid, pace, states, saving
 
 
 @lru_cache(4096)
@@ -362,6 +381,16 @@ def divisors(number: int) -> tuple[int, ...]:
     """Ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def _steps(unit: int, most: int) -> list[int]:
+    """Multiples of `unit` up to `most`, in steps of one unit at first and of at most one in SMALL_WORLD later."""
+    found, step = [unit], unit
+    while (following := found[-1] + step) <= most:
+        found.append(following)
+        if following >= 2 * SMALL_WORLD * step:
+            step *= 2
+    return found if unit <= most else []
 
 
 def _powers(first: int, most: int) -> list[int]:
