@@ -49,7 +49,7 @@ IN_STEPS = 0.87
 """688 TFLOP/s on an H200 with 700 W. Profiles of our steps have 683 to 721 (1.5 B, 8 B, 32k and 128k tokens), with torch's choice of cuBLAS kernels."""
 
 CHOSEN = 1.01
-"""Of that, by the fastest of the library's kernels. One by one and in turns, the products of a step are 1.05 times as fast (benchmarks/gpu/products.py);
+"""Of that, by the fastest of the library's kernels. One by one and in turns, the products of a step are 1.05 times as fast (benchmarks/gpu/matmuls.py);
 in steps, at the power limit, 1.02 (1.5 B), 1.014 (8 layers of 8 B) and 1.0 (8 B) times."""
 
 # Ampere: 195 products and 24 attentions on an A100-PCIe (calib_op_efficiency_simumax.csv; mean error of a product 4 %).

@@ -1,6 +1,6 @@
 """Which of cuBLASLt's kernels is fastest for each product of a training step, and by how much it beats the one torch gets.
 
-    python benchmarks/gpu/products.py --json FILE [--shapes 1.5b 8b-wide] [--most 12] [--seconds 0.15]
+    python benchmarks/gpu/matmuls.py --json FILE [--shapes 1.5b 8b-wide] [--most 12] [--seconds 0.15]
 
 torch takes the library's first proposal for a shape. Here every proposal is timed, all of one product taking turns (a card at its power limit slows
 down for everyone alike), with numbers as training has them: normal, not zeros, which would save power. Input gradients are also tried with the weight kept
