@@ -7,16 +7,19 @@ import torch
 from triton_kernels import interpret
 
 from shardwise.optim import gradient_norm as squares
-from shardwise.optim.gradient_norm import LEAST, squared_norms
+from shardwise.optim.gradient_norm import LEAST_ELEMENTS, squared_norms
 
 
 def test_small_and_large_ones_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squares, "uses_kernel", lambda _: True)
     monkeypatch.setattr(squares, "_by_kernel", lambda tensors: tuple(t.double().square().sum() for t in tensors))
-    tensors = [torch.full((size,), value) for size, value in ((3, 1.0), (LEAST, 2.0), (5, 3.0), (2 * LEAST, 0.5))]
+    tensors = [
+        torch.full((size,), value)
+        for size, value in ((3, 1.0), (LEAST_ELEMENTS, 2.0), (5, 3.0), (2 * LEAST_ELEMENTS, 0.5))
+    ]
     found = squared_norms(tensors)
     assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx([3.0, 4.0 * LEAST, 45.0, 0.5 * LEAST])
+    assert found.tolist() == pytest.approx([3.0, 4.0 * LEAST_ELEMENTS, 45.0, 0.5 * LEAST_ELEMENTS])
 
 
 def test_16_bits_neither_overflow_nor_lose_digits() -> None:
@@ -30,7 +33,7 @@ def test_16_bits_neither_overflow_nor_lose_digits() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernel_and_torch_agree_on_a_gpu(dtype: torch.dtype) -> None:
     draw = torch.Generator("cuda").manual_seed(0)
-    sizes = [(7,), (1000, 1049), (3, LEAST), (4096, 4096), (5, 5)]
+    sizes = [(7,), (1000, 1049), (3, LEAST_ELEMENTS), (4096, 4096), (5, 5)]
     tensors = [torch.randn(size, generator=draw, device="cuda").to(dtype) for size in sizes]
     tensors.append(torch.randn(2048, 2048, generator=draw, device="cuda").to(dtype).t())  # not in one piece
     truth = torch.stack([tensor.double().square().sum() for tensor in tensors])

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
-from shardwise.optim.loss_scaling import FIRST, FLOOR, LARGEST, PATIENCE, LossScaler, scaler_of, unscaled
+from shardwise.optim.loss_scaling import FIRST, LARGEST, PATIENCE, SMALLEST, LossScaler, scaler_of, unscaled
 from shardwise.optim.overflow import first_overflow
 from shardwise.spec.plan import Plan
 
@@ -36,7 +36,7 @@ def test_it_stays_between_its_bounds() -> None:
     for _ in range(60):
         low.update(overflowed=True)
         high.update(overflowed=False)
-    assert (low.scale, high.scale) == (FLOOR, LARGEST)
+    assert (low.scale, high.scale) == (SMALLEST, LARGEST)
 
 
 def test_it_gives_up_only_where_no_smaller_scale_is_left() -> None:
@@ -162,6 +162,6 @@ def test_a_run_that_overflows_at_every_scale_stops_and_names_the_layer(ranks: An
     assert "memory.precision=bf16 memory.loss_scale=auto" in fix
     run = tmp_path / "runs" / "b"
     lines = [line for line in metrics_of(run) if "scale" in line]
-    assert lines[-1]["scale"] == FLOOR and lines[-1]["skipped"] and not lines[0].get("skipped")
+    assert lines[-1]["scale"] == SMALLEST and lines[-1]["skipped"] and not lines[0].get("skipped")
     assert metrics_of(run)[-1]["event"] == "failed" and "not finite" not in metrics_of(run)[-1]["why"]
     assert (run / "checkpoints" / f"step-{lines[-1]['step']}").is_dir()

@@ -1,1 +1,1 @@
-"""Optimizers: built by name, learning rates, gradient norm, loss scaling, low-bit states, master weights."""
+"""Optimizers: built by name, learning rates, gradient norm, loss scaling, low-bit states, master weights, offload."""

@@ -17,7 +17,7 @@ from shardwise.spec.schema import OptimizerConfig
 
 @runtime_checkable
 class TakesFactor(Protocol):
-    """An optimizer that multiplies gradients itself, in a wider format or in another place than they are in."""
+    """An optimizer that multiplies gradients itself, in a wider format than theirs or in another place."""
 
     grad_factor: Tensor | None  # of the next step
 
@@ -25,6 +25,8 @@ class TakesFactor(Protocol):
 def build_optimizer(
     config: OptimizerConfig, parameters: Iterable[nn.Parameter], low_precision_of: LowPrecisionOf = MappingProxyType({})
 ) -> torch.optim.Optimizer:
+    """The optimizer that a config names, over the parameters that are trained. `low_precision_of`: the 16-bit weights
+    that its update must write too, by master weight."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -37,7 +39,7 @@ def build_optimizer(
         build = MasterAdamW if config.name == "adamw" else adamw8bit
         return build(groups, config.lr, config.betas, config.eps, low_precision_of)
     if low_precision_of or any(p.dtype == torch.float16 for p in trained):
-        return MasterWeights(groups, lambda wide: _build(config, wide), low_precision_of)
+        return MasterWeights(groups, lambda masters: _build(config, masters), low_precision_of)
     return _build(config, groups)
 
 
@@ -61,6 +63,7 @@ def _build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The same learning rate for all groups of parameters, from the next update on."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)  # torchao's kernels are compiled around the tensor

@@ -1,9 +1,12 @@
-"""AdamW over fp32 masters in one pass over memory: gradient, master and moments are read once, master, moments and 16-bit copy written once.
+"""AdamW over fp32 master weights in one pass over memory: gradient, master and moments are read once; master, moments
+and the 16-bit weight are written once.
 
-torch's fused AdamW would need the gradient widened before and the copy rounded after: 40 bytes per number instead of 28, and 4 more at
-once. The numbers are those of torch's kernel (adamw_kernel.py), the state has its names, so checkpoints do not know who wrote them. Nothing waits for
-the device: the learning rate and the number of steps are the host's, clipping's factor is read where it is. Hundreds of small parameters, as adapters are, would take longer
-to launch than to update: those go through torch's own kernel, many at a time. Elsewhere than on CUDA, and for other optimizers, wide_state.py does the same bucket by bucket.
+torch's fused AdamW would need the gradient cast to fp32 before and the master cast to 16 bits after: 40 bytes per
+element instead of 28, and 4 more at once. Results are those of torch's kernel (kernels/triton/adamw.py has ours) and
+the state has its names, so checkpoints do not know who wrote them. Nothing waits for the device: the learning rate
+and the number of steps are the host's, the factor that clips is read where it is. Hundreds of small parameters, as
+adapters are, would take longer to launch than to update: those go through torch's own kernel, many at a time.
+Elsewhere than on CUDA, and for other optimizers, master_weights.py does the same bucket by bucket.
 """
 
 from __future__ import annotations
@@ -16,23 +19,25 @@ from torch import Tensor, nn
 from shardwise.kernels.gated import has_triton
 from shardwise.optim.master_weights import BUCKET_ELEMENTS, Groups, LowPrecisionOf, take_gradient
 
-SMALL, MANY = 2**20, 128  # numbers of a parameter; such parameters of a group
+SMALL, MANY = 2**20, 128  # elements of a parameter; such parameters of a group
 
 Task = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Master, copy, gradient, first and second moment."""
+"""Master weight, low-precision weight, gradient, first and second moment."""
 
 
 def has_kernel() -> bool:
-    """Whether masters on CUDA can be updated here."""
+    """Whether this machine can compile and run the kernel that updates master weights on CUDA."""
     return torch.cuda.is_available() and has_triton()
 
 
 def can_update(master: nn.Parameter) -> bool:
-    """A proof's masters are fp64."""
+    """Whether the kernel takes this master weight: on CUDA, in fp32. A proof's masters are fp64."""
     return master.is_cuda and master.dtype == torch.float32 and has_kernel()
 
 
 class MasterAdamW(torch.optim.AdamW):
+    """torch's AdamW, with a step that also writes the low-precision weights."""
+
     grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
 
     def __init__(
@@ -75,60 +80,62 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def _num_small(masters: list[nn.Parameter]) -> int:
-    """Of those on a GPU that are small."""
+    """How many of these are on a GPU and small."""
     return sum(master.is_cuda and master.numel() < SMALL for master in masters)
 
 
 def update_together(tasks: list[Task], group: dict[str, Any], count: int, factor: Tensor | None) -> None:
-    """By torch's kernel for many tensors, a bucket of them at a time."""
+    """In place, by torch's kernel for many tensors, a bucket of at most `BUCKET_ELEMENTS` at a time. `count`: their
+    number of steps."""
     done = 0
     while done < len(tasks):
         first, size = done, 0
         while done < len(tasks) and size < BUCKET_ELEMENTS:
             size += tasks[done][0].numel()
             done += 1
-        masters, copies, gradients, *moments = (list(each) for each in zip(*tasks[first:done], strict=True))
+        masters, low, gradients, *moments = (list(each) for each in zip(*tasks[first:done], strict=True))
         flat = torch.empty(size, dtype=torch.float32, device=masters[0].device)
         pieces = flat.split([master.numel() for master in masters])
-        wide = [piece.view(master.shape) for piece, master in zip(pieces, masters, strict=True)]
-        torch._foreach_copy_(wide, gradients)
+        in_fp32 = [piece.view(master.shape) for piece, master in zip(pieces, masters, strict=True)]
+        torch._foreach_copy_(in_fp32, gradients)
         if factor is not None:
             flat *= factor.float()
         step, (beta1, beta2) = torch.full((), float(count), device=flat.device), group["betas"]
         torch._fused_adamw_(
-            *(masters, wide, *moments, [], [step] * len(masters)),
+            *(masters, in_fp32, *moments, [], [step] * len(masters)),
             **{"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]},
             eps=group["eps"], amsgrad=False, maximize=False,
         )  # fmt: skip
-        torch._foreach_copy_(copies, masters)
+        torch._foreach_copy_(low, masters)
 
 
 def plain_update(
     master: Tensor,
-    copy: Tensor,
+    low_precision: Tensor,
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
     scalars: Tensor,
     factor: Tensor | None,
 ) -> None:
-    """What the kernel computes, one operation after the other: to read, and to compare it with."""
+    """In place, what the kernel computes, one operation after the other: to read, and to compare the kernel with."""
     decay, beta1, beta2, rate, root, eps = scalars.double().tolist()
     g = gradient.float() if factor is None else gradient.float() * factor.float()
     master.copy_(_fma(-decay, master, master))
     first.copy_(_fma(beta1, first, _fma(-beta1, g, g)))
     second.copy_(_fma(beta2, second, _fma(-beta2, g * g, g * g)))
     master -= rate * first / (second.sqrt() / root + eps)
-    copy.copy_(master)
+    low_precision.copy_(master)
 
 
 def _fma(a: float, x: Tensor, y: Tensor) -> Tensor:
-    """a x + y, rounded once."""
+    """a x + y with one rounding, as the hardware's fused multiply-add has it."""
     return (a * x.double() + y.double()).float()
 
 
 def _scalars(group: dict[str, Any], count: int) -> Tensor:
-    """What the kernel reads, in this order; step `count` corrects the moments' beginning at zero."""
+    """The scalars of step `count` in the order in which the kernel reads them, with both moments' bias correction, in
+    fp32."""
     lr = group["lr"]
     beta1, beta2 = torch.tensor(group["betas"], dtype=torch.float32).tolist()  # as the moments were made
     corrected = (lr / (1 - beta1**count), (1 - beta2**count) ** 0.5)

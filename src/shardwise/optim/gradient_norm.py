@@ -1,6 +1,9 @@
-"""Sums of squares of many tensors, for the norm of all gradients: on a GPU by one kernel per large tensor (squares_kernel.py), which reads it at the memory's speed; torch's norms of many tensors at once do at half of it.
+"""Squared norms of many tensors, for the gradient norm (`grad_norm`) of a step.
 
-Invariant: a sum of the same tensor is the same every time on machines of a kind (with a compiler for kernels, or without), and is fp32 or wider where numbers are 16 bits: in their own format a norm would be rounded to 8 or 11 bits, and one of scaled fp16 gradients would overflow.
+On a GPU large tensors go through one kernel each (kernels/triton/gradient_norm.py), which reads them at the memory's
+speed; torch's norms of many tensors at once reach half of it. Invariant: the squared norm of the same tensor is the
+same every time on machines of a kind (with a compiler for kernels, or without). It is summed in fp32 or wider: in 16
+bits it would keep 8 or 11 bits, and that of scaled fp16 gradients would overflow.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from torch import Tensor
 
 from shardwise.kernels.gated import uses_kernel
 
-LEAST = 1 << 20  # numbers: fewer take no longer than a launch
+LEAST_ELEMENTS = 1 << 20  # fewer take no longer than a launch
 
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:
-    """Of each, in fp64. All are on one device."""
-    is_large = [tensor.numel() >= LEAST and uses_kernel(tensor) and tensor.is_contiguous() for tensor in tensors]
+    """The sum of squares of each tensor, as one fp64 vector. All tensors are on one device."""
+    is_large = [
+        tensor.numel() >= LEAST_ELEMENTS and uses_kernel(tensor) and tensor.is_contiguous() for tensor in tensors
+    ]
     large, small = (
         [t for t, is_one in zip(tensors, is_large, strict=True) if is_one is kind] for kind in (True, False)
     )
@@ -26,8 +31,8 @@ def squared_norms(tensors: list[Tensor]) -> Tensor:
 def _by_torch(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     if not tensors:
         return ()
-    wide = None if all(tensor.dtype.itemsize > 2 for tensor in tensors) else torch.float32
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=wide)).double().square().unbind()
+    dtype = None if all(tensor.dtype.itemsize > 2 for tensor in tensors) else torch.float32
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype)).double().square().unbind()
 
 
 def _by_kernel(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -1,9 +1,10 @@
 """Loss scaling: what keeps small fp16 gradients from vanishing.
 
-fp16 ends at 65504 and loses numbers below 6e-8. So the loss is multiplied by `scale` before backward, every gradient carries it
-through all sums, and the update divides it out again, in the one factor that also clips. Where the scale was too large
-something overflows and the global norm is not finite. Every rank of every axis has that norm, so all of them skip the step
-and halve the scale without another message. Invariant: scales are powers of two where `auto` chooses them, so scaling rounds nothing.
+fp16 ends at 65504 and loses what is below 6e-8. So the loss is multiplied by `scale` before backward, every gradient
+carries it through all sums, and the update divides it out again, in the one factor that also clips. Where the scale
+was too large something overflows and the global norm is not finite. Every rank of every axis has that norm, so all of
+them skip the step and halve the scale without another collective. Invariant: scales are powers of two where `auto`
+chooses them, so scaling rounds nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from shardwise.spec.plan import Plan
 FIRST = 2.0**16
 LARGEST = 2.0**24
 """An fp32 sum of scaled gradients must not overflow where the gradients themselves do not."""
-FLOOR = 1.0
+SMALLEST = 1.0
 GROWS_AFTER = 2000  # good steps in a row, as torch's own scaler
 PATIENCE = 16
-"""Skipped steps in a row that a scale which cannot fall is allowed. From FIRST to FLOOR there are as many halvings."""
+"""Skipped steps in a row that a scale which cannot fall is allowed. From FIRST to SMALLEST there are as many
+halvings."""
 
 
 @dataclass
@@ -47,42 +49,47 @@ class LossScaler:
             return
         self.good_steps = 0 if overflowed else self.good_steps + 1
         if overflowed:
-            self.scale = max(self.scale / 2, FLOOR)
+            self.scale = max(self.scale / 2, SMALLEST)
         elif self.good_steps == self.grows_after:
             self.scale, self.good_steps = min(self.scale * 2, LARGEST), 0
 
     @property
     def is_stuck(self) -> bool:
         """Step after step overflows and no smaller scale is left to try: it is not the scale."""
-        return self.skipped_steps > PATIENCE and (not self.is_dynamic or self.scale <= FLOOR)
+        return self.skipped_steps > PATIENCE and (not self.is_dynamic or self.scale <= SMALLEST)
 
     # In checkpoints -----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
 
     def restore(self, saved: dict[str, float]) -> None:
-        """A fixed scale stays what the config says; so does none. A file of a run without scaling has nothing to say."""
+        """Takes over a checkpoint's values. A fixed scale stays what the config says; a run without scaling has saved
+        none."""
         if self.is_dynamic and saved:
             self.scale, self.good_steps = float(saved["scale"]), int(saved["good_steps"])
             self.skipped_steps = int(saved["skipped_steps"])
 
 
 def scaler_of(plan: Plan) -> LossScaler:
+    """The scaler that a plan asks for: fixed, dynamic, or one that does nothing."""
     if plan.loss_scale != "auto":
         return LossScaler(float(plan.loss_scale), is_active=True)
     return LossScaler(FIRST, is_active=True, is_dynamic=True) if plan.scales_loss else LossScaler()
 
 
 def clip_factor(norm: Tensor, largest: float | None, scale: float) -> Tensor:
-    """What gradients are multiplied by: clipping to a norm of `largest`, and the loss scale divided out. `norm` is without the scale."""
+    """What gradients are multiplied by, as a tensor on the device of `norm`: it clips to a norm of `largest` and
+    divides by the loss scale. `norm` is the gradient norm without the scale."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0) if largest else torch.ones_like(norm)
     return factor / scale
 
 
 def unscaled(gradient: Tensor, scale: float) -> Tensor:
-    """A gradient for people and proofs. In fp16 the division would lose what the scale had saved."""
+    """A new tensor: the gradient divided by the loss scale, for people and proofs. fp16 becomes fp32, or the division
+    would lose what the scale had saved."""
     if scale == 1.0:
         return gradient.clone()
-    wide = gradient if math.log2(torch.finfo(gradient.dtype).max) > 16 else gradient.float()
-    return wide / scale
+    in_fp32 = gradient if math.log2(torch.finfo(gradient.dtype).max) > 16 else gradient.float()
+    return in_fp32 / scale

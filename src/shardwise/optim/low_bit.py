@@ -1,9 +1,11 @@
-"""AdamW whose two states take one byte per number: torchao's AdamW8bit on plain local shards; on CUDA one pass updates them (low_bit_kernel.py).
+"""AdamW with quantized states of one byte per element: torchao's AdamW8bit on plain local shards; on CUDA one pass
+updates them (kernels/triton/low_bit_adamw.py).
 
-A state is cut into blocks of 256 numbers, each stored as 8-bit codes and one fp32 scale: 2.03 bytes per parameter instead of 8. The
-update itself is computed in fp32. Blocks are cut from what a rank holds, so another layout may round its states at other places.
-Tensors that are small or do not divide into blocks keep their states in fp32; `kept_in_fp32` counts them. Invariant: what
-leaves (`dequantized`) is fp32, what comes back is cut into blocks again, so checkpoints know nothing of 8 bits.
+A state is cut into blocks of 256 elements, each stored as 8-bit codes and one fp32 scale: 2.03 bytes per parameter
+instead of 8. The update itself is computed in fp32. Blocks are cut from what a rank holds, so another layout may
+quantize its states in other blocks. Tensors that are small or do not divide into blocks keep their states in fp32;
+`kept_in_fp32` counts them. Invariant: what leaves (`dequantized`) is fp32, what comes back is cut into blocks again,
+so checkpoints know nothing of 8 bits.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from shardwise.optim.low_bit_update import scalars_of
 from shardwise.optim.master_weights import LowPrecisionOf, take_gradient
 from shardwise.spec.extras import LOWBIT_INSTALL
 
-SMALLEST = 4096  # numbers: below it, 8 bits save nothing worth their rounding (torchao's rule, and bitsandbytes')
+SMALLEST = (
+    4096  # elements: below it, 8 bits save nothing worth their quantization error (torchao's rule, and bitsandbytes')
+)
 CHUNK = 2**18
-"""Numbers that are updated at a time without the kernel: the codes' lookups take several bytes each while they are computed."""
+"""Elements that are updated at a time without the kernel: looking their codes up takes several bytes each."""
 
 
 def is_quantized(parameter: Tensor) -> bool:
@@ -35,13 +39,13 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def kept_in_fp32(parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """How many tensors keep fp32 states, and how many numbers they have together."""
+    """How many trained tensors keep fp32 states, and how many elements they have together."""
     sizes = [p.numel() for p in parameters if p.requires_grad and not is_quantized(p)]
     return len(sizes), sum(sizes)
 
 
 def dequantized(value: Tensor) -> Tensor:
-    """A state as fp32, or as it is if it was never anything else."""
+    """A state in fp32: of 8-bit codes what they stand for, anything else as it is."""
     return value.dequantize() if hasattr(value, "codes") else value
 
 
@@ -52,7 +56,8 @@ def adamw8bit(
     eps: float,
     low_precision_of: LowPrecisionOf = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """`low_precision_of`: on CUDA the update writes the 16-bit copies of fp32 weights too."""
+    """AdamW over these groups with 8-bit states. `low_precision_of`: on CUDA the update writes the 16-bit weights of
+    fp32 masters too."""
     for group in groups:
         for parameter in group["params"]:
             _check_format(parameter)
@@ -62,6 +67,7 @@ def adamw8bit(
 
 
 def _check_format(parameter: nn.Parameter) -> None:
+    """Refuses parameters that an fp32 update would round."""
     if parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return
     name = str(parameter.dtype).removeprefix("torch.")
@@ -73,7 +79,7 @@ def _check_format(parameter: nn.Parameter) -> None:
 
 
 def load_torchao() -> None:
-    """torchao, or three lines. Its import complains about compiled parts that nothing here uses."""
+    """Imports torchao, or refuses in three lines. Its import warns about compiled parts that nothing here uses."""
     noise = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in noise]
     for logger in noise:
@@ -95,21 +101,21 @@ def _adamw8bit_class() -> Any:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     class BlockAdamW(AdamW8bit):
-        """torchao's, but for what is said at each method."""
+        """torchao's class, but for what is said at each method."""
 
         grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
         low_precision_of: LowPrecisionOf = MappingProxyType({})
 
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-            """Whoever is not in 8 bits is in fp32, also for weights in 16 bits."""
+            """States that are not in 8 bits are in fp32, also those of 16-bit weights."""
             if not is_quantized(p):
                 return torch.zeros_like(p, dtype=torch.float32)
             return OptimState8bit.zeros(p.shape, signed, BLOCK, p.device, dtype=p.dtype)
 
         @torch.no_grad()
         def step(self, closure: None = None) -> None:
-            """On CUDA one kernel per tensor, where there is Triton. Elsewhere the same arithmetic, chunk by chunk: compiling takes longer than most
-            runs on a CPU, and needs a C++ compiler."""
+            """On CUDA one kernel per tensor, where there is Triton. Elsewhere the same arithmetic, chunk by chunk:
+            compiling takes longer than most runs on a CPU, and needs a C++ compiler."""
             factor, self.grad_factor = self.grad_factor, None
             for group in self.param_groups:
                 if group["params"][0].is_cuda and has_kernel():
@@ -155,18 +161,19 @@ def _adamw8bit_class() -> Any:
             for first in range(0, flat.numel(), CHUNK):
                 part = slice(first, first + CHUNK)
                 moments = [_part(state[key], part) for key in ("exp_avg", "exp_avg_sq")]
-                wide = [dequantized(moment) for moment in moments]
+                in_fp32 = [dequantized(moment) for moment in moments]
                 g = gradient[part] if factor is None else gradient[part] * factor.to(gradient)
                 single_param_adam(
-                    flat[part], g, state["step"], *wide, None,
+                    flat[part], g, state["step"], *in_fp32, None,
                     group["lr"], *group["betas"], group["weight_decay"], group["eps"], True, False,
                 )  # fmt: skip
-                for moment, value in zip(moments, wide, strict=True):
+                for moment, value in zip(moments, in_fp32, strict=True):
                     if moment is not value:
                         _put(moment, value, value.view(-1, BLOCK).abs().amax(1))
 
         def load_state_dict(self, state_dict: Any) -> None:
-            """fp32 states come back in blocks. Where a block is what it was, its codes are too, and its scale but for one rounding."""
+            """fp32 states are quantized again. Where a block is what it was, its codes are too, and its scale but for
+            one rounding."""
             rates = [group["lr"] for group in self.param_groups]
             saved = state_dict["state"]
             super().load_state_dict({**state_dict, "state": {}})
@@ -191,8 +198,9 @@ def _adamw8bit_class() -> Any:
         return OptimState8bit(state.codes.view(-1)[part], state.scale[blocks], state.qmap, state.signed, torch.float32)
 
     def _scale_of(blocks: Tensor, buffer: Any) -> Tensor:
-        """Of what may have been codes before. torchao takes the largest number of a block for its scale; but the lowest code
-        stands for -0.993, so a block whose largest number was negative would shrink each time it comes by."""
+        """The scales of blocks that may have been codes before. torchao takes the largest element of a block; but the
+        lowest code stands for -0.993, so a block whose largest element was negative would shrink each time it comes
+        by."""
         largest = blocks.amax(1)
         return torch.maximum(largest, blocks.amin(1) / buffer.qmap[0]) if buffer.signed else largest
 

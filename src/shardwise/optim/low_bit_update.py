@@ -1,10 +1,11 @@
-"""What one update of AdamW with 8-bit states computes: plain operations over whole tensors, to read, and to compare the kernel with (low_bit_kernel.py).
+"""What one update of AdamW with 8-bit states computes: plain operations over whole tensors, to read, and to compare
+the kernel with (kernels/triton/low_bit_adamw.py).
 
-    gradient, weight, codes and scales are read once; weight, codes, scales and the weight's 16-bit copy are written once
+    gradient, weight, codes and scales are read once; weight, codes, scales and low-precision weight are written once
 
-The arithmetic is that of torchao's single_param_adam. Its own compiled step reads gradients in fp32, so that casting, clipping and copying are passes of
-their own: 36 bytes per number instead of 16 over masters with copies. Nothing waits for the device: numbers of the step are the host's, clipping's factor
-is read where it is. Read next: low_bit.py.
+The arithmetic is that of torchao's single_param_adam. Its own compiled step reads gradients in fp32, so that casting,
+clipping and copying are passes of their own: 36 bytes per element instead of 16 over master weights. Nothing waits
+for the device: scalars of the step are the host's, the factor that clips is read where it is. Read next: low_bit.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shardwise.kernels.low_bit_codes import BLOCK, SMALLEST_SCALE, nearest
 
 
 def scalars_of(group: dict[str, Any], count: int, device: torch.device) -> Tensor:
-    """What an update reads, in this order, in step `count`."""
+    """The scalars of step `count` in the order in which an update reads them, in fp32 on `device`."""
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     corrections = 1 - beta1**count, (1 - beta2**count) ** 0.5
     values = (lr * group["weight_decay"], 1 - beta1, 1 - beta2, lr, group["eps"], *corrections)
@@ -28,13 +29,13 @@ def scalars_of(group: dict[str, Any], count: int, device: torch.device) -> Tenso
 
 def plain_update(
     weight: Tensor,
-    copy: Tensor | None,
+    low_precision: Tensor | None,
     gradient: Tensor,
     factor: Tensor | None,
     scalars: Tensor,
     moments: tuple[Any, Any],
 ) -> None:
-    """In place: weight, copy and moments, which are torchao's with codes, or fp32."""
+    """In place: the weight, its low-precision weight, and the moments, which are torchao's with codes or fp32."""
     decay, rest1, rest2, lr, eps, correction1, correction2 = scalars[:7].unbind()
     first, second = (moment.dequantize() if hasattr(moment, "codes") else moment for moment in moments)
     g = gradient.float() if factor is None else gradient.float() * factor.float()
@@ -44,8 +45,8 @@ def plain_update(
     second = second + rest2 * (g * g - second)
     w = w - lr * (first / correction1) / (second.sqrt() / correction2 + eps)
     weight.copy_(w)
-    if copy is not None:
-        copy.copy_(w)
+    if low_precision is not None:
+        low_precision.copy_(w)
     for moment, value in zip(moments, (first, second), strict=True):
         if not hasattr(moment, "codes"):
             moment.copy_(value)

@@ -1,8 +1,8 @@
-"""Where fp16 overflows: the first number of a step that is not finite, and the layer that made it.
+"""Where fp16 overflows: the first tensor of a step that is not finite, and the layer that made it.
 
-A step that overflowed is run once more with hooks on every module. What is not finite first, in the order of computation, is the
-cause; all that follows is infected. Invariant: the pass changes no weight, and every rank takes part in it, whether it finds
-something or not.
+A step that overflowed is run once more with hooks on every module. What is not finite first, in the order of
+computation, is the cause; all that follows is infected. Invariant: the pass changes no weight, and every rank takes
+part in it, whether it finds something or not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 FORWARD, BACKWARD, SUMS = 0, 1, 2
-MESSAGE_BYTES = 512
+TEXT_BYTES = 512  # of what a rank found: all ranks exchange texts of one length
 
 
 @dataclass(frozen=True, order=True)
 class Overflow:
-    """Ordered by time: forward goes up the stages, backward down, then gradients are summed."""
+    """What was not finite. Ordered by time: forward goes up the stages, backward down, then gradients are summed."""
 
     phase: int
     stage: int  # negative while going down
@@ -42,7 +42,8 @@ def first_overflow(
     device: torch.device,
     world: int,
 ) -> Overflow | None:
-    """Collective. `models`: the stages of this rank. `compute`: forward and backward of the step. `gradients`: what came out of it."""
+    """Collective. The earliest overflow of all ranks, or None. `models`: the stages of this rank, by number.
+    `compute`: forward and backward of the step. `gradients`: what came out of it, by name."""
     found: list[Overflow] = []
 
     def note(phase: int, stage: int, what: str, value: Any) -> None:
@@ -81,12 +82,13 @@ def _watch(
 
 
 def _earliest(mine: Overflow | None, device: torch.device, world: int) -> Overflow | None:
-    """Over all ranks. Names are short texts of one length: nothing is pickled."""
+    """Collective. The first in time of what all ranks found. Names are short texts of one length: nothing is
+    pickled."""
     if world == 1:
         return mine
-    text = json.dumps(astuple(mine) if mine else None).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES)
-    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    messages = [torch.empty_like(message) for _ in range(world)]
-    dist.all_gather(messages, message)
-    told = [json.loads(bytes(message.tolist())) for message in messages]
-    return min((Overflow(*fields) for fields in told if fields), default=None)
+    text = json.dumps(astuple(mine) if mine else None).encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
+    mine_encoded = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    encoded = [torch.empty_like(mine_encoded) for _ in range(world)]
+    dist.all_gather(encoded, mine_encoded)
+    found = [json.loads(bytes(one.tolist())) for one in encoded]
+    return min((Overflow(*fields) for fields in found if fields), default=None)

@@ -20,7 +20,7 @@ class LearningRate:
     decay_share: float
 
     def __call__(self, step: int) -> float:
-        """`step` starts at 1."""
+        """The learning rate of a step; the first one is 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         start = self.warmup_steps
@@ -37,6 +37,7 @@ class LearningRate:
 
 
 def learning_rate(optimizer: OptimizerConfig, num_steps: int, global_batch: int) -> LearningRate:
+    """The schedule that a config asks for, over `num_steps` steps of `global_batch` sequences."""
     warmup = optimizer.warmup if optimizer.warmup >= 1 else optimizer.warmup * num_steps
     return LearningRate(
         peak=optimizer.lr * batch_scale(optimizer, global_batch),
@@ -49,6 +50,7 @@ def learning_rate(optimizer: OptimizerConfig, num_steps: int, global_batch: int)
 
 
 def batch_scale(optimizer: OptimizerConfig, global_batch: int) -> float:
-    """How much `lr_scaling` changes the learning rate for this batch. Linear: Goyal et al. 2017; sqrt: Krizhevsky 2014."""
+    """The factor by which `lr_scaling` changes the learning rate for this batch. Linear: Goyal et al. 2017; sqrt:
+    Krizhevsky 2014."""
     ratio = global_batch / (optimizer.reference_batch or global_batch)
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.lr_scaling]

@@ -1,8 +1,10 @@
-"""The optimizer in CPU memory: its state lives there and its update runs there, whatever device the model is on (ZeRO-Offload).
+"""The optimizer in CPU memory: its state lives there and its update runs there, whatever device the model is on
+(ZeRO-Offload).
 
-Gradients go down on a stream of their own while backward still runs, each as soon as it is complete; updated parameters come back
-group by group, while the CPU updates the next group. Invariant: between steps every master in CPU memory equals the parameter on the
-device. Read next: optimizer.py, what this shares with the other kinds; nvme.py, where state lies on a disk.
+Gradients go down on a stream of their own while backward still runs, each as soon as it is complete; updated
+parameters come back group by group, while the CPU updates the next group. Invariant: between steps every master in
+CPU memory equals the parameter on the device. Read next: optimizer.py, what this shares with the other kinds;
+nvme.py, where state lies on a disk.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ GROUP_ELEMENTS = 2**24  # of parameters that are updated at a time: 64 MiB in fp
 
 
 class StreamingOptimizer(OffloadedOptimizer):
-    """Parameters on a device, masters and state in pinned CPU memory."""
+    """Parameters on a device, master weights and state in pinned CPU memory."""
 
     takes_gradients_early = True
 
@@ -85,7 +87,7 @@ class StreamingOptimizer(OffloadedOptimizer):
 
     @torch.no_grad()
     def reload_masters(self) -> None:
-        """After the parameters were written from outside, by a checkpoint."""
+        """To be called after the parameters were written from outside, by a checkpoint."""
         for group in self.groups:
             for piece in group.pieces:
                 piece.master.copy_(piece.shard.local)
@@ -98,7 +100,8 @@ def _arrived(landing: Tensor, event: Any) -> Tensor:
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Work for another stream, that begins when what was launched so far on this one is done."""
+    """A context for work on another stream, which begins when what was launched so far on this one is done. Nothing
+    without a stream."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream(stream.device))

@@ -1,7 +1,9 @@
-"""One scratch file of one rank: direct, aligned, asynchronous reads and writes, and what can be wrong with its directory.
+"""One scratch file of one rank: direct, aligned, asynchronous reads and writes, and what can be wrong with its
+directory.
 
-Invariant: the file has no name. It is unlinked as soon as it is open, so the system frees it however the process ends: nothing is
-left to find or to clean up, and nothing of it is ever trusted again. Checkpoints are the truth. No torch here. Read next: nvme.py.
+Invariant: the file has no name. It is unlinked as soon as it is open, so the system frees it however the process
+ends: nothing is left to find or to clean up, and nothing of it is ever trusted again. Checkpoints are the truth. No
+torch here. Read next: nvme.py.
 """
 
 from __future__ import annotations
@@ -62,9 +64,11 @@ class ScratchFile:
         self._threads = ThreadPoolExecutor(QUEUE_DEPTH, thread_name_prefix="offload")
 
     def read(self, offset: int, buffer: memoryview) -> Transfer:
+        """Starts to fill the buffer with what the file has from `offset` on."""
         return self._start(os.preadv, offset, buffer)
 
     def write(self, offset: int, buffer: memoryview) -> Transfer:
+        """Starts to write the buffer, which must not change until that is done."""
         return self._start(os.pwritev, offset, buffer)
 
     def close(self) -> None:
@@ -95,6 +99,7 @@ class ScratchFile:
 
 
 def aligned(num_bytes: int) -> int:
+    """The next whole number of `ALIGNMENT` bytes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,8 +1,10 @@
-"""The optimizer's state on a disk: a bounded buffer in memory, everything else in one scratch file per rank (ZeRO-Infinity).
+"""The optimizer's state on a disk: a bounded buffer in memory, everything else in one scratch file per rank
+(ZeRO-Infinity).
 
-All numbers of a rank stand in one long row, cut into groups of one size. In the file a group is one stretch: each state of its
-numbers after the other. A step goes through the groups: while one is updated, the next two are read and the one before is written.
-Invariant: memory holds `NUM_BUFFERS` groups of state, never more, however large the model is; every transfer is aligned.
+All elements of a rank stand in one long row, cut into groups of one size. In the file a group is one stretch: each
+state of its elements after the other. A step goes through the groups: while one is updated, the next two are read and
+the one before is written. Invariant: memory holds `NUM_BUFFERS` groups of state, never more, however large the model
+is; every transfer is aligned.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ READ_AHEAD = 2
 
 
 class NvmeOptimizer(OffloadedOptimizer):
-    """Parameters where they are; state in a file under `directory`. On a GPU gradients stay there until their group's turn."""
+    """Parameters where they are; state in a file under `directory`. On a GPU gradients stay there until their group's
+    turn."""
 
     more_rows = 0  # of memory, beside the buffers
 
@@ -37,7 +40,7 @@ class NvmeOptimizer(OffloadedOptimizer):
         self.dtype = next((shard.local.dtype for shard in held if shard.local.requires_grad), torch.float32)
         self.names, self.counts = state_names(build, self.dtype)
         self.rows = self._rows()
-        self._counters: dict[int, dict[str, Tensor]] = {}  # what is no row of numbers stays in memory, by piece
+        self._counters: dict[int, dict[str, Tensor]] = {}  # step counters stay in memory, by piece
         super().__init__(held, build)
         self.file = ScratchFile(directory, len(self.groups) * self.group_bytes)
         self._buffers = [
@@ -45,7 +48,7 @@ class NvmeOptimizer(OffloadedOptimizer):
         ]
 
     def _rows(self) -> list[str]:
-        """What of each number is in the file, in this order."""
+        """What of each element is in the file, in this order."""
         return self.names
 
     def _make_groups(self, build: Build) -> Iterator[UpdateGroup]:
@@ -57,8 +60,8 @@ class NvmeOptimizer(OffloadedOptimizer):
         total = sum(_padded(shard.local.numel(), unit) for shard in self.shards)
         in_memory = NUM_BUFFERS * (len(self.rows) + 2 * self._is_away) + self.more_rows
         fits = self.buffer_bytes // (in_memory * size) // unit * unit
-        self.numbers = max(unit, min(fits, _padded(-(-total // NUM_BUFFERS), unit)))
-        self.row_bytes = self.numbers * size
+        self.num_elements = max(unit, min(fits, _padded(-(-total // NUM_BUFFERS), unit)))
+        self.row_bytes = self.num_elements * size
         self.group_bytes = len(self.rows) * self.row_bytes
         self.scratch_bytes = 2 * self.row_bytes * self._is_away  # what comes from a GPU and goes back
         self._places: dict[int, int] = {}  # by piece: where it begins in its group
@@ -67,13 +70,13 @@ class NvmeOptimizer(OffloadedOptimizer):
         for shard in self.shards:
             start, count = 0, shard.local.numel()
             while start < count or count == 0:
-                stop = min(count, start + self.numbers - place)
+                stop = min(count, start + self.num_elements - place)
                 piece = Piece(shard, start, stop, self._master(shard.local, start, stop))
                 self._places[id(piece)] = place
                 pieces.append(piece)
                 place += _padded(stop - start, unit)
                 start = stop
-                if place >= self.numbers:
+                if place >= self.num_elements:
                     yield self._group(pieces, build)
                     pieces, place = [], 0
                 if not count:  # a rank without rows keeps counters for it, as others do
@@ -135,7 +138,7 @@ class NvmeOptimizer(OffloadedOptimizer):
                     buffer.take(self._scratch(buffer, piece, 1), gradient, piece)
 
     def _bind(self, piece: Piece, buffer: Buffer) -> None:
-        """The master and its gradient."""
+        """Gives the inner optimizer the master and its gradient, as views of this buffer or of the shard."""
         gradient = piece.shard.gradient
         if gradient is None:
             piece.master.grad = None
@@ -146,7 +149,7 @@ class NvmeOptimizer(OffloadedOptimizer):
             piece.master.grad = gradient.reshape(-1)[piece.start : piece.stop].view_as(piece.master)
 
     def _show(self, group: UpdateGroup, piece: Piece, buffer: Buffer) -> None:
-        """The optimizer's entry for a piece: views of the buffer."""
+        """Makes the inner optimizer's entry for a piece: views of the buffer."""
         self._bind(piece, buffer)
         if piece.master.grad is None:
             return
@@ -170,7 +173,7 @@ class NvmeOptimizer(OffloadedOptimizer):
             piece.master.grad = None
         buffer.under_way = self.file.write(number * self.group_bytes, buffer.view[: self.written_bytes])
 
-    # Rows of numbers ------------------------------------------------------------------------------------------------
+    # Rows of elements ------------------------------------------------------------------------------------------------
 
     def _buffer(self, number: int) -> Buffer:
         return self._buffers[number % len(self._buffers)]
@@ -181,15 +184,15 @@ class NvmeOptimizer(OffloadedOptimizer):
         return self.group_bytes
 
     def _row(self, buffer: Buffer, piece: Piece, name: str) -> Tensor:
-        return buffer.numbers(self.rows.index(name) * self.row_bytes, self._places[id(piece)], piece)
+        return buffer.elements(self.rows.index(name) * self.row_bytes, self._places[id(piece)], piece)
 
     def _scratch(self, buffer: Buffer, piece: Piece, row: int) -> Tensor:
-        return buffer.numbers(self.group_bytes + row * self.row_bytes, self._places[id(piece)], piece)
+        return buffer.elements(self.group_bytes + row * self.row_bytes, self._places[id(piece)], piece)
 
     # State by parameter ---------------------------------------------------------------------------------------------
 
     def state_of(self, local: nn.Parameter) -> dict[str, Tensor]:
-        """Read through the file, piece by piece."""
+        """The state of one parameter, read from the file piece by piece."""
         pieces = self.pieces[local]
         found = {key: value.clone() for key, value in self._counters[id(pieces[0][1])].items()}
         if self.counts and not found:
@@ -218,7 +221,8 @@ class NvmeOptimizer(OffloadedOptimizer):
             self.file.write(place, view).wait()
 
     def place(self, group: UpdateGroup, piece: Piece, name: str) -> tuple[int, memoryview]:
-        """Where a piece begins in the file, all of which is written then, and its part of the first buffer, which nobody uses."""
+        """The offset of a piece's row in the file and its part of the first buffer, which nobody uses: all transfers
+        are done by then."""
         for buffer in self._buffers:
             buffer.under_way.wait()
             buffer.under_way = NOTHING
@@ -240,7 +244,8 @@ class NvmeOptimizer(OffloadedOptimizer):
 
 
 class Buffer:
-    """Memory for one group: its state as the file has it, and behind it room for what comes from a GPU and goes back."""
+    """Memory for one group: its state as the file has it, and behind it room for what comes from a GPU and goes
+    back."""
 
     def __init__(self, group_bytes: int, scratch_bytes: int, device: torch.device, dtype: torch.dtype):
         size, on_gpu = group_bytes + scratch_bytes, device.type == "cuda"
@@ -254,7 +259,7 @@ class Buffer:
         self.under_way: Transfer = NOTHING
         self.stream: Any = torch.cuda.Stream(device) if on_gpu else None
 
-    def numbers(self, first_byte: int, place: int, piece: Piece) -> Tensor:
+    def elements(self, first_byte: int, place: int, piece: Piece) -> Tensor:
         first = first_byte // self._memory.itemsize + place
         return self._memory[first : first + piece.stop - piece.start]
 
@@ -272,7 +277,8 @@ class Buffer:
 
 
 def state_names(build: Build, dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """What an optimizer keeps for a parameter: names of rows of numbers, and of counters. Found by a step on a small one."""
+    """What an optimizer keeps for a parameter: names of states of its shape, and of counters. Found by a step on a
+    small one."""
     probe = nn.Parameter(torch.ones(2, 2, dtype=dtype))
     optimizer = build([probe])
     probe.grad = torch.ones_like(probe)
@@ -286,7 +292,8 @@ def _padded(count: int, unit: int) -> int:
 
 
 def on_disk_copy(value: Tensor, directory: str) -> Tensor:
-    """For whole states on their way to a checkpoint: memory that a nameless file stands behind, so the system may take it back."""
+    """A copy of a whole state on its way to a checkpoint, in memory behind which a nameless file stands: the system
+    may take it back."""
     value = value.detach()
     if not value.nbytes:
         return value.cpu()

@@ -1,9 +1,10 @@
 """Parameters, gradients and optimizer state on a disk: memory holds the blocks that are computed with, and a buffer.
 
-A block's parameters are read when FSDP2 gathers it and forgotten after; the block that came next the last time is read ahead. A
-gradient is written as soon as the last backward has it. Then the optimizer goes through the file as in nvme.py, with two more rows
-per group. Invariant: between uses the tensors of parameters have shapes and no memory; `Shard.value` and `Shard.put` know where
-the numbers are. While micro-batches accumulate, their gradients stay in memory. For CPUs only so far.
+A block's parameters are read when FSDP2 gathers it and forgotten after; the block that came next the last time is
+read ahead. A gradient is written as soon as the last backward has it. Then the optimizer goes through the file as in
+nvme.py, with two more rows per group. Invariant: between uses the tensors of parameters have shapes and no memory;
+`Shard.value` and `Shard.put` know where the elements are. While micro-batches accumulate, their gradients stay in
+memory. For CPUs only so far.
 """
 
 from __future__ import annotations
@@ -48,9 +49,12 @@ class GatheredGroup(Protocol):
 
 
 Served = list[tuple[GatheredParameter, HeldParameter]]
+"""The trained parameters of a group, as FSDP2 and as the optimizer hold them."""
 
 
 class NvmeModel(NvmeOptimizer):
+    """Parameters, gradients and state in the file; FSDP2's groups are read just before they are gathered."""
+
     takes_gradients_early = True
     more_rows = NUM_LANDINGS
 
@@ -94,7 +98,7 @@ class NvmeModel(NvmeOptimizer):
         for group, piece in self.pieces[shard.local]:
             landing = next(self._next_landing)
             landing.under_way.wait()
-            landing.numbers(0, 0, piece).copy_(gradient.reshape(-1)[piece.start : piece.stop])
+            landing.elements(0, 0, piece).copy_(gradient.reshape(-1)[piece.start : piece.stop])
             place, view = self.place(group, piece, "gradient")
             landing.under_way = self.file.write(place, landing.view[: len(view)])
         shard.elsewhere.gradient = partial(self._gradient, shard)
@@ -121,7 +125,8 @@ class NvmeModel(NvmeOptimizer):
 
 
 def _give_memory_back() -> None:
-    """Blocks come and go. glibc keeps freed memory of up to 32 MiB in its heaps, full of holes: from 1 MiB on, it shall not."""
+    """Blocks come and go. glibc keeps freed memory of up to 32 MiB in its heaps, full of holes: from 1 MiB on, it
+    shall not."""
     threshold, one_mib = -3, 2**20  # M_MMAP_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(threshold, one_mib)
@@ -180,7 +185,7 @@ class _Reader:
         lengths = [aligned(param.rows.numel() * size) for param, _ in params]
         free = self._free.get(sum(lengths), [])
         memory = free.pop() if free else new_buffer(sum(lengths))
-        numbers, view = torch.frombuffer(memory, dtype=self.owner.dtype), memoryview(memory)
+        elements, view = torch.frombuffer(memory, dtype=self.owner.dtype), memoryview(memory)
         tensors, blocks, first = [], [], 0
         for (param, shard), length in zip(params, lengths, strict=True):
             at = first
@@ -188,7 +193,7 @@ class _Reader:
                 place, part = self.owner.place(group, piece, "parameter")
                 blocks += self.owner.file.read(place, view[at : at + len(part)]).blocks
                 at += len(part)
-            tensors.append(numbers[first // size :][: param.rows.numel()])
+            tensors.append(elements[first // size :][: param.rows.numel()])
             first += length
         self._ready[key] = memory, tensors, Transfer(blocks)
 

@@ -1,8 +1,10 @@
-"""An optimizer whose state is not beside the model: what all kinds of offload have in common (ZeRO-Offload, ZeRO-Infinity).
+"""An optimizer whose state is not beside the model: what all kinds of offload have in common (ZeRO-Offload,
+ZeRO-Infinity).
 
-Owns the cut of a rank's parameters into groups that are updated one after the other, each by an optimizer of torch's own. The class
-here updates parameters that are in CPU memory anyway, in place: nothing is copied. cpu.py and nvme.py move things. Invariant: from
-outside this is a torch optimizer over `shard.local`, and `state[shard.local]` is that parameter's state, wherever it lies.
+Owns the cut of a rank's parameters into groups that are updated one after the other, each by an optimizer of torch's
+own. The class here updates parameters that are in CPU memory anyway, in place: nothing is copied. cpu.py and nvme.py
+move things. Invariant: from outside this is a torch optimizer over `shard.local`, and `state[shard.local]` is that
+parameter's state, wherever it lies.
 """
 
 from __future__ import annotations
@@ -16,15 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Build = Callable[[Iterable[nn.Parameter]], Optimizer]
-"""Makes an optimizer of torch's own over some parameters. It may look at their number of dimensions, and updates element by element."""
+"""Makes an optimizer of torch's own over some parameters. It may look at their number of dimensions, and updates
+element by element."""
 
 
 @dataclass
 class Elsewhere:
-    """What has left the device: a gradient until the step is over, a parameter that lies on a disk for good."""
+    """What of a parameter has left the device: its gradient until the step is over, or itself, which lies on a disk
+    for good."""
 
-    gradient: Callable[[], Tensor] | None = None  # brings it
-    squared_norm: Tensor | None = None  # the sum of its squares, on the device
+    gradient: Callable[[], Tensor] | None = None  # brings it back
+    squared_norm: Tensor | None = None  # of the gradient, on the device
     read: Callable[[], Tensor] | None = None
     write: Callable[[Tensor], None] | None = None
 
@@ -48,7 +52,7 @@ class HeldParameter(Protocol):
 
 @dataclass
 class Piece:
-    """Numbers `start` to `stop` of one shard, and the parameter that the inner optimizer has for them."""
+    """Elements `start` to `stop` of one shard, and the parameter that the inner optimizer has for them."""
 
     shard: HeldParameter
     start: int
@@ -58,6 +62,8 @@ class Piece:
 
 @dataclass
 class UpdateGroup:
+    """Pieces that are updated at once, by an optimizer of their own."""
+
     pieces: list[Piece]
     optimizer: Optimizer
     number: int = 0
@@ -87,6 +93,7 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update, group by group. Gradients are multiplied by `grad_factor` on their way."""
         factor = None if self.grad_factor is None else self.grad_factor.detach().cpu()
         self._begin()
         for number, group in enumerate(self.groups):
@@ -99,8 +106,8 @@ class OffloadedOptimizer(Optimizer):
         self.grad_factor = None
 
     def stream_gradients(self, shards: Sequence[HeldParameter], is_last: Callable[[], bool]) -> None:
-        """Let these gradients leave as soon as backward has them. For those that are complete then; `is_last`: whether the
-        backward that runs is the step's last for them."""
+        """Lets these gradients leave as soon as backward has them: those to which nothing is added later. `is_last`:
+        whether the backward that runs is the step's last for them."""
         ours = {id(shard.local) for shard in self.shards if self.takes_gradients_early}
         for shard in shards:
             if id(shard.local) in ours:
@@ -109,7 +116,7 @@ class OffloadedOptimizer(Optimizer):
                 )
 
     def about(self) -> str:
-        """A line for people: where things are."""
+        """A line for people that says where state and parameters are."""
         return "offload  nothing moves: parameters and optimizer state are in CPU memory, where the update runs"
 
     # What the subclasses say ----------------------------------------------------------------------------------------
@@ -133,20 +140,23 @@ class OffloadedOptimizer(Optimizer):
     def _give_back(self, number: int) -> None:
         """The group was updated."""
 
-    def _end(self) -> None: ...
+    def _end(self) -> None:
+        """All groups were updated."""
 
     # State by parameter ---------------------------------------------------------------------------------------------
 
     def state_of(self, local: nn.Parameter) -> dict[str, Tensor]:
+        """The state of one parameter by name; empty before the first step."""
         ((group, piece),) = self.pieces[local]
         return dict(group.optimizer.state[piece.master]) if piece.master in group.optimizer.state else {}
 
     def put_state(self, local: nn.Parameter, key: str, value: Tensor) -> None:
-        """One tensor of a checkpoint, already cut to this rank's share."""
+        """Takes over one tensor of a checkpoint, already cut to this rank's share."""
         ((group, piece),) = self.pieces[local]
         group.optimizer.state[piece.master][key] = in_memory(value, piece.master)
 
     def load_state_dict(self, state_dict: Any) -> None:
+        """As torch's: states by the number of the parameter."""
         ordered = [local for group in self.param_groups for local in group["params"]]
         for number, state in state_dict["state"].items():
             for key, value in state.items():
@@ -154,6 +164,8 @@ class OffloadedOptimizer(Optimizer):
 
 
 class _StateByParameter(Mapping[nn.Parameter, dict[str, Tensor]]):
+    """What `optimizer.state` is for those who read it: states are brought when they are asked for."""
+
     def __init__(self, optimizer: OffloadedOptimizer):
         self.optimizer = optimizer
 
@@ -171,8 +183,8 @@ class _StateByParameter(Mapping[nn.Parameter, dict[str, Tensor]]):
 
 @torch.no_grad()
 def update(optimizer: Optimizer, factor: Tensor | None) -> None:
-    """One step of torch's optimizer over gradients times `factor`. Fused kernels divide by a number on their way; it has 32 bits, so
-    wider gradients are multiplied first."""
+    """One step of torch's optimizer over gradients times `factor`. Fused kernels divide by a scalar on their way; it
+    has 32 bits, so fp64 gradients are multiplied first."""
     inner: Any = optimizer
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if factor is None or not gradients:
@@ -190,7 +202,8 @@ def update(optimizer: Optimizer, factor: Tensor | None) -> None:
 
 
 def in_memory(value: Tensor, like: Tensor) -> Tensor:
-    """A copy of a state as torch keeps it: counters as they are, the rest in the parameter's format and shape."""
+    """A copy of a state as torch keeps it: counters on the CPU, the rest with the parameter's device, format and
+    shape."""
     if not value.ndim:
         return value.detach().clone().cpu()
     return value.detach().to(like.device, like.dtype, copy=True).view_as(like)
