@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.memory.account import Account, Point
+from shardwise.memory.account import Account
+from shardwise.memory.points import Point
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
-from shardwise.run.memory_owners import holders_of
+from shardwise.run.memory_owners import owners_of
 from shardwise.run.step import accumulate, update
 from shardwise.spec.model import ModelSpec
 
@@ -43,7 +44,7 @@ def three_steps(spec: ModelSpec, trial: Trial, layout: dict[str, Any], watched: 
     engine = build_trial(spec, plan, trial, dist.get_rank() if dist.is_initialized() else 0, device)
     optimizer = engine.optimizer(trial.optimizer)
     clock, losses = Clock(device), []
-    account = Account(device, holders_of(engine, optimizer), clock)
+    account = Account(device, owners_of(engine, optimizer), clock)
     first, last, points = dict(account.held), dict(account.held), list[Point]()
     for step in (1, 2, 3):
         batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)

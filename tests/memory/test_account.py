@@ -11,7 +11,8 @@ import torch
 from accounted import Seen, three_steps, watch_layouts
 
 from shardwise.kernels.compiled import apply_compile
-from shardwise.memory.account import CATEGORIES, Account, OverLimit, OwnedTensor, Point, thinned
+from shardwise.memory.account import Account, OwnedTensor
+from shardwise.memory.points import CATEGORIES, OverLimit, Point, thinned
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize

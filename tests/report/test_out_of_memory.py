@@ -18,7 +18,7 @@ from ranks import RankPool
 from shardwise.config.load import load_config
 from shardwise.errors import Exit
 from shardwise.launch.local import start_ranks
-from shardwise.memory.account import OverLimit, Point
+from shardwise.memory.points import OverLimit, Point
 from shardwise.report.out_of_memory import out_of_memory
 from shardwise.run.rundir import RunDir
 from shardwise.run.start import make_job, new_run

@@ -1,12 +1,14 @@
 """What a rank holds at every moment of a step, by category, counted tensor by tensor.
 
-A dispatch mode sees the result of every operation and notes its storage; a weak reference says when that storage is gone. Views share
-a storage and count once. Who owns a storage is said by `held`: parameters, gradients, optimizer state, gathered buffers. The rest
-was made by a forward pass (activations) or by anything else (temporary). Invariant: it only looks. No operation gets other inputs,
-and no tensor lives longer. It costs Python time per operation, so it stays on for the first steps of a run only.
+A dispatch mode sees the result of every operation and notes its storage; a weak reference says when that storage is
+gone. Views share a storage and count once. Who owns a storage is said by `owners`: parameters, gradients, optimizer
+state, gathered buffers. The rest was made by a forward pass (activations) or by anything else (temporary). Invariant:
+it only looks. No operation gets other inputs, and no tensor lives longer. It costs Python time per operation, so it
+stays on for the first steps of a run only.
 
-FSDP2 frees and refills its buffers by `UntypedStorage.resize_`, which is no operation: while the account is open that method tells it,
-as in torch's own memory tracker. A backward pass on CUDA runs in threads of its own, to which autograd hands the mode on.
+FSDP2 frees and refills its buffers by `UntypedStorage.resize_`, which is no operation: while the account is open that
+method is wrapped, as in torch's own memory tracker. A backward pass on CUDA runs in threads of its own, to which
+autograd hands the mode on.
 """
 
 from __future__ import annotations
@@ -23,23 +25,29 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-CATEGORIES = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary")
+from shardwise.memory.points import CATEGORIES, OverLimit, Point
+
 RELABEL_SHARE = 0.02  # of what is held: as much may have found an owner before owners are asked again
 MAX_RAW_POINTS = 20_000
 
 
 class OwnedTensor(NamedTuple):
+    """A tensor whose owner is known."""
+
     category: str
     name: str
     tensor: Tensor
 
 
-Holders = Callable[[bool], Iterable[OwnedTensor]]
-"""Who owns what. True: everything; False: only what changes hands within a step, gradients and gathered copies."""
+Owners = Callable[[bool], Iterable[OwnedTensor]]
+"""Yields what is owned. True: everything; False: only what changes hands within a step, gradients and gathered
+parameters."""
 
 
 @dataclass(slots=True)
 class _Storage:
+    """A live storage: its bytes, its category and since when it is there."""
+
     size: int
     category: str
     born: float
@@ -48,38 +56,13 @@ class _Storage:
     name: str = ""
 
 
-class Point(NamedTuple):
-    """One moment. `during`: the clock's innermost open span, None outside of spans."""
-
-    at: float  # by the clock of time.perf_counter
-    held: tuple[int, ...]  # bytes, in the order of CATEGORIES
-    during: Any
-
-    @property
-    def total(self) -> int:
-        return sum(self.held)
-
-    def by_category(self) -> dict[str, int]:
-        return dict(zip(CATEGORIES, self.held, strict=True))
-
-
 class _Relabelled(NamedTuple):
+    """A storage whose owner was found after it was made."""
+
     born: float
     size: int
     before: str
     after: str
-
-
-class OverLimit(MemoryError):
-    """There is no more memory: `needed` of `limit` bytes at the moment `at`. `largest`: what takes most. `said`: the system's words."""
-
-    def __init__(self, needed: int, limit: int, at: Point, largest: list[tuple[str, int]], said: str = ""):
-        super().__init__(said or f"{needed} bytes of {limit}")
-        self.needed, self.limit, self.at, self.largest, self.said = needed, limit, at, largest, said
-
-    def beside(self, process: int) -> OverLimit:
-        """The same with what the process takes besides tensors."""
-        return OverLimit(self.needed + process, self.limit + process, self.at, self.largest)
 
 
 @dataclass(eq=False)
@@ -87,7 +70,7 @@ class Account(TorchDispatchMode):
     """`with account: …` around a step. It may be opened again for the next one; what it knows stays."""
 
     device: torch.device
-    holders: Holders
+    owners: Owners
     clock: Any
     limit: int | None = None  # bytes that live tensors may reach
     points: list[Point] = field(default_factory=list)  # while `records`
@@ -105,7 +88,7 @@ class Account(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch asks: whether to load its compiler just to be told to leave this class alone. That takes seconds and 70 MiB."""
+        """torch asks whether to load its compiler, only to leave this class alone. That takes seconds and 70 MiB."""
         return False
 
     # Opening and closing -------------------------------------------------------------------------------------------
@@ -126,7 +109,8 @@ class Account(TorchDispatchMode):
 
     @contextmanager
     def of_saved(self) -> Iterator[None]:
-        """Around a step instead of `with account`, where blocks are compiled: of what operations make, only what autograd keeps for backward."""
+        """Around a step instead of `with account`, where blocks are compiled: of what operations make, only what
+        autograd saves for backward is counted."""
         self.label(everything=True)
 
         def keep(tensor: Tensor) -> Tensor:
@@ -174,13 +158,14 @@ class Account(TorchDispatchMode):
         return result
 
     def _made_by(self) -> str:
-        """A forward pass leaves activations, also one that a backward pass repeats: then gradients are recorded inside of it."""
+        """The category of a new storage. A forward pass leaves activations, also one that a backward pass repeats:
+        then gradients are recorded inside of it."""
         if torch._C._current_graph_task_id() != -1:
             return "activations" if torch.is_grad_enabled() else "temporary"
         return "activations" if any(span.name == "forward" for span in self.clock.open) else "temporary"
 
     def _note(self, tensor: Tensor, category: str = "", name: str = "") -> int:
-        """Count a tensor's storage if it is new; returns its bytes then."""
+        """Counts a tensor's storage if it is new; returns its bytes then, else 0."""
         if tensor.device.type != self.device.type:
             return 0
         storage = tensor.untyped_storage()
@@ -200,10 +185,10 @@ class Account(TorchDispatchMode):
             self._add(known.category, -known.size)
 
     def label(self, everything: bool = False) -> None:
-        """Ask the owners whose storages are whose; what nobody told of before is counted from now on."""
+        """Asks the owners whose storages are whose; what was not known before is counted from now on."""
         self._settle()
         seen, moved = set[int](), list[_Relabelled]()
-        for category, name, tensor in self.holders(everything):
+        for category, name, tensor in self.owners(everything):
             for part in plain_parts(tensor):
                 self._note(part, category, name)
                 known = self.storages.get(part.untyped_storage()._cdata)
@@ -221,7 +206,8 @@ class Account(TorchDispatchMode):
         self._unsure = 0
 
     def _correct(self, moved: list[_Relabelled]) -> None:
-        """An owner that is found late was the owner since the storage was made: the moments since then are told anew."""
+        """An owner that is found late was the owner since the storage was made: the moments since then are
+        corrected."""
         if not moved:
             return
         self.peak = _corrected(self.peak, [change for change in moved if change.born <= self.peak.at])
@@ -239,21 +225,21 @@ class Account(TorchDispatchMode):
         self.held[category] += size
         self._total += size
 
-    # Telling -------------------------------------------------------------------------------------------------------
+    # Reading -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Forget earlier peaks and points: a new step is looked at."""
+        """Forgets earlier peaks and points: a new step is looked at."""
         self._settle()
         self.points.clear()
         self.first = self.peak = self.now()
 
     def fullest(self) -> dict[str, int]:
-        """Of each category, the most that was held at any recorded moment."""
+        """The most bytes of each category that were held at any recorded moment."""
         moments = [self.peak, *self.points]
         return {name: max(p.held[index] for p in moments) for index, name in enumerate(CATEGORIES)}
 
     def largest(self, number: int = 3) -> list[tuple[str, int]]:
-        """The storages that take most, with their owners' names or how they look."""
+        """The storages that take most bytes, with their owners' names, or category and shape."""
         first = sorted(self.storages.values(), key=lambda known: -known.size)[:number]
         return [(known.name or f"{known.category} {list(known.shape)}", known.size) for known in first]
 
@@ -275,6 +261,7 @@ class Account(TorchDispatchMode):
                 ]
 
     def now(self) -> Point:
+        """What is held at this moment."""
         during = self.clock.open[-1] if self.clock.open else None
         return Point(time.perf_counter(), tuple(self.held.values()), during)
 
@@ -288,7 +275,7 @@ def _corrected(point: Point, moved: list[_Relabelled]) -> Point:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that have memory: a DTensor or a quantised tensor is made of others."""
+    """The tensors that have memory: a DTensor or a quantized tensor is made of others."""
     if type(tensor) is Tensor:
         yield tensor
     elif is_traceable_wrapper_subclass(tensor):
@@ -296,17 +283,3 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_parts(getattr(tensor, name))
     else:
         yield tensor
-
-
-def thinned(points: list[Point], most: int) -> list[Point]:
-    """At most `most` points: the first, the last, and of equal stretches of time in between the fullest moment each."""
-    if len(points) <= most:
-        return list(points)
-    first, last = points[0], points[-1]
-    width = max(last.at - first.at, 1e-9) / (most - 2)
-    fullest: dict[int, Point] = {}
-    for point in points[1:-1]:
-        slot = min(int((point.at - first.at) / width), most - 3)
-        if slot not in fullest or point.total > fullest[slot].total:
-            fullest[slot] = point
-    return [first, *(fullest[slot] for slot in sorted(fullest)), last]

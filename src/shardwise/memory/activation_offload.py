@@ -1,9 +1,9 @@
 """Activation offload: what a block saves for backward waits in pinned CPU memory, and comes back one block ahead.
 
-Owns the hooks on saved tensors, two side streams and the pages: one page is what one block saved in one pass. Invariants: at most
-`LEAVING` pages are on their way out while forward computes on, and in backward at most one page is fetched ahead; parameters and
-small tensors stay. Blocks are wrapped outside of recomputation, so with `recompute=full` only their inputs travel. torch's own
-`save_on_cpu` copies in the stream that computes: nothing overlaps.
+Owns the hooks on saved tensors, two side streams and the pages: one page is what one block saved in one pass.
+Invariants: at most `LEAVING` pages are on their way out while forward computes on, and in backward at most one page
+is fetched ahead; parameters and small tensors stay. Blocks are wrapped outside of recompute, so with `recompute=full`
+only their inputs travel. torch's own `save_on_cpu` copies in the stream that computes: nothing overlaps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAVING = 2
 
 
 def apply_activation_offload(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """In place, after recomputation and before FSDP2 sees the blocks."""
+    """Wraps blocks in place, after recompute and before FSDP2 sees them."""
     check_activation_offload(device.type)
     store = _Offloader(device)
     for block in blocks:
@@ -36,6 +36,8 @@ def apply_activation_offload(blocks: Sequence[nn.Module], device: torch.device) 
 
 
 class _Offloader:
+    """The pages of all blocks of a model, and the two streams on which they travel."""
+
     def __init__(self, device: torch.device):
         # As tensors say it: `cuda` without a number is none of theirs.
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,5 @@
-"""What a forward pass depends on besides its arguments, to be put back when it is repeated; and keeping tensors for that."""
+"""What a forward pass depends on besides its arguments, to be put back when it is repeated; and keeping tensors for
+that."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 
 class Environment:
-    """Random numbers, autocast and torch-function modes (such as the one that puts weight gradients off) of this moment."""
+    """The state of random generators, autocast and torch-function modes (such as the one that defers weight
+    gradients) of this moment."""
 
     def __init__(self, device: torch.device | None, random: bool = True):
         self.kind = device.type if device is not None else "cpu"
@@ -27,6 +29,7 @@ class Environment:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        """Inside of it all of that is as it was; afterwards as before."""
         with ExitStack() as stack:
             for mode in self.modes:
                 stack.enter_context(mode)
@@ -41,6 +44,8 @@ class Environment:
 
 
 class _Keep(torch.autograd.Function):
+    """An operation that computes nothing and saves its inputs."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
@@ -52,10 +57,12 @@ class _Keep(torch.autograd.Function):
 
 
 def keep(tensors: Sequence[Tensor]) -> Tensor:
-    """Save tensors as an operation of the graph would: hooks of saved tensors see them, and changes in place are found out."""
+    """Saves tensors as an operation of the graph would: hooks of saved tensors see them, and changes in place are
+    found out. What comes back gives them to `kept`."""
     return _Keep.apply(torch.empty(0, requires_grad=True), *tensors)
 
 
 def kept(handle: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that `keep` saved."""
     assert handle.grad_fn is not None
     return handle.grad_fn.saved_tensors  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """The largest micro-batch that fits, from what micro-batches of one and of two sequences really took on this rank.
 
-Owns the arithmetic; run/micro_batch_search.py sends the two through the engine. Nothing larger is tried: a rank that ran out of memory would leave
-the others waiting. Invariant: what is chosen is predicted to need no more than HEADROOM of the limit, or it is 1.
+Owns the arithmetic; run/micro_batch_search.py sends the two through the engine. Nothing larger is tried: a rank that
+ran out of memory would leave the others waiting. Invariant: what is chosen is predicted to need no more than HEADROOM
+of the limit, or it is 1.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def largest_that_fits(
     pp_rank: int,
     limit: int,
 ) -> int:
-    """The first of `sizes` (largest first) that fits; 1 if none does. `states`: what a rank holds besides activations."""
+    """The first of `sizes` (largest first) that fits; 1 if none does. `states`: what a rank holds besides
+    activations."""
     for size in sizes:
         cut = replace(plan, micro_batch=size)
         if needed_bytes(spec, cut, states(cut), growth, pp_rank) <= HEADROOM * limit:

@@ -1,13 +1,16 @@
-"""Recomputation: what forward leaves out, backward computes again. Fewer bytes, more work, the same bits.
+"""Recompute (activation checkpointing): what forward leaves out, backward computes again. Fewer bytes, more work, the
+same bits.
 
-Owns the wrapping of blocks and the segment, the unit that is computed again at once. `full` makes each block a segment, `every-K`
-every K-th one, `sqrt` puts about sqrt(L) neighbours into each; `selective` is in selective.py. Invariant: inside a segment nothing is
-saved but its inputs, and those are saved the way an operation saves tensors, so whoever hooks saved tensors (counting, offload) sees
-them. Random numbers, autocast and torch-function modes are in backward what they were in forward.
+Owns the wrapping of blocks and the segment, the unit that is computed again at once. `full` makes each block a
+segment, `every-K` every K-th one, `sqrt` puts about sqrt(L) neighbours into each; `selective` is in selective.py.
+Invariant: inside a segment nothing is saved but its inputs, and those are saved the way an operation saves tensors,
+so whoever hooks saved tensors (counting, offload) sees them. Random draws, autocast and torch-function modes are in
+backward what they were in forward.
 
-torch's own checkpoint wants one function per segment. Here a segment grows call by call, because the loop over the blocks may be
-somebody else's; otherwise the idea is that of `use_reentrant=False`. Blocks are wrapped inside of what FSDP2 puts around them: it
-gathers the last block of a segment before backward reaches it, and the others as it does in any forward pass.
+torch's own checkpoint wants one function per segment. Here a segment grows call by call, because the loop over the
+blocks may be somebody else's; otherwise the idea is that of `use_reentrant=False`. Blocks are wrapped inside of what
+FSDP2 puts around them: it gathers the last block of a segment before backward reaches it, and the others as it does
+in any forward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from shardwise.spec.recompute import segments
 
 
 def apply_recompute(blocks: Sequence[nn.Module], mode: str, first: int = 0) -> None:
-    """In place, for consecutive blocks of which the first is number `first` of the model; before FSDP2 sees them."""
+    """Wraps consecutive blocks in place, the first of which is number `first` of the model; before FSDP2 sees them."""
     if mode == "selective":
         for block in blocks:
             block.forward = select(block.forward)
@@ -79,6 +82,8 @@ class _Previous(NamedTuple):
 
 
 class _Kept(NamedTuple):
+    """An argument that was saved."""
+
     number: int
     requires_grad: bool
 
@@ -116,8 +121,8 @@ class _BlockCall:
 
 
 class _Result:
-    """A tensor that a call returned, to be recognised when it comes back as an argument of the next one. It may come as an alias (FSDP2
-    makes one); while the original lives, equal places in memory mean that it is the same."""
+    """A tensor that a call returned, to be recognised when it comes back as an argument of the next one. It may come
+    as an alias (FSDP2 makes one); while the original lives, equal places in memory mean that it is the same."""
 
     def __init__(self, tensor: Tensor):
         self.alive, self.version, self.place = weakref.ref(tensor), tensor._version, _place(tensor)
@@ -141,7 +146,7 @@ class _Held:
 
 
 class _Done(Exception):
-    """Everything that was saved is there again: what would follow, such as a last matrix product, is not needed."""
+    """Everything that was saved is there again: what would follow, such as a last matmul, is not needed."""
 
 
 class _Segment:
@@ -190,7 +195,8 @@ class _Segment:
         try:
             with torch.enable_grad(), saved_tensors_hooks(take, _never):
                 for call in self.calls:
-                    # Backward has gathered the parameters of the last block. The others are called from outside, where FSDP2 does it.
+                    # Backward has gathered the parameters of the last block. The others are called from outside,
+                    # where FSDP2 does it.
                     is_last = call is self.calls[-1]
                     block = self.owner.forwards[call.position] if is_last else self.owner.blocks[call.position]
                     args, kwargs = call.arguments(results)

@@ -1,13 +1,15 @@
-"""Selective recomputation: outputs of projections and of fused attention are kept, what is cheap between them is computed again.
+"""Selective recompute (activation checkpointing): outputs of projections and of fused attention are kept, what is
+cheap between them is computed again.
 
-Owns the choice and its bookkeeping, one block at a time. While a block runs, a torch-function mode writes down each cheap call (norms,
-activations, products, rotations, casts, plain attention scores). When the block has ended, every tensor that autograd wanted to save
-is one of three: made by no cheap call, then it is kept; made by one whose inputs are kept anyway, then it is dropped and computed again
-in backward; or made by one whose inputs would have to be kept instead, then nothing is won and it is kept. Invariants: calls are repeated
-as they were made, so gradients have the same bits; kept tensors are saved as any operation saves them.
+Owns the choice and its bookkeeping, one block at a time. While a block runs, a torch-function mode writes down each
+cheap call (norms, activations, elementwise products, rotations, casts, plain attention scores). When the block has
+ended, every tensor that autograd wanted to save is one of three: made by no cheap call, then it is kept; made by one
+whose inputs are kept anyway, then it is dropped and computed again in backward; or made by one whose inputs would
+have to be kept instead, then nothing is won and it is kept. Invariants: calls are repeated as they were made, so
+gradients have the same bits; kept tensors are saved as any operation saves them.
 
-torch's own way (`create_selective_checkpoint_contexts`) looks at every operation of the block twice, in Python, which cost 21 % of a
-step of `tiny` on a CPU: docs/log.md has the figures.
+torch's own way (`create_selective_checkpoint_contexts`) looks at every operation of the block twice, in Python, which
+cost 21 % of a step of `tiny` on a CPU: docs/log.md has the figures.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ CHEAP = {
     "to", "float", "type_as", "cat", "stack", "pad", "repeat_interleave", "contiguous", "flatten", "reshape",
     "where", "masked_fill", "matmul", "bmm",
 }  # fmt: skip
-"""Names of torch functions. `matmul` is of two activations, as in plain attention; projections are `linear`, which is not here."""
+"""Names of torch functions. `matmul` is of two activations, as in plain attention; projections are `linear`, which is
+not here."""
 
 SMALL = 8
-"""Numbers that a call saves on the side (one per row of a norm) are kept when they are this many times fewer than its results."""
+"""What a call saves on the side (one element per row of a norm) is kept when it is this many times smaller than its
+result."""
 
 
 def select(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's forward with these rules."""
+    """A block's forward that saves by these rules."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +63,7 @@ class _KeptTensors:
     handle: Tensor | None = None
     tensors: tuple[Tensor, ...] = ()
 
-    def fill(self, tensors: list[Tensor]) -> None:
+    def save(self, tensors: list[Tensor]) -> None:
         self.handle = keep(tensors)
 
     def __getitem__(self, index: int) -> Tensor:
@@ -94,14 +98,13 @@ class _CheapCall:
         self.inputs = list(_tensors((*args, *kwargs.values())))  # until the block has ended
         self.result: Tensor | None = None  # the same
         self.num_saved = 0
-        self.num_waiting = (
-            0  # a list of them would be a circle, and the block would stay until the garbage collector comes
-        )
+        # A list of those who wait would be a circle, and the block would stay until the garbage collector comes.
+        self.num_waiting = 0
         self.num_given = 0
         self.again: tuple[Tensor, list[Tensor]] | None = None  # what it made in backward, while somebody waits for it
 
     def output(self, memo: dict[int, Tensor]) -> Tensor:
-        """At most once per request (`memo`); where saved tensors wait for it, once for all."""
+        """Its result, computed at most once per request (`memo`); where saved tensors wait for it, once for all."""
         if self.num_waiting:
             return self.repeated(memo)[0]
         if id(self) not in memo:
@@ -126,7 +129,7 @@ class _CheapCall:
         with torch.enable_grad(), self.environment.restored(), saved_tensors_hooks(note, _never):
             output = self.func(*args, **kwargs)
         found = list(saved)
-        saved.clear()  # the graph of `output` holds the hook, and what it has noted holds the graph: neither would ever go
+        saved.clear()  # the graph of `output` holds the hook, and what it noted holds the graph: neither would ever go
         return output.detach(), found
 
 
@@ -247,7 +250,7 @@ class _Ledger(TorchFunctionMode):
                 assert slot.original is not None
                 slot.view = view(slot.original)
             slot.original = None
-        store.fill(staying)
+        store.save(staying)
         for call in self.calls:
             call.inputs, call.result = [], None
         self.calls, self.slots = [], []
@@ -268,7 +271,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _memory(x: Tensor | None) -> int:
-    """Tensors with the same number share memory. Good while they live."""
+    """Identifies a tensor's storage: equal for tensors that share memory, as long as they live."""
     assert x is not None
     return x.untyped_storage()._cdata
 

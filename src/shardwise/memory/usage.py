@@ -1,4 +1,4 @@
-"""How much memory this process has used at most, and how much activations one sequence leaves behind."""
+"""How many bytes this process has used at most, and how many one forward pass saves for backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 
 
 def peak_bytes(device: torch.device) -> int:
-    """CUDA: the allocator's peak. CPU: the largest resident set of the process."""
+    """Bytes. CUDA: the allocator's peak. CPU: the largest resident set of the process, 0 where the system does not
+    say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -22,7 +23,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int | None:
-    """What the process has in memory now; None where the system does not say."""
+    """Bytes that the process has in memory now; None where the system does not say."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from shardwise.cluster.describe.machine import this_machine
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
-from shardwise.memory.account import OverLimit
+from shardwise.memory.points import OverLimit
 from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.resolve.fit import Way, needed_memory, ways_to_fit
 from shardwise.plan.resolve.refusal import Asked, typed

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import torch
 
 from shardwise.kernels.quantized_weight import LEAVES
-from shardwise.memory.account import Holders, OwnedTensor, plain_parts
+from shardwise.memory.account import OwnedTensor, Owners, plain_parts
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp2 import ParameterGroup, parameter_groups
 
 
-def holders_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Holders:
+def owners_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Owners:
     """Of one rank. A storage belongs to whom it is named for first."""
     groups = [group for model in engine.models for group in parameter_groups(model)]
     names = {id(shard.local): shard.name for shard in engine.shards}
@@ -55,7 +55,7 @@ def _gathered(group: ParameterGroup) -> Iterator[OwnedTensor]:
 def kept_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """What this rank keeps between the last backward and the update, tensor by tensor; step counters are left out."""
     kept = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
-    for held in holders_of(engine, optimizer)(True):
+    for held in owners_of(engine, optimizer)(True):
         if held.category in kept and held.tensor.ndim:
             kept[held.category] += sum(part.nbytes for part in plain_parts(held.tensor))
     return kept

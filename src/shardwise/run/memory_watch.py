@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from shardwise.memory.account import CATEGORIES, Account, OverLimit, Point, thinned
+from shardwise.memory.account import Account
+from shardwise.memory.points import CATEGORIES, OverLimit, Point, thinned
 from shardwise.memory.usage import peak_bytes, resident_bytes
 from shardwise.parallel.engine import Engine
 from shardwise.plan.prediction.memory import PROCESS_BYTES
 from shardwise.run.clock import Clock
-from shardwise.run.memory_owners import holders_of
+from shardwise.run.memory_owners import owners_of
 
 MAX_POINTS = 300
 MEASURED = (*CATEGORIES, "reserved", "peak")
@@ -40,7 +41,7 @@ class MemoryWatch:
     ):
         """`limit`: bytes that a rank may use; None: nobody looks."""
         self.device, self.steps = engine.mesh.device, steps
-        self.account = Account(self.device, holders_of(engine, optimizer), clock)
+        self.account = Account(self.device, owners_of(engine, optimizer), clock)
         self.limit, self.clock = limit, clock
         self.is_compiled, self.accumulates = _compiles(engine, optimizer), engine.plan.num_microbatches > 1
         self.is_open, self.activations, self.tensors = False, 0, 0

@@ -18,7 +18,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.plan.prediction.memory import APART, predict_memory
 from shardwise.plan.resolve.resolve import micro_batch_sizes
 from shardwise.run.clock import Clock
-from shardwise.run.memory_owners import holders_of
+from shardwise.run.memory_owners import owners_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
@@ -48,7 +48,7 @@ def _taken(engine: Engine, size: int) -> Taken:
     tokens = torch.zeros(size, engine.plan.seq_len, dtype=torch.long, device=device)
     micro = TensorBatch(tokens, torch.full_like(tokens, IGNORE), None)
     clock = Clock(device)
-    account = Account(device, holders_of(engine, None), clock, records=True)
+    account = Account(device, owners_of(engine, None), clock, records=True)
     with engine.as_written(), account:
         account.begin()
         before = _allocated(device)
