@@ -18,7 +18,7 @@ BLOCK = 1024  # numbers of one program: two reads of 16 bytes per thread and fp3
 
 def update(
     master: Tensor,
-    copy: Tensor,
+    low_precision: Tensor,
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
@@ -30,12 +30,13 @@ def update(
     gradient, size = gradient.contiguous(), master.numel()
     if not size:
         return
-    is_cut = not copy.is_contiguous()  # pieces of it lie between pieces of another (`join` in model/experts.py)
-    assert not is_cut or copy[0].is_contiguous(), copy.stride()
-    piece, stride = (copy[0].numel(), copy.stride(0)) if is_cut else (size, size)
+    # Pieces of it may lie between pieces of another (`join` in model/experts.py).
+    is_cut = not low_precision.is_contiguous()
+    assert not is_cut or low_precision[0].is_contiguous(), low_precision.stride()
+    piece, stride = (low_precision[0].numel(), low_precision.stride(0)) if is_cut else (size, size)
     has_factor = factor is not None
     _adamw[(triton.cdiv(size, BLOCK),)](
-        master, copy, gradient, first, second, scalars, factor if has_factor else scalars, size, piece, stride,
+        master, low_precision, gradient, first, second, scalars, factor if has_factor else scalars, size, piece, stride,
         has_factor, is_cut, BLOCK,
     )  # fmt: skip
 

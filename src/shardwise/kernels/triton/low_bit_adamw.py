@@ -26,13 +26,13 @@ ROWS = 4  # blocks of one program: each of 128 threads has 8 numbers, two reads 
 
 def update(
     weight: Tensor,
-    copy: Tensor | None,
+    low_precision: Tensor | None,
     gradient: Tensor,
     factor: Tensor | None,
     scalars: Tensor,
     moments: tuple[Any, Any],
 ) -> None:
-    """In place: weight, copy and moments, which are torchao's with codes, or fp32."""
+    """In place: weight, low_precision and moments, which are torchao's with codes, or fp32."""
     gradient, size = gradient.contiguous(), weight.numel()
     if not size:
         return
@@ -41,16 +41,18 @@ def update(
     assert all(tensor.is_contiguous() for tensor in (weight, *states))
     piece = stride = size
     is_apart = False
-    if copy is not None and not copy.is_contiguous():  # it lies between pieces of another (`join` in model/experts.py)
-        piece, stride = copy[0].numel(), copy.stride(0)
-        is_apart = piece % BLOCK + stride % BLOCK != 0 or not copy[0].is_contiguous()
-    has_copy, has_factor = copy is not None and not is_apart, factor is not None
+    if (
+        low_precision is not None and not low_precision.is_contiguous()
+    ):  # it lies between pieces of another (`join` in model/experts.py)
+        piece, stride = low_precision[0].numel(), low_precision.stride(0)
+        is_apart = piece % BLOCK + stride % BLOCK != 0 or not low_precision[0].is_contiguous()
+    has_copy, has_factor = low_precision is not None and not is_apart, factor is not None
     _adamw8bit[(triton.cdiv(size, ROWS * BLOCK),)](
-        weight, copy if has_copy else weight, gradient, factor if has_factor else scalars, scalars, *states, size, piece, stride,
+        weight, low_precision if has_copy else weight, gradient, factor if has_factor else scalars, scalars, *states, size, piece, stride,
         has_factor, has_copy, piece != size, is_quantized, ROWS, BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
-    if copy is not None and is_apart:
-        copy.copy_(weight)
+    if low_precision is not None and is_apart:
+        low_precision.copy_(weight)
 
 
 def _parts(moment: Any) -> tuple[Tensor, ...]:
