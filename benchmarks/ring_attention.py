@@ -37,7 +37,8 @@ from torch import Tensor
 from shardwise.model.attention import attend
 from shardwise.model.masking import Mask
 from shardwise.parallel.context.attention_blocks import Score
-from shardwise.parallel.context.ring import Ring, View, Zigzag, ring_backward, ring_forward
+from shardwise.parallel.context.ring import Ring, ring_backward, ring_forward
+from shardwise.parallel.context.zigzag import AttentionView, Zigzag
 
 RESULTS = Path(__file__).parent / "results"
 TARGET_TIME, TARGET_BALANCE = 1.15, 1.05
@@ -59,7 +60,7 @@ def rows(options: argparse.Namespace, device: str, dtype: torch.dtype) -> list[T
     return [torch.randn(1, options.tokens, n, options.width, device=device, dtype=dtype) for n in heads]
 
 
-def pass_through(tensors: list[Tensor], ring: Any, view: View) -> None:
+def pass_through(tensors: list[Tensor], ring: Any, view: AttentionView) -> None:
     q, k, v, grad = tensors
     score = Score(q.shape[-1] ** -0.5)
     out, lse = ring_forward(q, k, v, ring, view, score)
@@ -112,7 +113,7 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
     assert dist.group.WORLD is not None
     ring = Ring(dist.group.WORLD)
     tensors = rows(options, "cpu", torch.float32)
-    view = View(Zigzag(ring.size, rank, options.tokens), None, None, torch.device("cpu"))
+    view = AttentionView(Zigzag(ring.size, rank, options.tokens), None, None, torch.device("cpu"))
     mine = [view.place.take(x) for x in tensors]
     kv = torch.cat([x.flatten() for x in mine[1:3]])
     alone = Alone(ring.size, rank)
@@ -198,7 +199,7 @@ def on_one_gpu(options: argparse.Namespace) -> dict[str, Any]:
     for dtype in (torch.bfloat16, torch.float32):
         tensors = rows(options, "cuda", dtype)
         views = [
-            View(Zigzag(options.ranks, rank, options.tokens), None, None, torch.device("cuda"))
+            AttentionView(Zigzag(options.ranks, rank, options.tokens), None, None, torch.device("cuda"))
             for rank in range(options.ranks)
         ]
         parts = [[view.place.take(x) for x in tensors] for view in views]

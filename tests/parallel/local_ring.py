@@ -14,7 +14,8 @@ from torch import Tensor
 from shardwise.model.attention import attend
 from shardwise.model.masking import MaskBuilder
 from shardwise.parallel.context.attention_blocks import Score
-from shardwise.parallel.context.ring import View, Zigzag, ring_backward, ring_forward
+from shardwise.parallel.context.ring import ring_backward, ring_forward
+from shardwise.parallel.context.zigzag import AttentionView, Zigzag
 from shardwise.spec.model import LayerSpec
 
 WAIT_S = 60
@@ -92,12 +93,18 @@ def through_ring(
     return [back_in_order([rank[i] for rank in by_rank]) for i in range(4)], rings
 
 
-def view_of(shape: Shape, size: int, index: int, documents: Tensor | None, device: torch.device) -> View:
+def view_of(shape: Shape, size: int, index: int, documents: Tensor | None, device: torch.device) -> AttentionView:
     window = shape.window if shape.window is not None and shape.window < shape.tokens else None
-    return View(Zigzag(size, index, shape.tokens), window, documents, device)
+    return AttentionView(Zigzag(size, index, shape.tokens), window, documents, device)
 
 
 def back_in_order(parts: list[Tensor]) -> Tensor:
     """Rank i has pieces i and 2P - 1 - i: written down here once more, by hand."""
     halves = [part.chunk(2, dim=1) for part in parts]
     return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=1)
+
+
+def ring_bytes(size: int, num_elements: int, element_bytes: int, work_bytes: int) -> tuple[int, int]:
+    """Bytes that one rank should send in forward and in backward, of one layer and micro-batch."""
+    forward = (size - 1) * num_elements * element_bytes
+    return forward, forward + (size - 1) * num_elements * work_bytes

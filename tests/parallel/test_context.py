@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_ring import Shape, draw, plain, through_ring, view_of
+from local_ring import Shape, draw, plain, ring_bytes, through_ring, view_of
 from torch import Tensor
 
 from shardwise.demo.wire import Wire, of_kind, total
@@ -16,10 +16,17 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.initialize import initialize
 from shardwise.model.masking import MaskBuilder
-from shardwise.parallel.context.attention_blocks import Score, Sight, attend_block, attend_block_backward, choose, merge
-from shardwise.parallel.context.ring import Block, Zigzag, ring_bytes
+from shardwise.parallel.context.attention_blocks import (
+    Score,
+    Sight,
+    attend_block,
+    attend_block_backward,
+    choose_kernel,
+    merge,
+)
 from shardwise.parallel.context.sequence_split import ContextParallel, apply_context_parallel
 from shardwise.parallel.context.ulysses import ulysses_attention
+from shardwise.parallel.context.zigzag import QueryKeyBlock, Zigzag
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.spec.model import LayerSpec
@@ -145,7 +152,10 @@ def test_blocks_hold_every_pair_that_may_look_and_no_other(window: int | None, d
 def test_blocks_outside_the_window_or_of_other_documents_are_not_computed() -> None:
     place = Zigzag(4, 0, 64)  # pieces of 8: rank 0 has tokens 0-7 and 56-63
     assert [len(place.blocks(source, window=4)) for source in range(4)] == [2, 1, 0, 0]
-    assert place.blocks(0, window=8) == [Block(slice(0, 8), slice(0, 8), True), Block(slice(8, 16), slice(8, 16), True)]
+    assert place.blocks(0, window=8) == [
+        QueryKeyBlock(slice(0, 8), slice(0, 8), True),
+        QueryKeyBlock(slice(8, 16), slice(8, 16), True),
+    ]
     shape = Shape(1, 64, 1, 1, 4, 4)
     quarters = torch.arange(64)[None] // 16  # four documents of two pieces each
     found = [[len(blocks) for blocks in view_of(shape, 4, rank, quarters, CPU).plan] for rank in range(4)]
@@ -156,9 +166,9 @@ def test_blocks_outside_the_window_or_of_other_documents_are_not_computed() -> N
 
 def test_fused_kernels_are_used_where_they_can_be() -> None:
     q = torch.zeros(1, 4, 2, 8)
-    assert choose(q, q, q, Sight(), Score(1.0)) == "cpu"
-    assert choose(q, q, q[..., :4], Sight(), Score(1.0)) == "math"
-    assert choose(q, q, q, Sight(), Score(1.0, softcap=30.0)) == "math"
+    assert choose_kernel(q, q, q, Sight(), Score(1.0)) == "cpu"
+    assert choose_kernel(q, q, q[..., :4], Sight(), Score(1.0)) == "math"
+    assert choose_kernel(q, q, q, Sight(), Score(1.0, softcap=30.0)) == "math"
 
 
 def test_bytes_are_those_of_the_formula_and_heads_are_not_repeated() -> None:

@@ -7,7 +7,7 @@ import torch
 from local_ring import Shape, draw, plain, through_ring, view_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.parallel.context.attention_blocks import Score, Sight, attend_block, choose
+from shardwise.parallel.context.attention_blocks import Score, Sight, attend_block, choose_kernel
 
 pytestmark = pytest.mark.cuda
 
@@ -41,7 +41,7 @@ def test_rows_that_see_nothing_in_a_block_weigh_nothing(dtype: torch.dtype) -> N
     """The memory-efficient kernel answers LSE 0 for them."""
     q = torch.randn(1, 2, 40, 64, device="cuda", dtype=dtype)
     allowed = torch.ones(1, 1, 40, 40, dtype=torch.bool, device="cuda").tril(-1)
-    assert choose(q, q, q, Sight(allowed_1TS=allowed), Score(0.1)) == "efficient"
+    assert choose_kernel(q, q, q, Sight(allowed_1TS=allowed), Score(0.1)) == "efficient"
     out, lse = attend_block(q, q, q, Sight(allowed_1TS=allowed), Score(0.1))
     assert bool((lse[..., 0] == float("-inf")).all()) and bool(lse[..., 1:].isfinite().all())
     assert bool((out[:, :, 0] == 0).all())
@@ -51,7 +51,9 @@ def test_kernels_by_format_and_mask() -> None:
     q = torch.zeros(1, 2, 16, 64, device="cuda")
     masked = Sight(allowed_1TS=torch.ones(1, 1, 16, 16, dtype=torch.bool, device="cuda"))
     found = [
-        choose(x, x, x, sight, Score(1.0)) for x in (q.bfloat16(), q, q.double()) for sight in (Sight(True), masked)
+        choose_kernel(x, x, x, sight, Score(1.0))
+        for x in (q.bfloat16(), q, q.double())
+        for sight in (Sight(True), masked)
     ]
     assert found[0] in ("cudnn", "flash")  # as torch decides for this GPU
     assert found[1:] == ["efficient", "efficient", "efficient", "math", "math"]
@@ -65,7 +67,7 @@ def test_both_kernels_for_16_bits(name: str, backend: SDPBackend) -> None:
     q, k, v = (x.transpose(1, 2) for x in tensors[:3])
     wanted = "cudnn" if backend == SDPBackend.CUDNN_ATTENTION else "flash"
     with sdpa_kernel(backend):
-        if choose(q, k, v, Sight(True), Score(0.1)) != wanted:
+        if choose_kernel(q, k, v, Sight(True), Score(0.1)) != wanted:
             pytest.skip(f"this GPU has no {wanted} kernel")
         found, _ = through_ring(shape, 4, tensors, None)
     truth = plain(shape, [x.double() for x in tensors], None)

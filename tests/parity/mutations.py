@@ -20,7 +20,7 @@ from ranks import RankFailure, RankHang
 from shardwise.data.loader import TensorBatch
 from shardwise.model.decoder import Hidden
 from shardwise.parallel import apply, engine, shards
-from shardwise.parallel.context import ring, ulysses
+from shardwise.parallel.context import ring, ulysses, zigzag
 from shardwise.parallel.context import sequence_split as context
 from shardwise.parallel.data import replicas as data
 from shardwise.parallel.expert import dispatch as expert
@@ -352,17 +352,17 @@ def shift_positions(patch: Patch) -> None:
 
 @mutation("one step of the ring is not computed", "cp=4 cp_kind=ring | dense | fp64 | even")
 def drop_a_ring_step(patch: Patch) -> None:
-    blocks = ring.Zigzag.blocks
+    blocks = zigzag.Zigzag.blocks
 
     def fewer(self: Any, source: int, window: int | None = None) -> Any:
         return [] if source == (self.index - 1) % self.size else blocks(self, source, window)
 
-    patch.setattr(ring.Zigzag, "blocks", fewer)
+    patch.setattr(zigzag.Zigzag, "blocks", fewer)
 
 
 @mutation("the pieces of the zigzag are kept in the wrong order", "cp=2 cp_kind=ring | grouped-query | fp64 | even")
 def swap_the_pieces(patch: Patch) -> None:
-    patch.setattr(ring.Zigzag, "pieces", lambda self, rank: (2 * self.size - 1 - rank, rank))
+    patch.setattr(zigzag.Zigzag, "pieces", lambda self, rank: (2 * self.size - 1 - rank, rank))
 
 
 @mutation(
@@ -417,7 +417,7 @@ def trust_the_kernels_lse(patch: Patch) -> None:
 
 @mutation("documents are forgotten between ranks", "cp=2 cp_kind=ring | dense | fp64 | ragged")
 def forget_documents_of_others(patch: Patch) -> None:
-    patch.setattr(ring.View, "_with_documents", lambda self, source: self.place.blocks(source, self.window))
+    patch.setattr(zigzag.AttentionView, "_with_documents", lambda self, source: self.place.blocks(source, self.window))
 
 
 @mutation("expert counts are those of a part of the sequence", "cp=2 cp_kind=ring | experts | fp64 | even")

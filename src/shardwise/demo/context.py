@@ -14,7 +14,7 @@ from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, on_the_wire, percent, same_as_one_process, table
 from shardwise.demo.wire import of_kind, total
 from shardwise.memory.usage import saved_bytes
-from shardwise.parallel.context.ring import Zigzag
+from shardwise.parallel.context.zigzag import Zigzag
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import trial_batch
 

@@ -1,9 +1,9 @@
 """Attention of some queries to some of the keys, so that parts can be put together: the blocks that a ring is made of.
 
-Owns the kernels that tell their log-sum-exp (LSE), their backward, and merging. Invariants: merging all blocks of a query
-gives softmax over all its keys, to rounding; a query that sees nothing in a block has LSE -inf there, so that the block
-weighs nothing. Backward of a block needs the merged output and LSE, nothing of other blocks. FlashAttention, arXiv
-2205.14135, section 3.1 and appendix B. No communication here. Read next: `ring.py`.
+Owns the kernels that return their log-sum-exp (LSE), their backward, and merging. Invariants: merging all blocks of a
+query gives softmax over all its keys, to rounding; a query that sees nothing in a block has LSE -inf there, so that
+the block weighs nothing. Backward of a block needs the merged output and LSE, nothing of other blocks.
+FlashAttention, arXiv 2205.14135, section 3.1 and appendix B. No communication here. Read next: ring.py.
 
 Shapes: B batch, H heads, K key-value heads, T queries, S keys, C channels of a head.
 """
@@ -43,13 +43,13 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 def work_dtype(x: Tensor) -> torch.dtype:
-    """What blocks are merged in."""
+    """The format in which blocks are merged."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score: Score) -> tuple[Tensor, Tensor]:
     """Output (B, H, T, C) and LSE (B, H, T)."""
-    kernel = choose(q, k, v, sight, score)
+    kernel = choose_kernel(q, k, v, sight, score)
     if kernel == "math":
         return _math(q, k, v, sight, score)
     if kernel == "flash":
@@ -80,7 +80,7 @@ def attend_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, score: Score
 ) -> Gradients:
     """`out` and `lse` are the merged ones: then exp(score - lse) is each key's true share, and blocks just add up."""
-    kernel = choose(q, k, v, sight, score)
+    kernel = choose_kernel(q, k, v, sight, score)
     if kernel == "math":
         return _math_backward(grad, q, k, v, out, lse, sight, score)
     if kernel == "flash":
@@ -93,8 +93,8 @@ def attend_block_backward(
     if kernel == "cudnn":
         seed = torch.zeros((), dtype=torch.int64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,
-            sight.causal, scale=score.scale,
+            grad, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2],
+            0.0, sight.causal, scale=score.scale,
         )  # fmt: skip
     bias = _bias(q, k, sight)
     if kernel == "cpu":
@@ -111,14 +111,16 @@ def attend_block_backward(
 
 
 def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Adds a block to what these queries have so far, in place. They must have seen something: their own token comes first."""
+    """Adds a block to what these queries have so far, in place. They must have seen something: their own token comes
+    first."""
     both = torch.logaddexp(lse, more_lse)
     out.lerp_(more_out.to(out.dtype), (more_lse - both).exp().unsqueeze(-1))
     lse.copy_(both)
 
 
-def choose(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score: Score) -> str:
-    """math | cpu | cudnn | flash | efficient. Fused kernels know no soft cap and want values as wide as keys."""
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score: Score) -> str:
+    """The kernel of a block: math | cpu | cudnn | flash | efficient. Fused kernels know no soft cap and want values
+    as wide as keys."""
     if score.math or score.softcap or v.shape[-1] != q.shape[-1]:
         return "math"
     if not q.is_cuda:
@@ -132,7 +134,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score: Score) -> str:
     return "cudnn" if taken == SDPBackend.CUDNN_ATTENTION.value else "flash"
 
 
-# By definition ---------------------------------------------------------------------------------------------------------
+# By definition -------------------------------------------------------------------------------------------------------
 
 
 def _scores(q: Tensor, k: Tensor, sight: Sight, score: Score) -> Tensor:
@@ -173,7 +175,7 @@ def _shares(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
 
 
-# Small parts -----------------------------------------------------------------------------------------------------------
+# Small parts ---------------------------------------------------------------------------------------------------------
 
 
 def _bias(q: Tensor, k: Tensor, sight: Sight) -> Tensor | None:

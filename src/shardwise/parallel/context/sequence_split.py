@@ -1,9 +1,13 @@
 """Context parallelism: the ranks of a line share every sequence, each with 1/P of its tokens.
 
-Owns which tokens a rank keeps and how a plain decoder is told: the rank's tokens, targets and positions go in, and attention,
-the only place where tokens meet, is computed by `ring.py` or `ulysses.py`. Invariants: every rank is handed the same whole rows, and what
-it computes of the loss is the sum over its own tokens, so sums over ranks are those of one process. Generation, one
-token at a time, is not split: every rank computes all of it.
+Owns which tokens a rank keeps and how a plain decoder gets them: the rank's tokens, targets and positions go in, and
+attention, the only place where tokens meet, is computed by ring.py or ulysses.py. Invariants: every rank is handed
+the same whole rows, and what it computes of the loss is the sum over its own tokens, so sums over ranks are those of
+one process. Generation, one token at a time, is not split: every rank computes all of it.
+
+    split    the tokens of every sequence, also for ZeRO, whose states are spread over these ranks too
+    held     activations of 1/P of the tokens; all parameters, unless ZeRO shards them
+    sent     ring: keys and values to the next rank, in every layer; ulysses: two all-to-alls per layer
 """
 
 from __future__ import annotations
@@ -23,8 +27,9 @@ from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.masking import Mask
-from shardwise.parallel.context.ring import Ring, View, Zigzag, ring_attention
+from shardwise.parallel.context.ring import Ring, ring_attention
 from shardwise.parallel.context.ulysses import ulysses_attention
+from shardwise.parallel.context.zigzag import AttentionView, Zigzag
 from shardwise.parallel.tensor.collectives import all_gather, all_reduce
 from shardwise.parallel.traffic import Wait, unseen
 
@@ -37,7 +42,7 @@ class ContextParallel:
 
     group: dist.ProcessGroup
     kind: str  # ring | ulysses
-    wait: Wait = unseen  # around each of their messages
+    wait: Wait = unseen  # around each of their collectives
     ring: Ring = field(init=False)
     row: WholeRow | None = field(init=False, default=None)
     """Of the pass that runs now; None where it is not split."""
@@ -104,7 +109,7 @@ def _ring_inputs(model: Decoder, cp: ContextParallel, row: WholeRow) -> dict[int
         window = model.spec.layers[index].window
         window = window if window is not None and window < num_tokens else None
         if window not in views:
-            view = View(place, window, row.documents_BT, device)
+            view = AttentionView(place, window, row.documents_BT, device)
             views[window] = AttentionInputs(nothing, None, attend=partial(ring_attention, cp.ring, view))
         inputs[index] = views[window]
     return inputs
@@ -145,9 +150,9 @@ def _check_rows(cp: ContextParallel, tokens_BT: Tensor) -> None:
     mine = torch.tensor([*tokens_BT.shape, int(tokens_BT.sum())], device=tokens_BT.device)
     rows = [row.tolist() for row in all_gather(mine, cp.group, cp.wait)]
     if any(row != rows[0] for row in rows):
-        told = ", ".join(f"{batch} x {length}" for batch, length, _ in rows)
+        shapes = ", ".join(f"{batch} x {length}" for batch, length, _ in rows)
         raise UserError(
             f"the cp={cp.size} ranks that share a sequence were given different rows",
-            why=f"rows x tokens by rank: {told}; each must have the same whole rows, of which it takes its part",
+            why=f"rows x tokens by rank: {shapes}; each must have the same whole rows, of which it takes its part",
             fix="give every context-parallel rank the batch of its data-parallel index, in one sequence length",
         )

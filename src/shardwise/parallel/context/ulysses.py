@@ -1,8 +1,12 @@
 """Ulysses: for the time of attention, ranks exchange tokens for heads. arXiv 2309.14509.
 
-Each rank comes with a stretch of the tokens and all heads; an all-to-all gives it all tokens of some heads, ordinary attention
-runs with the ordinary mask of the whole row, and a second all-to-all takes the result back. Invariant: heads stay whole; key-value
-heads are repeated only as far as every rank needs one. Read next: `context.py`.
+Each rank comes with a stretch of the tokens and all heads; an all-to-all gives it all tokens of some heads, ordinary
+attention runs with the ordinary mask of the whole row, and a second all-to-all takes the result back. Invariant:
+heads stay whole; key-value heads are repeated only as far as every rank needs one. Read next: sequence_split.py.
+
+    split    tokens before and after attention, heads within
+    held     activations of T / P tokens, and within attention those of all tokens for H / P heads
+    sent     an all-to-all of q, k and v before attention and one of its output after, both again in backward
 
 Shapes: B batch, T tokens of the row, t = T / P of this rank, H heads, K key-value heads, C channels of a head, P ranks.
 """
@@ -32,13 +36,14 @@ def ulysses_attention(
     cap: float,
     wait: Wait = unseen,
 ) -> Tensor:
-    """`model.attention.attend` for the tokens of one rank: same arguments, same result. The mask is that of the whole row."""
+    """`model.attention.attend` for the tokens of one rank: same arguments, same result. The mask is that of the whole
+    row."""
     size = group.size()
     repeats = lcm(k_BtKC.shape[2], size) // k_BtKC.shape[2]
     if repeats > 1:
         k_BtKC, v_BtKC = k_BtKC.repeat_interleave(repeats, dim=2), v_BtKC.repeat_interleave(repeats, dim=2)
     parts = [x.unflatten(2, (size, -1)) for x in (q_BtHC, k_BtKC, v_BtKC)]
-    # One message per rank: its heads of q, k and v side by side.
+    # One all-to-all: to each rank its heads of q, k and v side by side.
     away_BtPX = torch.cat([part.flatten(3) for part in parts], dim=-1)
     home_BTX = _TokensForHeads.apply(away_BtPX, group, wait)
     widths = [part.shape[3] * part.shape[4] for part in parts]
@@ -48,7 +53,7 @@ def ulysses_attention(
     return out_BtPX.flatten(2).unflatten(2, (-1, out_BThC.shape[-1]))
 
 
-# Each is the other's backward ------------------------------------------------------------------------------------------
+# Each is the other's backward ----------------------------------------------------------------------------------------
 
 
 class _TokensForHeads(torch.autograd.Function):
@@ -79,6 +84,7 @@ def tokens_for_heads(x_BtPX: Tensor, group: dist.ProcessGroup, wait: Wait) -> Te
 
 
 def heads_for_tokens(x_BTX: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
+    """All tokens of our heads; comes back as our tokens, heads by rank."""
     return _exchange(x_BTX.unflatten(1, (group.size(), -1)).movedim(1, 0), group, wait).permute(1, 2, 0, 3)
 
 
