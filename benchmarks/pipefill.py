@@ -27,7 +27,7 @@ from pipeline_bubble import SECONDS, Sleeping
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.parallel.pipeline.idle_slots import fill_idle
+from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.bubble_filling import FIRST_ROUND, HEADROOM, LONGER, MESSAGE_S, PLAIN_STEPS, Filler
@@ -133,7 +133,7 @@ def _case(rank: int, schedule: str, virtual: int, rounds: int) -> dict[str, Any]
     found = filler.result()
     table, owners = engine.pipeline.table, engine.pipeline.owners
     price = {**SECONDS, "E": HEADROOM * SECONDS["F"]}
-    possible = fill_idle(
+    possible = fill_bubbles(
         table, owners, lambda action: price[action.kind] / virtual, MICRO_BATCHES * 8, MESSAGE_S, LONGER
     )[1]
     bubble = sum(simulate(table, owners, lambda action: price[action.kind] / virtual).bubble)

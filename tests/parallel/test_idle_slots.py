@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.parallel.pipeline.idle_slots import fill_idle
+from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.spec.actions import Action
 from shardwise.spec.schedules import SCHEDULES, schedule_actions, stage_owners
 from shardwise.spec.timeline import draw, simulate
@@ -25,25 +25,25 @@ def test_room_for_held_out_forwards(schedule: str, stages: int, room: int) -> No
     """4 ranks, 8 micro-batches. In gpipe the last rank idles for 9 units, 3 of them before anything can reach it. In zero-bubble
     all of its idle time is before that; in interleaved its two stages would have to wait for one another at the end."""
     actions, owners = schedule_actions(schedule, 4, stages, 8), stage_owners(schedule, 4, stages)
-    filled, number = fill_idle(actions, owners, unit, most=100)
+    filled, number = fill_bubbles(actions, owners, unit, most=100)
     assert number == room
     assert simulate(filled, owners, unit).total == simulate(actions, owners, unit).total
-    assert fill_idle(actions, owners, unit, most=1)[1] == min(1, room)
-    assert fill_idle(actions, owners, unit, most=0) == (actions, 0)
+    assert fill_bubbles(actions, owners, unit, most=1)[1] == min(1, room)
+    assert fill_bubbles(actions, owners, unit, most=0) == (actions, 0)
 
 
 def test_a_picture() -> None:
     actions, owners = schedule_actions("1f1b", 2, 1, 3), stage_owners("1f1b", 2, 1)
-    filled, _ = fill_idle(actions, owners, unit, most=9)
+    filled, _ = fill_bubbles(actions, owners, unit, most=9)
     assert draw(simulate(filled, owners, unit), 12) == "rank 0 |01**aa2bb.cc|\nrank 1 |.0aa1bb2cc**|"
 
 
 def test_no_room_for_what_takes_too_long() -> None:
     actions, owners = schedule_actions("1f1b", 2, 1, 8), stage_owners("1f1b", 2, 1)
     slow = UNIT | {"E": 2.1}
-    assert fill_idle(actions, owners, lambda action: slow[action.kind], most=9) == (actions, 0)
-    assert fill_idle(actions, owners, lambda action: slow[action.kind], most=9, longer=1.003) == (actions, 0)
-    assert fill_idle(actions, owners, lambda action: slow[action.kind], most=9, longer=1.008)[1] == 1  # 0.2 of 27
+    assert fill_bubbles(actions, owners, lambda action: slow[action.kind], most=9) == (actions, 0)
+    assert fill_bubbles(actions, owners, lambda action: slow[action.kind], most=9, longer=1.003) == (actions, 0)
+    assert fill_bubbles(actions, owners, lambda action: slow[action.kind], most=9, longer=1.008)[1] == 1  # 0.2 of 27
 
 
 @settings(max_examples=150)
@@ -64,7 +64,7 @@ def test_training_keeps_its_order_and_its_length(schedule, pp, num_microbatches,
     def seconds(action: Action) -> float:
         return prices[action.kind, action.stage]
 
-    filled, number = fill_idle(actions, owners, seconds, most=20, delay=delay, longer=longer)
+    filled, number = fill_bubbles(actions, owners, seconds, most=20, delay=delay, longer=longer)
     for rank, mine in enumerate(filled):
         assert tuple(action for action in mine if action.kind != "E") == actions[rank]
         held_out = {(action.stage, action.microbatch) for action in mine if action.kind == "E"}

@@ -17,7 +17,7 @@ from shardwise.model.experts import moe_layers
 from shardwise.optim.build import build_optimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.pipeline.execute import LAST_MESSAGES, Side
-from shardwise.parallel.pipeline.idle_slots import fill_idle
+from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.bubble_filling import FIRST_ROUND, PLAIN_STEPS, Filler, action_seconds, side_seconds
@@ -65,7 +65,7 @@ def trained(model: str, layout: dict[str, Any], num_filled: int) -> dict[str, An
     pipeline = engine.pipeline
     optimizer, clock = build_optimizer(TRIAL.optimizer, engine.locals()), Clock(CPU)
     held_out = (batch_of(engine, 98)[0].microbatches + batch_of(engine, 99)[0].microbatches)[:num_filled]
-    table, number = fill_idle(pipeline.table, pipeline.owners, lambda action: float(action.kind != "E"), num_filled)
+    table, number = fill_bubbles(pipeline.table, pipeline.owners, lambda action: float(action.kind != "E"), num_filled)
     assert number == num_filled
     found: dict[str, Any] = {"losses": [], "side": [], "evaluated": []}
     for step in range(1, 4):

@@ -1,7 +1,7 @@
 """Whole tensors from everybody's shards, on rank 0, and back: what checkpoints and proofs need.
 
-Stage by stage: the ranks of one replica's (shard, tp) plane put each tensor together, and its first rank sends it to rank 0.
-Nothing is pickled: a message is a JSON list of names, shapes and formats, then the tensors as they are.
+Stage by stage: the ranks of one replica's (shard, tp) plane put each tensor together, and its first rank sends it to
+rank 0. Nothing is pickled: what is sent is a JSON list of names, shapes and formats, then the tensors as they are.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def collect(engine: Holder, values: Values, extra: dict[str, Tensor] | None = No
 
 
 def share(tensors: dict[str, Tensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Rank 0's tensors on every rank, one at a time; what others hand in is not looked at."""
+    """Collective. Yields rank 0's tensors on every rank, one at a time; what others hand in is not looked at."""
     if mesh.is_alone:
         yield from tensors.items()
         return
@@ -80,7 +80,7 @@ def share(tensors: dict[str, Tensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> Values:
-    """What an optimizer keeps for each shard, as "exp_avg/NAME"; 8-bit states as the fp32 numbers they stand for."""
+    """What an optimizer keeps for each shard, as "exp_avg/NAME"; 8-bit states as the fp32 values they stand for."""
 
     def states(shard: Shard) -> dict[str, Tensor]:
         found = optimizer.state[shard.local].items() if shard.local in optimizer.state else ()
@@ -92,7 +92,8 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Values:
 def put_optimizer_states(
     engine: Holder, optimizer: torch.optim.Optimizer, states: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Full states by those names, cut to this rank's share. torch's own loading knows where each optimizer wants its counters."""
+    """Loads full states by those names, cut to this rank's share. torch's own loading knows where each optimizer
+    wants its counters."""
     by_name = {shard.name: shard for shard in engine.shards}
     if isinstance(optimizer, OffloadedOptimizer):
         for key, value in states:

@@ -109,7 +109,7 @@ class Engine:
         self.pipeline.try_out(micro, clock)
         self.zero_grad()
 
-    # One step -----------------------------------------------------------------------------------------------------
+    # One step --------------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
         """Gradients of a whole step, summed over everybody who has a part of them, times the loss scale; returns this rank's
@@ -219,7 +219,7 @@ class Engine:
             found = [gradient for gradient in gradients if gradient is not None]
             sum_tensors(found, self.mesh.ends, self.bucket_bytes, self.traffic.on("pp"), self.mesh.device)
 
-    # Without training ---------------------------------------------------------------------------------------------
+    # Without training ------------------------------------------------------------------------------------------------
 
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """Loss sums of this rank; add them up over all ranks."""
@@ -235,7 +235,7 @@ class Engine:
         for model in self.models:
             model.train(mode)
 
-    # Whole tensors by global name ---------------------------------------------------------------------------------
+    # Whole tensors by global name ------------------------------------------------------------------------------------
 
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers (router biases), whole on every rank of their stage."""

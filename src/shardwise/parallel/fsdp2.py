@@ -1,10 +1,11 @@
 """The one seam to FSDP2: every private name of torch that splitting a model rests on, each written here once.
 
-FSDP2's public calls say what is sharded. When it gathers, waits and reduces is decided inside of it, and what this package adds there
-(ZeRO 1 and 2 inside pipelines, spans around waits, parameters on a disk, the account of memory) needs names that torch does not promise
-to keep. `PRIVATE_NAMES` lists them: where each one is, in which versions of torch it was seen, what it is for. Invariants: no other file
-of the package knows such a name; `check_torch` has looked for all of them before a model is split, so a torch that lacks one is refused
-in three lines and not in the middle of a step. Read next: zero/sharding.py, which is the main user.
+FSDP2's public calls say what is sharded. When it gathers, waits and reduces is decided inside of it, and what this
+package adds there (ZeRO 1 and 2 inside pipelines, spans around waits, parameters on a disk, the account of memory)
+needs names that torch does not promise to keep. `PRIVATE_NAMES` lists them: where each one is, in which versions of
+torch it was seen, what it is for. Invariants: no other file of the package knows such a name; `check_torch` has
+looked for all of them before a model is split, so a torch that lacks one is refused in three lines and not in the
+middle of a step. Read next: zero/sharding.py, which is the main user.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def _find(path: str) -> Any:
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Whether a module or class has a name: as an attribute, as a declared field, or set on `self` by one of its methods."""
+    """Whether a module or class has a name: as an attribute, as a declared field, or set on `self` by one of its
+    methods."""
     if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
         return True
     methods = [value for value in vars(owner).values() if isinstance(value, FunctionType)]

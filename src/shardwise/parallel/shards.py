@@ -1,9 +1,9 @@
 """What this rank holds of every parameter: the table that weights, gradients, optimizer and checkpoints go through.
 
-A parameter of the model may be cut twice: tensor parallelism keeps a slice of one dimension, FSDP2 then keeps rows of that
-slice. `Shard` knows both cuts, so the rest of the program works with plain local tensors and global names. Invariant: `local`
-shares its memory with the module's parameter; whoever updates one updates the other. Only where the module computes with 16-bit copies
-(copies.py) it is the fp32 master of one.
+A parameter of the model may be cut twice: tensor parallelism keeps a slice of one dimension, FSDP2 then keeps rows of
+that slice. `Shard` knows both cuts, so the rest of the program works with plain local tensors and global names.
+Invariant: `local` shares its memory with the module's parameter; whoever updates one updates the other. Only where
+the module computes with low-precision weights (data/low_precision_weights.py) it is the fp32 master weight of one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from shardwise.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class Shard:
+    """This rank's part of one parameter."""
+
     name: str
     parameter: nn.Parameter  # as the module has it: plain, or FSDP2's DTensor
-    local: nn.Parameter  # this rank's numbers as a plain tensor: what the optimizer sees
+    local: nn.Parameter  # this rank's elements as a plain tensor: what the optimizer sees
     slice: Slice | None  # tensor parallelism's part of the full tensor
     rows: tuple[int, int] | None  # FSDP2's rows of that part
-    replicas: int  # ranks of the job that hold these same numbers
+    replicas: int  # ranks of the job that hold these same elements
     sum_over: Group  # ranks whose gradients are parts of this one's, or None
     cut_over: Group  # ranks that have the other slices, or None
     slice_replicas: int  # neighbours among them with the same slice
@@ -41,35 +43,38 @@ class Shard:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Wherever it is."""
+        """The gradient, brought back from wherever it is."""
         fetch = self.elsewhere.gradient
         return self.gradient_here if fetch is None else fetch()
 
     @property
     def gradient_here(self) -> Tensor | None:
+        """The gradient if it has not left the device."""
         gradient = _plain(self.parameter.grad)
         return self.local.grad if gradient is None else gradient
 
     @property
     def low_precision(self) -> nn.Parameter | None:
-        """The copy that the module computes with, where `local` is a master."""
+        """The 16-bit weight that the module computes with, where `local` is its master weight; else None."""
         return None if self.rows is not None or self.local is self.parameter else self.parameter
 
     def forget_gradient(self) -> None:
+        """Drops the gradient, wherever it is."""
         self.local.grad = self.parameter.grad = None
         self.elsewhere.gradient = self.elsewhere.squared_norm = None
 
     @property
     def value(self) -> Tensor:
-        """This rank's numbers, wherever they are."""
+        """This rank's elements, read from wherever they are."""
         return self.local.detach() if self.elsewhere.read is None else self.elsewhere.read()
 
     def take(self, full: Tensor) -> Tensor:
-        """This rank's part of the full tensor."""
+        """This rank's part of a full tensor, as a view of it."""
         part = take(full, self.slice)
         return part if self.rows is None else part[self.rows[0] : self.rows[1]]
 
     def put(self, full: Tensor) -> None:
+        """Writes this rank's part of a full tensor to where its elements are, and to the low-precision weight."""
         with torch.no_grad():
             if self.elsewhere.write is not None:
                 self.elsewhere.write(self.take(full))
@@ -80,7 +85,8 @@ class Shard:
 
 
 def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shard]:
-    """After the model has memory. Frozen parameters are in the table too. `spec`: None for a module that is not cut."""
+    """The table of a model that has memory; frozen parameters are in it too. `spec`: None for a module that is not
+    cut."""
     return [_shard(name, parameter, mesh, spec) for name, parameter in model.named_parameters()]
 
 
@@ -119,7 +125,7 @@ def _shard(name: str, parameter: nn.Parameter, mesh: Mesh, spec: ModelSpec | Non
 
 
 def row_range(num_rows: int, parts: int, index: int) -> tuple[int, int]:
-    """FSDP2's rule: equal parts, the last ones short or empty."""
+    """The (start, stop) of part `index` by FSDP2's rule: equal parts, the last ones short or empty."""
     size = -(-num_rows // parts)
     return min(index * size, num_rows), min((index + 1) * size, num_rows)
 
@@ -128,7 +134,7 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
     return local_rows(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-# Sums and norms over ranks ------------------------------------------------------------------------------------------
+# Sums and norms over ranks -------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -139,8 +145,8 @@ def sum_tensors(
     wait: Wait = unseen,
     device: torch.device | None = None,
 ) -> int:
-    """Add up each tensor over the group, in place, many tensors per message. Returns the bytes sent. `device`: where messages
-    begin, if the tensors may be elsewhere."""
+    """Collective. Adds up each tensor over the group, in place, many tensors per all-reduce. Returns the bytes of all
+    buffers. `device`: where the all-reduce runs, if the tensors may be elsewhere."""
     buckets: list[list[Tensor]] = []
     size = bucket_bytes
     for tensor in tensors:
@@ -161,9 +167,10 @@ def sum_tensors(
 
 @torch.no_grad()
 def squared_norm(shards: Iterable[Shard]) -> Tensor:
-    """This rank's share of the squared gradient norm: numbers that several ranks hold count once in the sum over all ranks."""
+    """This rank's share of the squared gradient norm (`grad_norm`), in fp64: elements that several ranks hold count
+    once in the sum over all ranks."""
     held = list(shards)
-    # Of gradients that have left the device, the squares were added up there.
+    # Of gradients that have left the device, the squared norm was taken there.
     away = [shard.elsewhere.squared_norm / shard.replicas for shard in held if shard.elsewhere.squared_norm is not None]
     found = [(shard.gradient, shard.replicas) for shard in held if shard.elsewhere.squared_norm is None]
     gradients = [gradient for gradient, _ in found if gradient is not None and gradient.numel()]
@@ -171,20 +178,19 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
     total = torch.stack(away).sum() if away else torch.zeros((), dtype=torch.float64)
     if not gradients:
         return total
-    squares = squared_norms(gradients)
+    found_norms = squared_norms(gradients)
     if any(count != 1 for count in replicas):
-        squares /= torch.tensor(replicas, dtype=torch.float64, pin_memory=squares.is_cuda).to(
-            squares.device, non_blocking=True
-        )
-    return squares.sum() + total  # a number on the CPU needs no copy, which a GPU would be waited for
+        counts = torch.tensor(replicas, dtype=torch.float64, pin_memory=found_norms.is_cuda)
+        found_norms /= counts.to(found_norms.device, non_blocking=True)
+    return found_norms.sum() + total  # a scalar on the CPU needs no copy, which a GPU would be waited for
 
 
-# Whole tensors ------------------------------------------------------------------------------------------------------
+# Whole tensors -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def gather(shard: Shard, local: Tensor, mesh: Mesh) -> Tensor:
-    """The full tensor from everybody's parts; every rank that has one of them calls it and gets it."""
+    """Collective. The full tensor from everybody's parts; every rank that has one of them calls it and gets it."""
     full = local.detach().to(mesh.device)  # what is offloaded travels from the device
     if shard.spread_over is not None:
         size = -(-shard.parameter.shape[0] // shard.spread_over.size())

@@ -1,15 +1,17 @@
-"""What a rank sends to others and how long it stands still for it: the one way in which every collective is counted and timed.
+"""What a rank sends to others and how long it stands still for it: the one way in which every collective is counted
+and timed.
 
-    with traffic.wait("all-reduce", "tp", out.nbytes):      around the call, or around `work.wait()` of one that was started before
+    with traffic.wait("all-reduce", "tp", out.nbytes):      # around the call, or around `work.wait()` of an earlier one
         dist.all_reduce(out, group=group)
 
-The name says what the collective does, the axis who takes part (dp, shard, tp, cp, ep, pp, world), the bytes are those of its whole buffer.
-Only what stands inside counts as waiting: copies before and after stay outside. While a step's clock has a span open, each wait
-becomes a span inside it, with its micro-batch and stage. At any other time (evaluation, generation, a hand-written loop) nothing is
-noted. `traffic.on("tp")` is the same for one axis, for functions that take a `wait`.
+The name says what the collective does, the axis who takes part (dp, shard, tp, cp, ep, pp, world), the bytes are
+those of its whole buffer. Only what stands inside counts as waiting: copies before and after stay outside. While a
+step's clock has a span open, each wait becomes a span inside it, with its micro-batch and stage. At any other time
+(evaluation, generation, a hand-written loop) nothing is noted. `traffic.on("tp")` is the same for one axis, for
+functions that take a `wait`.
 
-On a GPU the host does not wait: the clock then records events on the current stream on both sides, and no call here synchronises.
-Invariant: one wait for each collective of a step, and waits do not contain each other.
+On a GPU the host does not wait: the clock then records events on the current stream on both sides, and no call here
+synchronises. Invariant: one wait for each collective of a step, and waits do not contain each other.
 """
 
 from __future__ import annotations
@@ -25,33 +27,38 @@ Wait = Callable[[str, int], AbstractContextManager[Any]]
 
 
 def unseen(name: str, num_bytes: int) -> AbstractContextManager[Any]:
-    """The `Wait` of nobody."""
+    """The `Wait` that notes nothing."""
     return nullcontext()
 
 
 @dataclass
 class Traffic:
-    """Counted since the start, for data parallelism only: parameter gathers, gradient reductions, their bytes."""
+    """Where waits are noted; and, for data parallelism only, all-gathers of parameters and reductions of gradients
+    since the start, with their bytes."""
 
     gathers: int = 0
     reductions: int = 0
     num_bytes: int = 0
-    clock: Any = None  # a run's Clock; the pipeline hangs it up when a step begins
+    clock: Any = None  # a run's Clock; the pipeline sets it when a step begins
 
     def wait(self, name: str, axis: str, num_bytes: int) -> AbstractContextManager[Any]:
+        """A context around what is waited for; it becomes a span of the step's clock."""
         if self.clock is None or not self.clock.open:
             return nullcontext()
         return self.clock.span("comm_exposed", name, group=axis, num_bytes=num_bytes)
 
     def on(self, axis: str) -> Wait:
+        """The same for one axis."""
         return partial(_wait_on, self, axis)
 
-    # Where no line of ours stands around the wait, because torch waits: two moments of the clock ------------------------
+    # Where no line of ours stands around the wait, because torch waits: two moments of the clock ---------------------
 
     def moment(self) -> Any:
+        """The clock's now, for `waited`; None without a clock."""
         return None if self.clock is None else self.clock.moment()
 
     def waited(self, name: str, axis: str, num_bytes: int, start: Any, end: Any) -> None:
+        """Notes a wait between two moments."""
         if start is not None and self.clock is not None and self.clock.open:
             self.clock.add("comm_exposed", name, start, end, group=axis, num_bytes=num_bytes)
 

@@ -25,7 +25,7 @@ from shardwise.data.loader import TensorBatch, cut_microbatches, to_tensors
 from shardwise.data.sequences import IGNORE, Sequences
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.pipeline.execute import LAST_MESSAGES, Side
-from shardwise.parallel.pipeline.idle_slots import fill_idle
+from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.run.clock import Span
 from shardwise.run.evaluate import num_held_out
 from shardwise.spec.actions import NAMES, Action
@@ -137,7 +137,7 @@ class Filler:
             measured or max(seconds[Action("F", stage, micro)] for micro in range(self.plan.num_microbatches))
             for stage, measured in enumerate(times[len(self.flat) :])
         ]
-        self.table, self.num_filled = fill_idle(
+        self.table, self.num_filled = fill_bubbles(
             self.engine.pipeline.table,
             self.engine.pipeline.owners,
             lambda action: HEADROOM * forwards[action.stage] if action.kind == "E" else seconds[action],

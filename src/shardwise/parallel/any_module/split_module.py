@@ -74,7 +74,7 @@ class Split:
             serve_parameters(optimizer, self.module, self.shards)
         return optimizer
 
-    # One step -----------------------------------------------------------------------------------------------------
+    # One step --------------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], loss: Loss, clip: float | None = None) -> Step:
         """Forward and backward of this rank's micro-batches. The gradients of `parameters()` are then those of the mean loss over
@@ -177,7 +177,7 @@ class Split:
             fix="`requires_grad_(False)` for parameters that are not trained, or a layout with zero=1",
         )
 
-    # Whole tensors ------------------------------------------------------------------------------------------------
+    # Whole tensors ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the module's own `state_dict()` was before it was split, on the CPU of rank 0; others get an empty one."""

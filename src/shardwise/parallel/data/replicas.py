@@ -1,10 +1,15 @@
 """Data parallelism without sharding: whole replicas whose gradients are summed, never averaged.
 
-The loss is already divided by the step's global target-token count, so the sum over ranks is the gradient. Outside pipelines
-torch's DistributedDataParallel does the bucketing and the overlap with backward; its communication hook is replaced by one that
-sums. Inside a pipeline, where DDP asserts as soon as a rank has two stages, the gradients are summed in buckets after the last
-micro-batch; so are those of experts that are spread over ranks, whose copies are fewer than replicas. All ways of summing have the
-same four moments (`GradientSums`), which the pipeline calls. ZeRO is in zero.py.
+    split    the batch, by rows
+    held     all parameters, gradients and optimizer state on every rank
+    sent     one all-reduce of all gradients per step, in buckets
+
+The loss is already divided by the step's global target-token count, so the sum over ranks is the gradient. Outside
+pipelines torch's DistributedDataParallel does the bucketing and the overlap with backward; its communication hook is
+replaced by one that sums. Inside a pipeline, where DDP asserts as soon as a rank has two stages, the gradients are
+summed in buckets after the last micro-batch; so are those of experts that are spread over ranks, which have fewer
+replicas. All data-parallel wrappers have the same four moments, which the pipeline calls. ZeRO is in
+zero/sharding.py.
 """
 
 from __future__ import annotations
@@ -24,9 +29,9 @@ from shardwise.parallel.shards import sum_tensors
 from shardwise.parallel.traffic import Traffic
 
 BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 25 * 2**20}
-"""How much gradient leaves at a time. Small buckets start to travel while backward still runs; on GPUs, where a launch costs
-more than a message, fewer and larger ones should win (torch's default; not measured here). On two CPU ranks 4 MiB beat 25 in both
-of two noisy rounds with `tiny`: docs/log.md has them."""
+"""Bytes of gradients per all-reduce. Small buckets start to travel while backward still runs; on GPUs, where a launch
+costs more than sending, fewer and larger ones should win (torch's default; not measured here). On two CPU ranks 4 MiB
+beat 25 in both of two noisy rounds with `tiny`: docs/log.md has them."""
 
 
 AtEnd = tuple[Group, list[nn.Parameter]]
@@ -56,7 +61,8 @@ class GradientSums:
 
 
 class SummedAtEnd(GradientSums):
-    """Plain replicas inside a pipeline, and those of experts: bucketed sums of what all micro-batches have accumulated."""
+    """Plain replicas inside a pipeline, and those of experts: bucketed sums of what all micro-batches have
+    accumulated."""
 
     completes_in_backward = False
 
@@ -79,7 +85,8 @@ class _Bucket:
 
 
 class Replicated(SummedAtEnd):
-    """torch's DDP: buckets travel while backward still runs. Parameters with the names `apart` are none of its business."""
+    """torch's DDP: buckets travel while backward still runs. Parameters with the names `apart` are none of its
+    business."""
 
     def __init__(
         self,
@@ -113,7 +120,8 @@ class Replicated(SummedAtEnd):
         self.ddp.require_backward_grad_sync = last  # gradients of all micro-batches but the last stay local
 
     def after_backward(self, kind: str, *, last: bool) -> None:
-        """From the moment the last bucket left, backward only waited: for each bucket that was not there yet, in turn."""
+        """From the moment the last bucket left, backward only waited: for each bucket that was not there yet, in
+        turn."""
         if not self.buckets:
             return
         since = self.buckets[-1].left

@@ -187,7 +187,7 @@ class Pipeline:
         side.losses[action.microbatch] = output.cross_entropy
         return None
 
-    # Forward only -------------------------------------------------------------------------------------------------
+    # Forward only ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
@@ -240,7 +240,7 @@ class Pipeline:
             dist.recv(x_BTD, self.mesh.stage_rank(sender), group=self.mesh.pp)
         return x_BTD
 
-    # Small parts --------------------------------------------------------------------------------------------------
+    # Small parts -----------------------------------------------------------------------------------------------------
 
     def _any_model(self) -> Decoder:
         return next(iter(self.stages.values())).model

@@ -1,11 +1,12 @@
-"""Which idle slots of a pipeline step take a forward of something held out.
+"""Bubble filling: which idle slots of a pipeline step take a forward pass of a held-out micro-batch.
 
-Pure arithmetic on a simulated step. A held-out micro-batch passes all stages within one step, so that it meets one set of weights;
-slots before the first stage has had time for it, such as those at the start of the last rank, stay empty. Its forwards become
-actions (E) in the ranks' lists. All ranks know the lists beforehand and nobody decides anything while a step runs, which is why
-ranks that must move together (replicas, tensor parallelism) do.
+Pure arithmetic on a simulated step. A held-out micro-batch passes all stages within one step, so that it meets one
+set of weights; slots before the first stage has had time for it, such as those at the start of the last rank, stay
+empty. Its forwards become actions (E) in the ranks' lists. All ranks know the lists beforehand and nobody decides
+anything while a step runs, which is why ranks that must move together (replicas, tensor parallelism) do.
 
-Invariant: the other actions keep their order, and the simulated step is no longer than allowed. Read next: run/bubble_filling.py, which has measured times.
+Invariant: the other actions keep their order, and the simulated step is no longer than allowed. Read next:
+run/bubble_filling.py, which has measured times.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from shardwise.spec.timeline import Timeline, simulate
 
 
 class _Gap(NamedTuple):
+    """A stretch of simulated time, in seconds, in which a rank has nothing to do."""
+
     start: float
     end: float
     before: int  # number of the action that ends it; the length of the list for the gap at the end of a step
 
 
 class _FilledSlot(NamedTuple):
+    """A held-out forward in a gap of a rank."""
+
     rank: int
     before: int
     start: float
@@ -31,10 +36,10 @@ class _FilledSlot(NamedTuple):
 
 
 SQUEEZES = (1.0, 0.95, 0.9, 0.85)
-"""How much shorter an E is taken to be when it looks for a slot."""
+"""By how much the seconds of an E are shortened while a slot is looked for."""
 
 
-def fill_idle(
+def fill_bubbles(
     actions: Actions,
     owners: Sequence[int],
     seconds: Callable[[Action], float],
@@ -44,8 +49,9 @@ def fill_idle(
 ) -> tuple[Actions, int]:
     """The lists with E between their actions, and how many micro-batches these are: at most `most`.
 
-    `delay`: seconds from the end of one E until the next stage can begin with it. `longer`: how long the simulated step may become, as
-    a multiple of what it was. An E may also go where it does not quite fit, as long as the step bears it."""
+    `delay`: seconds from the end of one E until the next stage can begin with it. `longer`: how long the simulated
+    step may become, as a multiple of what it was. An E may also go where it does not quite fit, as long as the step
+    bears it."""
     plain = simulate(actions, owners, seconds)
     best, num_best = actions, 0
     for squeeze in SQUEEZES:
@@ -61,7 +67,8 @@ def fill_idle(
 def _places(
     plain: Timeline, owners: Sequence[int], seconds: Callable[[Action], float], most: int, delay: float, squeeze: float
 ) -> list[list[_FilledSlot]]:
-    """Of each micro-batch that there is room for: where its forwards go. Every one takes the earliest slot it fits into."""
+    """Where the forwards of each micro-batch go that there is room for. Every one takes the earliest slot it fits
+    into."""
     gaps = [_gaps(plain, rank) for rank in range(len(plain.ranks))]
     places: list[list[_FilledSlot]] = []
     while len(places) < most and (found := _place(gaps, owners, seconds, len(places), delay, squeeze)):

@@ -1,7 +1,8 @@
 """Messages between pipeline stages: activations go up, gradients come down.
 
-Sends never wait, so no order of actions can deadlock. Messages between two ranks arrive in the order they were sent, and every
-rank knows that order because schedules are data: a receive is posted when its turn in the sender's order has come.
+Sends never wait, so no order of actions can deadlock. Messages between two ranks arrive in the order they were sent,
+and every rank knows that order because schedules are data: a receive is posted when its turn in the sender's order
+has come.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class Mailbox:
         assert not self.posted and not self.kept, f"messages that nobody used: {[*self.posted, *self.kept]}"
 
     def _lane(self, kind: str, sender: int, receiver: int) -> Any:
-        """On CUDA, messages of one communicator run one after the other: each kind and direction has its own, so that none
-        waits behind one that its peer has not asked for yet."""
+        """On CUDA, messages of one communicator run one after the other: each kind and direction has its own, so that
+        none waits behind one that its peer has not asked for yet."""
         if not self.mesh.lanes:
             return self.mesh.pp
         assert kind != "e", "idle slots are filled on CPUs only: these messages have no lane"

@@ -1,9 +1,10 @@
 """Weight gradients for later: what zero-bubble schedules need to split a backward pass in two.
 
-While a forward pass runs under `deferring(todo)`, every matrix product with a parameter is recorded by a function whose backward
-computes the gradient towards its input and only *notes* the pair (input, output gradient) in `todo`. `finish(todo)` multiplies the
-pairs later. Everything else (norms, biases, embeddings, experts) gets its gradient in the first half: exact, only less filling
-for a bubble. The second half needs no parameter values, so sharded parameters need not be gathered again for it.
+While a forward pass runs under `deferring(todo)`, every matmul with a parameter is recorded by a function whose
+backward computes the gradient towards its input and only *notes* the pair (input, output gradient) in `todo`.
+`finish(todo)` multiplies the pairs later. Everything else (norms, biases, embeddings, experts) gets its gradient in
+the first half: exact, only less filling for a bubble. The second half needs no parameter values, so sharded
+parameters need not be gathered again for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Todo = list[tuple[nn.Parameter, Tensor, Tensor]]  # weight, input, gradient of t
 
 
 class deferring(TorchFunctionMode):
-    """A block that is computed again is so under the modes of its forward pass (memory/environment.py), this one too."""
+    """The mode under which weight gradients are noted. A block that is computed again is so under the modes of its
+    forward pass (memory/environment.py), this one too."""
 
     def __init__(self, todo: Todo):
         super().__init__()
@@ -60,8 +62,8 @@ class _Linear(torch.autograd.Function):
 
 @torch.no_grad()
 def finish(todo: Todo) -> None:
-    """The other half: gradient of each weight, added to what it has."""
+    """The other half of a backward pass: adds the gradient of each noted weight to what it has."""
     for weight, x, gradient in todo:
-        product = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-        weight.grad = product if weight.grad is None else weight.grad.add_(product)
+        whole = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+        weight.grad = whole if weight.grad is None else weight.grad.add_(whole)
     todo.clear()

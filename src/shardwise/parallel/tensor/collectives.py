@@ -1,9 +1,13 @@
 """The borders of tensor-parallel regions: collectives with their gradients.
 
-A region begins where every rank needs all of its input (`enter`) and ends where the ranks' results are added up (`leave`).
-Invariant: between the two, whatever a rank computes is a *partial* contribution, so the gradient of anything replicated
-inside is a part that must be summed over the ranks. Outside, ranks hold the same tokens, or with sequence parallelism each
-its own stretch of them. Read next: `tensor.py`, which places the borders.
+A region begins where every rank needs all of its input (`enter`) and ends where the ranks' results are added up
+(`leave`). Invariant: between the two, whatever a rank computes is a *partial* contribution, so the gradient of
+anything replicated inside is a part that must be summed over the ranks. Outside, ranks hold the same tokens, or with
+sequence parallelism each its own stretch of them. Read next: slices.py, which places the borders.
+
+    split    nothing here: what is between the borders has a slice of each matrix (slices.py)
+    held     with sequence parallelism, outside of regions, activations of 1/P of the tokens
+    sent     an all-reduce per region and pass; with sequence parallelism an all-gather and a reduce-scatter instead
 
 Shapes: B batch, T tokens, D model width, P ranks.
 """
@@ -63,7 +67,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return _ScaleGradient.apply(x, factor)
 
 
-# Each of these is the other's backward, in pairs -----------------------------------------------------------------------
+# Each of these is the other's backward, in pairs ---------------------------------------------------------------------
 
 
 class _SumGradient(torch.autograd.Function):
@@ -120,10 +124,11 @@ class _ScaleGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-# Plain collectives, out of place: autograd may hold the same tensor elsewhere -------------------------------------------
+# Plain collectives, out of place: autograd may hold the same tensor elsewhere ----------------------------------------
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, wait: Wait = unseen) -> Tensor:
+    """The sum (or another `op`) of everybody's x, in a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
     with wait("all-reduce", out.nbytes):
         dist.all_reduce(out, op=op, group=group)
@@ -155,8 +160,10 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> 
 
 
 def gather_tokens(x_BTD: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
+    """All tokens from everybody's stretch of them, in rank order."""
     return all_gather(x_BTD, group, wait).movedim(0, 1).flatten(1, 2)
 
 
 def scatter_tokens(x_BTD: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
+    """This rank's stretch of the sum of everybody's tokens."""
     return reduce_scatter(x_BTD.unflatten(1, (group.size(), -1)).movedim(1, 0), group, wait)

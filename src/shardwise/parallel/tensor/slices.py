@@ -29,7 +29,7 @@ from shardwise.parallel.tensor.collectives import TensorParallel, enter, leave, 
 from shardwise.parallel.tensor.vocabulary import VocabEmbedding, VocabHead
 from shardwise.spec.model import ModelSpec
 
-# Who holds what --------------------------------------------------------------------------------------------------------
+# Who holds what ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def take(full: Tensor, slice: Slice | None) -> Tensor:
     return full if slice is None else full.narrow(slice.dim, slice.start, slice.stop - slice.start)
 
 
-# Rewiring a decoder ----------------------------------------------------------------------------------------------------
+# Rewiring a decoder --------------------------------------------------------------------------------------------------
 
 FORWARD = signature(Decoder.forward)
 

@@ -1,7 +1,8 @@
 """FSDP2's collectives as this package runs them: counted, timed, and on gloo exact.
 
-On gloo the reduce-scatter is an all-to-all and a local sum in rank order: exact, and a fraction of the time of gloo's own, which is an
-all-reduce and a slice. On CUDA the collectives are NCCL's; only the waits for them are timed. Read next: sharding.py, traffic.py.
+On gloo the reduce-scatter is an all-to-all and a local sum in rank order: exact, and a fraction of the time of gloo's
+own, which is an all-reduce and a slice. On CUDA the collectives are NCCL's; only the waits for them are timed. Read
+next: sharding.py, traffic.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shardwise.parallel.traffic import Traffic
 
 
 def time_waits(group: ParameterGroup, traffic: Traffic, reduction: ExactReduceScatter | None) -> None:
-    """FSDP2 waits where no line of ours stands. Each place waits here first, inside of a span, and then finds nothing left to wait for.
+    """FSDP2 waits where no line of ours stands. Each place waits here first, inside of a span, and then finds nothing
+    left to wait for.
 
     `reduction`: where that is ours, which times its own waits."""
 
@@ -68,8 +70,8 @@ class CountedAllGather(_Buffers):
 class ExactReduceScatter(_Buffers):
     """For gloo. Every rank adds the parts in rank order, so the sum does not depend on timing or ring position.
 
-    With `overlaps` the exchange goes on while backward computes the next block, and is completed when that one comes to be
-    reduced: one block's gradients are under way at a time.
+    With `overlaps` the exchange goes on while backward computes the next block, and is completed when that one comes
+    to be reduced: one block's gradients are under way at a time.
     """
 
     def __init__(self, traffic: Traffic):

@@ -1,16 +1,16 @@
 """ZeRO as one table over FSDP2, not three implementations; mixed precision is FSDP2's policy on every layout.
 
-    stage 1    parameters stay gathered from the first forward of a step, gradients are reduced at the last micro-batch only
+    stage 1    parameters stay gathered from the first forward of a step, gradients are reduced at the last micro-batch
     stage 2    the same, gradients are reduced at every micro-batch: no full gradient outlives its backward
     stage 3    parameters are gathered block by block, for forward and again for backward, and dropped in between
     hybrid     shards within `shard` ranks, replicas between: their all-reduce happens at the last micro-batch only
 
-The flags are set before every backward, also inside pipelines, where torch's own stage would turn all of them into stage 1.
-Gradients are summed (divide factor 1).
+The flags are set before every backward, also inside pipelines, where torch's own stage would turn all of them into
+stage 1. Gradients are summed (divide factor 1).
 
     split    every parameter by rows over the ranks that share a replica's states (shards and context together)
     held     a rank's rows of parameters, gradients and optimizer state; whole blocks only while a stage needs them
-    sent     all-gathers of parameters and reduce-scatters of gradients (collectives.py), all-reduces between a hybrid's replicas
+    sent     all-gathers of parameters, reduce-scatters of gradients, all-reduces between a hybrid's replicas
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardwise.parallel.shards import Shard
 
 Groups = list[list[nn.Module]]
-"""Modules whose parameters travel together."""
+"""Modules whose parameters are gathered, and whose gradients are reduced, together."""
 
 
 class Sharded(GradientSums):
@@ -51,8 +51,8 @@ class Sharded(GradientSums):
         self.zero = 3 if mesh.plan.offload == "all" else mesh.plan.zero
         self.reduction = ExactReduceScatter(traffic)
         self.root: FSDPModule = shard_groups(model, groups, mesh, traffic, self.reduction, num_kept)
-        # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction has the same
-        # parameters. After a split backward it has not: then replicas meet at every reduction.
+        # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction
+        # has the same parameters. After a split backward it has not: then replicas meet at every reduction.
         self._meets_always = mesh.plan.pp > 1 and splits_backward(mesh.plan.schedule)
         # With replicas an all-reduce reads the result at once; so does the cast of sums in another format.
         on_disk = (
@@ -74,7 +74,8 @@ class Sharded(GradientSums):
         if kind != "W":
             return
         self.reduction.overlaps = self._is_first_reduction = False
-        # No backward pass ran here, so FSDP2's hooks did not either: fold the new gradients in, then reduce if it is time.
+        # No backward pass ran here, so FSDP2's hooks did not either: fold the new gradients in, then reduce if it is
+        # time.
         self._set(reduce=False, last=last, finish=False)
         groups = parameter_groups(self.model)
         for group in groups:
@@ -106,7 +107,7 @@ class Sharded(GradientSums):
 
 
 def decoder_groups(model: Decoder) -> Groups:
-    """One group per block, one for each end; a tied weight stays with the root, whole."""
+    """The groups of a decoder: one per block, one for each end; a tied weight stays with the root, whole."""
     blocks: Groups = [[block] for block in model.layers.values()]
     if model.spec.tied:
         return blocks
@@ -118,7 +119,8 @@ def decoder_groups(model: Decoder) -> Groups:
 def shard_groups(
     model: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, reduction: ExactReduceScatter, num_kept: int
 ) -> FSDPModule:
-    """In place, on `meta` or with memory. The groups stand in the order of a forward pass; the rest belongs to the root.
+    """In place, on `meta` or with memory. The groups stand in the order of a forward pass; the rest belongs to the
+    root.
 
     `num_kept`: backward begins where forward ended, so the last of them are not dropped in between."""
     plan = mesh.plan
@@ -126,7 +128,7 @@ def shard_groups(
     policy = MixedPrecisionPolicy(computed if plan.is_mixed else None, reduced_dtype(plan))
     is_away = plan.offload == "all"
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if is_away else OffloadPolicy()
-    # Where FSDP2 is only there to round, it has nothing to do with what is frozen: that is kept in the narrow format.
+    # Where FSDP2 is only there to cast, it has nothing to do with what is frozen: that is kept in the low precision.
     idle = {p for p in model.parameters() if not p.requires_grad} if plan.zero == 0 and not is_away else None
     options: Any = dict(mp_policy=policy, offload_policy=offload, ignored_params=idle)
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
@@ -175,8 +177,8 @@ def _spread_experts(group: list[nn.Module]) -> list[nn.Module]:
 
 
 def _prefetch(units: list[list[Any]]) -> None:
-    """While a block computes, the next one's parameters travel, with those of its experts. Who has nothing to prefetch names
-    itself: FSDP2's own guess would be wrong when several micro-batches are under way."""
+    """While a block computes, the next one's parameters travel, with those of its experts. Who has nothing to
+    prefetch names itself: FSDP2's own guess would be wrong when several micro-batches are under way."""
     for here, following in itertools.pairwise(units):
         here[0].set_modules_to_forward_prefetch([*here[1:], *following])
         following[0].set_modules_to_backward_prefetch([*following[1:], *here])
