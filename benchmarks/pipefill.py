@@ -103,7 +103,7 @@ def _case(rank: int, schedule: str, virtual: int, rounds: int) -> dict[str, Any]
     plan = trial_plan(trial, pp=RANKS, schedule=schedule, virtual_stages=virtual, split=split)
     engine = build_trial(spec, plan, trial, rank, torch.device("cpu"))
     for stage in engine.stages:
-        stage.sums = Sleeping(stage, 1 / virtual)
+        stage.wrapper = Sleeping(stage, 1 / virtual)
     batch, num_targets = trial_batch(spec, plan, trial, 1, 0)
     filler = Filler(engine, lambda number: batch.microbatches, num_batches=8)
     clock = Clock(torch.device("cpu"))

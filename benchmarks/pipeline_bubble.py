@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from shardwise.model.decoder import Hidden, Losses
-from shardwise.parallel.data.replicas import GradientSums
+from shardwise.parallel.data.replicas import DataParallelWrapper
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.clock import Clock
@@ -59,7 +59,7 @@ CASES: list[Case] = [
 ]
 
 
-class Sleeping(GradientSums):
+class Sleeping(DataParallelWrapper):
     """A stage that takes its time and computes next to nothing."""
 
     def __init__(self, stage: Any, share: float):
@@ -131,7 +131,7 @@ def _case(rank: int, case: Case, steps: int) -> dict[str, Any]:
     engine = build_trial(spec, plan, trial, rank, torch.device("cpu"))
     if kind == "sleep":
         for stage in engine.stages:
-            stage.sums = Sleeping(stage, 1 / virtual)
+            stage.wrapper = Sleeping(stage, 1 / virtual)
     batch, num_targets = trial_batch(spec, plan, trial, 1, 0)
     transfer = _message_seconds(rank, pp, (rows, trial.seq_len, spec.hidden))
     clock = Clock(torch.device("cpu"))

@@ -1,6 +1,7 @@
 """Looks into a training step while it runs: which full tensors are alive at which moment, how many bytes a rank holds.
 
-Runs on ranks. FSDP2 says what it has gathered (`parameter_groups`); hooks on blocks and on the stage's sums say when to look.
+Runs on ranks. FSDP2 says what it has gathered (`parameter_groups`); hooks on blocks and on the stage's wrapper say
+when to look.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def watch(engine: Engine, optimizer: torch.optim.Optimizer, looks: list[Look]) -
             looks.append(Look(stage.index, when, last, *_full(stage, names), kept))
 
         _watch_blocks(stage, look)
-        _watch_sums(stage, look)
+        _watch_wrapper(stage, look)
 
 
 def _watch_blocks(stage: Stage, look: Callable[..., None]) -> None:
@@ -117,8 +118,8 @@ def _watch_blocks(stage: Stage, look: Callable[..., None]) -> None:
         block.register_forward_hook(after)
 
 
-def _watch_sums(stage: Stage, look: Callable[..., None]) -> None:
-    after_backward, finish = stage.sums.after_backward, stage.sums.finish
+def _watch_wrapper(stage: Stage, look: Callable[..., None]) -> None:
+    after_backward, finish = stage.wrapper.after_backward, stage.wrapper.finish
 
     def then_look(kind: str, *, last: bool) -> None:
         after_backward(kind, last=last)
@@ -128,8 +129,8 @@ def _watch_sums(stage: Stage, look: Callable[..., None]) -> None:
         finish()
         look("done", True)
 
-    stage.sums.after_backward = then_look  # type: ignore[method-assign]
-    stage.sums.finish = finish_and_look  # type: ignore[method-assign]
+    stage.wrapper.after_backward = then_look  # type: ignore[method-assign]
+    stage.wrapper.finish = finish_and_look  # type: ignore[method-assign]
 
 
 def _full(stage: Stage, names: dict[int, str]) -> tuple[tuple[str, ...], int, tuple[str, ...], int]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.pipeline.send_receive import Mailbox, Message, incoming, message_of, needed_by
+from shardwise.parallel.pipeline.send_receive import PointToPoint, StageTensor, incoming, needed_by, sent_by
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import trial_plan
 from shardwise.spec.actions import Action
@@ -26,11 +26,11 @@ TABLES = [
 
 
 def test_what_actions_hand_on_and_wait_for() -> None:
-    assert message_of(Action("F", 0, 4), 3) == Message("x", 1, 4) == needed_by(Action("F", 1, 4), 3)
-    assert message_of(Action("I", 2, 1), 3) == Message("g", 1, 1) == needed_by(Action("B", 1, 1), 3)
-    assert message_of(Action("F", 2, 0), 3) is None and needed_by(Action("B", 2, 0), 3) is None
-    assert message_of(Action("B", 0, 0), 3) is None and needed_by(Action("F", 0, 0), 3) is None
-    assert message_of(Action("W", 1, 0), 3) is None and needed_by(Action("W", 1, 0), 3) is None
+    assert sent_by(Action("F", 0, 4), 3) == StageTensor("x", 1, 4) == needed_by(Action("F", 1, 4), 3)
+    assert sent_by(Action("I", 2, 1), 3) == StageTensor("g", 1, 1) == needed_by(Action("B", 1, 1), 3)
+    assert sent_by(Action("F", 2, 0), 3) is None and needed_by(Action("B", 2, 0), 3) is None
+    assert sent_by(Action("B", 0, 0), 3) is None and needed_by(Action("F", 0, 0), 3) is None
+    assert sent_by(Action("W", 1, 0), 3) is None and needed_by(Action("W", 1, 0), 3) is None
 
 
 @pytest.mark.parametrize(("schedule", "pp", "stages", "micro"), TABLES)
@@ -39,10 +39,10 @@ def test_everything_that_is_sent_is_expected_in_the_same_order(schedule: str, pp
     for here in range(pp):
         expected = incoming(table, owners, here)
         waited_for = {needed_by(action, len(owners)) for action in table[here]} - {None}
-        from_itself = {message_of(action, len(owners)) for action in table[here]}
+        from_itself = {sent_by(action, len(owners)) for action in table[here]}
         assert set(expected) == {message for message in waited_for if message not in from_itself}
         for sender in range(pp):
-            sent = [message_of(action, len(owners)) for action in table[sender] if sender != here]
+            sent = [sent_by(action, len(owners)) for action in table[sender] if sender != here]
             sent = [message for message in sent if message and owners[message.stage] == here]
             assert [message for message, (who, _) in expected.items() if who == sender] == sent
 
@@ -56,19 +56,19 @@ def exchange() -> dict[str, float]:
         tuple(Action(kind, 0, micro) for kind in "FB" for micro in range(3)),
         tuple(Action(kind, 1, micro) for kind in "FB" for micro in range(3)),
     )
-    mail = Mailbox(mesh, table, (0, 1), (2, 3), torch.float32)
+    p2p = PointToPoint(mesh, table, (0, 1), (2, 3), torch.float32)
     found = {}
     if mesh.rank == 0:
         for micro in range(3):
-            mail.send(Message("x", 1, micro), torch.full((3, 2), 10.0 + micro).t())  # not contiguous
+            p2p.send(StageTensor("x", 1, micro), torch.full((3, 2), 10.0 + micro).t())  # not contiguous
         for micro in (1, 2, 0):
-            found[f"g{micro}"] = float(mail.receive(Message("g", 0, micro)).mean())
+            found[f"g{micro}"] = float(p2p.receive(StageTensor("g", 0, micro)).mean())
     else:
         for micro in range(3):
-            mail.send(Message("g", 0, micro), torch.full((2, 3), 20.0 + micro))
+            p2p.send(StageTensor("g", 0, micro), torch.full((2, 3), 20.0 + micro))
         for micro in (2, 0, 1):
-            found[f"x{micro}"] = float(mail.receive(Message("x", 1, micro)).mean())
-    mail.flush()
+            found[f"x{micro}"] = float(p2p.receive(StageTensor("x", 1, micro)).mean())
+    p2p.flush()
     return found
 
 
@@ -83,12 +83,12 @@ def leave_mail() -> None:
     spec = preset("tiny").with_overrides({"num_layers": 2})
     mesh = build_mesh(trial_plan(Trial(), pp=2, split=(1, 1)), spec, dist.get_rank(), torch.device("cpu"), fsdp=False)
     table = ((Action("F", 0, 0),), (Action("F", 1, 0),))
-    mail = Mailbox(mesh, table, (0, 1), (1,), torch.float32)
+    p2p = PointToPoint(mesh, table, (0, 1), (1,), torch.float32)
     if mesh.rank == 0:
-        mail.send(Message("x", 1, 0), torch.ones(1))
+        p2p.send(StageTensor("x", 1, 0), torch.ones(1))
     else:
-        mail.expect(Message("x", 1, 0))
-    mail.flush()
+        p2p.expect(StageTensor("x", 1, 0))
+    p2p.flush()
 
 
 def test_a_message_that_nobody_used_is_a_bug(ranks: Any) -> None:
@@ -104,8 +104,8 @@ def test_a_message_to_oneself_stays_here() -> None:
     from shardwise.parallel.mesh import Mesh
 
     table, owners = schedule_actions("zbv", 2, 2, 1), stage_owners("zbv", 2, 2)
-    mail = Mailbox(Mesh(plan, 1, plan.coordinates(1), torch.device("cpu")), table, owners, (1,), torch.float32)
+    p2p = PointToPoint(Mesh(plan, 1, plan.coordinates(1), torch.device("cpu")), table, owners, (1,), torch.float32)
     sent = torch.ones(1)
-    mail.send(Message("x", 2, 0), sent)
-    assert mail.receive(Message("x", 2, 0)) is sent
-    mail.flush()
+    p2p.send(StageTensor("x", 2, 0), sent)
+    assert p2p.receive(StageTensor("x", 2, 0)) is sent
+    p2p.flush()

@@ -25,7 +25,7 @@ from shardwise.parallel.context import sequence_split as context
 from shardwise.parallel.data import replicas as data
 from shardwise.parallel.expert import dispatch as expert
 from shardwise.parallel.pipeline import execute as pipeline
-from shardwise.parallel.pipeline import send_receive as mailbox
+from shardwise.parallel.pipeline import send_receive
 from shardwise.parallel.tensor import collectives as regions
 from shardwise.parallel.tensor import slices as tensor
 from shardwise.parallel.zero import collectives as zero
@@ -239,18 +239,18 @@ def drop_last_w(patch: Patch) -> None:
 
 @mutation("gradients of two micro-batches are swapped", "pp=2 schedule=gpipe | dense | fp64 | even")
 def swap_microbatches(patch: Patch) -> None:
-    send, held = mailbox.Mailbox.send, {}
+    send, held = send_receive.PointToPoint.send, {}
 
-    def swapped(self: Any, message: mailbox.Message, value: Any) -> None:
-        if message.kind == "g" and message.microbatch == 0:
-            held[message.stage] = value
-        elif message.kind == "g" and message.microbatch == 1:
-            send(self, message._replace(microbatch=0), value)
-            send(self, message, held.pop(message.stage))
+    def swapped(self: Any, what: send_receive.StageTensor, value: Any) -> None:
+        if what.kind == "g" and what.microbatch == 0:
+            held[what.stage] = value
+        elif what.kind == "g" and what.microbatch == 1:
+            send(self, what._replace(microbatch=0), value)
+            send(self, what, held.pop(what.stage))
         else:
-            send(self, message, value)
+            send(self, what, value)
 
-    patch.setattr(mailbox.Mailbox, "send", swapped)
+    patch.setattr(send_receive.PointToPoint, "send", swapped)
 
 
 @mutation("a tied weight's two gradients are not added", "pp=2 schedule=1f1b | tied | fp64 | odd")

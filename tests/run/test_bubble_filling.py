@@ -16,7 +16,7 @@ from shardwise.errors import Exit
 from shardwise.model.experts import moe_layers
 from shardwise.optim.build import build_optimizer
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.pipeline.execute import LAST_MESSAGES, Side
+from shardwise.parallel.pipeline.execute import LAST_SENDS, Side
 from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
@@ -113,7 +113,7 @@ def spans_of(engine: Engine, seconds: dict[str, float]) -> list[Span]:
     """A step as a clock would have seen it, had every action taken so long."""
     mine = engine.pipeline.actions
     spans = [Span("compute", NAMES[kind], 0.0, seconds[kind], micro, stage) for kind, stage, micro in mine]
-    return [*spans, Span("bubble", LAST_MESSAGES, 0.0, 0.0)]
+    return [*spans, Span("bubble", LAST_SENDS, 0.0, 0.0)]
 
 
 def filled_run(filled_step_s: float, rounds: int) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_the_time_of_an_action_has_what_follows_from_it() -> None:
         Span("compute", "backward", 0.0, 2.0, 0, 1),
         Span("compute", "complete gradients", 0.0, 0.5, stage=1),
         Span("bubble", "held-out forward", 0.0, 0.7, 4, 1),
-        Span("bubble", LAST_MESSAGES, 0.0, 3.0),
+        Span("bubble", LAST_SENDS, 0.0, 3.0),
         Span("comm_exposed", "norm and loss", 0.0, 4.0),
     ]
     assert action_seconds(spans) == {("F", 1, 0): 1.0, ("B", 1, 0): 2.5, ("E", 1, 4): 0.7}

@@ -20,7 +20,7 @@ from shardwise.demo.observe import CPU, SPEC, difference, truth_of
 from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, on_the_wire, percent, same_as_one_process, table
 from shardwise.demo.wire import Wire, of_kind, sent_bytes, total
-from shardwise.parallel.data.replicas import GradientSums
+from shardwise.parallel.data.replicas import DataParallelWrapper
 from shardwise.parallel.pipeline.execute import Stage
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
@@ -59,14 +59,14 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
     return found
 
 
-class Sleeping(GradientSums):
+class Sleeping(DataParallelWrapper):
     """A stage that computes and then sleeps for the rest of its time. `held` counts micro-batches whose activations are alive."""
 
     def __init__(self, stage: Stage, held: Held):
         super().__init__(stage.model)
         self.unit_s = self.began = 0.0
         self.forward = self._forward  # type: ignore[assignment]
-        stage.sums = self
+        stage.wrapper = self
         stage.model.layers[next(iter(stage.model.layers))].feedforward.down.register_forward_pre_hook(  # type: ignore[union-attr]
             lambda module, args: (_Hold.apply(args[0], held),)
         )

@@ -49,7 +49,7 @@ from shardwise.model.experts import moe_layers
 from shardwise.parallel.any_module.split_module import float8_in_place, split_in_place
 from shardwise.parallel.context.sequence_split import ContextParallel, apply_context_parallel
 from shardwise.parallel.data.low_precision_weights import LowPrecisionWeights
-from shardwise.parallel.data.replicas import BUCKET_BYTES, GradientSums, Replicated, SummedAtEnd
+from shardwise.parallel.data.replicas import BUCKET_BYTES, DataParallelWrapper, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert.dispatch import apply_expert_parallel
 from shardwise.parallel.fsdp2 import fix_memory
@@ -179,7 +179,7 @@ def _fill_foreign(fill: Fill, settings: AdapterConfig, seed: int, precision: str
     adapt_whole(model, settings, seed, precision)
 
 
-def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> GradientSums:
+def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> DataParallelWrapper:
     """Whole replicas. Those of an expert are fewer, so they are summed apart."""
     if mesh.plan.copies:
         return LowPrecisionWeights(model, COMPUTED[mesh.plan.precision], join=mesh.plan.fuse)
@@ -191,7 +191,7 @@ def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> Gradi
         at_end.append((mesh.expert.replicas, list(experts.values())))
     if uses_ddp:
         return Replicated(model, mesh.dp, size, traffic, apart=list(experts), at_end=at_end)
-    return SummedAtEnd(model, at_end, size, traffic) if at_end else GradientSums(model)
+    return SummedAtEnd(model, at_end, size, traffic) if at_end else DataParallelWrapper(model)
 
 
 def stage_layers(plan: Plan, num_layers: int) -> list[range]:

@@ -89,7 +89,7 @@ class Engine:
         for stage in self.stages:
             mine = {id(parameter) for parameter in stage.model.parameters()}
             shards = [s for s in self.shards if id(s.parameter) in mine]
-            if stage.sums.completes_in_backward:
+            if stage.wrapper.completes_in_backward:
                 final = [s for s in shards if s.sum_over is None and s.name not in tied]
                 optimizer.stream_gradients(final, lambda stage=stage: stage.in_last_backward)  # type: ignore[misc]
             if isinstance(optimizer, NvmeModel):

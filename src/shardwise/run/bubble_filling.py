@@ -24,7 +24,7 @@ import torch.distributed as dist
 from shardwise.data.loader import TensorBatch, cut_microbatches, to_tensors
 from shardwise.data.sequences import IGNORE, Sequences
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.pipeline.execute import LAST_MESSAGES, Side
+from shardwise.parallel.pipeline.execute import LAST_SENDS, Side
 from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.run.clock import Span
 from shardwise.run.evaluate import num_held_out
@@ -183,7 +183,7 @@ def action_seconds(spans: Sequence[Span]) -> dict[Action, float]:
     seconds: dict[Action, float] = {}
     current = None
     for span in spans:
-        if span.name == LAST_MESSAGES:
+        if span.name == LAST_SENDS:
             break
         if span.name in _KIND_OF:
             assert span.stage is not None and span.microbatch is not None, span
@@ -201,7 +201,7 @@ def side_seconds(spans: Sequence[Span]) -> float:
 def _pipeline_s(spans: Sequence[Span]) -> float:
     """From the first wait or action to the last message."""
     first = next(span for span in spans if span.microbatch is not None)
-    last = next(span for span in spans if span.name == LAST_MESSAGES)
+    last = next(span for span in spans if span.name == LAST_SENDS)
     return last.start_s + last.duration_s - first.start_s
 
 

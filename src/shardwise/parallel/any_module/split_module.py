@@ -23,7 +23,7 @@ from shardwise.optim.offload.choose import offloaded_optimizer
 from shardwise.optim.offload.nvme_model import NvmeModel
 from shardwise.optim.offload.optimizer import Build, OffloadedOptimizer
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
-from shardwise.parallel.data.replicas import BUCKET_BYTES, GradientSums, Replicated
+from shardwise.parallel.data.replicas import BUCKET_BYTES, DataParallelWrapper, Replicated
 from shardwise.parallel.fsdp2 import fix_memory
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import shards_of, squared_norm
@@ -50,7 +50,7 @@ class Split:
         self.module, self.mesh, self.plan, self.traffic = module, mesh, mesh.plan, Traffic()
         self.rank, self.world = mesh.rank, mesh.plan.world
         self.scaler, self.float8 = scaler_of(mesh.plan), float8_in_place(module, groups, mesh)
-        self.sums = split_in_place(module, groups, mesh, self.traffic, BUCKET_BYTES[mesh.plan.device])
+        self.wrapper = split_in_place(module, groups, mesh, self.traffic, BUCKET_BYTES[mesh.plan.device])
         self.shards = shards_of(module, mesh, None)
         self._offloaded: OffloadedOptimizer | None = None
         self._in_last_backward = False
@@ -68,7 +68,7 @@ class Split:
         if self.plan.offload == "none":
             return build(self.parameters())
         optimizer = self._offloaded = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
-        if self.sums.completes_in_backward:
+        if self.wrapper.completes_in_backward:
             optimizer.stream_gradients(self.shards, lambda: self._in_last_backward)
         if isinstance(optimizer, NvmeModel):
             serve_parameters(optimizer, self.module, self.shards)
@@ -88,14 +88,14 @@ class Split:
         turns = self._turns(microbatches)
         for turn, (micro, weight) in enumerate(turns, 1):
             last = turn == len(turns)
-            self.sums.before_forward(last=last)
-            value, count = _checked(loss(self.sums.forward, micro))
-            self.sums.before_backward("B", last=last)
+            self.wrapper.before_forward(last=last)
+            value, count = _checked(loss(self.wrapper.forward, micro))
+            self.wrapper.before_backward("B", last=last)
             self._in_last_backward = last
             (value * weight * self.scaler.scale).backward()
-            self.sums.after_backward("B", last=last)
+            self.wrapper.after_backward("B", last=last)
             total[1:] += torch.stack([value.detach().double(), total.new_tensor(count)]) * weight
-        self.sums.finish()
+        self.wrapper.finish()
         self._check_replicas(self.traffic.num_bytes - sent)
         return self._finish(total, clip)
 
@@ -156,13 +156,13 @@ class Split:
 
     def _forget_gathered(self) -> None:
         """Parameters that an earlier forward pass has gathered may be older than the optimizer's last update."""
-        if isinstance(self.sums, Sharded):
-            self.sums.forget_gathered()
+        if isinstance(self.wrapper, Sharded):
+            self.wrapper.forget_gathered()
 
     def _check_replicas(self, num_bytes: int) -> None:
         """torch's DDP says nothing when a gradient stays at home, until the next step."""
         trained = {shard.name: shard.parameter for shard in self.shards if shard.parameter.requires_grad}
-        if not isinstance(self.sums, Replicated) or num_bytes == sum(p.nbytes for p in trained.values()):
+        if not isinstance(self.wrapper, Replicated) or num_bytes == sum(p.nbytes for p in trained.values()):
             return
         unused = [name for name, parameter in trained.items() if parameter.grad is None]
         if not unused and not num_bytes:
@@ -244,7 +244,9 @@ def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Laye
     return found
 
 
-def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int) -> GradientSums:
+def split_in_place(
+    module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int
+) -> DataParallelWrapper:
     """Replicas or shards of a module that has its weights. The groups stand in the order of a forward pass."""
     blocks = [block for group in groups for block in group]
     apply_recompute(blocks, mesh.plan.recompute)
@@ -252,7 +254,9 @@ def split_in_place(module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traff
         apply_activation_offload(blocks, mesh.device)
     if mesh.fsdp is None:
         module.to(mesh.device)
-        return Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else GradientSums(module)
+        return (
+            Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else DataParallelWrapper(module)
+        )
     if mesh.plan.offload == "all":
         module.to("cpu")
     sums = Sharded(module, groups, mesh, traffic, num_kept=1)

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from shardwise.model.experts import moe_layers
-from shardwise.parallel.data.replicas import GradientSums
+from shardwise.parallel.data.replicas import DataParallelWrapper
 
 
-class LowPrecisionWeights(GradientSums):
+class LowPrecisionWeights(DataParallelWrapper):
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, join: bool = False):
         """`model` has its weights. One after the other, so that nothing is ever there but the fp32 weights and their copies. `join`: those
         of experts that one product reads lie side by side."""

@@ -38,8 +38,9 @@ AtEnd = tuple[Group, list[nn.Parameter]]
 """Whose gradients are summed over which ranks after the last micro-batch."""
 
 
-class GradientSums:
-    """One stage's gradients over data-parallel ranks. This one has no peers: nothing to do."""
+class DataParallelWrapper:
+    """What runs a stage's model and completes its gradients over data-parallel ranks. This one has no peers: nothing
+    to do."""
 
     completes_in_backward = True  # a gradient that the last backward has accumulated is final, but for other axes
 
@@ -60,7 +61,7 @@ class GradientSums:
         """After the stage's last action of a step: from here on gradients are complete over data-parallel ranks."""
 
 
-class SummedAtEnd(GradientSums):
+class SummedAtEnd(DataParallelWrapper):
     """Plain replicas inside a pipeline, and those of experts: bucketed sums of what all micro-batches have
     accumulated."""
 

@@ -1,8 +1,9 @@
 """The pipeline: runs a rank's list of actions (`spec/schedules.py`) over its stages of the model.
 
-Every layout goes through here; without pipeline parallelism there is one stage and the list is F0 B0 F1 B1 … What is drawn and
-simulated is this same list. torch's own pipeline runtime is not used: it forces its own idea of ZeRO on every stage, learns shapes
-by hidden passes, carries no router losses, and its schedules refuse some numbers of micro-batches (docs/axes/pipeline.md).
+Every layout goes through here; without pipeline parallelism there is one stage and the list is F0 B0 F1 B1 … What is
+drawn and simulated is this same list. torch's own pipeline runtime is not used: it forces its own idea of ZeRO on
+every stage, learns shapes by hidden passes, carries no router losses, and its schedules refuse some numbers of
+micro-batches (docs/axes/pipeline.md).
 
     F  forward          B  whole backward          I  backward towards the inputs          W  gradients of the weights
     E  forward of a held-out micro-batch, in a slot that would be idle: `side` of a step, see run/bubble_filling.py
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder, Hidden, Losses
-from shardwise.parallel.data.replicas import GradientSums
+from shardwise.parallel.data.replicas import DataParallelWrapper
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline.send_receive import Mailbox, Message, Table, message_of, needed_by
+from shardwise.parallel.pipeline.send_receive import PointToPoint, StageTensor, Table, needed_by, sent_by
 from shardwise.parallel.pipeline.split_backward import Todo, deferring, finish
 from shardwise.parallel.traffic import Traffic
 from shardwise.spec.actions import NAMES, Action
@@ -35,7 +36,7 @@ from shardwise.spec.schedules import schedule_actions, stage_owners
 class Stage:
     index: int
     model: Decoder
-    sums: GradientSums
+    wrapper: DataParallelWrapper
     last_backward: Action | None = None  # of a step: the one after which gradients are complete
     in_last_backward: bool = False
 
@@ -71,7 +72,8 @@ class Pipeline:
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        """Steps of this plan from now on. It may cut its batch otherwise than the one before; the layout is the same."""
+        """Steps of this plan from now on. It may cut its batch otherwise than the one before; the layout is the
+        same."""
         self.plan = plan
         self._expect(plan.num_microbatches)
 
@@ -87,8 +89,8 @@ class Pipeline:
                 self.stages[action.stage].last_backward = action
 
     def try_out(self, micro: Any, clock: Any) -> None:
-        """Collective. One micro-batch forward and backward through all stages. Its gradients are left for the caller to drop, and
-        DDP does not see them: its buckets stay as they are."""
+        """Collective. One micro-batch forward and backward through all stages. Its gradients are left for the caller
+        to drop, and DDP does not see them: its buckets stay as they are."""
         self._expect(1)
         self.last_microbatch = -1  # none is the last, so nothing is summed before its time
         try:
@@ -104,15 +106,15 @@ class Pipeline:
         side, self.side = self.side, None
         table = side.table if side else self.table
         actions = table[self.mesh.at.pp]
-        mail = self._mailbox(table, microbatches[0].tokens.shape)
+        p2p = self._point_to_point(table, microbatches[0].tokens.shape)
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         passes: dict[tuple[int, int], _Pass] = {}
         for number, action in enumerate(actions):
             stage = self.stages[action.stage]
             key, needed = (action.stage, action.microbatch), needed_by(action, self.num_stages)
-            for following in actions[number : number + 1 + AHEAD]:  # let messages arrive while this action computes
-                mail.expect(needed_by(following, self.num_stages))
-            received = self._receive(mail, needed, clock, action) if needed else None
+            for following in actions[number : number + 1 + AHEAD]:  # let tensors arrive while this action computes
+                p2p.expect(needed_by(following, self.num_stages))
+            received = self._receive(p2p, needed, clock, action) if needed else None
             kind = "bubble" if action.kind == "E" else "compute"  # for training, that time is idle
             with clock.span(kind, NAMES[action.kind], action.microbatch, action.stage):
                 handed_on: Tensor | None = None
@@ -125,28 +127,28 @@ class Pipeline:
                     handed_on = done.output.x_BTD.detach() if isinstance(done.output, Hidden) else None
                 elif action.kind == "W":
                     finish(passes.pop(key).todo)
-                    stage.sums.after_backward("W", last=action == stage.last_backward)
+                    stage.wrapper.after_backward("W", last=action == stage.last_backward)
                 else:
                     handed_on = self._backward(stage, action, passes[key], received, num_targets)
                     if action.kind == "B":
                         del passes[key]
-            message = message_of(action, self.num_stages)
-            if message:
+            sent = sent_by(action, self.num_stages)
+            if sent:
                 assert handed_on is not None
-                self._send(mail, message, handed_on, clock, action)
+                self._send(p2p, sent, handed_on, clock, action)
             if action == stage.last_backward:
                 with clock.span("compute", "complete gradients", stage=action.stage):
-                    stage.sums.finish()
-        with clock.span("bubble", LAST_MESSAGES) if mail.sending else nullcontext():
-            mail.flush()
+                    stage.wrapper.finish()
+        with clock.span("bubble", LAST_SENDS) if p2p.sending else nullcontext():
+            p2p.flush()
         return sums
 
     def _forward(self, stage: Stage, action: Action, micro: Any, received: Tensor | None) -> _Pass:
-        stage.sums.before_forward(last=action.microbatch == self.last_microbatch)
+        stage.wrapper.before_forward(last=action.microbatch == self.last_microbatch)
         x_BTD = None if received is None else received.requires_grad_()
         todo: Todo = []
         with deferring(todo) if (action.stage, action.microbatch) in self._split else nullcontext():
-            output = stage.sums.forward(
+            output = stage.wrapper.forward(
                 micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD, rows_B=micro.row_numbers
             )
         return _Pass(x_BTD, output, todo)
@@ -156,7 +158,7 @@ class Pipeline:
     ) -> Tensor | None:
         """Runs backward through one stage; returns the gradient for the stage before."""
         last = action == stage.last_backward
-        stage.sums.before_backward(action.kind, last=last)
+        stage.wrapper.before_backward(action.kind, last=last)
         stage.in_last_backward = last
         targets = max(num_targets, 1)
         if isinstance(done.output, Losses):
@@ -171,7 +173,7 @@ class Pipeline:
             if roots[0].requires_grad:  # a first stage may be frozen as a whole
                 torch.autograd.backward(roots, gradients)
         stage.in_last_backward = False
-        stage.sums.after_backward(action.kind, last=last)
+        stage.wrapper.after_backward(action.kind, last=last)
         done.output = None  # type: ignore[assignment]  # the graph is gone; with I only the noted pairs stay
         x_BTD, done.x_BTD = done.x_BTD, None
         return None if x_BTD is None else x_BTD.grad
@@ -180,7 +182,7 @@ class Pipeline:
     def _held_out(self, stage: Stage, action: Action, side: Side, received: Tensor | None) -> Tensor | None:
         micro = side.microbatches[action.microbatch]
         stage.model.training = False  # router counts are training's; no other part looks at it, so none need be told
-        output = stage.sums.forward(micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=received)
+        output = stage.wrapper.forward(micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=received)
         stage.model.training = True
         if isinstance(output, Hidden):
             return output.x_BTD
@@ -193,18 +195,18 @@ class Pipeline:
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """Summed losses of this rank without training."""
         table = forward_table(self.owners, self.plan.pp, len(microbatches))
-        mail = self._mailbox(table, microbatches[0].tokens.shape)
+        p2p = self._point_to_point(table, microbatches[0].tokens.shape)
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         for action in table[self.mesh.at.pp]:
             micro, needed = microbatches[action.microbatch], needed_by(action, self.num_stages)
-            x_BTD = mail.receive(needed) if needed else None
+            x_BTD = p2p.receive(needed) if needed else None
             output = self.stages[action.stage].model(
                 micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD
             )
             sums += _loss_sums(output)
-            if message := message_of(action, self.num_stages):
-                mail.send(message, output.x_BTD)
-        mail.flush()
+            if sent := sent_by(action, self.num_stages):
+                p2p.send(sent, output.x_BTD)
+        p2p.flush()
         return sums
 
     @torch.no_grad()
@@ -245,32 +247,32 @@ class Pipeline:
     def _any_model(self) -> Decoder:
         return next(iter(self.stages.values())).model
 
-    def _mailbox(self, table: Table, shape_BT: Sequence[int]) -> Mailbox:
+    def _point_to_point(self, table: Table, shape_BT: Sequence[int]) -> PointToPoint:
         batch, tokens = shape_BT
         tokens //= self.plan.cp * (self.plan.tp if self.plan.sequence else 1)
         shape = (batch, tokens, self._any_model().spec.hidden)
-        return Mailbox(self.mesh, table, self.owners, shape, self.dtype)
+        return PointToPoint(self.mesh, table, self.owners, shape, self.dtype)
 
-    def _receive(self, mail: Mailbox, needed: Message, clock: Any, action: Action) -> Tensor:
-        if not mail.arrives(needed):
-            return mail.receive(needed)
+    def _receive(self, p2p: PointToPoint, needed: StageTensor, clock: Any, action: Action) -> Tensor:
+        if not p2p.arrives(needed):
+            return p2p.receive(needed)
         name = f"receive {WHAT[needed.kind]}"
-        with clock.span("bubble", name, action.microbatch, action.stage, "pp", mail.num_bytes):
-            return mail.receive(needed)
+        with clock.span("bubble", name, action.microbatch, action.stage, "pp", p2p.num_bytes):
+            return p2p.receive(needed)
 
-    def _send(self, mail: Mailbox, message: Message, tensor: Tensor, clock: Any, action: Action) -> None:
-        if not mail.leaves(message):
-            return mail.send(message, tensor)
-        name = f"send {WHAT[message.kind]}"
-        with clock.span("other", name, action.microbatch, action.stage, "pp", mail.num_bytes):
-            mail.send(message, tensor)
+    def _send(self, p2p: PointToPoint, sent: StageTensor, tensor: Tensor, clock: Any, action: Action) -> None:
+        if not p2p.leaves(sent):
+            return p2p.send(sent, tensor)
+        name = f"send {WHAT[sent.kind]}"
+        with clock.span("other", name, action.microbatch, action.stage, "pp", p2p.num_bytes):
+            p2p.send(sent, tensor)
 
 
 AHEAD = 2
-"""How many actions ahead a receive is posted: the sender of a message that nobody waits for yet must ask first."""
+"""How many actions ahead a receive is posted: the sender of what nobody waits for yet must ask first."""
 
 WHAT = {"x": "activations", "g": "gradients", "e": "held-out activations"}
-LAST_MESSAGES = "last messages"
+LAST_SENDS = "last messages"  # the name of its span in event files
 
 
 def forward_table(owners: tuple[int, ...], pp: int, num_microbatches: int) -> Table:

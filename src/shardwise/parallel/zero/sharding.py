@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from shardwise.model.decoder import Decoder
 from shardwise.model.dtypes import COMPUTED, SUMMED
 from shardwise.optim.offload.nvme_model import NvmeModel
-from shardwise.parallel.data.replicas import GradientSums
+from shardwise.parallel.data.replicas import DataParallelWrapper
 from shardwise.parallel.expert.dispatch import SpreadExperts
 from shardwise.parallel.fsdp2 import end_backward, gather_ahead, parameter_groups, sharded_modules
 from shardwise.parallel.mesh import Mesh
@@ -42,7 +42,7 @@ Groups = list[list[nn.Module]]
 """Modules whose parameters are gathered, and whose gradients are reduced, together."""
 
 
-class Sharded(GradientSums):
+class Sharded(DataParallelWrapper):
     """A stage whose parameters, gradients and optimizer state are spread over the data-parallel ranks."""
 
     def __init__(self, model: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, num_kept: int):
