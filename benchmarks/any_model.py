@@ -1,10 +1,12 @@
-"""`shardwise.parallelize` with ZeRO 3 on a transformers model, against Accelerate's FSDP2 and torch's FSDP2 by hand, on CPU ranks.
+"""`shardwise.parallelize` with ZeRO 3 on a transformers model, against Accelerate's FSDP2 and torch's FSDP2 by hand, on
+CPU ranks.
 
     python benchmarks/any_model.py [--ranks 2] [--rounds 220] [--hidden 256] [--layers 6] [--out FILE]
 
-The method is that of peers_cpu.py: every rank holds all variants of the same GPT-NeoX at once, the first losses and gradient norms must be
-those of one process, then one step of each per round in random order; only ratios within a round count. Needs transformers and
-accelerate. On CPU ranks Accelerate takes its FSDP2 plugin only when it is set by hand (peers/with_accelerate.py).
+The method is that of peers_cpu.py: every rank holds all variants of the same GPT-NeoX at once, the first losses and
+gradient norms must be those of one process, then one step of each per round in random order; only ratios within a round
+count. Needs transformers and accelerate. On CPU ranks Accelerate takes its FSDP2 plugin only when it is set by hand
+(peers/with_accelerate.py).
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@
 
 `tiny` with the default run's batch, in one process and on two real ranks. Two figures per layout, on rank 0:
 
-1. Counted. Every call into the recording code (opening and closing a span, two moments around what torch waits for, summing up, writing the
-   events) is timed from outside, and the times of a step are added. Cost = clock + events / 10, step by step: wall time over the step's
-   wall time, and seconds of the processor over the step's. Waiting, for another rank or for a core of a busy machine, is in neither side of the
-   second, and the timers themselves are inside it: rather too much than too little. It is what the target of 0.5 % is held against.
-2. Compared. Steps without any clock and steps with clock *and* events, in turn, in the same run: a sampled step over one without, by the
-   wall clock and by seconds of the processor, with 95 % of the median and an A/A. It also sees what no timer is around, and the noise.
+1. Counted. Every call into the recording code (opening and closing a span, two moments around what torch waits for,
+   summing up, writing the events) is timed from outside, and the times of a step are added. Cost = clock + events / 10,
+   step by step: wall time over the step's wall time, and seconds of the processor over the step's. Waiting, for another
+   rank or for a core of a busy machine, is in neither side of the second, and the timers themselves are inside it:
+   rather too much than too little. It is what the target of 0.5 % is held against.
+2. Compared. Steps without any clock and steps with clock *and* events, in turn, in the same run: a sampled step over
+   one without, by the wall clock and by seconds of the processor, with 95 % of the median and an A/A. It also sees what
+   no timer is around, and the noise.
 """
 
 from __future__ import annotations
@@ -128,9 +130,11 @@ def main() -> None:
             row = report["layouts"][layout] = json.loads(meeting.with_suffix(".json").read_text())
             cost, wall, cpu = row["cost_processor"], row["sampled_over_without"], row["sampled_over_without_processor"]
             print(
-                f"{layout:12} step {1e3 * row['step_s']:.1f} ms, {row['spans']} spans, clock {row['clock_us']:.0f} us, events "
+                f"{layout:12} step {1e3 * row['step_s']:.1f} ms, {row['spans']} spans, clock {row['clock_us']:.0f} us, "
+                "events "
                 f"{row['events_us']:.0f} us: {_percent(cost)} of a step's processor time, "
-                f"{_percent(row['cost'])} of its wall time, target {100 * TARGET} %: {'holds' if row['holds'] else 'MISSED'}\n"
+                f"{_percent(row['cost'])} of its wall time, target {100 * TARGET} %: "
+                f"{'holds' if row['holds'] else 'MISSED'}\n"
                 f"{'':12} compared: a sampled step takes {_percent(wall)} more, of the processor {_percent(cpu)}; "
                 f"A/A {_percent(row['noise'])}, {_percent(row['noise_processor'])} ({row['pairs']} pairs)",
                 flush=True,
@@ -166,7 +170,8 @@ def _measure(rank: int, layout: str, seconds: float, folder: Path) -> dict[str, 
     events = Events(folder, rank, 1, [stage.index for stage in engine.stages])
 
     def step(clock: Clock) -> tuple[float, float, float, float]:
-        """Seconds of a step with its recording, and of the processor; seconds of writing events, and of the processor."""
+        """Seconds of a step with its recording, and of the processor; seconds of writing events, and of the
+        processor."""
         if plan.world > 1:
             dist.barrier()
         began, began_cpu, wrote, wrote_cpu = time.perf_counter(), time.process_time(), 0.0, 0.0

@@ -1,12 +1,14 @@
-"""What it costs that tokens travel to their experts: the share of a mixture-of-experts training step that dispatch and combine take.
+"""What it costs that tokens travel to their experts: the share of a mixture-of-experts training step that dispatch and
+combine take.
 
     python benchmarks/expert_dispatch.py [--steps 20] [--out FILE]
 
-Four ranks (dp=4 ep=4), real processes, real messages. Two models: `tiny-moe` with a mixture in every layer, and one with Mixtral's proportions at
-an eighth of its width. Steps of three kinds take turns: with dispatch; and twice without, where the same number of rows goes straight
-through the rank's own experts: no sorting, no counts, no exchange, no way back. What a step with dispatch takes more is dispatch and
-combine. Both kinds without it show the noise. Routing is forced to be even, so that no rank waits for a busier one. Two clocks: the wall's, and
-that of the processors over all ranks, message threads included. With fewer free cores than ranks only the second says something.
+Four ranks (dp=4 ep=4), real processes, real messages. Two models: `tiny-moe` with a mixture in every layer, and one
+with Mixtral's proportions at an eighth of its width. Steps of three kinds take turns: with dispatch; and twice without,
+where the same number of rows goes straight through the rank's own experts: no sorting, no counts, no exchange, no way
+back. What a step with dispatch takes more is dispatch and combine. Both kinds without it show the noise. Routing is
+forced to be even, so that no rank waits for a busier one. Two clocks: the wall's, and that of the processors over all
+ranks, message threads included. With fewer free cores than ranks only the second says something.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def main() -> None:
         for clock, row in clocks.items():
             (low, high), noise = row["quartiles"], row["noise"]
             print(
-                f"{name:<12} {clock:<5} {row['share']:6.1%} of a step ({low:.1%} to {high:.1%}; noise {noise:+.1%}; target {TARGET:.0%})"
+                f"{name:<12} {clock:<5} {row['share']:6.1%} of a step ({low:.1%} to {high:.1%}; noise {noise:+.1%}; "
+                f"target {TARGET:.0%})"
             )
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/fine_tune.py [--base RUN] [--steps 100] [--json FILE]
 
-The default run is trained (or --base RUN taken) and exported; then each kind goes on from its weights on files it has not seen, the
-sources of torch.nn, with the same rows and seed. Target: each low-bit kind's held-out loss is at most 2 % above the other's.
+The default run is trained (or --base RUN taken) and exported; then each kind goes on from its weights on files it has
+not seen, the sources of torch.nn, with the same rows and seed. Target: each low-bit kind's held-out loss is at most 2 %
+above the other's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How fast, and in how much memory, a Hugging Face checkpoint is loaded.
 
-Writes a synthetic checkpoint in several shards, loads it in a fresh process, and prints the peak resident memory next to
-model + one shard, and the loading speed next to plainly reading the same files. Both reads find the files in the page
-cache, which is the harder case for us: a disk is slower than either.
+Writes a synthetic checkpoint in several shards, loads it in a fresh process, and prints the peak resident memory next
+to model + one shard, and the loading speed next to plainly reading the same files. Both reads find the files in the
+page cache, which is the harder case for us: a disk is slower than either.
 
     python benchmarks/load_weights.py [--gigabytes 1.5] [--dtype bfloat16] [--out load_weights.json]
 """
@@ -124,7 +124,8 @@ def report(result: dict[str, float]) -> None:
     plain = result["file_bytes"] / result["plain_read_seconds"] / 1e9
     print(f"checkpoint  {result['file_bytes'] / GIB:.2f} GiB in {result['shards']} shards")
     print(
-        f"memory      {result['peak_bytes'] / GIB:.2f} GiB above the interpreter; model + one shard is {limit / GIB:.2f}"
+        f"memory      {result['peak_bytes'] / GIB:.2f} GiB above the interpreter; model + one shard is "
+        f"{limit / GIB:.2f}"
     )
     print(f"speed       {speed:.2f} GB/s; reading the files plainly {plain:.2f} GB/s (ratio {speed / plain:.2f})")
 

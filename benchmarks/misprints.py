@@ -54,8 +54,10 @@ def scores() -> Misprint:
     return Misprint(
         "Attention keeps `5bs²h` bytes per layer",
         "`5abs²`: heads, not hidden width",
-        f"Softmax, the mask of its dropout and what that leaves: 2 + 1 + 2 bytes for each head and pair of tokens. A layer of GPT-3 with one sequence of {seq:,}"
-        f" tokens keeps {right / 1e9:.1f} GB; the misprint says {printed / 1e9:.0f} GB, {printed / right:.0f} times as much. A fused kernel keeps none of it.",
+        "Softmax, the mask of its dropout and what that leaves: 2 + 1 + 2 bytes for each head and pair of tokens. A "
+        f"layer of GPT-3 with one sequence of {seq:,}"
+        f" tokens keeps {right / 1e9:.1f} GB; the misprint says {printed / 1e9:.0f} GB, {printed / right:.0f} times as "
+        "much. A fused kernel keeps none of it.",
         "shardwise explain memory",
     )
 
@@ -70,7 +72,8 @@ def bubbles() -> Misprint:
     return Misprint(
         '"1F1B has a smaller bubble than GPipe"',
         "the same bubble, less memory",
-        f"With 4 stages and 8 micro-batches ranks idle {gpipe * 100:.1f} % in GPipe and {one * 100:.1f} % in 1F1B: both fill and drain the pipeline once,"
+        f"With 4 stages and 8 micro-batches ranks idle {gpipe * 100:.1f} % in GPipe and {one * 100:.1f} % in 1F1B: "
+        "both fill and drain the pipeline once,"
         f" (p-1)/(m+p-1). What differs is what the first rank holds: {all_kept} micro-batches against {kept}.",
         "shardwise explain pipeline --demo",
     )
@@ -81,7 +84,8 @@ def first_stage() -> Misprint:
     return Misprint(
         "ZeRO-1 takes `2Ψ + 14Ψ/N` bytes",
         "`4Ψ + 12Ψ/N`",
-        "Stage 1 shares out the optimizer alone: masters and two moments, 12 bytes. Weights and gradients stay whole, 2 + 2. For 7B parameters on 8 GPUs that is"
+        "Stage 1 shares out the optimizer alone: masters and two moments, 12 bytes. Weights and gradients stay whole, "
+        "2 + 2. For 7B parameters on 8 GPUs that is"
         f" {right:.1f} GB; the misprint, {second:.2f} GB, is stage 2, whose gradients are shared out as well.",
         "shardwise explain zero --demo",
     )
@@ -91,8 +95,10 @@ def all_reduces() -> Misprint:
     return Misprint(
         "Tensor parallelism: one all-reduce per block",
         "two forward and two backward",
-        "Attention ends in one sum over the ranks and the feed-forward part in another; backward has one at each entrance. Full recomputation repeats the forward ones but the"
-        " last. The command counts them on real processes, M(2L+1) each way: two per layer, and one where embedding or head is cut.",
+        "Attention ends in one sum over the ranks and the feed-forward part in another; backward has one at each "
+        "entrance. Full recomputation repeats the forward ones but the"
+        " last. The command counts them on real processes, M(2L+1) each way: two per layer, and one where embedding or "
+        "head is cut.",
         "shardwise explain tensor --demo",
     )
 
@@ -102,7 +108,8 @@ def bytes_per_parameter() -> Misprint:
     return Misprint(
         "Training a 7B model takes 84 GB",
         f"{right:.0f} GB before one activation",
-        "84 GB are 12 bytes per parameter: optimizer states alone, or weights and two moments in fp32 without gradients. Mixed precision with Adam keeps"
+        "84 GB are 12 bytes per parameter: optimizer states alone, or weights and two moments in fp32 without "
+        "gradients. Mixed precision with Adam keeps"
         " weights (2), gradients (2), fp32 masters (4) and two moments (8): 16. Ours counts 4 + 4 + 8, the same sum.",
         "shardwise explain memory",
     )
@@ -115,7 +122,8 @@ def page() -> str:
         "",
         "<!-- Made by `python benchmarks/misprints.py`; a test fails when it is out of date. -->",
         "",
-        "Each with the right value and the command that shows it. Figures are the planner's own (`plan/`), held to the textbooks by",
+        "Each with the right value and the command that shows it. Figures are the planner's own (`plan/`), held to the "
+        "textbooks by",
         "`tests/plan/test_textbook_numbers.py`.",
         "",
         "| printed | right | shown by |",

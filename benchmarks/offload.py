@@ -1,9 +1,9 @@
 """Offloading, measured against what the machine permits.
 
     adam    one optimizer step in CPU memory, ours and DeepSpeed's CPUAdam in turn, on the same cores
-    disk    the optimizer phase with state on a disk: its bandwidth as a share of what plain sequential transfers reach in the same run
+    disk    the optimizer phase with state on a disk: its bandwidth as a share of plain sequential transfers'
     model   a model whose state is three times memory.limit: step time against bytes over bandwidth
-    --cuda  a model of 1 B parameters on one GPU: step time and peak memory without offloading, with `optimizer`, with `all`
+    --cuda  1 B parameters on one GPU: step time and peak memory without offloading, with `optimizer`, with `all`
 
     python benchmarks/offload.py [--parts adam disk model] [--cuda] [--dir DIR] [--json FILE]
 

@@ -2,11 +2,12 @@
 
     python benchmarks/peers_cpu.py [--ranks 2] [--rounds 220] [--over BASELINE ... | --variants NAME ...] [--out FILE]
 
-Every rank holds all variants side by side: the same model, first weights, data, fused AdamW and clipping, fp32. First each
-variant's losses and gradient norms are compared with one process that holds the whole batch; one that differs by more than
-1e-4 is not timed. Then rounds: one step of each on the same data, in random order, a barrier before each, the slowest rank's
-time. Only ratios within a round count. The baselines stand twice (A/A): that shows how much of a ratio is noise. A round takes
-as long as all its variants; `--over torch-ddp` takes only those that are measured over that baseline.
+Every rank holds all variants side by side: the same model, first weights, data, fused AdamW and clipping, fp32. First
+each variant's losses and gradient norms are compared with one process that holds the whole batch; one that differs by
+more than 1e-4 is not timed. Then rounds: one step of each on the same data, in random order, a barrier before each, the
+slowest rank's time. Only ratios within a round count. The baselines stand twice (A/A): that shows how much of a ratio
+is noise. A round takes as long as all its variants; `--over torch-ddp` takes only those that are measured over that
+baseline.
 
 A peer that is not installed is listed as such. To have all of them, in an environment of their own:
 
@@ -14,8 +15,8 @@ A peer that is not installed is listed as such. To have all of them, in an envir
     peers-env/bin/pip install --constraint constraints.txt torch accelerate==1.15.0 deepspeed==0.19.8 --editable .
     peers-env/bin/python benchmarks/peers_cpu.py --ranks 4
 
-where torch is the CPU build. DeepSpeed compiles a small extension when it first starts and needs g++ for it. Nothing else may run
-on the machine meanwhile.
+where torch is the CPU build. DeepSpeed compiles a small extension when it first starts and needs g++ for it. Nothing
+else may run on the machine meanwhile.
 """
 
 from __future__ import annotations

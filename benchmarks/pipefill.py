@@ -1,12 +1,14 @@
-"""What it costs a pipeline to evaluate in its idle slots, and how much of them it uses: `parallel.fill_bubbles = "eval"`.
+"""What it costs a pipeline to evaluate in its idle slots, and how much of them it uses: `parallel.fill_bubbles =
+"eval"`.
 
     python benchmarks/pipefill.py [--rounds 8] [--out FILE]
 
-The real executor, processes, messages and filler; stages sleep instead of computing (`pipeline_bubble.py`), so that four of them
-do not share a core. Filled and plain steps take turns, each pair in another order; the ratio is of their medians, and that of the fastest of each beside it, which other jobs on the machine
-disturb less. A held-out forward
-sleeps as long as one of training. The possible share is the simulator's with the same times: slots before a held-out micro-batch can have
-come through the stages before cannot be used. Where nothing fits, filled and plain steps are the same lists: their ratio is the noise.
+The real executor, processes, messages and filler; stages sleep instead of computing (`pipeline_bubble.py`), so that
+four of them do not share a core. Filled and plain steps take turns, each pair in another order; the ratio is of their
+medians, and that of the fastest of each beside it, which other jobs on the machine disturb less. A held-out forward
+sleeps as long as one of training. The possible share is the simulator's with the same times: slots before a held-out
+micro-batch can have come through the stages before cannot be used. Where nothing fits, filled and plain steps are the
+same lists: their ratio is the noise.
 """
 
 from __future__ import annotations
@@ -76,10 +78,16 @@ def main() -> None:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row["schedule"], f"{1e3 * row['plain_s']:.0f} ms", f"{1e3 * row['filled_s']:.0f} ms", f"{row['ratio']:.3f}", f"{row['ratio_of_fastest']:.3f}",
-            f"{TARGET:.2f}", f"{row['held_out_per_step']} micro-batches", f"{100 * row['share']:.0f} %",
+            row["schedule"],
+            f"{1e3 * row['plain_s']:.0f} ms",
+            f"{1e3 * row['filled_s']:.0f} ms",
+            f"{row['ratio']:.3f}",
+            f"{row['ratio_of_fastest']:.3f}",
+            f"{TARGET:.2f}",
+            f"{row['held_out_per_step']} micro-batches",
+            f"{100 * row['share']:.0f} %",
             f"{100 * row['possible_share']:.0f} %",
-        )  # fmt: skip
+        )
     Console(width=130).print(table)
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/pipeline_bubble.py [--steps 30] [--out FILE]
 
-The real executor, real processes and real messages. Two kinds of stage: `tiny`'s own layers over two ranks, one pinned core each;
-and stages that sleep instead of computing, for more ranks than this machine has cores. The prediction is the simulator's, fed with
-what each action took in the same step, and with the time of one message between neighbours, measured before. Both bubbles are shares
-of all ranks' time in a step, medians over steps; the simulator's without messages stands beside them. What an action costs besides
-(bookkeeping, posting messages) is no bubble of the schedule, but lengthens the step: it is the difference that remains.
+The real executor, real processes and real messages. Two kinds of stage: `tiny`'s own layers over two ranks, one pinned
+core each; and stages that sleep instead of computing, for more ranks than this machine has cores. The prediction is the
+simulator's, fed with what each action took in the same step, and with the time of one message between neighbours,
+measured before. Both bubbles are shares of all ranks' time in a step, medians over steps; the simulator's without
+messages stands beside them. What an action costs besides (bookkeeping, posting messages) is no bubble of the schedule,
+but lengthens the step: it is the difference that remains.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""How long the planner searches: CPU seconds of one core, layouts considered, pruned and predicted, peak memory of the process.
+"""How long the planner searches: CPU seconds of one core, layouts considered, pruned and predicted, peak memory of the
+process.
 
     python benchmarks/plan_search.py [--detail] [--out FILE]
 
-Every question runs in a process of its own, because caches and peak memory outlive a question. `--detail`: also what `shardwise plan` shows beside the
-ranking (best layout per number of GPUs, rejected regions, Pareto set). Wall time is told too; on a busy machine it says little.
+Every question runs in a process of its own, because caches and peak memory outlive a question. `--detail`: also what
+`shardwise plan` shows beside the ranking (best layout per number of GPUs, rejected regions, Pareto set). Wall time is
+told too; on a busy machine it says little.
 """
 
 from __future__ import annotations

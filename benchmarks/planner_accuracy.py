@@ -5,8 +5,8 @@
     python benchmarks/planner_accuracy.py DIR --rows ROWS.csv       each row's prediction beside its measurement
     python benchmarks/planner_accuracy.py DIR --json RESULT.json
 
-Every row becomes a model, a cluster, a job, a layout and a stack profile (benchmarks/accuracy, benchmarks/stacks); what cannot is skipped, with
-the reason. Clean rows: at most 16 nodes, 15 % of the 16-bit peak or more, recomputation known.
+Every row becomes a model, a cluster, a job, a layout and a stack profile (benchmarks/accuracy, benchmarks/stacks); what
+cannot is skipped, with the reason. Clean rows: at most 16 nodes, 15 % of the 16-bit peak or more, recomputation known.
 """
 
 from __future__ import annotations
@@ -35,11 +35,33 @@ import shardwise
 from shardwise.errors import UserError
 from shardwise.plan.prediction.predict import Prediction, predict
 
-ROW = ("model", "gpus", "gpu_kind", "nodes", "tp", "pp", "vpp", "cp", "ep", "dp", "zero", "sp", "recompute", "micro_batch", "global_batch", "seq", "precision", "stack", "compile", "async_tp")  # fmt: skip
+ROW = (
+    "model",
+    "gpus",
+    "gpu_kind",
+    "nodes",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "dp",
+    "zero",
+    "sp",
+    "recompute",
+    "micro_batch",
+    "global_batch",
+    "seq",
+    "precision",
+    "stack",
+    "compile",
+    "async_tp",
+)
 
 
 def answer(run: Run) -> Answer:
-    """Where a row does not say what is computed again: nothing if that fits, else cheap parts. Tables of tuned recipes seldom repeat whole blocks."""
+    """Where a row does not say what is computed again: nothing if that fits, else cheap parts. Tables of tuned recipes
+    seldom repeat whole blocks."""
     question = question_of(run)
     if not (run.has_failed or run.step_s or run.memory_bytes or run.number("tflops_per_gpu")):
         raise Skip("neither time, speed nor memory published")
@@ -87,14 +109,20 @@ def show(value: float | None, scale: float = 100, unit: str = "%", digits: int =
     return "-" if value is None else f"{value * scale:.{digits}f}{unit}"
 
 
-HEAD = f"{'':28} {'rows':>5} | {'step':>5} {'MAPE':>7} {'median':>7} {'bias':>7} | {'mem':>5} {'p50':>6} {'p90':>7} {'p95':>7} {'bias':>7} | {'OOM right':>9} {'prec.':>6} {'recall':>6} | {'groups':>6} {'rank':>6} {'regret':>7}"  # fmt: skip
+HEAD = (
+    f"{'':28} {'rows':>5} | {'step':>5} {'MAPE':>7} {'median':>7} {'bias':>7} | "
+    f"{'mem':>5} {'p50':>6} {'p90':>7} {'p95':>7} {'bias':>7} | "
+    f"{'OOM right':>9} {'prec.':>6} {'recall':>6} | {'groups':>6} {'rank':>6} {'regret':>7}"
+)
 
 
 def line(name: str, found: dict[str, Any]) -> str:
     step, memory, oom, rank = found["step"], found["memory"], found["oom"] or {}, found["ranking"]
     return (
-        f"{name[:28]:28} {found['rows']:5} | {step['rows']:5} {show(step['mape']):>7} {show(step['median']):>7} {show(step['bias']):>7} | "
-        f"{memory['rows']:5} {show(memory['p50']):>6} {show(memory['p90']):>7} {show(memory['p95']):>7} {show(memory['bias']):>7} | "
+        f"{name[:28]:28} {found['rows']:5} | {step['rows']:5} {show(step['mape']):>7} {show(step['median']):>7} "
+        f"{show(step['bias']):>7} | "
+        f"{memory['rows']:5} {show(memory['p50']):>6} {show(memory['p90']):>7} {show(memory['p95']):>7} "
+        f"{show(memory['bias']):>7} | "
         f"{show(oom.get('accuracy')):>9} {show(oom.get('precision')):>6} {show(oom.get('recall')):>6} | "
         f"{rank['groups']:6} {show(rank['spearman_median'], 1, '', 2):>6} {show(rank['regret_median']):>7}"
     )
@@ -106,9 +134,26 @@ def write_rows(path: Path, answers: list[Answer]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(
-            ["file", "line", "clean", *ROW, "status", "fails", "mfu", "step_s", "predicted_s", "step_error", "memory_gib", "predicted_gib",
-             "memory_error", *(f"s:{name}" for name in parts), *(f"gib:{name}" for name in kinds), "schedule", "assumed"]
-        )  # fmt: skip
+            [
+                "file",
+                "line",
+                "clean",
+                *ROW,
+                "status",
+                "fails",
+                "mfu",
+                "step_s",
+                "predicted_s",
+                "step_error",
+                "memory_gib",
+                "predicted_gib",
+                "memory_error",
+                *(f"s:{name}" for name in parts),
+                *(f"gib:{name}" for name in kinds),
+                "schedule",
+                "assumed",
+            ]
+        )
         for one in answers:
             run, told = one.question.run, one.prediction
             known = [
@@ -171,9 +216,8 @@ def main() -> None:
         figures = {name: score(found) for name, found in rows.items()}
         overall = score([one for one in answers if keep(one)])
         result[title] = {"overall": overall, "files": figures}
-        print(
-            f"\n{'every row' if title == 'all' else 'clean rows: <= 16 nodes, MFU >= 15 %, recomputation known'}\n{HEAD}"
-        )
+        about = "every row" if title == "all" else "clean rows: <= 16 nodes, MFU >= 15 %, recomputation known"
+        print(f"\n{about}\n{HEAD}")
         for name, found in figures.items():
             print(line(name, found))
         print(line("overall", overall))

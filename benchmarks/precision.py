@@ -1,12 +1,12 @@
 """Number formats side by side: loss curves, step time and peak memory of one model on the same batches.
 
     python benchmarks/precision.py                           fp32, bf16, fp16 and fp16-true on a CPU, a small model
-    python benchmarks/precision.py --cuda --json FILE        bf16, fp16 and fp8 (rowwise, tensorwise) on one GPU, 100 steps
+    python benchmarks/precision.py --cuda --json FILE        bf16, fp16, fp8 (rowwise, tensorwise) on a GPU, 100 steps
 
-Weights and batches are drawn from one seed. Text is what a curve needs to fall: bytes of Python's own library. Band: the mean loss of
-the last tenth of the steps is within 1 % of bf16's for fp16, and within 2 % for fp8. The model of --cuda has blocks of 4096 x 14336, of
-which fp8 takes the large matrices; its line says which stay in bf16. Everything is eager: compiled blocks would make fp8's casts
-cheaper.
+Weights and batches are drawn from one seed. Text is what a curve needs to fall: bytes of Python's own library. Band:
+the mean loss of the last tenth of the steps is within 1 % of bf16's for fp16, and within 2 % for fp8. The model of
+--cuda has blocks of 4096 x 14336, of which fp8 takes the large matrices; its line says which stay in bf16. Everything
+is eager: compiled blocks would make fp8's casts cheaper.
 """
 
 from __future__ import annotations
@@ -64,9 +64,16 @@ def train(spec: ModelSpec, name: str, steps: list[TensorBatch], device: torch.de
     precision, _, recipe = name.partition(" ")
     rows, length = steps[0].tokens.shape
     plan = Plan(
-        device=device.type, precision=precision, seq_len=length, global_batch=rows, micro_batch=rows, num_steps=len(steps),
-        threads_per_rank=1, reason="a benchmark", fp8_recipe=recipe or "rowwise",
-    )  # fmt: skip
+        device=device.type,
+        precision=precision,
+        seq_len=length,
+        global_batch=rows,
+        micro_batch=rows,
+        num_steps=len(steps),
+        threads_per_rank=1,
+        reason="a benchmark",
+        fp8_recipe=recipe or "rowwise",
+    )
     if device.type == "cuda":
         gc.collect()  # engines hold themselves in circles
         torch.cuda.empty_cache()
@@ -108,7 +115,8 @@ def main() -> int:
     found = [train(spec, name, steps, device, 3e-4 if options.cuda else 3e-3) for name in FORMATS[device.type]]
     truth = found[0]
     print(
-        f"{'format':<16}{'last loss':>10}{'from bf16':>11}{'band':>8}{'step':>11}{'of bf16':>9}{'peak':>11}{'skipped':>9}"
+        f"{'format':<16}{'last loss':>10}{'from bf16':>11}{'band':>8}"
+        f"{'step':>11}{'of bf16':>9}{'peak':>11}{'skipped':>9}"
     )
     within = True
     for row in found:

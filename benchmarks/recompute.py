@@ -2,10 +2,11 @@
 
     python benchmarks/recompute.py [--rounds 12] [--cuda] [--json FILE]
 
-Every round runs one forward and backward of each mode in random order; only ratios within a round count. On a CPU the time is the
-process's own (the machine may be shared) and bytes are counted tensor by tensor: what forward leaves for backward. With --cuda time
-is the device's, and bytes are the allocator's peak over the weights and gradients, for a block of a 1.5B model, 8 layers, 4096 tokens,
-bf16; activation offload is measured there too. `predicted` is the planner's.
+Every round runs one forward and backward of each mode in random order; only ratios within a round count. On a CPU the
+time is the process's own (the machine may be shared) and bytes are counted tensor by tensor: what forward leaves for
+backward. With --cuda time is the device's, and bytes are the allocator's peak over the weights and gradients, for a
+block of a 1.5B model, 8 layers, 4096 tokens, bf16; activation offload is measured there too. `predicted` is the
+planner's.
 """
 
 from __future__ import annotations

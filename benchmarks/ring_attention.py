@@ -1,16 +1,19 @@
-"""Ring attention against its ideal: one rank's attention over the whole sequence, shared out evenly, plus the measured transfer.
+"""Ring attention against its ideal: one rank's attention over the whole sequence, shared out evenly, plus the measured
+transfer.
 
-    python benchmarks/ring_attention.py --json FILE      4 processes over gloo, 4,096 and 16,384 tokens, about a minute on idle cores
-    python benchmarks/ring_attention.py --cuda           one GPU: every rank's blocks in turn, no transfer, against whole attention
+    python benchmarks/ring_attention.py --json FILE      4 processes over gloo, 4,096 and 16,384 tokens, about a minute
+    python benchmarks/ring_attention.py --cuda           one GPU: every rank's blocks in turn, against whole attention
 
-Forward and backward. Rounds of ring, transfer and whole attention take turns, so that a busy machine is busy for all of them; medians
-and quartiles of the rounds' ratios. Targets: ring <= 1.15 x (whole / ranks + transfer), the slowest rank's compute <= 1.05 x the mean. Whole
-attention is timed on one rank while the others stand still, which is what the target means, and once more on all ranks at once: what a core is slower
-while its neighbours work is no cost of the ring, and the second ratio leaves it out.
+Forward and backward. Rounds of ring, transfer and whole attention take turns, so that a busy machine is busy for all of
+them; medians and quartiles of the rounds' ratios. Targets: ring <= 1.15 x (whole / ranks + transfer), the slowest
+rank's compute <= 1.05 x the mean. Whole attention is timed on one rank while the others stand still, which is what the
+target means, and once more on all ranks at once: what a core is slower while its neighbours work is no cost of the
+ring, and the second ratio leaves it out.
 
-With at least one core more than ranks each rank computes on a core of its own; the threads that carry messages go where there is room. With fewer
-cores than ranks the ranks take turns on them, and ideal is whole / cores: the share of the cores that there are. What ranks compute
-without messages is timed in seconds of the processor: then it does not matter who else uses the machine.
+With at least one core more than ranks each rank computes on a core of its own; the threads that carry messages go where
+there is room. With fewer cores than ranks the ranks take turns on them, and ideal is whole / cores: the share of the
+cores that there are. What ranks compute without messages is timed in seconds of the processor: then it does not matter
+who else uses the machine.
 """
 
 from __future__ import annotations
@@ -92,7 +95,8 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def own_cores(ranks: int) -> list[int]:
-    """One for each rank, far apart: neighbours may be halves of one core. None where a message thread would find no other."""
+    """One for each rank, far apart: neighbours may be halves of one core. None where a message thread would find no
+    other."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[:: (len(cores) - 1) // ranks][:ranks] if len(cores) > ranks else []
 

@@ -2,8 +2,8 @@
 
     python benchmarks/rules_of_thumb.py            writes the page anew
 
-Each rule is one question with two or more answers that `predict` and `search` give; the word at its top follows from their figures. A test fails
-when the page is not what the planner says today.
+Each rule is one question with two or more answers that `predict` and `search` give; the word at its top follows from
+their figures. A test fails when the page is not what the planner says today.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Case:
         return Row(words, found[0].plan, found[0].prediction)
 
     def __str__(self) -> str:
-        return f"{self.model} on {self.cluster}, {self.batch} sequence{'s' * (self.batch > 1)} of {self.seq:,} tokens a step"
+        rows = f"{self.batch} sequence{'s' * (self.batch > 1)}"
+        return f"{self.model} on {self.cluster}, {rows} of {self.seq:,} tokens a step"
 
 
 def short(plan: Plan) -> str:
@@ -119,7 +120,8 @@ def inside_the_node() -> Finding:
     return Finding(
         "Tensor parallelism stays inside the node: tp <= 8",
         "confirmed" if cost > SAME else "refuted",
-        f"From tp=8 to tp=16 the group spans two nodes, and a step takes {percent(cost)}. {border}: in a rack whose NVLink joins 72 cards, where tp=16"
+        f"From tp=8 to tp=16 the group spans two nodes, and a step takes {percent(cost)}. {border}: in a rack whose "
+        "NVLink joins 72 cards, where tp=16"
         f" stays on the fast link, it takes {percent(rack_cost)}.",
         ((str(case), tuple(tables[0])), (str(rack), tuple(tables[1]))),
     )
@@ -137,8 +139,10 @@ def dividing_layers() -> Finding:
     return Finding(
         "The number of stages divides the number of layers",
         "refuted" if gain > SAME else "confirmed",
-        "The last stage has the head besides its layers, which for a vocabulary of 128,256 is the work of several layers. Equal numbers of layers take"
-        f" {percent(gain)} against the split that balances the work. Any number of stages up to the number of layers runs.",
+        "The last stage has the head besides its layers, which for a vocabulary of 128,256 is the work of several "
+        "layers. Equal numbers of layers take"
+        f" {percent(gain)} against the split that balances the work. Any number of stages up to the number of layers "
+        "runs.",
         ((str(case), rows),),
     )
 
@@ -157,7 +161,8 @@ def sequence_parallelism() -> Finding:
     return Finding(
         "Sequence parallelism pays past 8K tokens",
         "refuted" if always else "confirmed",
-        f"It sends the same bytes as the all-reduces it replaces, and frees memory at every length: {saved * 100:.0f} % of all memory at 2,048 tokens"
+        f"It sends the same bytes as the all-reduces it replaces, and frees memory at every length: {saved * 100:.0f} "
+        "% of all memory at 2,048 tokens"
         f" ({percent(time)} time), {saved_long * 100:.0f} % at 32,768. "
         + (
             "With tensor parallelism there is no length below which to leave it out."
@@ -176,7 +181,8 @@ def stages_below_a_billion() -> Finding:
     return Finding(
         "Below 1B parameters: ZeRO-2",
         "confirmed" if cost <= SAME else "refuted",
-        f"The states of such a model fit on every card, so there is nothing that must be shared out. {best.words} is the fastest, ZeRO-2 takes {percent(cost)}:"
+        f"The states of such a model fit on every card, so there is nothing that must be shared out. {best.words} is "
+        f"the fastest, ZeRO-2 takes {percent(cost)}:"
         " it reduces gradients after every micro-batch, and what it frees goes unused.",
         ((str(case), rows),),
     )
@@ -226,15 +232,23 @@ def offloading() -> Finding:
     return Finding(
         "Offloading makes a step 3 to 10 times slower",
         "confirmed" if all(among) else "half true" if any(among) else "refuted",
-        "The update in CPU memory is paid once a step, so it depends on how much else a step does: with the optimizer there, one sequence on one card takes"
-        f" {small:.1f} times as long, and 64 on each of eight {large:.1f} times. Weights travel with every micro-batch: {small_all:.1f} and {large_all:.1f} times.",
+        "The update in CPU memory is paid once a step, so it depends on how much else a step does: with the optimizer "
+        "there, one sequence on one card takes"
+        f" {small:.1f} times as long, and 64 on each of eight {large:.1f} times. Weights travel with every "
+        f"micro-batch: {small_all:.1f} and {large_all:.1f} times.",
         tuple(tables),
     )
 
 
 RULES: tuple[Callable[[], Finding], ...] = (
-    inside_the_node, dividing_layers, sequence_parallelism, stages_below_a_billion, stage_three_up_to_ten_billion, eight_by_four, offloading,
-)  # fmt: skip
+    inside_the_node,
+    dividing_layers,
+    sequence_parallelism,
+    stages_below_a_billion,
+    stage_three_up_to_ten_billion,
+    eight_by_four,
+    offloading,
+)
 
 
 def page() -> str:
@@ -244,8 +258,10 @@ def page() -> str:
         "",
         "<!-- Made by `python benchmarks/rules_of_thumb.py`; a test fails when it is out of date. -->",
         "",
-        "Rules that people repeat, each asked as a question. Figures are predictions for our own runtime, as far off as [accuracy.md](accuracy.md) says; steps",
-        f"within {SAME * 100:.0f} % of each other are called equal. Layouts that are said in full use full recomputation and micro-batches of one unless they say otherwise.",
+        "Rules that people repeat, each asked as a question. Figures are predictions for our own runtime, as far off "
+        "as [accuracy.md](accuracy.md) says; steps",
+        f"within {SAME * 100:.0f} % of each other are called equal. Layouts that are said in full use full "
+        "recomputation and micro-batches of one unless they say otherwise.",
         "",
         "| rule | |",
         "|---|---|",
@@ -256,7 +272,8 @@ def page() -> str:
         for title, rows in one.tables:
             lines += ["", f"{title}:", "", "| | layout | step | memory |", "|---|---|---|---|"]
             lines += [
-                f"| {row.words} | `{short(row.plan)}`, micro-batch {row.plan.micro_batch} | {row.found.step_s:.3g} s | {row.found.memory_bytes / 2**30:.1f} GiB |"
+                f"| {row.words} | `{short(row.plan)}`, micro-batch {row.plan.micro_batch} | {row.found.step_s:.3g} s | "
+                f"{row.found.memory_bytes / 2**30:.1f} GiB |"
                 for row in rows
             ]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
 """Our training loop against a bare PyTorch loop over the same model, step by step in turn, in one process.
 
-The real loop runs; after each of its steps one step of the bare loop runs on the same data. The time of one of our steps is
-everything between two bare steps: loading, agreeing, training, metrics, events, the view. A third loop, a second bare one,
-shows how much of the difference is noise (A/A).
+The real loop runs; after each of its steps one step of the bare loop runs on the same data. The time of one of our
+steps is everything between two bare steps: loading, agreeing, training, metrics, events, the view. A third loop, a
+second bare one, shows how much of the difference is noise (A/A).
 
     python benchmarks/step_overhead.py [--steps 60] [--out FILE]
 """
@@ -113,7 +113,8 @@ def main() -> None:
     }
     print(f"steps            {len(rows)} of each kind, in turn")
     print(
-        f"ours / bare      {report['ours_over_bare']['median']:.4f}  (quartiles {quartiles[0]:.4f} to {quartiles[2]:.4f}; target 1.03)"
+        f"ours / bare      {report['ours_over_bare']['median']:.4f}  (quartiles {quartiles[0]:.4f} to "
+        f"{quartiles[2]:.4f}; target 1.03)"
     )
     print(f"bare / bare      {report['bare_over_bare']['median']:.4f}  (noise)")
     print(f"waiting for data {100 * report['data_wait_share']:.3f} % of our step (target 1 %)")

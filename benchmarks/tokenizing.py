@@ -2,10 +2,10 @@
 
     python benchmarks/tokenizing.py [--size 64MB] [--repeats 3] [--memory 64MB 256MB] [--out FILE.json]
 
-Makes a synthetic corpus of .jsonl documents and a byte-level BPE tokenizer, then times, interleaved: (a) encode_batch of
-the tokenizers library on all cores over the same documents already in memory, ids collected, nothing read or written;
-(b) prepare: reading, parsing, encoding, splitting, writing and digesting. Each timing is a process of its own, so that
-peak memory is honest and thread pools are cold for both. The target: (b) within 10 % of (a).
+Makes a synthetic corpus of .jsonl documents and a byte-level BPE tokenizer, then times, interleaved: (a) encode_batch
+of the tokenizers library on all cores over the same documents already in memory, ids collected, nothing read or
+written; (b) prepare: reading, parsing, encoding, splitting, writing and digesting. Each timing is a process of its own,
+so that peak memory is honest and thread pools are cold for both. The target: (b) within 10 % of (a).
 """
 
 from __future__ import annotations
@@ -146,9 +146,11 @@ def compare(directory: Path, num_bytes: int, repeats: int) -> dict[str, object]:
             "prepare_ratio": ratios,
             "prepare_cpu_ratio": cpu_ratios,
         }
-        spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), {statistics.median(cpu_ratios):.3f}"
+        of_wall, of_cpu = statistics.median(ratios), statistics.median(cpu_ratios)
+        spread = f"{of_wall:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), {of_cpu:.3f}"
         print(
-            f"{name:<20}{middle:>10.2f}{cpu:>9.2f}{megabytes / middle:>9.1f}   {spread if name.startswith('encode') else ''}"
+            f"{name:<20}{middle:>10.2f}{cpu:>9.2f}{megabytes / middle:>9.1f}   "
+            f"{spread if name.startswith('encode') else ''}"
         )
     return {"corpus_MB": megabytes, "ways": table}
 
@@ -186,7 +188,8 @@ def main() -> None:
 
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "tokenizers": tokenizers.__version__}
     print(
-        f"{machine['cores']} cores, Python {machine['python']}, tokenizers {machine['tokenizers']}, vocabulary {VOCABULARY:,}\n"
+        f"{machine['cores']} cores, Python {machine['python']}, tokenizers {machine['tokenizers']}, vocabulary "
+        f"{VOCABULARY:,}\n"
     )
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)

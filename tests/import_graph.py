@@ -1,4 +1,5 @@
-"""Who imports whom in `src/shardwise`, read from the syntax tree: for tests/package/test_imports.py and docs/house.md."""
+"""Who imports whom in `src/shardwise`, read from the syntax tree: for tests/package/test_imports.py and
+docs/house.md."""
 
 from __future__ import annotations
 

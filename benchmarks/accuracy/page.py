@@ -1,4 +1,5 @@
-"""benchmarks/results/accuracy.md from the figures that `planner_accuracy.py --json` writes: the targets, each source, what was skipped."""
+"""benchmarks/results/accuracy.md from the figures that `planner_accuracy.py --json` writes: the targets, each source,
+what was skipped."""
 
 from __future__ import annotations
 
@@ -48,15 +49,27 @@ def _two(value: float | None) -> str:
 def _row(name: str, one: Figures) -> str:
     step, memory, oom, rank = one["step"], one["memory"], one["oom"] or {}, one["ranking"]
     cells = [
-        name, str(one["rows"]), percent(step["median"]), percent(step["mape"]), percent(step["bias"]), percent(memory["p50"]),
-        percent(memory["p90"]), percent(memory["p95"]), percent(oom.get("accuracy")), percent(oom.get("precision")), percent(oom.get("recall")),
-        str(rank["groups"] or ""), _two(rank["spearman_median"]), percent(rank["regret_median"]),
-    ]  # fmt: skip
+        name,
+        str(one["rows"]),
+        percent(step["median"]),
+        percent(step["mape"]),
+        percent(step["bias"]),
+        percent(memory["p50"]),
+        percent(memory["p90"]),
+        percent(memory["p95"]),
+        percent(oom.get("accuracy")),
+        percent(oom.get("precision")),
+        percent(oom.get("recall")),
+        str(rank["groups"] or ""),
+        _two(rank["spearman_median"]),
+        percent(rank["regret_median"]),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
 HEAD = [
-    "| source | rows | step: median | mean | bias | memory: p50 | p90 | p95 | OOM right | precision | recall | groups | rank | regret |",
+    "| source | rows | step: median | mean | bias | memory: p50 | p90 | p95 | OOM right | precision | recall | groups "
+    "| rank | regret |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
 ]
 
@@ -67,10 +80,13 @@ def page(found: Figures) -> str:
         "",
         "<!-- Made by `python benchmarks/planner_accuracy.py DIR --page benchmarks/results/accuracy.md`. -->",
         "",
-        "Published training runs of other frameworks, rebuilt row by row and predicted. What a framework *is* (which states it keeps in which format, its kernels,",
-        "what it overlaps) is a profile in `benchmarks/stacks`; constants belong to the hardware, and nothing is fitted to a source. `python",
+        "Published training runs of other frameworks, rebuilt row by row and predicted. What a framework *is* (which "
+        "states it keeps in which format, its kernels,",
+        "what it overlaps) is a profile in `benchmarks/stacks`; constants belong to the hardware, and nothing is "
+        "fitted to a source. `python",
         "benchmarks/planner_accuracy.py DIR` does the same with any directory of such files. Last run",
-        f"{found['date']}, shardwise {found['versions']['shardwise']}, {found['all']['overall']['rows']} rows in {found['seconds']:.0f} s.",
+        f"{found['date']}, shardwise {found['versions']['shardwise']}, {found['all']['overall']['rows']} rows in "
+        f"{found['seconds']:.0f} s.",
         "",
         "| figure | target | reached | |",
         "|---|---|---|---|",
@@ -79,9 +95,12 @@ def page(found: Figures) -> str:
             for what, target, shown, ok in _targets(found)
         ),
         "",
-        "Clean rows: at most 16 nodes, at least 15 % of the 16-bit peak (causal attention counted once), recomputation known. Errors are shares of the measured figure;",
-        "bias is the median with its sign, positive where too much was predicted. Ranking is among runs of one model, cluster and batch; regret is the",
-        "measured time of the run we would have picked over the best one's. A run is called out of memory when its process would need more than the card has.",
+        "Clean rows: at most 16 nodes, at least 15 % of the 16-bit peak (causal attention counted once), recomputation "
+        "known. Errors are shares of the measured figure;",
+        "bias is the median with its sign, positive where too much was predicted. Ranking is among runs of one model, "
+        "cluster and batch; regret is the",
+        "measured time of the run we would have picked over the best one's. A run is called out of memory when its "
+        "process would need more than the card has.",
     ]
     for key, title in {"clean": "Clean rows", "all": "Every row"}.items():
         lines += ["", f"## {title}", "", *HEAD]

@@ -1,7 +1,7 @@
 """What a process holds on a GPU besides torch's memory: CUDA's context, and the buffers of each NCCL communicator.
 
-Invariant: nothing here is fitted to runs. Which communicators a framework makes stands in machines.toml (`groups`); how large one is follows
-from NCCL's code and from what others measured.
+Invariant: nothing here is fitted to runs. Which communicators a framework makes stands in machines.toml (`groups`); how
+large one is follows from NCCL's code and from what others measured.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ PAIR, RING = 544 * MIB, 688 * MIB
 """Rings and trees of a communicator of two ranks, and of more: measured on A100 with NVLink (NVIDIA/nccl issue 964)."""
 
 SWITCH = 2 * 16 * (4 + 2) * MIB
-"""For each of its ranks in a node, where switches add (NVLink SHARP, since Hopper, from three ranks on): 16 channels, two directions, a buffer of 4 MiB
-and 2 MiB of flags. NCCL 2.17 to 2.20, src/transport/nvls.cc; its log has the same figure with 24 channels (vllm issue 9699). From 2.18 on between nodes too."""
+"""For each of its ranks in a node, where switches add (NVLink SHARP, since Hopper, from three ranks on): 16 channels,
+two directions, a buffer of 4 MiB and 2 MiB of flags. NCCL 2.17 to 2.20, src/transport/nvls.cc; its log has the same
+figure with 24 channels (vllm issue 9699). From 2.18 on between nodes too."""
 
 INWARD = ("tp", "cp", "dp", "pp")
 """Ranks lie in this order: those of a tensor-parallel group are neighbours."""

@@ -1,4 +1,5 @@
-"""A row as a question to the planner: (model, cluster, job, plan, stack). What a row leaves open is assumed, and each assumption is said."""
+"""A row as a question to the planner: (model, cluster, job, plan, stack). What a row leaves open is assumed, and each
+assumption is said."""
 
 from __future__ import annotations
 
@@ -168,10 +169,33 @@ def _build_cluster(
 # The layout -----------------------------------------------------------------------------------------------------------
 
 
-FORMATS = {"fp4": "", "fp8": "fp8", "float8": "fp8", "e4m3": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16",
-           "fp32": "fp32", "float32": "fp32"}  # fmt: skip
-REPEATS = {"none": "none", "no": "none", "off": "none", "false": "none", "0": "none", "full": "full", "uniform": "full", "all": "full",
-           "true": "full", "yes": "full", "1": "full", "selective": "selective", "": ""}  # fmt: skip
+FORMATS = {
+    "fp4": "",
+    "fp8": "fp8",
+    "float8": "fp8",
+    "e4m3": "fp8",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "fp32": "fp32",
+    "float32": "fp32",
+}
+REPEATS = {
+    "none": "none",
+    "no": "none",
+    "off": "none",
+    "false": "none",
+    "0": "none",
+    "full": "full",
+    "uniform": "full",
+    "all": "full",
+    "true": "full",
+    "yes": "full",
+    "1": "full",
+    "selective": "selective",
+    "": "",
+}
 SHARDED = {
     "": 0,
     "none": 0,
@@ -249,8 +273,9 @@ def _split_of(model: ModelSpec, stages: int, by: str) -> tuple[int, ...]:
 
 
 def _cost_split(model: ModelSpec, stages: int) -> tuple[int, ...]:
-    """A stage takes blocks (embedding, layers, norm, head, cast, loss) until the running number of multiplied weights has reached its share of the
-    whole. Every stage of ours has a layer, so one that would have later blocks alone gets one."""
+    """A stage takes blocks (embedding, layers, norm, head, cast, loss) until the running number of multiplied weights
+    has reached its share of the whole. Every stage of ours has a layer, so one that would have later blocks alone gets
+    one."""
     layers = [model.num_attention_parameters + model.num_feedforward_parameters(layer, True) for layer in model.layers]
     running = list(accumulate([0, *layers, 0, model.vocab * model.hidden, 0, 0]))
     owners, stage = [], 0
@@ -311,14 +336,30 @@ def _plan_of(
     precision = _precision_of(run.text("precision"))
     try:
         plan = Plan(
-            device="cuda", precision=precision, seq_len=int(seq), global_batch=batch, micro_batch=micro, num_steps=1,
-            threads_per_rank=1, reason="as published", dp=dp, zero=zero if sharded else 0,
+            device="cuda",
+            precision=precision,
+            seq_len=int(seq),
+            global_batch=batch,
+            micro_batch=micro,
+            num_steps=1,
+            threads_per_rank=1,
+            reason="as published",
+            dp=dp,
+            zero=zero if sharded else 0,
             replicate=(dp // group if group and group < dp and dp % group == 0 else 1) if sharded else dp,
-            tp=tp, sequence=tp > 1 and (run.text("sp").lower() in ("1", "1.0", "true", "yes") or ep > 1), cp=cp,
-            cp_kind="ulysses" if re.search(r"all-to-all|ulysses", run.note) and cp > 1 else "ring", pp=pp, schedule=schedule,
-            virtual_stages=chunks, split=_split_of(model, pp * chunks, about.get("split", "even")) if pp > 1 else (),
-            ep=ep, recompute=recompute, fp8_recipe=_recipe_of(run), **extra,
-        )  # fmt: skip
+            tp=tp,
+            sequence=tp > 1 and (run.text("sp").lower() in ("1", "1.0", "true", "yes") or ep > 1),
+            cp=cp,
+            cp_kind="ulysses" if re.search(r"all-to-all|ulysses", run.note) and cp > 1 else "ring",
+            pp=pp,
+            schedule=schedule,
+            virtual_stages=chunks,
+            split=_split_of(model, pp * chunks, about.get("split", "even")) if pp > 1 else (),
+            ep=ep,
+            recompute=recompute,
+            fp8_recipe=_recipe_of(run),
+            **extra,
+        )
     except AssertionError as error:
         raise Skip(f"not a layout of ours: {error}") from None
     adapter = AdapterConfig(kind="lora") if re.search(r"\bLoRA\b", run.note) else AdapterConfig()

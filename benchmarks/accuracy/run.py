@@ -1,4 +1,5 @@
-"""`Run`: one published row, whichever of the two headers it came under. Owns what its words mean; nothing here knows the planner."""
+"""`Run`: one published row, whichever of the two headers it came under. Owns what its words mean; nothing here knows
+the planner."""
 
 from __future__ import annotations
 
@@ -9,9 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAMES = {
-    "gpu": "gpu_kind", "n_gpus": "gpus", "gbs": "global_batch", "mbs": "micro_batch", "shard": "zero", "mem_gb": "peak_mem_gb",
-    "tok_s_gpu": "tokens_per_s_per_gpu", "tflops_gpu": "tflops_per_gpu", "notes": "note",
-}  # fmt: skip
+    "gpu": "gpu_kind",
+    "n_gpus": "gpus",
+    "gbs": "global_batch",
+    "mbs": "micro_batch",
+    "shard": "zero",
+    "mem_gb": "peak_mem_gb",
+    "tok_s_gpu": "tokens_per_s_per_gpu",
+    "tflops_gpu": "tflops_per_gpu",
+    "notes": "note",
+}
 """The second header's names for the first one's columns."""
 
 NEEDED = {"model", "gpus", "gpu_kind", "tp", "pp"}
@@ -71,13 +79,15 @@ class Run:
 
     @property
     def pace(self) -> float | None:
-        """For ranking alone, the smaller the faster. FLOP/s count differently from source to source, but not among runs of one model."""
+        """For ranking alone, the smaller the faster. FLOP/s count differently from source to source, but not among runs
+        of one model."""
         tflops = self.number("tflops_per_gpu")
         return self.step_s or (1 / tflops if tflops else None)
 
     @property
     def memory_bytes(self) -> float | None:
-        """Frameworks and nvidia-smi count in 2^30 and call it GB; a source that says otherwise would have to be named here."""
+        """Frameworks and nvidia-smi count in 2^30 and call it GB; a source that says otherwise would have to be named
+        here."""
         size = self.number("peak_mem_gb")
         return size * GIB if size else None
 

@@ -53,7 +53,8 @@ class Answer:
 
     @property
     def predicted_bytes(self) -> int:
-        """Of the rank whose figure a framework's users publish. What lingers fills a card at most: then the allocator waits and takes it back."""
+        """Of the rank whose figure a framework's users publish. What lingers fills a card at most: then the allocator
+        waits and takes it back."""
         asked, stages = self.question, self.prediction.stages
         which = (
             0 if asked.stack.published_rank == "first" else max(range(len(stages)), key=lambda rank: stages[rank].peak)
@@ -71,7 +72,8 @@ class Answer:
 
     @property
     def fails(self) -> bool:
-        """Predicted to need more memory than the card has, whatever part of it is published: allocator, context and NCCL count."""
+        """Predicted to need more memory than the card has, whatever part of it is published: allocator, context and
+        NCCL count."""
         return fullest(self.needed).peak + self.question.outside_bytes > self.question.cluster.device.memory
 
     @property
@@ -89,7 +91,18 @@ class Answer:
     def group(self) -> tuple[Any, ...]:
         """Runs that one could have chosen between: same model, machines and batch."""
         run, job, model = self.question.run, self.question.job, self.question.model
-        return (run.file, run.text("model"), model.num_layers, model.hidden, model.ffn, run.text("gpu_kind"), run.count("gpus"), job.seq_len, job.global_batch, job.adapter.kind)  # fmt: skip
+        return (
+            run.file,
+            run.text("model"),
+            model.num_layers,
+            model.hidden,
+            model.ffn,
+            run.text("gpu_kind"),
+            run.count("gpus"),
+            job.seq_len,
+            job.global_batch,
+            job.adapter.kind,
+        )
 
 
 def quantile(values: Iterable[float], share: float) -> float | None:
@@ -176,9 +189,12 @@ def _ranking(answers: Sequence[Answer]) -> dict[str, Any]:
         pick = min(range(len(rows)), key=lambda index: (rows[index].fails, rows[index].prediction.step_s))
         regrets.append(measured[pick] / min(measured) - 1)
     return {
-        "groups": len(regrets), "spearman_median": quantile(found, 0.5), "spearman_mean": statistics.fmean(found) if found else None,
-        "regret_median": quantile(regrets, 0.5), "regret_mean": statistics.fmean(regrets) if regrets else None,
-    }  # fmt: skip
+        "groups": len(regrets),
+        "spearman_median": quantile(found, 0.5),
+        "spearman_mean": statistics.fmean(found) if found else None,
+        "regret_median": quantile(regrets, 0.5),
+        "regret_mean": statistics.fmean(regrets) if regrets else None,
+    }
 
 
 def by(answers: Iterable[Answer], key: Callable[[Answer], str]) -> dict[str, list[Answer]]:
@@ -189,14 +205,16 @@ def by(answers: Iterable[Answer], key: Callable[[Answer], str]) -> dict[str, lis
 
 
 def intervals(answers: Sequence[Answer]) -> str:
-    """src/shardwise/plan/prediction/intervals.toml: measured over predicted time by kind of job, and the range of what was measured."""
+    """src/shardwise/plan/prediction/intervals.toml: measured over predicted time by kind of job, and the range of what
+    was measured."""
     timed = [one for one in answers if one.step_error is not None]
     kinds = by(
         timed,
         lambda one: kind_of_job(one.question.model, one.question.cluster, one.question.plan, one.prediction.step_s),
     )
     lines = [
-        "# Made by `python benchmarks/planner_accuracy.py DIR --intervals FILE`: of every published run with a step time, measured over predicted seconds, and",
+        "# Made by `python benchmarks/planner_accuracy.py DIR --intervals FILE`: of every published run with a step "
+        "time, measured over predicted seconds, and",
         "# the largest of everything that ran. Other frameworks than ours, each with its profile in benchmarks/stacks.",
         "",
     ]

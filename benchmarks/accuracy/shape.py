@@ -1,5 +1,6 @@
-"""The model a row is about. What its columns leave open (gated or not, tied, learned positions, biases) is decided by which choice counts
-`params` best, and by the name; experts and latent attention come from the note or from our preset of that name."""
+"""The model a row is about. What its columns leave open (gated or not, tied, learned positions, biases) is decided by
+which choice counts `params` best, and by the name; experts and latent attention come from the note or from our preset
+of that name."""
 
 from __future__ import annotations
 

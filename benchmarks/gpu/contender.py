@@ -1,6 +1,7 @@
 """What every contender shares: a step that takes tokens and targets, first weights, tokens, an optimizer.
 
-Read next: with_ours.py, with_plain.py, with_transformers.py, with_torchtitan.py. A contender may differ only in how it computes.
+Read next: with_ours.py, with_plain.py, with_transformers.py, with_torchtitan.py. A contender may differ only in how it
+computes.
 """
 
 from __future__ import annotations

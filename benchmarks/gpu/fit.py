@@ -1,4 +1,5 @@
-"""The largest jobs that one GPU holds, through the engine that real runs use: peak memory beside the planner's prediction.
+"""The largest jobs that one GPU holds, through the engine that real runs use: peak memory beside the planner's
+prediction.
 
     python benchmarks/gpu/fit.py [--cases 8b-adamw8bit ...] [--json FILE]
 
@@ -7,8 +8,8 @@
     3b-offload      llama3.2-3b, all weights, optimizer in CPU memory, full recomputation
     70b-qlora       llama3-70b in NF4 with adapters of rank 16 on all linear layers, full recomputation
 
-Weights are copies of one random table, because drawing billions of numbers on a CPU takes longer than what is measured. The 70B matrices take
-the way of real ones: layer by layer to the GPU, where they are rounded to four bits.
+Weights are copies of one random table, because drawing billions of numbers on a CPU takes longer than what is measured.
+The 70B matrices take the way of real ones: layer by layer to the GPU, where they are rounded to four bits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""No trick moves the loss: the same short training with each trick alone, with all of them and with none, from one seed on one text.
+"""No trick moves the loss: the same short training with each trick alone, with all of them and with none, from one seed
+on one text.
 
-`none` is the plain eager run. `again` repeats it: what the device itself does not repeat. `halves` cuts its batch in two: the same sums in another order,
-so its distance is what bf16's roundings make of nothing. fp8 takes large matrices only, so it has a model of its own with 8B's width, and eager runs of that,
-`wide none` and `wide again`. Adapters over a frozen base of that model, in bf16 (`lora none`) and in fp8, are compared with each other. A trick holds if the mean loss of the last tenth is within 0.5 % of the eager run's (the bound that runs have for bf16), fp8 within 1 %.
-The file has every loss of every run.
+`none` is the plain eager run. `again` repeats it: what the device itself does not repeat. `halves` cuts its batch in
+two: the same sums in another order, so its distance is what bf16's roundings make of nothing. fp8 takes large matrices
+only, so it has a model of its own with 8B's width, and eager runs of that, `wide none` and `wide again`. Adapters over
+a frozen base of that model, in bf16 (`lora none`) and in fp8, are compared with each other. A trick holds if the mean
+loss of the last tenth is within 0.5 % of the eager run's (the bound that runs have for bf16), fp8 within 1 %. The file
+has every loss of every run.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ LORA_LR = 3e-4
 LR, WARM_UP = (
     1e-4,
     5,
-)  # gentle, over a fifth of the steps: where a loss jumps, two runs of the same program part by more than the limit (docs/log.md)
+)  # gentle, over a fifth of the steps: where a loss jumps, two runs of one program part by more (docs/log.md)
 OFF = {
     "compile": "none",
     "fuse": "false",
@@ -168,7 +171,8 @@ def golden(path: Path | None, *, steps: int, smoke: bool = False, only: list[str
 
     if not smoke and not torch.cuda.is_available():
         raise SystemExit(
-            "error: golden losses need a GPU\n  why  torch finds no CUDA device here\n  fix  --smoke runs a tiny model on a CPU"
+            "error: golden losses need a GPU\n  why  torch finds no CUDA device here\n  fix  --smoke runs a tiny model "
+            "on a CPU"
         )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {"runs": {}}
     device = "cpu" if smoke else "cuda"
@@ -222,6 +226,8 @@ def line_of(name: str, run: dict[str, Any]) -> str:
         missing = f"nothing to compare with yet: run `{reference_of(name)}` first"
         return f"{name:<32}{run.get('error', missing)}"
     return (
-        f"{name:<32}last loss {run['losses'][-1]:.4f}   off by {run['last_tenth_off']:+.3%} (limit {run['limit']:.1%})   "
-        f"largest difference {run['max_difference']:.5f}, first {run['first_difference']:.6f}   {'holds' if run['holds'] else 'MOVES THE LOSS'}"
+        f"{name:<32}last loss {run['losses'][-1]:.4f}   off by {run['last_tenth_off']:+.3%} (limit {run['limit']:.1%}) "
+        "  "
+        f"largest difference {run['max_difference']:.5f}, first {run['first_difference']:.6f}   "
+        f"{'holds' if run['holds'] else 'MOVES THE LOSS'}"
     )

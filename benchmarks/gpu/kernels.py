@@ -1,8 +1,10 @@
-"""What single operations reach on one GPU: matrix products by shape, attention, elementwise passes, the optimizer, the cost of a launch.
+"""What single operations reach on one GPU: matmuls by shape, attention, elementwise passes, the optimizer, the
+cost of a launch.
 
     python benchmarks/gpu/kernels.py [--json FILE]
 
-The planner's constants for this card are checked against these figures (plan/prediction/kernels.py). Medians of CUDA events.
+The planner's constants for this card are checked against these figures (plan/prediction/kernels.py). Medians of CUDA
+events.
 """
 
 from __future__ import annotations
@@ -58,12 +60,12 @@ def seconds(action: Callable[[], object], repeats: int = 12) -> float:
     return statistics.median(times)
 
 
-def products() -> list[dict[str, Any]]:
+def matmuls() -> list[dict[str, Any]]:
     shapes = [(tokens, *widths) for tokens in TOKENS for widths in WIDTHS if tokens * widths[1] <= 2**31]
-    return [found for shape in shapes for found in layer_products(*shape)]
+    return [found for shape in shapes for found in layer_matmuls(*shape)]
 
 
-def layer_products(tokens: int, inputs: int, outputs: int) -> list[dict[str, Any]]:
+def layer_matmuls(tokens: int, inputs: int, outputs: int) -> list[dict[str, Any]]:
     x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
     g = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
@@ -108,13 +110,13 @@ def one_attention(kernel: SDPBackend, batch: int, heads: int, kv_heads: int, tok
             backward = seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
     except RuntimeError as error:
         return about | {"error": str(error)[:80]}
-    work = 2 * batch * heads * tokens * tokens * width  # causal: half of both products
+    work = 2 * batch * heads * tokens * tokens * width  # causal: half of both matmuls
     rates = {"forward_tflops": work / forward / 1e12, "backward_tflops": 2.5 * work / backward / 1e12}
     return about | {"forward_s": forward, "backward_s": backward, **rates}
 
 
 def passes() -> list[dict[str, Any]]:
-    """Bytes read and written per second by what is not a product."""
+    """Bytes read and written per second by what is not a matmul."""
     shapes = ((4096, 2048), (16384, 2048), (16384, 8192), (32768, 14336))
     return [found for shape in shapes for found in passes_over(*shape)]
 
@@ -164,7 +166,8 @@ def update_of(count: int, size: int) -> list[dict[str, Any]]:
 
 
 def one_pass() -> list[dict[str, Any]]:
-    """Our own updates over fp32 masters and bf16 copies: 28 bytes per number with AdamW's states in fp32, 16 with them in 8 bits."""
+    """Our own updates over fp32 masters and bf16 copies: 28 bytes per number with AdamW's states in fp32, 16 with them
+    in 8 bits."""
     found = []
     for name, state_bytes in (("adamw", 4.0), ("adamw8bit", 1 + 4 / 256)):
         masters = [torch.nn.Parameter(torch.randn(4096, 14336, device="cuda")) for _ in range(16)]
@@ -208,9 +211,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "python": platform.python_version(),
-                             "date": time.strftime("%Y-%m-%d")}  # fmt: skip
-    for part in (launches, products, attention, passes, update, one_pass):
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    for part in (launches, matmuls, attention, passes, update, one_pass):
         found[part.__name__] = part()
         print(part.__name__, json.dumps(found[part.__name__])[:600], flush=True)
         if asked.json:

@@ -1,10 +1,12 @@
-"""Which of cuBLASLt's kernels is fastest for each product of a training step, and by how much it beats the one torch gets.
+"""Which of cuBLASLt's kernels is fastest for each matmul of a training step, and by how much it beats the one torch
+gets.
 
     python benchmarks/gpu/matmuls.py --json FILE [--shapes 1.5b 8b-wide] [--most 12] [--seconds 0.15]
 
-torch takes the library's first proposal for a shape. Here every proposal is timed, all of one product taking turns (a card at its power limit slows
-down for everyone alike), with numbers as training has them: normal, not zeros, which would save power. Input gradients are also tried with the weight kept
-transposed. The result says what choosing by measurement could gain, in milliseconds of a step.
+torch takes the library's first proposal for a shape. Here every proposal is timed, all of one matmul taking turns (a
+card at its power limit slows down for everyone alike), with numbers as training has them: normal, not zeros, which
+would save power. Input gradients are also tried with the weight kept transposed. The result says what choosing by
+measurement could gain, in milliseconds of a step.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Launch = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """out = a b. Either factor may be a transposed view."""
 
     a: Tensor
@@ -57,7 +59,8 @@ def kernel_name(launch: Launch) -> str:
 
 
 def timed(launches: list[Launch], rounds: int, seconds: float) -> list[float]:
-    """Median ms of each, taking turns of so many seconds. Short turns find all at one clock; long ones each at the clock that its own power leaves."""
+    """Median ms of each, taking turns of so many seconds. Short turns find all at one clock; long ones each at the
+    clock that its own power leaves."""
     repeats = max(6, round(1e3 * seconds / timed(launches[:1], 1, 0.0)[0])) if seconds else 6
     times: list[list[float]] = [[] for _ in launches]
     for _ in range(rounds):
@@ -73,16 +76,16 @@ def timed(launches: list[Launch], rounds: int, seconds: float) -> list[float]:
     return [statistics.median(found) for found in times]
 
 
-def products_of(rows: int, out: int, width: int) -> dict[str, Product]:
-    """The three products of y = x W', W (out, width), and input gradients with the weight kept transposed."""
+def matmuls_of(rows: int, out: int, width: int) -> dict[str, Matmul]:
+    """The three matmuls of y = x W', W (out, width), and input gradients with the weight kept transposed."""
     draw = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02  # noqa: E731
     x, w, dy = draw(rows, width), draw(out, width), draw(rows, out)
     turned = w.t().contiguous()
     return {
-        "forward": Product(x, w.t(), torch.empty(rows, out, device="cuda", dtype=torch.bfloat16)),
-        "input gradient": Product(dy, w, torch.empty_like(x)),
-        "input gradient, weight kept transposed": Product(dy, turned.t(), torch.empty_like(x)),
-        "weight gradient": Product(dy.t(), x, torch.empty_like(w)),
+        "forward": Matmul(x, w.t(), torch.empty(rows, out, device="cuda", dtype=torch.bfloat16)),
+        "input gradient": Matmul(dy, w, torch.empty_like(x)),
+        "input gradient, weight kept transposed": Matmul(dy, turned.t(), torch.empty_like(x)),
+        "weight gradient": Matmul(dy.t(), x, torch.empty_like(w)),
     }
 
 
@@ -93,7 +96,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--most", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.0, help="of each turn; by default six products")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of each turn; by default six matmuls")
     asked = parser.parse_args()
     found: dict[str, dict] = {}
     for name in asked.shapes:
@@ -109,9 +112,9 @@ def main() -> None:
         }
         now = best = 0.0
         for matrix, (rows, out, width, count) in matrices.items():
-            for kind, product in products_of(rows, out, width).items():
-                candidates = product.proposals(asked.most)
-                torch_ms, *others = timed([product.as_torch, *candidates], asked.rounds, asked.seconds)
+            for kind, matmul in matmuls_of(rows, out, width).items():
+                candidates = matmul.proposals(asked.most)
+                torch_ms, *others = timed([matmul.as_torch, *candidates], asked.rounds, asked.seconds)
                 order = sorted(range(len(others)), key=others.__getitem__)
                 flops = 2 * rows * out * width
                 row = {
@@ -128,13 +131,14 @@ def main() -> None:
                     now += count * torch_ms
                     best += count * min(torch_ms, row["best_ms"])
                 print(
-                    f"{name} {matrix}, {kind}: torch {torch_ms:.3f} ms ({row['torch_tflops']:.0f} TFLOP/s), first {others[0]:.3f}, "
+                    f"{name} {matrix}, {kind}: torch {torch_ms:.3f} ms ({row['torch_tflops']:.0f} TFLOP/s), first "
+                    f"{others[0]:.3f}, "
                     f"best {row['best_ms']:.3f} (no. {order[0]}) {row['first']} -> {row['best']}",
                     flush=True,
                 )
                 asked.json.write_text(json.dumps(found, indent=1) + "\n")
             torch.cuda.empty_cache()
-        print(f"{name}: products of a step {now:.1f} ms as torch chooses, {best:.1f} ms at best", flush=True)
+        print(f"{name}: matmuls of a step {now:.1f} ms as torch chooses, {best:.1f} ms at best", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Where a step's time on the device went, by the names of kernels in a profiler's trace. No torch.
 
-Every moment between the first kernel's start and the last one's end counts once: for the kernel that started first among those running, or as idle.
-So parts and idle add up to the window. The head's products are matrix products like all others; `loss` is what cross-entropy does besides them.
+Every moment between the first kernel's start and the last one's end counts once: for the kernel that started first
+among those running, or as idle. So parts and idle add up to the window. The head's matmuls are matmuls like
+all others; `loss` is what cross-entropy does besides them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ RULES = [
         (r"flash|fmha|sdpa|attention|flex", "attention"),
         (r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|_mm\b|_mm_|matmul|scaled_mm|grouped", "matmul"),
         (r"softmax|nll|cross_entropy|logsumexp|log_sum_exp|linear_loss", "loss"),
-        (r"elementwise|norm|narrow_sum|reduce|vectorized|embedding|index|rope|rotary|silu|swiglu|scatter|gather|sort|triton|elem|cub|scan|topk|histc|bincount|arange", "elementwise"),
+        (
+            r"elementwise|norm|narrow_sum|reduce|vectorized|embedding|index|rope|rotary|silu|swiglu|scatter|gather|sort"
+            r"|triton|elem|cub|scan|topk|histc|bincount|arange",
+            "elementwise",
+        ),
     )
-]  # fmt: skip
+]
 COMPILED_RULES = [
     (re.compile(pattern), part)
     for pattern, part in (
@@ -86,7 +91,8 @@ def divide(busy: Iterable[Busy]) -> tuple[dict[str, float], Counter[str]]:
 
 
 def gaps(busy: Iterable[Busy]) -> Counter[tuple[str, str]]:
-    """Idle microseconds by the kernels before and after: where the host, or a wait for it, came too late. `busy` is sorted by start."""
+    """Idle microseconds by the kernels before and after: where the host, or a wait for it, came too late. `busy` is
+    sorted by start."""
     found, until, last = Counter[tuple[str, str]](), 0.0, ""
     for name, start, end in busy:
         if last and start > until:
@@ -97,7 +103,8 @@ def gaps(busy: Iterable[Busy]) -> Counter[tuple[str, str]]:
 
 
 def profile_of(trace: dict[str, Any], steps: int, before: int = 0, top: int = 25) -> dict[str, Any]:
-    """Seconds per step. The steps `before` are left out: the device has been waited for, and the host is not ahead of it yet as it is in training. Whoever reads it can see by `kernels` what was counted where."""
+    """Seconds per step. The steps `before` are left out: the device has been waited for, and the host is not ahead of
+    it yet as it is in training. Whoever reads it can see by `kernels` what was counted where."""
     starts = begins(trace)
     if before and len(starts) != before + steps:  # not known where they end
         steps, before = steps + before, 0

@@ -1,9 +1,11 @@
-"""Each part of a predicted step beside the same part of its profile, for the rows of ours that throughput.py measured. No GPU needed.
+"""Each part of a predicted step beside the same part of its profile, for the rows of ours that throughput.py measured.
+No GPU needed.
 
-    python benchmarks/gpu/predicted_parts.py FILE [--words products=library ...]        FILE: as throughput.py --json writes it
+    python benchmarks/gpu/predicted_parts.py FILE [--words products=library ...]     FILE of throughput.py --json
 
-A row is predicted with what `auto` is today; `--words` says how it was measured where that was otherwise. Milliseconds, predicted / measured.
-Profiles count cuDNN's small kernels as `other`, so these stand with attention here, and what nothing hides of the host with `idle`.
+A row is predicted with what `auto` is today; `--words` says how it was measured where that was otherwise. Milliseconds,
+predicted / measured. Profiles count cuDNN's small kernels as `other`, so these stand with attention here, and what
+nothing hides of the host with `idle`.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ def table(rows: list[dict[str, Any]], words: list[str]) -> None:
         cells = [f"{said[name] * 1e3:.1f} / " for name in PARTS]
         if measured:
             parts = measured["parts_s"]
-            cells = [f"{cell}{sum(parts[one] for one in PARTS[name]) * 1e3:.1f}" for cell, name in zip(cells, PARTS, strict=True)]  # fmt: skip
+            cells = [
+                f"{cell}{sum(parts[one] for one in PARTS[name]) * 1e3:.1f}"
+                for cell, name in zip(cells, PARTS, strict=True)
+            ]
         total = sum(said.values())
         cells.append(f"{total * 1e3:.0f} / {row['median_s'] * 1e3:.0f} {total / row['median_s'] - 1:+.1%}")
         print(f"{row['shape'] + ' ' + row['contender']:<30}" + "".join(f"{cell:>20}" for cell in cells))

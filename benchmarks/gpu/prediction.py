@@ -1,10 +1,11 @@
 """Step time and peak memory of many jobs on one GPU beside what the planner predicts for them.
 
     python benchmarks/gpu/prediction.py [--set fitted|held_out|other_families] [--cases NAME ...] [--json FILE]
-    python benchmarks/gpu/prediction.py --again FILE          predict the measured jobs of FILE anew; needs neither a GPU nor torch
+    python benchmarks/gpu/prediction.py --again FILE       predict the measured jobs of FILE anew; no GPU, no torch
 
-Every job runs through the engine that real runs use, a few steps on made-up batches. The planner's constants for this card were chosen with
-the set `fitted`. `held_out` was measured afterwards and led to corrections; `other_families` came after these, unseen by the planner.
+Every job runs through the engine that real runs use, a few steps on made-up batches. The planner's constants for this
+card were chosen with the set `fitted`. `held_out` was measured afterwards and led to corrections; `other_families` came
+after these, unseen by the planner.
 """
 
 from __future__ import annotations
@@ -46,12 +47,36 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5": ("qwen2.5-1.5b", {}),
     "latent": (
         "deepseek-v3",
-        dict(num_layers=4, hidden=2048, num_heads=16, num_kv_heads=16, ffn=8192, expert_ffn=1024, num_experts=16, vocab=32000, first_dense_layers=1),
+        dict(
+            num_layers=4,
+            hidden=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            ffn=8192,
+            expert_ffn=1024,
+            num_experts=16,
+            vocab=32000,
+            first_dense_layers=1,
+        ),
     ),
     "7b-wide": ("llama2-7b", dict(num_layers=6)),
-    "moe": ("tiny-moe", dict(num_layers=8, hidden=2048, num_heads=16, num_kv_heads=16, ffn=1024, vocab=50304, num_experts=64,
-                             experts_per_token=8, expert_ffn=1024, moe_every=1, max_seq_len=4096)),
-}  # fmt: skip
+    "moe": (
+        "tiny-moe",
+        dict(
+            num_layers=8,
+            hidden=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            ffn=1024,
+            vocab=50304,
+            num_experts=64,
+            experts_per_token=8,
+            expert_ffn=1024,
+            moe_every=1,
+            max_seq_len=4096,
+        ),
+    ),
+}
 LORA = dict(kind="lora", rank=16, targets=("all-linear",))
 
 

@@ -1,8 +1,8 @@
 """What is measured: models, batches, contenders by name, and how FLOPs are counted. No torch.
 
-A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, and optimizer; `micro_batch` is
-for all. `train` is ours from the command line to metrics.jsonl.
-Invariant: a shape and a seed decide model, tokens and FLOPs, whoever computes them.
+A contender is `base` or `base:key=value,...`. For ours the keys are those of [speed], of the plan, and optimizer;
+`micro_batch` is for all. `train` is ours from the command line to metrics.jsonl. Invariant: a shape and a seed decide
+model, tokens and FLOPs, whoever computes them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,18 @@ class Shape:
 
 DENSE = {"num_layers": 16, "hidden": 2048, "ffn": 8192, "num_heads": 32, "num_kv_heads": 8, "tied": False}
 OLMOE = {
-    "num_layers": 16, "hidden": 2048, "num_heads": 16, "num_kv_heads": 16, "ffn": 1024, "vocab": 50304, "num_experts": 64,
-    "experts_per_token": 8, "expert_ffn": 1024, "moe_every": 1, "tied": False,
-}  # fmt: skip
+    "num_layers": 16,
+    "hidden": 2048,
+    "num_heads": 16,
+    "num_kv_heads": 16,
+    "ffn": 1024,
+    "vocab": 50304,
+    "num_experts": 64,
+    "experts_per_token": 8,
+    "expert_ffn": 1024,
+    "moe_every": 1,
+    "tied": False,
+}
 EIGHT = {"num_layers": 8}
 SHAPES = {
     "1.5b": Shape("1.5B, 8 x 4096", "llama3.2-1b", DENSE, 8),

@@ -41,8 +41,18 @@ LABELS = {
 }
 COLUMNS = ("attention", "matmul", "elementwise", "loss", "optimizer", "copies", "other", "idle")
 PLOTTED = (
-    "ours", "ours-fp8-head", "plain", "torchtitan", "torchtitan-fsdp", "transformers-layers", "transformers-compiled", "transformers", "peft-compiled", "peft-whole", "peft",
-)  # fmt: skip
+    "ours",
+    "ours-fp8-head",
+    "plain",
+    "torchtitan",
+    "torchtitan-fsdp",
+    "transformers-layers",
+    "transformers-compiled",
+    "transformers",
+    "peft-compiled",
+    "peft-whole",
+    "peft",
+)
 
 
 def label(contender: str) -> str:
@@ -137,7 +147,8 @@ def tables(found: dict[str, Any]) -> str:
     dates = sorted({row["date"] for row in found["rows"].values() if "date" in row})
     versions = sorted({row["versions"]["torch"] for row in found["rows"].values() if row.get("versions")})
     lines = [
-        f"{machine.get('name', 'One GPU')}, driver {machine.get('driver_version', 'unknown')}, torch {', '.join(versions)}, {' to '.join(dates[:1] + dates[1:][-1:])}. "
+        f"{machine.get('name', 'One GPU')}, driver {machine.get('driver_version', 'unknown')}, torch "
+        f"{', '.join(versions)}, {' to '.join(dates[:1] + dates[1:][-1:])}. "
         f"Square matmuls alone reach {max(ceiling.values(), default=0.0):.0f} TFLOP/s there (bf16). "
         "Parts are percent of a step's time on the device.",
         "",
@@ -169,8 +180,8 @@ def golden_table(found: dict[str, Any]) -> str:
     if not runs:
         return "Not measured yet."
     lines = [
-        f"{found['device']}, torch {found['versions']['torch']}, {found['date']}: {found['model']}, {found['steps']} steps"
-        + (f"; fp8 and what is called wide: {found['wide_model']}." if "wide_model" in found else "."),
+        f"{found['device']}, torch {found['versions']['torch']}, {found['date']}: {found['model']}, {found['steps']} "
+        "steps" + (f"; fp8 and what is called wide: {found['wide_model']}." if "wide_model" in found else "."),
         "",
         "| | last tenth, off by | limit | largest difference of a loss | of the first | |",
         "|---|---:|---:|---:|---:|---|",
@@ -187,7 +198,8 @@ def page(found: dict[str, Any], golden: dict[str, Any]) -> str:
     lines = [
         "# Tokens per second on one H200",
         "",
-        "<!-- Made by `python benchmarks/gpu/throughput.py --json benchmarks/results/throughput_h200.json --show --page`;",
+        "<!-- Made by `python benchmarks/gpu/throughput.py --json benchmarks/results/throughput_h200.json --show "
+        "--page`;",
         "a test fails when it is out of date. -->",
         "",
         "How these rows are measured, and what they mean: [docs/speed.md](../../docs/speed.md).",
@@ -206,7 +218,8 @@ text { font: 13px system-ui, sans-serif; fill: #59636e }
 .title { font-weight: 600; fill: #1f2328 }
 .ours { fill: #0969da } .other { fill: #afb8c1 } .line { stroke: #d1d9e0 }
 @media (prefers-color-scheme: dark) {
-  text { fill: #9198a1 } .title { fill: #f0f6fc } .ours { fill: #4493f8 } .other { fill: #515a64 } .line { stroke: #3d444d }
+  text { fill: #9198a1 } .title { fill: #f0f6fc }
+  .ours { fill: #4493f8 } .other { fill: #515a64 } .line { stroke: #3d444d }
 }
 """
 

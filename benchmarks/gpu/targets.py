@@ -1,6 +1,7 @@
 """Targets for one H200, and what the results say of them. No torch.
 
-A target without its rows is not judged. Nothing here is chosen after the fact: the best of our rows counts only where a target says "any".
+A target without its rows is not judged. Nothing here is chosen after the fact: the best of our rows counts only where a
+target says "any".
 """
 
 from __future__ import annotations

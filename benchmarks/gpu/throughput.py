@@ -1,15 +1,18 @@
 """Tokens per second on one GPU: ours and what people would use instead, same shapes, same tokens, in one run.
 
-    python benchmarks/gpu/throughput.py --json FILE [--shapes 1.5b ...] [--only ours plain ...] [--minutes 9]     measures what FILE lacks
-    python benchmarks/gpu/throughput.py --json FILE --rows 1.5b/ours 8b-wide/ours:micro_batch=16 ...              measures these, in this order
-    python benchmarks/gpu/throughput.py --json FILE --show [--page]                                                  no GPU needed
-    python benchmarks/gpu/throughput.py --smoke                                                                   tiny shapes on a CPU, in fp32
-    python benchmarks/gpu/throughput.py --rehearse [--only 'ours:fuse=true' ...]                                  the same, traced and in bf16
-    python benchmarks/gpu/throughput.py --golden [STEPS] --json FILE                                              no trick moves the loss: gpu/golden.py
+    python benchmarks/gpu/throughput.py WORDS
 
-Every contender is a process of its own (gpu/worker.py) with its own compile cache. As many as fit into the card's memory live side by side and take
-turns, a round of steps each; the others wait. A row is written after every round, so that whoever is stopped loses nothing but the round. A time limit holds
-for each contender, and one for all. `--only 'ours:recompute=full,micro_batch=4'` tries anything (gpu/shapes.py). Whoever fails leaves a row that says why.
+    --json FILE [--shapes 1.5b ...] [--only ours plain ...] [--minutes 9]   measures what FILE lacks
+    --json FILE --rows 1.5b/ours 8b-wide/ours:micro_batch=16 ...            measures these, in this order
+    --json FILE --show [--page]                                             needs no GPU
+    --smoke                                                                 tiny shapes on a CPU, in fp32
+    --rehearse [--only 'ours:fuse=true' ...]                                the same, traced and in bf16
+    --golden [STEPS] --json FILE                                            no setting moves the loss: gpu/golden.py
+
+Every contender is a process of its own (gpu/worker.py) with its own compile cache. As many as fit into the card's
+memory live side by side and take turns, a round of steps each; the others wait. A row is written after every round, so
+that whoever is stopped loses nothing but the round. A time limit holds for each contender, and one for all. `--only
+'ours:recompute=full,micro_batch=4'` tries anything (gpu/shapes.py). Whoever fails leaves a row that says why.
 """
 
 from __future__ import annotations
@@ -122,7 +125,8 @@ def clocks() -> dict[str, str] | None:
 
 
 class Measuring:
-    """Goes through a list of (shape, contender), some of them side by side, and writes each row as soon as it is there."""
+    """Goes through a list of (shape, contender), some of them side by side, and writes each row as soon as it is
+    there."""
 
     def __init__(self, asked: argparse.Namespace, found: dict[str, Any]):
         self.asked, self.found, self.alive = asked, found, []  # type: ignore[var-annotated]
@@ -149,7 +153,8 @@ class Measuring:
         return self.deadline - time.monotonic() - RESERVED_S
 
     def has_room(self, shape: str, contender: str) -> bool:
-        """Beside the living of the same shape, for one that takes as much as the largest. A whole run plans with all memory."""
+        """Beside the living of the same shape, for one that takes as much as the largest. A whole run plans with all
+        memory."""
         if case_of(shape, contender).base == "train":
             return False
         if len(self.alive) >= self.asked.alive or any(process.shape != shape for process, _ in self.alive):
@@ -248,8 +253,11 @@ def row_of(process: Process, ready: dict[str, Any], beside: int) -> dict[str, An
         "measured_beside": beside - 1,
         "clocks": process.clocks,
         "profile": None,
-        **{key: last.get(key) for key in ("parameters", "notes", "compiled_graphs", "graph_breaks", "alloc_retries", "versions", "device")},
-    }  # fmt: skip
+        **{
+            key: last.get(key)
+            for key in ("parameters", "notes", "compiled_graphs", "graph_breaks", "alloc_retries", "versions", "device")
+        },
+    }
     if case.base in ("ours", "train"):
         from gpu.with_ours import predicted, run_with
 
@@ -264,13 +272,14 @@ def row_of(process: Process, ready: dict[str, Any], beside: int) -> dict[str, An
 
 
 def ceiling(asked: argparse.Namespace) -> dict[str, float]:
-    """TFLOP/s of square products; whoever has no GPU ends here."""
+    """TFLOP/s of square matmuls; whoever has no GPU ends here."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             return Process("1.5b", "ceiling", asked, Path(folder), asked.limit).answer()["matmul_tflops"]
         except Failed as failure:
             raise SystemExit(
-                f"error: nothing can be measured here\n  why  {failure.why}\n  fix  --smoke runs tiny shapes on a CPU, --show shows a result file"
+                f"error: nothing can be measured here\n  why  {failure.why}\n  fix  --smoke runs tiny shapes on a CPU, "
+                "--show shows a result file"
             ) from None
 
 
@@ -304,7 +313,7 @@ def main() -> None:
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="the smoke, traced by the compiler and in bf16, as on a GPU; of --rows with small models in the place of theirs",
+        help="the smoke, traced by the compiler and in bf16, as on a GPU; --rows with small models",
     )
     parser.add_argument("--golden", nargs="?", type=int, const=200, metavar="STEPS", help="of each run; default 200")
     parser.add_argument("--show", action="store_true", help="measure nothing")

@@ -1,11 +1,14 @@
-"""torchtitan 0.2.2: its Llama 3 model, or with experts its Qwen 3 without norms of queries and keys, which is the function of the others; its parallelize function,
-its loss, clipping and optimizer, in the order of its train.py for one GPU.
+"""torchtitan 0.2.2: its Llama 3 model, or with experts its Qwen 3 without norms of queries and keys, which is the
+function of the others; its parallelize function, its loss, clipping and optimizer, in the order of its train.py for one
+GPU.
 
-There it keeps fp32 parameters and computes under autocast, because it shards only over two or more devices. `fsdp=true` has its FSDP function do mixed
-precision over a mesh of one device instead, which keeps the residual stream in bf16: not what its train.py would do, but it may be faster. Compiled, as its
-documentation advises; attention is its own choice (SDPA with its list of kernels). `recompute=selective` is its default; without it the model fits and is faster,
-so that is what is compared. Unpack its wheel and tyro's, typeguard's, docstring_parser's, shtab's, einops's and torchdata's into
-build/peers/torchtitan, or install it. Of what it imports, `datasets` and tensorboard have no part in a step: where they are missing, names that cannot be called stand in for them.
+There it keeps fp32 parameters and computes under autocast, because it shards only over two or more devices. `fsdp=true`
+has its FSDP function do mixed precision over a mesh of one device instead, which keeps the residual stream in bf16: not
+what its train.py would do, but it may be faster. Compiled, as its documentation advises; attention is its own choice
+(SDPA with its list of kernels). `recompute=selective` is its default; without it the model fits and is faster, so that
+is what is compared. Unpack its wheel and tyro's, typeguard's, docstring_parser's, shtab's, einops's and torchdata's
+into build/peers/torchtitan, or install it. Of what it imports, `datasets` and tensorboard have no part in a step: where
+they are missing, names that cannot be called stand in for them.
 """
 
 from __future__ import annotations
@@ -128,7 +131,8 @@ def _dense(case: Case) -> tuple[Any, Any, Any, Any]:
 
 
 def _experts(case: Case) -> tuple[Any, Any, Any, Any]:
-    """Its arguments, model, parallelize function and reader of weights. The grouped product pads with a kernel that a CPU has not."""
+    """Its arguments, model, parallelize function and reader of weights. The grouped matmul pads with a kernel that a
+    CPU has not."""
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
     from torchtitan.models.qwen3.model.args import Qwen3ModelArgs

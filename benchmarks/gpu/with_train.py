@@ -1,6 +1,8 @@
-"""`shardwise train` itself, from the command line to metrics.jsonl: loader, clock, events and all. Step times are the distances between lines.
+"""`shardwise train` itself, from the command line to metrics.jsonl: loader, clock, events and all. Step times are the
+distances between lines.
 
-The run is ended once it has written the lines that are needed: nobody wants its checkpoint. It trains on text, so its losses are not the others'.
+The run is ended once it has written the lines that are needed: nobody wants its checkpoint. It trains on text, so its
+losses are not the others'.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""transformers as people use it on one GPU: fp32 weights, autocast to bf16, torch's fused AdamW; compiled, or with liger-kernel, or peft's LoRA on it.
+"""transformers as people use it on one GPU: fp32 weights, autocast to bf16, torch's fused AdamW; compiled, or with
+liger-kernel, or peft's LoRA on it.
 
-`compile=whole` compiles the model in one piece. While transformers 5 is traced, it writes out the causal mask, which keeps attention from the fast kernels;
-`compile=layers` compiles block by block and the loss, so that attention stays causal and grouped: what a careful user does. LoRA's frozen weights are bf16,
-as its users have them. peft keeps the adapters in fp32; `adapters=bf16` has them in bf16 too, and needs no autocast. `masters=false`: bf16 weights and
-states. Its experts want that: their grouped product does not know autocast.
+`compile=whole` compiles the model in one piece. While transformers 5 is traced, it writes out the causal mask, which
+keeps attention from the fast kernels; `compile=layers` compiles block by block and the loss, so that attention stays
+causal and grouped: what a careful user does. LoRA's frozen weights are bf16, as its users have them. peft keeps the
+adapters in fp32; `adapters=bf16` has them in bf16 too, and needs no autocast. `masters=false`: bf16 weights and states.
+Its experts want that: their grouped matmul does not know autocast.
 """
 
 from __future__ import annotations

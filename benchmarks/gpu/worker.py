@@ -3,8 +3,9 @@
     round       a few steps; answers with the time of each, and what it holds by now
     profile     a few steps under torch's profiler; answers with the time by part
 
-Answers are lines that begin with @ and go on in JSON; everything else it prints is a library talking. Steps follow each other without a wait: their
-times are the distances between events on the device. Peak memory is that of the steps after the warm-up.
+Answers are lines that begin with @ and go on in JSON; everything else it prints is a library talking. Steps follow each
+other without a wait: their times are the distances between events on the device. Peak memory is that of the steps after
+the warm-up.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class Worker:
 
 
 def ceiling(device: str) -> dict[str, Any]:
-    """What matrix products alone reach here: the largest of a few square ones, bf16."""
+    """What matmuls alone reach here: the largest of a few square ones, bf16."""
     import torch
 
     sizes, kind = ((4096, 8192, 16384), torch.bfloat16) if device == "cuda" else ((256,), torch.float32)

@@ -1,5 +1,5 @@
-"""Our side: the engine and the step that `shardwise train` runs, with its clock and its agreement of the ranks; and `parallelize`, which
-takes the model as it is."""
+"""Our side: the engine and the step that `shardwise train` runs, with its clock and its agreement of the ranks; and
+`parallelize`, which takes the model as it is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Keeps what a library changes in torch to that library's own steps.
 
-DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` for the whole process, for good. In one process with other variants
-that would slow them all, so whatever building a variant changes in torch is taken back, and put in place around its steps.
-Only functions and classes that existed before count; caches, counters and late imports are not changes.
+DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` for the whole process, for good. In one process with other
+variants that would slow them all, so whatever building a variant changes in torch is taken back, and put in place
+around its steps. Only functions and classes that existed before count; caches, counters and late imports are not
+changes.
 """
 
 from __future__ import annotations

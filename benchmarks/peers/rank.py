@@ -1,8 +1,8 @@
 """One rank: builds all variants side by side, checks their first losses, then times their steps in turn.
 
-A round is one step of every variant on the same data, in an order that changes from round to round but is the same on all
-ranks. A barrier stands before each step, so that no variant pays for another's stragglers. A step's time is that of its
-slowest rank. Python's garbage collector runs between rounds, never inside a step.
+A round is one step of every variant on the same data, in an order that changes from round to round but is the same on
+all ranks. A barrier stands before each step, so that no variant pays for another's stragglers. A step's time is that of
+its slowest rank. Python's garbage collector runs between rounds, never inside a step.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _quiet(rank: int, job: Job) -> TextIO:
 
 
 def _join(rank: int, job: Job) -> None:
-    """A file is the meeting point and gloo talks over loopback only. Address and port are names that libraries ask for."""
+    """A file is the meeting point and gloo talks over loopback only. Address and port are names that libraries ask
+    for."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -23,7 +23,8 @@ Batch = tuple[Tensor, Tensor]  # tokens_BT, targets_BT
 
 
 class Done(NamedTuple):
-    """What a step hands back. The loss is this rank's mean, or already the mean over ranks; both average to the same."""
+    """What a step hands back. The loss is this rank's mean, or already the mean over ranks; both average to the
+    same."""
 
     loss: float
     norm: Tensor  # of the whole gradient before clipping; a DTensor where that is what the library returns
@@ -74,7 +75,8 @@ class Setting:
         return model
 
     def new_optimizer(self, model: Any) -> torch.optim.AdamW:
-        """Weight decay on matrices only, as careful people do. `model` has `parameters()`; if they are shards, those keep their ndim."""
+        """Weight decay on matrices only, as careful people do. `model` has `parameters()`; if they are shards, those
+        keep their ndim."""
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
@@ -83,7 +85,8 @@ class Setting:
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 
     def batch(self, number: int, rank: int) -> list[Batch]:
-        """The micro-batches of one rank in one round. Fresh random tokens: nothing to memorise, so losses stay ordinary."""
+        """The micro-batches of one rank in one round. Fresh random tokens: nothing to memorise, so losses stay
+        ordinary."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + number) * 1_000 + rank)
         shape = (self.micro_batches, self.rows, self.seq_len + 1)
         tokens_MBT = torch.randint(0, self.vocab, shape, generator=generator)
@@ -98,7 +101,8 @@ def mean_loss(model: Callable[..., object], batch: Batch, micro_batches: int) ->
 
 
 def reference(setting: Setting, steps: int) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step in one process that holds the whole batch: what every variant must reproduce."""
+    """Loss and gradient norm of each step in one process that holds the whole batch: what every variant must
+    reproduce."""
     model = setting.new_model()
     optimizer = setting.new_optimizer(model)
     results = []

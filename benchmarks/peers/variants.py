@@ -1,4 +1,5 @@
-"""The table of variants: how each is built, what it needs installed, and which baseline it is measured against; the targets."""
+"""The table of variants: how each is built, what it needs installed, and which baseline it is measured against; the
+targets."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ BASELINES = ("torch-ddp", "torch-fsdp2", "torch-fsdp2-keep")  # each stands twic
 
 @dataclass(frozen=True)
 class Target:
-    """What the median of ours / peer may be at most, or must stay below (`strict`). `ranks` 0: at any number of them."""
+    """What the median of ours / peer may be at most, or must stay below (`strict`). `ranks` 0: at any number of
+    them."""
 
     ours: str
     peer: str

@@ -1,9 +1,10 @@
-"""Hugging Face Accelerate on CPU ranks, as its documentation writes a loop: `accumulate`, `backward`, `clip_grad_norm_`.
+"""Hugging Face Accelerate on CPU ranks, as its documentation writes a loop: `accumulate`, `backward`,
+`clip_grad_norm_`.
 
 DDP works as it is. FSDP2 does not: on CPU ranks Accelerate 1.15 takes a `FullyShardedDataParallelPlugin`, says nothing,
 and trains with DDP, because it looks at the plugin only where `distributed_type` is one of the accelerator kinds. So
-`accelerate_fsdp2` first shows that, then sets the two fields that Accelerate itself would have set on a GPU. From there on it
-is Accelerate's own code that wraps, clips and steps, and it works; but it is not a mode that Accelerate supports.
+`accelerate_fsdp2` first shows that, then sets the two fields that Accelerate itself would have set on a GPU. From there
+on it is Accelerate's own code that wraps, clips and steps, and it works; but it is not a mode that Accelerate supports.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def _loop(accelerator: Accelerator, setting: Setting, *, sharded: bool = False) 
 
 
 def _own_state() -> None:
-    """Accelerators of one process share their state through class attributes; a new dict parts this one from the last."""
+    """Accelerators of one process share their state through class attributes; a new dict parts this one from the
+    last."""
     for shared in (PartialState, AcceleratorState, GradientState):
         shared._shared_state = type(shared._shared_state)()

@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO-1, 2 and 3 on CPU ranks over gloo, with torch's fused AdamW, which ZeRO accepts as it is.
 
-Everything not named in `configuration` is DeepSpeed's default. Two of its defaults matter for a small model: ZeRO-3 keeps
-parameters below 100k elements whole on every rank, and does not release a parameter after forward when it is needed again
-within 1e9 elements. So its ZeRO-3 gathers less here than FSDP2 with resharding does.
+Everything not named in `configuration` is DeepSpeed's default. Two of its defaults matter for a small model: ZeRO-3
+keeps parameters below 100k elements whole on every rank, and does not release a parameter after forward when it is
+needed again within 1e9 elements. So its ZeRO-3 gathers less here than FSDP2 with resharding does.
 """
 
 from __future__ import annotations

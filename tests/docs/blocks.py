@@ -1,11 +1,13 @@
 """Reads the commands out of a document: the lines that start with `$ ` inside ```console blocks.
 
-A command goes on over lines that end in a backslash, and through a here-document up to its closing word. Everything else in
-such a block is output. That of `shardwise plan` is the same on every machine, and may be shown in part: test_commands.py compares it, and
+A command goes on over lines that end in a backslash, and through a here-document up to its closing word. Everything
+else in such a block is output. That of `shardwise plan` is the same on every machine, and may be shown in part:
+test_commands.py compares it, and
 
     python tests/docs/blocks.py     writes it anew
 
-A command that is meant to end with another code than 0 says so in a comment: `$ shardwise train parallel.tp=3  # exit 2`.
+A command that is meant to end with another code than 0 says so in a comment: `$ shardwise train parallel.tp=3  # exit
+2`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Command:
         return self.text.startswith("shardwise plan ")
 
     def stale(self, output: str) -> str | None:
-        """The first shown line that is not in the output, or not in its place. How long a search took is not compared."""
+        """The first shown line that is not in the output, or not in its place. How long a search took is not
+        compared."""
         said = iter([_plain(line) for line in output.splitlines()])
         return next((line for line in self.shown if _plain(line) not in said), None)
 

@@ -2,8 +2,8 @@
 
     python tests/docs/house.py          draws both anew (`make pages` does so too)
 
-test_house.py fails when a room or an arrow is not as drawn, or when a room has grown or shrunk by more than a tenth. What stands
-outside of the marks in house.md is written by hand.
+test_house.py fails when a room or an arrow is not as drawn, or when a room has grown or shrunk by more than a tenth.
+What stands outside of the marks in house.md is written by hand.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def sizes() -> dict[str, tuple[int, int]]:
 
 
 def layers(graph: Graph) -> list[list[str]]:
-    """The rooms from the bottom up: each stands one layer above the highest room that it imports. Rooms of a cycle share one."""
+    """The rooms from the bottom up: each stands one layer above the highest room that it imports. Rooms of a cycle
+    share one."""
     together = {room: frozenset({room} | {one for one in graph if _is_cycle(room, one, graph)}) for room in graph}
     height: dict[frozenset[str], int] = {}
 
@@ -79,7 +80,8 @@ def drawn() -> str:
     beside = [file for file in FILES if room_of(file) not in ROOMS]
     paths = direct(graph)
     out = [
-        f"{len(ROOMS)} rooms, {files + len(beside)} files, {_rounded(lines)} lines; {sum(map(len, graph.values()))} arrows, of which {sum(map(len, paths.values()))} do not follow from others.",
+        f"{len(ROOMS)} rooms, {files + len(beside)} files, {_rounded(lines)} lines; {sum(map(len, graph.values()))} "
+        f"arrows, of which {sum(map(len, paths.values()))} do not follow from others.",
         "",
         "![the rooms in layers, each above what it imports](house.svg)",
         "",
@@ -127,6 +129,10 @@ path { fill: none; stroke: #8c959f; stroke-width: 1.2; marker-end: url(#head) } 
   path { stroke: #656c76 } .head { fill: #656c76 } .floor { stroke: #2a313c }
 }
 """
+HEAD = (
+    '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    '<path class="head" d="M0 0L8 4L0 8z"/></marker></defs>'
+)
 WIDE, HIGH, GAP_X, GAP_Y, MARGIN = 112, 44, 26, 46, 20
 
 
@@ -149,19 +155,21 @@ def picture() -> str:
             bend = max(GAP_Y / 2, (end[1] - start[1]) / 2)
             body.append(
                 f'<path d="M{start[0]:.0f} {start[1]:.0f} C{start[0]:.0f} {start[1] + bend:.0f} '
-                f'{end[0]:.0f} {end[1] - bend:.0f} {end[0]:.0f} {end[1]:.0f}"><title>{room} imports {other}</title></path>'
+                f'{end[0]:.0f} {end[1] - bend:.0f} {end[0]:.0f} {end[1]:.0f}">'
+                f"<title>{room} imports {other}</title></path>"
             )
     for room, (x, y) in sorted(place.items()):
         files, lines = sizes()[room]
         body += [
             f'<rect x="{x:.0f}" y="{y:.0f}" width="{WIDE}" height="{HIGH}" rx="6"/>',
             f'<text x="{x + WIDE / 2:.0f}" y="{y + 18:.0f}">{escape(room)}</text>',
-            f'<text class="size" x="{x + WIDE / 2:.0f}" y="{y + 35:.0f}">{files} files, {escape(_rounded(lines))} lines</text>',
+            f'<text class="size" x="{x + WIDE / 2:.0f}" y="{y + 35:.0f}">'
+            f"{files} files, {escape(_rounded(lines))} lines</text>",
         ]
-    head = '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path class="head" d="M0 0L8 4L0 8z"/></marker></defs>'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="img">'
-        f"<title>The rooms of shardwise, each above what it imports</title><style>{STYLE}</style>{head}\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'height="{height:.0f}" role="img">'
+        f"<title>The rooms of shardwise, each above what it imports</title><style>{STYLE}</style>{HEAD}\n"
         + "\n".join(body)
         + "\n</svg>\n"
     )

@@ -2,8 +2,8 @@
 
     python tests/docs/reference.py          writes both files anew
 
-test_reference.py fails when a file is not what this module makes. Everything is read from the schema and from the verbs' own
-argument parsers, not from printed help, whose layout differs between Python versions.
+test_reference.py fails when a file is not what this module makes. Everything is read from the schema and from the
+verbs' own argument parsers, not from printed help, whose layout differs between Python versions.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def config_page() -> str:
         "",
         MADE,
         "",
-        "A config is a TOML file with these sections; `shardwise init` writes one with comments. Every key can also be given on the",
-        "command line as `section.key=value`, which wins over the file. An unknown key is an error with a suggestion, and so is a value",
+        "A config is a TOML file with these sections; `shardwise init` writes one with comments. Every key can also be "
+        "given on the",
+        "command line as `section.key=value`, which wins over the file. An unknown key is an error with a suggestion, "
+        "and so is a value",
         "that cannot work. What is not available yet is refused, never ignored.",
     ]
     for section, cls in section_classes().items():
@@ -102,8 +104,10 @@ def commands_page() -> str:
         "",
         MADE,
         "",
-        "`shardwise COMMAND [options] [section.key=value ...]`. `shardwise COMMAND --help` prints the same as this page. RUN is a run",
-        "directory, a name inside `runs`, or `last`. Exit codes are listed in [run-directory.md](run-directory.md#exit-codes).",
+        "`shardwise COMMAND [options] [section.key=value ...]`. `shardwise COMMAND --help` prints the same as this "
+        "page. RUN is a run",
+        "directory, a name inside `runs`, or `last`. Exit codes are listed in "
+        "[run-directory.md](run-directory.md#exit-codes).",
     ]
     for name in VERBS:
         lines += ["", f"## {name}", ""]

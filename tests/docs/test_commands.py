@@ -1,8 +1,10 @@
-"""Every command that README.md, docs/tutorial.md and docs/planning.md show is typed here, in order, in one empty directory.
+"""Every command that README.md, docs/tutorial.md and docs/planning.md show is typed here, in order, in one empty
+directory.
 
-Training is made short by words appended to the command: few steps of a very small model, in one process unless the command says how
-it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train` then stands for the command its
-recipe runs. That one starts processes of its own, as everything does that is not `shardwise`; the others are warm ones.
+Training is made short by words appended to the command: few steps of a very small model, in one process unless the
+command says how it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train`
+then stands for the command its recipe runs. That one starts processes of its own, as everything does that is not
+`shardwise`; the others are warm ones.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "planning.md")
 TIMEOUT_S = 180
 
-FEW = 12  # steps: a command that takes no more is typed with the steps it has, because later ones build on its checkpoints
+FEW = 12
+"""Steps: a command that takes no more is typed with the steps it has, because later ones build on its checkpoints."""
+
 SMALL_BATCH = ["train.seq_len=32", "train.global_batch=4", "train.eval_batches=1", "train.sample_tokens=8"]
 SMALL_MODEL = ["model.num_layers=4", "model.hidden=32", "model.num_heads=4", "model.num_kv_heads=2"]
 SMALL_MODEL += ["model.head_dim=8", "model.ffn=64"]  # four layers: enough for the stages of two ranks in a V
@@ -35,7 +39,8 @@ SMALL_MODEL += ["model.head_dim=8", "model.ffn=64"]  # four layers: enough for t
 def shortened(command: str) -> str:
     """The same command, doing less of it. Words that come later win, so it is enough to append."""
     if command == "make train":
-        return f"shardwise train train.steps=3 {' '.join([*SMALL_BATCH, *SMALL_MODEL])}"  # two processes, as the recipe would
+        # two processes, as the recipe would
+        return f"shardwise train train.steps=3 {' '.join([*SMALL_BATCH, *SMALL_MODEL])}"
     extra: list[str] = []
     asked = re.search(r"train\.steps=(\d+)", command)
     is_short = asked is not None and int(asked[1]) <= FEW
@@ -93,8 +98,14 @@ def _type(command: Command, home: Path, environment: dict[str, str], ranks: Rank
         done = warm_command(ranks, *shlex.split(typed, comments=True)[1:], cwd=home, timeout=TIMEOUT_S)
     else:
         done = subprocess.run(
-            ["bash", "-c", typed], cwd=home, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
-        )  # fmt: skip
+            ["bash", "-c", typed],
+            cwd=home,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
     said = f"{command.where}: `{typed}` ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert done.returncode == command.expected_exit, said
     assert "Traceback" not in done.stderr, said

@@ -1,4 +1,5 @@
-"""docs/glossary.md keeps its promises: every file that it names has the word, and `explain` answers it with the page it names."""
+"""docs/glossary.md keeps its promises: every file that it names has the word, and `explain` answers it with the page it
+names."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Entry:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """The word as people write it: any case, a hyphen or a space between its parts, its last letters as grammar wants them."""
+        """The word as people write it: any case, a hyphen or a space between its parts, its last letters as grammar
+        wants them."""
         stem = re.sub(r"(isation|ization|ing|ion|s)$", "", self.word)
         return re.compile(r"[-_ \n]+".join(map(re.escape, re.split(r"[- ]", stem))), re.IGNORECASE)
 

@@ -27,7 +27,8 @@ def test_rooms_and_arrows_are_as_drawn():
 
 
 def test_the_picture_has_them_too():
-    """Its coordinates are numbers as well, so they are compared with their text; only what a box says of its size may differ."""
+    """Its coordinates are numbers as well, so they are compared with their text; only what a box says of its size may
+    differ."""
     size = re.compile(r"\d+ files, (?:&lt; )?[\d,]+ lines")
     assert size.sub("", house.PICTURE.read_text(encoding="utf-8")) == size.sub("", house.picture()), AGAIN
 

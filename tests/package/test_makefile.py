@@ -43,7 +43,8 @@ def test_the_two_halves_of_the_tests_are_all_of_them():
 
 @pytest.mark.parametrize("fails", ["beside", "others", "neither"])
 def test_a_failure_in_either_half_fails_the_whole(fails: str, tmp_path: Path):
-    """The recipe itself, with a script in place of Python: the half that fails decides the exit code, and both reports are shown."""
+    """The recipe itself, with a script in place of Python: the half that fails decides the exit code, and both reports
+    are shown."""
     stub = tmp_path / "python"
     stub.write_text(
         '#!/bin/sh\ncase "$*" in *--ignore=*) half=others;; *) half=beside;; esac\necho "report of $half"\n'

@@ -19,8 +19,13 @@ PIP = ["-m", "pip", "--disable-pip-version-check"]
 
 def python(*words: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, words)], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=180
-    )  # fmt: skip
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Reads the explanations of words/ and lays them out: eight fixed parts, the same for every word.
 
-What a text says about config keys is not written by hand: whether a key works today is looked up in the schema, and whether a
-word has a demo in the list of demos, so a page cannot go stale when a technique arrives. Invariant: no torch, no rich; a page
-answers at once.
+What a text says about config keys is not written by hand: whether a key works today is looked up in the schema, and
+whether a word has a demo in the list of demos, so a page cannot go stale when a technique arrives. Invariant: no torch,
+no rich; a page answers at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def all_pages() -> dict[str, Page]:
 
 
 def find_page(word: str) -> Page:
-    """By name or alias, also the field's words for it; `torch.compile`, `Torch Compile` and `torch-compile` are one word."""
+    """By name or alias, also the field's words for it; `torch.compile`, `Torch Compile` and `torch-compile` are one
+    word."""
     wanted = "-".join(re.split(r"[-_ ./]+", word.lower().strip()))
     pages = all_pages()
     names = {name: page for page in pages.values() for name in page.aliases} | pages
@@ -125,7 +126,8 @@ def preset_rows() -> list[str]:
 
 
 def schedule_rows() -> list[str]:
-    """A line per pipeline schedule, simulated on 4 ranks: its idle share, and the micro-batches whose activations the fullest rank holds."""
+    """A line per pipeline schedule, simulated on 4 ranks: its idle share, and the micro-batches whose activations the
+    fullest rank holds."""
     from shardwise.spec.timeline import peak_in_flight, simulate
 
     width = max(map(len, SCHEDULES))
