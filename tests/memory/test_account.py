@@ -54,8 +54,8 @@ def test_watching_changes_no_bit(seen: Any) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_each_stage_holds_what_its_formula_says(zero: int, seen: Any) -> None:
-    """P parameters in fp32 on two ranks, two micro-batches. Full gradients accumulate at stage 1, and at stage 0 twice: where they
-    were made, and in the buckets they leave in."""
+    """P parameters in fp32 on two ranks, two micro-batches. Full gradients accumulate at stage 1, and at stage 0
+    twice: where they were made, and in the buckets they leave in."""
     size, shards = SPEC.num_parameters, 2 if zero else 1
     for found in of(seen, STAGES[zero]):
         full = found.fullest
@@ -95,7 +95,8 @@ def test_the_peak_is_the_largest_point(seen: Any) -> None:
 
 
 def test_copies_of_weights_have_an_owner(ranks: Any) -> None:
-    """fp32 weights and bf16 copies are parameters; four micro-batches add up in fp32, beside one block's own gradients at the most."""
+    """fp32 weights and bf16 copies are parameters; four micro-batches add up in fp32, beside one block's own
+    gradients at the most."""
     [[[plain, watched]]] = ranks.run(watch_layouts, 1, SPEC, replace(TRIAL, precision="bf16"), [{"copies": True}])
     assert (plain.losses, plain.parameters) == (watched.losses, watched.parameters)
     size = SPEC.num_parameters
@@ -151,8 +152,9 @@ LARGER = {"hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "f
 @pytest.mark.cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_on_a_gpu_the_account_sees_what_the_allocator_sees(precision: str) -> None:
-    """Backward runs in a thread of its own there. Attention by definition: fused kernels take workspaces that no tensor shows. 5 %: so
-    does cuBLAS, and the allocator rounds up. Beside the sums in fp32, FSDP2 has one group's gradients in bf16."""
+    """Backward runs in a thread of its own there. Attention by definition: fused kernels take workspaces that no
+    tensor shows. 5 %: so does cuBLAS, and the allocator rounds up. Beside the sums in fp32, FSDP2 has one group's
+    gradients in bf16."""
     spec = SPEC.with_overrides(LARGER)
     trial = Trial(global_batch=4, micro_batch=2, seq_len=512, precision=precision, attention="math")
     plain = three_steps(spec, trial, {}, False, "cuda")

@@ -1,4 +1,5 @@
-"""Number formats, 8-bit states and the format of gradient sums in every kind of layout, against the plain model in one process."""
+"""Number formats, 8-bit states and the format of gradient sums in every kind of layout, against the plain model in
+one process."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import OptimizerConfig
 
+CPU = torch.device("cpu")
+
 SHAPE = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128, "vocab": 128}
 SPEC = preset("tiny").with_overrides(SHAPE)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -30,7 +33,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 LOW_BIT = OptimizerConfig(name="adamw8bit", lr=1e-3)
 TRIALS = {
-    # Without clipping, as everywhere in 16 bits: a norm that differs in its seventh digit moves roundings (tests/parity).
+    # Without clipping, as everywhere in 16 bits: a norm that differs in its seventh digit moves roundings
+    # (tests/parity).
     "fp16": Trial(precision="fp16", clip=0.0),
     "fp16-true": Trial(precision="fp16-true", clip=0.0),
     "bf16-true": Trial(precision="bf16-true", clip=0.0),
@@ -43,9 +47,9 @@ TRIALS = {
 }
 EXACT = (1e-6, 1e-6)
 LIMITS: dict[str, dict[str, tuple[float, float]]] = {
-    # (losses, gradients of the first step relative to a tensor's largest entry). EXACT is fp32's own noise, from another order of
-    # sums over ranks. Everything else is a rounding of the format that falls elsewhere, of 2^-11 in fp16, 2^-8 in bf16, 2^-4 in fp8:
-    # tensor parallelism adds up two rounded halves inside of layers.
+    # (losses, gradients of the first step relative to a tensor's largest entry). EXACT is fp32's own noise, from
+    # another order of sums over ranks. Everything else is a rounding of the format that falls elsewhere, of 2^-11 in
+    # fp16, 2^-8 in bf16, 2^-4 in fp8: tensor parallelism adds up two rounded halves inside of layers.
     "fp16": {"tp=2": (5e-4, 8 * 2**-11)},
     # Gradients are 16 bits wide, so sums over micro-batches and ranks are rounded too.
     "fp16-true": {"dp=2 zero=2": (5e-4, 8 * 2**-11), "dp=2 zero=3": (5e-4, 8 * 2**-11), "tp=2": (5e-4, 8 * 2**-11)},
@@ -63,7 +67,7 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
 
 
 def trained(spec: ModelSpec, rows: list[tuple[Trial, Plan]]) -> list[Record]:
-    return [train_in_layout(spec, plan, trial, dist.get_rank(), torch.device("cpu")) for trial, plan in rows]
+    return [train_in_layout(spec, plan, trial, dist.get_rank(), CPU) for trial, plan in rows]
 
 
 def trained_plainly(spec: ModelSpec, trials: list[Trial]) -> list[Record]:
@@ -76,7 +80,11 @@ def records(ranks: Any) -> dict[tuple[str, str], tuple[Record, Record]]:
     [truths] = ranks.run(trained_plainly, 1, SPEC, list(TRIALS.values()), timeout=120)
     found = {}
     for world in (1, 2):
-        rows = {(name, layout): (trial, trial_plan(trial, **degrees)) for name, trial in TRIALS.items() for layout, degrees in LAYOUTS.items()}  # fmt: skip
+        rows = {
+            (name, layout): (trial, trial_plan(trial, **degrees))
+            for name, trial in TRIALS.items()
+            for layout, degrees in LAYOUTS.items()
+        }
         rows = {key: row for key, row in rows.items() if row[1].world == world}
         found |= zip(rows, ranks.run(trained, world, SPEC, list(rows.values()), timeout=240)[0], strict=True)
     by_name = dict(zip(TRIALS, truths, strict=True))
@@ -99,7 +107,7 @@ def test_formats_differ_from_each_other(records: Any) -> None:
     assert len({tuple(values) for name, values in losses.items() if name != "sums in fp32"}) == len(TRIALS) - 1
 
 
-# Checkpoints between layouts ------------------------------------------------------------------------------------------
+# Checkpoints between layouts -----------------------------------------------------------------------------------------
 
 
 def third_losses(spec: ModelSpec, trial: Trial, first: Plan, others: list[Plan], folder: str) -> list[float]:
@@ -115,12 +123,14 @@ def third_losses(spec: ModelSpec, trial: Trial, first: Plan, others: list[Plan],
         losses = []
         for step in numbers:
             batch, num_targets = trial_batch(spec, plan, trial, step, engine.mesh.at.dp)
-            result = run_step(engine, optimizer, batch, num_targets=num_targets, lr=1e-3, clip=trial.clip, clock=Clock(torch.device("cpu")))  # fmt: skip
+            result = run_step(
+                engine, optimizer, batch, num_targets=num_targets, lr=1e-3, clip=trial.clip, clock=Clock(CPU)
+            )
             losses.append(result.loss)
         return losses
 
     def build(plan: Plan) -> tuple[Any, Any]:
-        engine = build_trial(spec, plan, trial, dist.get_rank(), torch.device("cpu"))
+        engine = build_trial(spec, plan, trial, dist.get_rank(), CPU)
         return engine, build_optimizer(trial.optimizer, engine.locals())
 
     engine, optimizer = build(first)
@@ -139,7 +149,8 @@ def third_losses(spec: ModelSpec, trial: Trial, first: Plan, others: list[Plan],
 
 @pytest.mark.parametrize(("name", "limit"), [("adamw8bit", 2e-4), ("fp16-true", 5e-4)])
 def test_states_go_on_in_other_layouts(name: str, limit: float, ranks: Any, tmp_path: Path) -> None:
-    """States are saved in fp32 under the names that every optimizer has; 8-bit ones are rounded again, in other blocks."""
+    """States are saved in fp32 under the names that every optimizer has; 8-bit ones are rounded again, in other
+    blocks."""
     trial = replace(TRIALS[name], num_steps=4)
     plans = [trial_plan(trial, **LAYOUTS[layout]) for layout in ("dp=2 zero=3", "tp=2", "pp=2", "dp=2 zero=2")]
     [truth] = ranks.run(trained_plainly, 1, SPEC, [trial])[0]
@@ -150,7 +161,7 @@ def test_states_go_on_in_other_layouts(name: str, limit: float, ranks: Any, tmp_
     assert states["exp_avg/layers.0.attention.q.weight"].shape == (64, 64)
 
 
-# Overflow -------------------------------------------------------------------------------------------------------------
+# Overflow ------------------------------------------------------------------------------------------------------------
 
 
 def overflowing_on_one_rank(spec: ModelSpec, plans: list[Plan], trial: Trial) -> list[dict[str, Any]]:
@@ -162,7 +173,7 @@ def overflowing_on_one_rank(spec: ModelSpec, plans: list[Plan], trial: Trial) ->
 
     found = []
     for plan in plans:
-        engine = build_trial(spec, plan, trial, dist.get_rank(), torch.device("cpu"))
+        engine = build_trial(spec, plan, trial, dist.get_rank(), CPU)
         optimizer = build_optimizer(trial.optimizer, engine.locals())
         results, moved = [], []
         for step in (1, 2, 3):
@@ -172,7 +183,9 @@ def overflowing_on_one_rank(spec: ModelSpec, plans: list[Plan], trial: Trial) ->
             if step == 2 and dist.get_rank() == 1:
                 block: Any = list(engine.models[0].layers.values())[-1]
                 handle = block.feedforward.register_forward_hook(_overflow_backward)
-            results.append(run_step(engine, optimizer, batch, num_targets=num_targets, lr=1e-3, clip=0.5, clock=Clock(torch.device("cpu"))))  # fmt: skip
+            results.append(
+                run_step(engine, optimizer, batch, num_targets=num_targets, lr=1e-3, clip=0.5, clock=Clock(CPU))
+            )
             if handle is not None:
                 handle.remove()
             moved.append(any(not torch.equal(a, b) for a, b in zip(before, engine.locals(), strict=True)))

@@ -54,7 +54,7 @@ def blocks_of(model: Decoder) -> list[nn.Module]:
     return list(model.layers.values())
 
 
-# One process ------------------------------------------------------------------------------------------------------------
+# One process ---------------------------------------------------------------------------------------------------------
 
 
 def learn(spec: ModelSpec, mode: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ def test_what_is_kept_shrinks() -> None:
         assert sizes == sorted(sizes, reverse=True) and sizes[1] < 0.7 * sizes[0] and sizes[2] < 0.5 * sizes[1], sizes
 
 
-# Layouts ----------------------------------------------------------------------------------------------------------------
+# Layouts -------------------------------------------------------------------------------------------------------------
 
 
 def train_all(spec: ModelSpec, modes: tuple[str, ...], layouts: dict[str, dict[str, Any]]) -> dict[str, Record]:

@@ -1,4 +1,5 @@
-"""The scratch file: what is written is read, nothing is left behind, and every bad directory is refused in three lines."""
+"""The scratch file: what is written is read, nothing is left behind, and every bad directory is refused in three
+lines."""
 
 from __future__ import annotations
 

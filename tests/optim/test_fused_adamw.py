@@ -1,4 +1,5 @@
-"""AdamW over masters and copies: its plain twin here, against torch's own AdamW. The kernel is in test_fused_update_cuda.py."""
+"""AdamW over masters and copies: its plain twin here, against torch's own AdamW. The kernel is in
+test_fused_update_cuda.py."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from shardwise.spec.schema import OptimizerConfig
 CONFIG = OptimizerConfig(lr=3e-3, weight_decay=0.1)
 SHAPES = [(50, 33), (7,), (3, 4, 5)]
 ROUNDED = torch.finfo(torch.float32).eps
-"""Of a weight, in one step: it is rounded after its decay and after its change, by half of this each time. Two ways of computing it are at most twice as
-far apart; of the change itself, four roundings are allowed, at about the learning rate each."""
+"""Of a weight, in one step: it is rounded after its decay and after its change, by half of this each time. Two ways
+of computing it are at most twice as far apart; of the change itself, four roundings are allowed, at about the
+learning rate each."""
 
 
 def masters() -> list[nn.Parameter]:
@@ -94,7 +96,8 @@ def test_small_ones_together_are_updated_as_one_by_one(
 
 
 def test_small_and_large_ones_of_a_group_with_different_ages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU with many small parameters. One of them missed a step, so its moments are corrected by another count."""
+    """As on a GPU with many small parameters. One of them missed a step, so its moments are corrected by another
+    count."""
     found, small = {}, []
     together = update_together
     monkeypatch.setattr("shardwise.optim.fused_adamw.SMALL", 100)

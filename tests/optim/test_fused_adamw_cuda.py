@@ -1,4 +1,5 @@
-"""One pass over gradient, master, moments and copy, against torch's fused AdamW and against the engine with FSDP2; on a GPU."""
+"""One pass over gradient, master, moments and copy, against torch's fused AdamW and against the engine with FSDP2; on
+a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SMALL = {"num_layers": 3, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head
 
 
 def pow_error(step: int) -> float:
-    """Of a weight's change: torch's kernel raises betas in fp32, by CUDA's `powf`, which may be 4 ulps off, and takes that from 1."""
+    """Of a weight's change: torch's kernel raises betas in fp32, by CUDA's `powf`, which may be 4 ulps off, and takes
+    that from 1."""
     beta1, beta2 = CONFIG.betas
     return EPSILON * (4 / (1 - beta1**step) + 2 / (1 - beta2**step) + 4)
 
@@ -66,8 +68,9 @@ def ulps(found: Tensor, truth: Tensor) -> int:
 def test_every_step_is_torchs_own_to_one_ulp(
     gradient_dtype: torch.dtype, clips: bool, copy_dtype: torch.dtype, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step begins with torch's numbers, so that nothing adds up: it shows the rounding of one. A first moment is a sum that may cancel, which is
-    exact to the size of its terms and not to its own; in the first step there is one term."""
+    """Each step begins with torch's numbers, so that nothing adds up: it shows the rounding of one. A first moment is
+    a sum that may cancel, which is exact to the size of its terms and not to its own; in the first step there is one
+    term."""
     monkeypatch.setattr("shardwise.optim.fused_adamw.MANY", many)
     theirs, ours = masters(), masters()
     low_precision_of = copied(ours, copy_dtype)
@@ -108,8 +111,9 @@ def test_every_step_is_torchs_own_to_one_ulp(
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_the_kernel_computes_what_its_plain_twin_does(clips: bool) -> None:
-    """To the rounding of a product that is added: the kernel does both at once. Of a weight's change, which is large where a second moment is small, to CUDA's
-    quick quotients and roots: 2 ulps for each of two quotients, 1 for the root, 1/2 for each of two products, in the kernel and here."""
+    """To the rounding of a product that is added: the kernel does both at once. Of a weight's change, which is large
+    where a second moment is small, to CUDA's quick quotients and roots: 2 ulps for each of two quotients, 1 for the
+    root, 1/2 for each of two products, in the kernel and here."""
     factor = torch.tensor(0.37, dtype=torch.float64, device="cuda") if clips else None
     group = {"betas": (0.9, 0.95), "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
     for master, gradient in zip(masters(), gradients(1, torch.bfloat16), strict=True):

@@ -87,7 +87,7 @@ def test_a_scale_without_fp16_is_refused() -> None:
     assert load_config(None, ["memory.loss_scale=1024", "memory.precision=fp16"]).config.memory.loss_scale == 1024
 
 
-# Where it overflows ---------------------------------------------------------------------------------------------------
+# Where it overflows --------------------------------------------------------------------------------------------------
 
 
 class Chain(nn.Module):
@@ -126,7 +126,7 @@ def test_the_first_number_that_is_not_finite_is_named() -> None:
     assert overflow_of(weights) == "the output of second, in forward"
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------
+# Runs ----------------------------------------------------------------------------------------------------------------
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

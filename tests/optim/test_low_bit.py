@@ -42,7 +42,9 @@ def bytes_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
     return total
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16-true", torch.bfloat16), ("fp16-true", torch.float16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16-true", torch.bfloat16), ("fp16-true", torch.float16)]
+)
 @pytest.mark.parametrize("name", STATES_PER_PARAMETER)
 def test_an_optimizer_keeps_the_bytes_it_promises(name: str, precision: str, dtype: torch.dtype) -> None:
     weights = parameters(dtype)
@@ -153,7 +155,9 @@ def saved(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter]) -> dict
     return {n: {k: dequantized(v).clone() for k, v in optimizer.state[p].items()} for n, p in enumerate(ordered)}
 
 
-@pytest.mark.parametrize(("before", "after"), [("adamw8bit", "adamw8bit"), ("adamw8bit", "adamw"), ("adamw", "adamw8bit")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "after"), [("adamw8bit", "adamw8bit"), ("adamw8bit", "adamw"), ("adamw", "adamw8bit")]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_states_come_back_from_a_checkpoint(before: str, after: str, dtype: torch.dtype) -> None:
     weights = parameters(dtype)

@@ -1,4 +1,5 @@
-"""Optimizers in CPU memory and on a disk: the same training as the plain run, what moves, and checkpoints between all of them."""
+"""Optimizers in CPU memory and on a disk: the same training as the plain run, what moves, and checkpoints between all
+of them."""
 
 from __future__ import annotations
 
@@ -88,13 +89,14 @@ def one_process(directory: Path) -> dict[str, tuple[Record, Record]]:
 
 
 def test_one_process_trains_as_the_plain_run_in_every_precision(ranks, tmp_path):
-    """In fp32 clipping divides by the inverse factor, one rounding more than the plain run; in fp64 it is the same product."""
+    """In fp32 clipping divides by the inverse factor, one rounding more than the plain run; in fp64 it is the same
+    product."""
     (found,) = ranks.run(one_process, 1, tmp_path)
     worst = {name: max(compare(*records)[0][:3]) for name, records in found.items()}
     assert {name: value for name, value in worst.items() if not value < LIMITS[name.split()[-1]]} == {}
 
 
-# By hand: one process -------------------------------------------------------------------------------------------------
+# By hand: one process ------------------------------------------------------------------------------------------------
 
 
 def engine_and_optimizer(way: str, directory: Path, trial: Trial = TRIAL) -> tuple[Engine, torch.optim.Optimizer]:
@@ -234,7 +236,7 @@ def test_a_small_buffer_is_enough_for_state_three_times_its_size(tmp_path):
     assert optimizer.file.num_bytes > 3 * in_memory
 
 
-# Modules that are not ours --------------------------------------------------------------------------------------------
+# Modules that are not ours -------------------------------------------------------------------------------------------
 
 
 class Small(torch.nn.Module):

@@ -26,8 +26,8 @@ WAYS = {
     "nvme": {"offload": "optimizer", "offload_to": "nvme", "offload_buffer": 2**18},
 }
 LIMITS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-3}
-"""fp32: the CPU's fused Adam rounds otherwise than the GPU's, and clipping divides by an inverse. bf16: such a rounding may turn one
-of a weight's bf16 copies over, 0.4 % of that weight."""
+"""fp32: the CPU's fused Adam rounds otherwise than the GPU's, and clipping divides by an inverse. bf16: such a
+rounding may turn one of a weight's bf16 copies over, 0.4 % of that weight."""
 
 
 @pytest.mark.parametrize("microbatch", [2, 8])

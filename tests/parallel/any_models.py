@@ -1,5 +1,5 @@
-"""Modules that are not ours, for `parallelize`: one written by hand, others from transformers; and the plain loop they are measured
-against, which knows nothing of this package."""
+"""Modules that are not ours, for `parallelize`: one written by hand, others from transformers; and the plain loop
+they are measured against, which knows nothing of this package."""
 
 from __future__ import annotations
 
@@ -51,8 +51,15 @@ def neox() -> nn.Module:
 
     sizes = {"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
     return GPTNeoXForCausalLM(
-        GPTNeoXConfig(**sizes, intermediate_size=50, max_position_embeddings=32, use_cache=False, bos_token_id=None, eos_token_id=None)
-    )  # fmt: skip
+        GPTNeoXConfig(
+            **sizes,
+            intermediate_size=50,
+            max_position_embeddings=32,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {

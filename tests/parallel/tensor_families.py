@@ -1,4 +1,5 @@
-"""Small models of every family, the same in every process, and how ranks' gradients are held against those of one process."""
+"""Small models of every family, the same in every process, and how ranks' gradients are held against those of one
+process."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ TOLERANCE = 1e-9
 BATCH, TOKENS = 2, 12
 
 
-# The same model and batch in every process ------------------------------------------------------------------------------
+# The same model and batch in every process ---------------------------------------------------------------------------
 
 
 def make(spec: ModelSpec, layers: range | None = None) -> Decoder:
@@ -103,7 +104,7 @@ def alone(family: str) -> dict[str, Any]:
     return learn(make(FAMILIES[family]), batch())
 
 
-# Comparing what ranks have with what one process has --------------------------------------------------------------------
+# Comparing what ranks have with what one process has -----------------------------------------------------------------
 
 
 def whole(spec: ModelSpec, name: str, parts: list[Tensor], sequence: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adapters on modules that are not ours: through `parallelize`, and on models that transformers builds, against one process."""
+"""Adapters on modules that are not ours: through `parallelize` and on models of transformers, against one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallelize`: modules that are not ours, in every layout that does not look inside, against a plain loop in one process."""
+"""`parallelize`: modules that are not ours, in every layout that does not look inside, against one process."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def traffic(layout: str) -> tuple[int, int, int]:
     [(1, 4, 4), (2, 4, 2 * 4), (3, 2 * (4 + 2), 2 * 4)],
 )
 def test_what_is_sent(zero: int, gathers: int, reductions: int, ranks: Any) -> None:
-    """Three blocks and the rest are four groups, two micro-batches. ZeRO 3 gathers for forward and again for backward, but for the last
-    block and the rest, which stay."""
+    """Three blocks and the rest are four groups, two micro-batches. ZeRO 3 gathers for forward and again for
+    backward, but for the last block and the rest, which stay."""
     found = ranks.run(traffic, 2, f"dp=2 zero={zero}")
     assert [one[:2] for one in found] == [(gathers, reductions)] * 2
     assert sum(one[2] for one in found) == sum(p.numel() for p in build("tied", torch.float64).parameters())
@@ -167,7 +167,7 @@ def test_bf16_computes_in_copies(ranks: Any) -> None:
     assert abs(found[0][0] - truth("neox", torch.float32)["losses"][0]) > 1e-6, "it is not fp32"
 
 
-# Whole states ---------------------------------------------------------------------------------------------------------
+# Whole states --------------------------------------------------------------------------------------------------------
 
 
 def restored(layout: str) -> tuple[float, float, bool]:
@@ -217,7 +217,7 @@ def test_training_goes_on_in_another_layout(first: str, second: str, ranks: Any)
         assert torch.allclose(state[name], value, rtol=0, atol=1e-9), name
 
 
-# What cannot work -----------------------------------------------------------------------------------------------------
+# What cannot work ----------------------------------------------------------------------------------------------------
 
 
 def test_no_torch_before_it_is_used() -> None:
@@ -226,7 +226,11 @@ def test_no_torch_before_it_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "words"),
-    [("model.layers", ["'body.blocks' (3)", "blocks='body.blocks'"]), ("embed", ["'body.blocks' (3)"]), ("body", ["'body' (1)"])],
+    [
+        ("model.layers", ["'body.blocks' (3)", "blocks='body.blocks'"]),
+        ("embed", ["'body.blocks' (3)"]),
+        ("body", ["'body' (1)"]),
+    ],
 )  # fmt: skip
 def test_blocks_that_are_not_there(blocks: str, words: list[str]) -> None:
     module = any_models.Handmade()

@@ -46,7 +46,7 @@ SHAPES = {
 }
 
 
-# The ring computes what whole attention computes ----------------------------------------------------------------------
+# The ring computes what whole attention computes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
@@ -110,7 +110,7 @@ def _rows(sight: Sight, start: int, stop: int) -> Sight:
     return Sight(allowed_1TS=sight.allowed_1TS[:, :, start:stop])
 
 
-# Who computes what ----------------------------------------------------------------------------------------------------
+# Who computes what ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -181,7 +181,7 @@ def test_bytes_are_those_of_the_formula_and_heads_are_not_repeated() -> None:
         assert sum(x.nbytes for x in ring.sent) == sum(ring_bytes(size, numbers, 2, 4))
 
 
-# On ranks -------------------------------------------------------------------------------------------------------------
+# On ranks ------------------------------------------------------------------------------------------------------------
 
 SMALL = {"num_layers": 2, "hidden": 20, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "ffn": 37, "vocab": 53}
 SPEC = preset("tiny").with_overrides(SMALL)

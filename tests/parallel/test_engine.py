@@ -69,7 +69,7 @@ def plain_model(spec: ModelSpec) -> Decoder:
     return model
 
 
-# One engine for each layout and model, which all tests look at -----------------------------------------------------------
+# One engine for each layout and model, which all tests look at -------------------------------------------------------
 
 PROMPT, SAMPLING = [5, 17, 3, 40, 41], Sampling(temperature=1.5, top_p=0.9, seed=3)
 
@@ -126,7 +126,7 @@ def looked(ranks: Any) -> Any:
     return run
 
 
-# Norm and clipping ----------------------------------------------------------------------------------------------------
+# Norm and clipping ---------------------------------------------------------------------------------------------------
 
 
 def true_norm(name: str) -> float:
@@ -161,7 +161,7 @@ def test_a_small_norm_is_not_clipped(ranks: Any) -> None:
         assert torch.allclose(gradients[name], gradient, rtol=1e-9, atol=1e-15), name
 
 
-# Evaluation -----------------------------------------------------------------------------------------------------------
+# Evaluation ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["tied", "experts"])
@@ -174,7 +174,7 @@ def test_evaluation_equals_plain_evaluation(layout: str, model: str, looked: Any
         assert rank.evaluated == pytest.approx(truth, rel=1e-11)
 
 
-# Generation -----------------------------------------------------------------------------------------------------------
+# Generation ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -199,7 +199,7 @@ def test_generation_stops_on_all_ranks_together(ranks: Any) -> None:
     assert ranks.run(generated, plan.world, spec, plan, sampling, stop) == [(wanted, True)] * plan.world
 
 
-# Padding and experts --------------------------------------------------------------------------------------------------
+# Padding and experts -------------------------------------------------------------------------------------------------
 
 
 def test_ranks_have_equally_many_microbatches() -> None:

@@ -1,4 +1,5 @@
-"""Experts spread over ranks: the exchange alone, against all experts in one place; what a rank holds and sends; moving between layouts."""
+"""Experts spread over ranks: the exchange alone, against all experts in one place; what a rank holds and sends;
+moving between layouts."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ LOADS = {
 }
 
 
-# The exchange ---------------------------------------------------------------------------------------------------------
+# The exchange --------------------------------------------------------------------------------------------------------
 
 
 def all_experts(spec: ModelSpec) -> Experts:
@@ -91,7 +92,7 @@ def test_spread_experts_compute_what_all_experts_in_one_place_compute(load: str,
     assert {held for *_, held in found} == {sum(p.nbytes for p in experts.parameters()) // len(loads)}
 
 
-# What a rank holds and sends ------------------------------------------------------------------------------------------
+# What a rank holds and sends -----------------------------------------------------------------------------------------
 
 TRIAL = Trial(num_steps=3, global_batch=5, micro_batch=1, seq_len=12, clip=0.3)
 
@@ -141,8 +142,8 @@ def test_five_messages_per_layer_and_each_copy_of_a_token_travels_twice(layout: 
 def test_zero_gathers_and_reduces_experts_with_their_block(
     zero: int, gathers: int, reductions: int, ranks: Any
 ) -> None:
-    """Four groups of the rest (two ends, two blocks) and two of experts. Stage 3 gathers for both passes, but for the embedding, the
-    last block, its experts and the head."""
+    """Four groups of the rest (two ends, two blocks) and two of experts. Stage 3 gathers for both passes, but for the
+    embedding, the last block, its experts and the head."""
     trial = Trial(global_batch=8, micro_batch=1, seq_len=12)
     for found in ranks.run(observe, 4, SPEC, make_plan({"dp": 4, "zero": zero, "ep": 2}, trial), trial):
         assert found.num_groups == {0: 6}
@@ -152,7 +153,7 @@ def test_zero_gathers_and_reduces_experts_with_their_block(
             assert max(map(len, experts)) == 2 and experts[-1] == set()
 
 
-# Passes that do not split the tokens ----------------------------------------------------------------------------------
+# Passes that do not split the tokens ---------------------------------------------------------------------------------
 
 
 def evaluated(spec: ModelSpec, plan: Plan, tokens: Tensor) -> list[float]:
@@ -174,7 +175,7 @@ def test_a_length_that_tensor_parallel_ranks_cannot_share(ranks: Any) -> None:
         assert sums == pytest.approx(truth, rel=1e-11)
 
 
-# From one layout to another -------------------------------------------------------------------------------------------
+# From one layout to another ------------------------------------------------------------------------------------------
 
 
 def moved(spec: ModelSpec, before: Plan, after: Plan) -> tuple[list[float], dict[str, Tensor]]:
@@ -221,7 +222,7 @@ def test_a_run_goes_on_in_another_layout(before: dict[str, Any], after: dict[str
         assert torch.allclose(parameters[name], value, rtol=1e-9, atol=1e-12), name
 
 
-# Load -----------------------------------------------------------------------------------------------------------------
+# Load ----------------------------------------------------------------------------------------------------------------
 
 
 def loads(spec: ModelSpec, plan: Plan) -> Tensor:

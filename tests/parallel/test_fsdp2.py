@@ -1,4 +1,5 @@
-"""The seam to FSDP2: the installed torch has every private name, they mean what they are used for, and nobody else knows them.
+"""The seam to FSDP2: the installed torch has every private name, they mean what they are used for, and nobody else
+knows them.
 
 Needs torch and pytest only, so that it runs wherever another torch is installed.
 """
@@ -40,7 +41,7 @@ def test_no_name_is_listed_twice() -> None:
     assert len({(row.owner, row.name) for row in PRIVATE_NAMES}) == len(PRIVATE_NAMES)
 
 
-# What a future torch meets -----------------------------------------------------------------------------------------------
+# What a future torch meets -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_an_attribute_that_only_a_constructor_sets_is_found() -> None:
     assert fsdp2._has(Owner, "_set_here") and not fsdp2._has(Owner, "_not_set")
 
 
-# What the names are used for ---------------------------------------------------------------------------------------------
+# What the names are used for -----------------------------------------------------------------------------------------
 
 
 class Sharded:
@@ -180,7 +181,7 @@ def test_ddp_leaves_out_what_it_is_told(sharded: Sharded) -> None:
     assert ddp.parameters_to_ignore == {"1.weight", "1.bias"}
 
 
-# Nobody else -------------------------------------------------------------------------------------------------------------
+# Nobody else ---------------------------------------------------------------------------------------------------------
 
 UNDERSCORED = {row.name for row in PRIVATE_NAMES if row.name.startswith("_")} | {row.older for row in PRIVATE_NAMES}
 

@@ -1,4 +1,5 @@
-"""The fused loss in layouts: whole steps of the engine whose logits go in chunks, against one process whose logits fit."""
+"""The fused loss in layouts: whole steps of the engine whose logits go in chunks, against one process whose logits
+fit."""
 
 from __future__ import annotations
 
@@ -103,8 +104,8 @@ def train_both_ways(spec: ModelSpec, plans: list[Plan], trial: Trial) -> list[Re
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("model", SPECS)
 def test_mixed_precision_rounds_as_one_process_does(model: str, precision: str, ranks: Any) -> None:
-    """FSDP2 hands the head a 16-bit weight; its gradient comes back in 16 bits and is summed in fp32. fp16 has a loss scale of 65,536, which
-    multiplies what is there already: no probability has to be as small as 1 / targets."""
+    """FSDP2 hands the head a 16-bit weight; its gradient comes back in 16 bits and is summed in fp32. fp16 has a loss
+    scale of 65,536, which multiplies what is there already: no probability has to be as small as 1 / targets."""
     trial = Trial(num_steps=2, global_batch=4, micro_batch=4, seq_len=12, precision=precision, clip=0.0)
     plans = [trial_plan(trial), trial_plan(trial, loss="recompute")]
     fused, again, plain = ranks.run(train_both_ways, 1, SPECS[model], plans, trial)[0]
@@ -113,7 +114,7 @@ def test_mixed_precision_rounds_as_one_process_does(model: str, precision: str, 
         assert losses <= most_losses and gradients <= most_gradients, (losses, gradients, worst)
 
 
-# A vocabulary over ranks -----------------------------------------------------------------------------------------------
+# A vocabulary over ranks ---------------------------------------------------------------------------------------------
 
 
 def learn_in_halves(spec: ModelSpec, inputs: dict[str, Tensor]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Hybrid sharding inside split-backward pipelines: every reduction has other parameters, so nothing may wait in a flat buffer."""
+"""Hybrid sharding inside split-backward pipelines: every reduction has other parameters, so nothing may wait in a
+flat buffer."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ def unit(action: Action) -> float:
     ("schedule", "stages", "room"), [("gpipe", 1, 6), ("1f1b", 1, 4), ("interleaved", 2, 0), ("zero-bubble", 1, 0)]
 )
 def test_room_for_held_out_forwards(schedule: str, stages: int, room: int) -> None:
-    """4 ranks, 8 micro-batches. In gpipe the last rank idles for 9 units, 3 of them before anything can reach it. In zero-bubble
-    all of its idle time is before that; in interleaved its two stages would have to wait for one another at the end."""
+    """4 ranks, 8 micro-batches. In gpipe the last rank idles for 9 units, 3 of them before anything can reach it. In
+    zero-bubble all of its idle time is before that; in interleaved its two stages would have to wait for one another
+    at the end."""
     actions, owners = schedule_actions(schedule, 4, stages, 8), stage_owners(schedule, 4, stages)
     filled, number = fill_bubbles(actions, owners, unit, most=100)
     assert number == room

@@ -1,4 +1,5 @@
-"""16-bit copies that stay between steps, against FSDP2 on one rank, which makes them anew: the same numbers to the last bit."""
+"""16-bit copies that stay between steps, against FSDP2 on one rank, which makes them anew: the same numbers to the
+last bit."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_copies_compute_what_fsdp2_computes_to_the_last_bit(name: str, records: 
     assert same_bits({name: g.float() for name, g in record.gradients.items()}, truth.gradients)
 
 
-# Checkpoints ------------------------------------------------------------------------------------------------------------
+# Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
 def resumed_losses(spec: ModelSpec, trial: Trial, ways: list[bool], folder: str) -> list[list[float]]:
@@ -129,7 +130,7 @@ def test_a_run_goes_on_with_copies_or_without_them(ranks: Any, tmp_path: Path, r
     assert found == [straight] * 4
 
 
-# Memory -----------------------------------------------------------------------------------------------------------------
+# Memory --------------------------------------------------------------------------------------------------------------
 
 
 def held_bytes(spec: ModelSpec, trial: Trial) -> tuple[dict[str, int], dict[str, int], bool]:
@@ -181,7 +182,7 @@ def test_compiled_blocks_have_one_graph_with_copies_and_hooks_on_them() -> None:
     assert record.losses == pytest.approx(train_plain(PLAIN, trial).losses, rel=1e-12)
 
 
-# Plans ------------------------------------------------------------------------------------------------------------------
+# Plans ---------------------------------------------------------------------------------------------------------------
 
 
 def test_the_way_of_copies_is_proven_in_fp64_too() -> None:

@@ -22,8 +22,8 @@ SPEC = preset("tiny").with_overrides(
 
 
 def test_no_mode_gathers_more_than_zero_3_does_anyway(ranks: Any) -> None:
-    """A block that is computed again was gathered for its backward already. A group of blocks stays gathered from its second forward
-    to its backward."""
+    """A block that is computed again was gathered for its backward already. A group of blocks stays gathered from its
+    second forward to its backward."""
     trial = Trial(global_batch=2, micro_batch=1, seq_len=8, precision="fp32")
     gathers = {}
     for mode in ("none", *MODES):
@@ -35,7 +35,7 @@ def test_no_mode_gathers_more_than_zero_3_does_anyway(ranks: Any) -> None:
     assert set(gathers.values()) == {2 * 11 - 3}
 
 
-# Modules that are not ours ----------------------------------------------------------------------------------------------
+# Modules that are not ours -------------------------------------------------------------------------------------------
 
 
 def train_any(layouts: list[str]) -> dict[str, list[float]]:

@@ -65,7 +65,7 @@ def num_groups(plan: Plan, stage: int, tied: bool) -> int:
     return layers + (int(is_first or is_last) if tied else is_first + is_last)
 
 
-# Messages -------------------------------------------------------------------------------------------------------------
+# Messages ------------------------------------------------------------------------------------------------------------
 
 
 TIED = [(zero, *PIPELINES[index], True) for zero, index in ((1, 2), (2, 6), (3, 0), (3, 1), (3, 6))]
@@ -92,8 +92,9 @@ def test_messages_of_a_step(zero: int, schedule: str, stages: int, tied: bool, o
 
 
 def reductions(plan: Plan, rank: int, stage: int, tied: bool) -> int:
-    """Every group once a step, or with stages 2 and 3 once a micro-batch. Where backward is split, a micro-batch is reduced after its
-    W; the embedding has its gradient after I, so a second W without an I in between finds nothing new there."""
+    """Every group once a step, or with stages 2 and 3 once a micro-batch. Where backward is split, a micro-batch is
+    reduced after its W; the embedding has its gradient after I, so a second W without an I in between finds nothing
+    new there."""
     if plan.zero == 1:
         return num_groups(plan, stage, tied)
     if stage > 0 or plan.num_stages == 1 or not splits_backward(plan.schedule):
@@ -112,9 +113,9 @@ def actions_of(plan: Plan, rank: int, stage: int) -> list[Action]:
 
 
 def gathers_of_zero_3(plan: Plan, rank: int, stage: int, tied: bool) -> int:
-    """Blocks: once for each forward and once for each backward. What ends the model, and a tied model's ends, is kept from forward
-    to backward and gathered only when it is not there; any backward of its stage drops it. So is the last block where there is
-    no pipeline. The backward of an embedding needs no embedding."""
+    """Blocks: once for each forward and once for each backward. What ends the model, and a tied model's ends, is kept
+    from forward to backward and gathered only when it is not there; any backward of its stage drops it. So is the
+    last block where there is no pipeline. The backward of an embedding needs no embedding."""
     keeps = stage == plan.num_stages - 1 or (tied and stage == 0)
     forward_only = (plan.pp == 1) + (stage == 0 and not tied)
     count, is_here = NUM_MICRO * (2 * (num_groups(plan, stage, tied) - keeps) - forward_only), False
@@ -140,7 +141,7 @@ def sum_of_blocks(spec: ModelSpec) -> int:
     return spec.num_parameters - (2 * spec.vocab + 1) * spec.hidden  # all but embedding, head and last norm
 
 
-# Full tensors ---------------------------------------------------------------------------------------------------------
+# Full tensors --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("schedule", "stages"), PIPELINES)
@@ -175,7 +176,8 @@ def test_zero_2_and_3_keep_no_full_gradient_beyond_its_backward(
 
 
 def is_small(name: str) -> bool:
-    """Gradients that a split backward computes in its first half: of norms, and of the embedding, which is looked up."""
+    """Gradients that a split backward computes in its first half: of norms, and of the embedding, which is looked
+    up."""
     return "norm" in name or name.startswith("embed")
 
 
@@ -226,7 +228,7 @@ def test_nothing_full_is_left_after_a_step(zero: int, schedule: str, stages: int
         assert all((look.gathered, look.gathered_bytes, look.gradients) == ((), 0, ()) for look in done)
 
 
-# Bytes ----------------------------------------------------------------------------------------------------------------
+# Bytes ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

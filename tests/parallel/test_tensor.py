@@ -29,7 +29,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.parallel.tensor.slices import TensorParallel, apply_tensor_parallel, placement, share, take
 from shardwise.spec.model import ModelSpec
 
-# Jobs that run on every rank --------------------------------------------------------------------------------------------
+# Jobs that run on every rank -----------------------------------------------------------------------------------------
 
 
 def learn_in_parallel(spec: ModelSpec, sequence: bool, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def passes_that_split(spec: ModelSpec, sequence: bool) -> list[bool]:
     return seen
 
 
-# Parity -----------------------------------------------------------------------------------------------------------------
+# Parity --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
@@ -135,7 +135,7 @@ def test_logits_and_cached_generation(ranks, family: str) -> None:
         assert torch.equal(mine, first)  # else ranks would sample different tokens
 
 
-# Slices -----------------------------------------------------------------------------------------------------------------
+# Slices --------------------------------------------------------------------------------------------------------------
 
 
 def test_shares_are_contiguous_and_as_even_as_possible() -> None:
@@ -187,7 +187,7 @@ def test_a_model_on_meta_is_sliced_before_it_has_weights(ranks, family: str) -> 
     assert ranks.run(slices_on_meta, 4, FAMILIES[family]) == [[]] * 4
 
 
-# Sequence parallelism, pass by pass -------------------------------------------------------------------------------------
+# Sequence parallelism, pass by pass ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])

@@ -1,4 +1,5 @@
-"""The engine over models that transformers builds: every layout against transformers' own model in one process, in fp64."""
+"""The engine over models that transformers builds: every layout against transformers' own model in one process, in
+fp64."""
 
 from __future__ import annotations
 

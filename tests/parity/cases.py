@@ -61,7 +61,8 @@ class Matrix:
         return self.measured[case]
 
     def flips(self, case: Case, job: Any = routes_in_layout) -> str:
-        """For a row that differs: which token took another way first. A tie that rounding broke looks like a mistake otherwise."""
+        """For a row that differs: which token took another way first. A tie that rounding broke looks like a mistake
+        otherwise."""
         if not case.spec.num_experts:
             return ""
         [truth] = self.ranks.run(plain_routes, 1, case.spec, case.trial, timeout=120)
@@ -83,8 +84,9 @@ def in_layout(spec: ModelSpec, plan: Plan, trial: Trial) -> Record:
 
 
 def train_with_two_copies(spec: ModelSpec, trial: Trial) -> Record:
-    """The truth for a tied weight in bf16 when both ends of the model have a copy of it. Each copy's gradient is rounded to bf16
-    and their sum is not; one copy for both uses rounds the sum, which is another calculation (by about one part in 500)."""
+    """The truth for a tied weight in bf16 when both ends of the model have a copy of it. Each copy's gradient is
+    rounded to bf16 and their sum is not; one copy for both uses rounds the sum, which is another calculation (by
+    about one part in 500)."""
 
     class TwoCopies(Decoder):
         def __init__(self, *args: Any):
@@ -126,8 +128,9 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _scale(gradients: dict[str, Tensor], name: str) -> float:
-    """The largest entry. With learned positions a key bias shifts all scores of a query alike, which softmax ignores: its true
-    gradient is zero, what is computed is noise, and the query bias beside it says how much of that is fair."""
+    """The largest entry. With learned positions a key bias shifts all scores of a query alike, which softmax ignores:
+    its true gradient is zero, what is computed is noise, and the query bias beside it says how much of that is
+    fair."""
     beside = name.replace("attention.k.bias", "attention.q.bias")
     return max(float(gradients[name].abs().max()), float(gradients[beside].abs().max()))
 

@@ -1,7 +1,8 @@
 """A pairwise cover of the matrix: few rows in which every two values that can meet do meet.
 
-A row has eight values: what its layout does along five kinds of axis, its model, its precision, its batch. Greedy: the row
-with the most new pairs for its cost comes next, of equal ones that with the values used least so far. Deterministic.
+A row has eight values: what its layout does along five kinds of axis, its model, its precision, its batch. Greedy:
+the row with the most new pairs for its cost comes next, of equal ones that with the values used least so far.
+Deterministic.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which tokens were sent to other experts than in one process, and how close the decision was.
 
-A router chooses by comparing; two logits that are equal up to rounding may be taken in either order, and from there on losses part.
-Such a row prints the first token that took another way and the gap between the last logit that was chosen and the first that was
-not: a gap of 1e-16 is a tie, a gap of 1e-3 is a mistake.
+A router chooses by comparing; two logits that are equal up to rounding may be taken in either order, and from there
+on losses part. Such a row prints the first token that took another way and the gap between the last logit that was
+chosen and the first that was not: a gap of 1e-16 is a tie, a gap of 1e-3 is a mistake.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def first_flip(truth: list[Route], found: list[Route]) -> str:
         return "\nno token was sent to other experts"
     first, there = flips[0], wanted[flips[0].place]
     return (
-        f"\n{len({flip.place for flip in flips})} tokens were sent to other experts. First: step {first.step}, layer {first.layer}, "
-        f"row {first.row}, token {first.token}: {there.chosen} became {first.chosen}, logit gap {there.gap:.1e} and {first.gap:.1e}"
+        f"\n{len({flip.place for flip in flips})} tokens were sent to other experts. First: step {first.step}, layer "
+        f"{first.layer}, row {first.row}, token {first.token}: {there.chosen} became {first.chosen}, "
+        f"logit gap {there.gap:.1e} and {first.gap:.1e}"
     )
 
 
@@ -83,7 +84,8 @@ def nudged(spec: ModelSpec, plan: Plan, trial: Trial) -> list[Route]:
 
 
 def _note_routes(patch: pytest.MonkeyPatch, share: Share, nudge: tuple[int, ...] = ()) -> list[Route]:
-    """From here on every router writes down what it chooses. Micro-batches pass a layer in their order, whatever the schedule."""
+    """From here on every router writes down what it chooses. Micro-batches pass a layer in their order, whatever the
+    schedule."""
     routes: list[Route] = []
     now: dict[str, Any] = {"step": 0, "calls": {}}
     batch, run_layers, forward = Trial.batch, Decoder.run_layers, Router.forward

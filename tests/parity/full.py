@@ -1,12 +1,13 @@
-"""The whole same-loss matrix and all mutations: `make parity`. Prints a table and writes benchmarks/results/parity.md; exit 1 if a row is over.
+"""The whole same-loss matrix and all mutations: `make parity`. Prints a table and writes
+benchmarks/results/parity.md; exit 1 if a row is over.
 
     python tests/parity/full.py                             everything
     python tests/parity/full.py --mutations                 only the mutations; writes nothing
     python tests/parity/full.py --part 2/4 --json FILE      a quarter of it into a file: parts may run side by side
     python tests/parity/full.py --page FILE ...             the page from such files
 
-Every layout meets every main model in every precision; the other families are spread over the layouts so that each layout
-meets at least one of them. Batches take turns.
+Every layout meets every main model in every precision; the other families are spread over the layouts so that each
+layout meets at least one of them. Batches take turns.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def run_mutations(matrix: Matrix, names: list[str], console: Console) -> dict[st
     return found
 
 
-# The page -------------------------------------------------------------------------------------------------------------
+# The page ------------------------------------------------------------------------------------------------------------
 
 
 def page(found: Rows, mutations: dict[str, str | None], run: dict[str, Any], seconds: float) -> str:
@@ -100,6 +101,10 @@ def page(found: Rows, mutations: dict[str, str | None], run: dict[str, Any], sec
 
 def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
     good = sum(is_good(case, result) for case, result in found.items())
+    batches = [
+        f"`{name}` {batch.rows} rows in micro-batches of {batch.micro}" + ", with documents" * batch.documents
+        for name, batch in BATCHES.items()
+    ]
     return [
         "# The same-loss matrix",
         "",
@@ -107,8 +112,8 @@ def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
         f"over gloo, in {seconds / 60:.0f} minutes: {good} of {len(found)} rows within their limits"
         + (f"; {missing} more rows were not run." if (missing := len(all_cases()) - len(found)) else "."),
         "",
-        f"Each row trains {NUM_STEPS} steps in a layout and in one process (`src/shardwise/prove/reference.py`: the plain model, torch's "
-        "own optimizer and clipping) and measures the largest difference of",
+        f"Each row trains {NUM_STEPS} steps in a layout and in one process (`src/shardwise/prove/reference.py`: the "
+        "plain model, torch's own optimizer and clipping) and measures the largest difference of",
         "",
         "- **loss**: over all steps, absolute",
         "- **norm**: of the gradient, over all steps, relative",
@@ -121,13 +126,13 @@ def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
         "| fp32 | loss and gradient within 1e-5, with clipping |",
         "| bf16 | (fp32 weights, bf16 compute) loss within 1e-5, with tp, cp or ep 5e-3; without clipping |",
         "",
-        "bf16 goes without clipping because torch adds a norm up in fp32, in an order that follows the shards: a factor that differs in its "
-        "seventh digit sends some weight to the other neighbour in bf16, which moves the loss by 5e-5. For the same reason one process "
-        "must cut the batch into the same micro-batches, whose gradients are rounded, and have two bf16 copies of a tied weight where a "
-        "pipeline has two. With tensor, context or expert parallelism a sum inside a layer is split, and its parts are rounded.",
+        "bf16 goes without clipping because torch adds a norm up in fp32, in an order that follows the shards: a "
+        "factor that differs in its seventh digit sends some weight to the other neighbour in bf16, which moves the loss by "
+        "5e-5. For the same reason one process must cut the batch into the same micro-batches, whose gradients "
+        "are rounded, and have two bf16 replicas of a tied weight where a pipeline has two. With tensor, context or "
+        "expert parallelism a sum inside a layer is split, and its parts are rounded.",
         "",
-        f"Batches: {'; '.join(f'`{name}` {batch.rows} rows in micro-batches of {batch.micro}' + ', with documents' * batch.documents for name, batch in BATCHES.items())}. "
-        "What does not divide over ranks is meant not to.",
+        f"Batches: {'; '.join(batches)}. What does not divide over ranks is meant not to.",
         "",
     ]
 

@@ -1,7 +1,8 @@
 """The same-loss matrix as data: layouts, models, precisions, batches, and how close each must come to one process.
 
-A layout is the string that the program prints and reads everywhere. Nothing here runs anything: cases.py does. Invariant: no
-size divides evenly where it does not have to (vocabulary, feed-forward width, batch), so that a wrong rounding shows.
+A layout is the string that the program prints and reads everywhere. Nothing here runs anything: cases.py does.
+Invariant: no size divides evenly where it does not have to (vocabulary, feed-forward width, batch), so that a wrong
+rounding shows.
 """
 
 from __future__ import annotations
@@ -215,9 +216,10 @@ class Case:
 
     @property
     def trial(self) -> Trial:
-        """bf16 goes without clipping: torch adds a norm up in fp32, in an order that follows the shards, and a factor that differs
-        in its seventh digit sends some weight to the other neighbour in bf16, which moves the loss by 5e-5. Without it, layouts
-        that do not split a sum inside a layer agree to the last bit. Clipping itself is proved in fp64 and fp32."""
+        """bf16 goes without clipping: torch adds a norm up in fp32, in an order that follows the shards, and a factor
+        that differs in its seventh digit sends some weight to the other neighbour in bf16, which moves the loss by
+        5e-5. Without it, layouts that do not split a sum inside a layer agree to the last bit. Clipping itself is
+        proved in fp64 and fp32."""
         batch = BATCHES[self.batch]
         rows_per_rank = -(-batch.rows // degree(self.layout, "dp"))
         return Trial(
@@ -246,8 +248,8 @@ class Case:
 
     @property
     def is_cut_alike(self) -> bool:
-        """Whether one process would make the same micro-batches. In bf16 the gradient of a micro-batch is rounded, so another cut
-        of the same batch is another calculation; in fp32 and fp64 it is not."""
+        """Whether one process would make the same micro-batches. In bf16 the gradient of a micro-batch is rounded, so
+        another cut of the same batch is another calculation; in fp32 and fp64 it is not."""
         trial, dp = self.trial, degree(self.layout, "dp")
         share, more = divmod(trial.global_batch, dp)
         sizes = [share + (index < more) for index in range(dp)]
@@ -260,9 +262,9 @@ class Case:
             return {"loss": 1e-9, "norm": 1e-9, "gradient": 1e-9, "parameter": 1e-9}
         if self.precision == "fp32":
             return {"loss": 1e-5, "gradient": 1e-5}
-        # Where a sum inside a layer is split, bf16 rounds elsewhere: tensor parallelism adds up two rounded halves, context parallelism
-        # parts of a sequence (weights' gradients, attention in a ring), and an expert that gets rows of two ranks rounds one
-        # gradient, not two.
+        # Where a sum inside a layer is split, bf16 rounds elsewhere: tensor parallelism adds up two rounded halves,
+        # context parallelism parts of a sequence (weights' gradients, attention in a ring), and an expert that gets
+        # rows of two ranks rounds one gradient, not two.
         splits_sums = any(degree(self.layout, axis) > 1 for axis in ("tp", "cp", "ep"))
         return {"loss": 5e-3 if splits_sums else 1e-5}
 

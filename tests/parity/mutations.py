@@ -1,7 +1,8 @@
-"""Breaks one thing on purpose, on the ranks, and sees whether the matrix notices. `python tests/parity/full.py --mutations` tries all.
+"""Breaks one thing on purpose, on the ranks, and sees whether the matrix notices. `python tests/parity/full.py
+--mutations` tries all.
 
-A mutation patches product code for one job; the row named beside it must then be over its limits, or the job must raise. A
-mutation that nobody notices means that the matrix would not notice that mistake either.
+A mutation patches product code for one job; the row named beside it must then be over its limits, or the job must
+raise. A mutation that nobody notices means that the matrix would not notice that mistake either.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def try_mutation(matrix: Matrix, name: str, row: Case | None = None) -> str | No
     return ", ".join(f"{part} {value:.1e}" for part, value in over.items()) or None
 
 
-# Sums over data-parallel ranks ----------------------------------------------------------------------------------------
+# Sums over data-parallel ranks ---------------------------------------------------------------------------------------
 
 
 @mutation("one gradient reduction is skipped", "dp=2 zero=2 | dense | fp64 | even")
@@ -173,7 +174,7 @@ def forget_zero_grad(patch: Patch) -> None:
     patch.setattr(engine.Engine, "zero_grad", lambda self: None)
 
 
-# The sum rule and the batch -------------------------------------------------------------------------------------------
+# The sum rule and the batch ------------------------------------------------------------------------------------------
 
 
 @mutation("the loss is divided by twice the targets", "dp=2 | dense | fp64 | even")
@@ -211,7 +212,7 @@ def forget_documents(patch: Patch) -> None:
     patch.setattr(pipeline.Pipeline, "_forward", without)
 
 
-# Pipelines ------------------------------------------------------------------------------------------------------------
+# Pipelines -----------------------------------------------------------------------------------------------------------
 
 
 @mutation("a stage has a layer of its neighbour", "pp=2 schedule=gpipe | tied | fp64 | even")
@@ -298,7 +299,7 @@ def lose_w_in_zero_3(patch: Patch) -> None:
     patch.setattr(pipeline, "finish", into_nothing)
 
 
-# Tensor parallelism ---------------------------------------------------------------------------------------------------
+# Tensor parallelism --------------------------------------------------------------------------------------------------
 
 
 @mutation("partial gradients are not summed", "tp=2 sp | dense | fp64 | even")
@@ -347,7 +348,7 @@ def shift_positions(patch: Patch) -> None:
     )
 
 
-# Context parallelism --------------------------------------------------------------------------------------------------
+# Context parallelism -------------------------------------------------------------------------------------------------
 
 
 @mutation("one step of the ring is not computed", "cp=4 cp_kind=ring | dense | fp64 | even")
@@ -431,7 +432,7 @@ def swap_heads(patch: Patch) -> None:
     patch.setattr(ulysses, "tokens_for_heads", lambda x, *line: exchange(x.flip(2), *line))
 
 
-# Expert parallelism ---------------------------------------------------------------------------------------------------
+# Expert parallelism --------------------------------------------------------------------------------------------------
 
 
 @mutation("two experts are swapped", "dp=2 ep=2 | mixtral | fp64 | odd")

@@ -1,4 +1,5 @@
-"""The matrix notices mistakes: one of each kind here, all of them in `make parity`. Its rows have eight steps; two must be enough."""
+"""The matrix notices mistakes: one of each kind here, all of them in `make parity`. Its rows have eight steps; two
+must be enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The same-loss matrix: every layout trains what one process trains. A pairwise cover here, the full product in `make parity`."""
+"""The same-loss matrix: every layout trains what one process trains. A pairwise cover here, the full product in `make
+parity`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ EIGHT_RANKS = [
 ]
 
 
-# The cover ------------------------------------------------------------------------------------------------------------
+# The cover -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_has_every_axis_and_every_zero_stage_in_every_schedule() -> None:
@@ -88,12 +89,13 @@ def test_clipping_is_at_work_in_every_step() -> None:
     assert len(record.norms) == NUM_STEPS and min(record.norms) > CLIP
 
 
-# The rows -------------------------------------------------------------------------------------------------------------
+# The rows ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [*cover(), *EIGHT_RANKS], ids=str)
 def test_same_loss(case: Case, matrix: Matrix) -> None:
-    """Eight steps are promised in fp64. What else differs in fp32 and bf16 are roundings: four steps, eight in `make parity`."""
+    """Eight steps are promised in fp64. What else differs in fp32 and bf16 are roundings: four steps, eight in `make
+    parity`."""
     case = case if case.precision == "fp64" else replace(case, num_steps=4)
     found = matrix.measure(case)
     assert not found.over(case.limits), f"{case}: {found}{matrix.flips(case)}"
@@ -107,7 +109,7 @@ def test_a_token_that_goes_to_other_experts_is_named(matrix: Matrix) -> None:
     assert "step 2, layer 1, row 3, token 9" in said and "gap" in said, said
 
 
-# Layouts and models that nobody chose ---------------------------------------------------------------------------------
+# Layouts and models that nobody chose --------------------------------------------------------------------------------
 
 
 @st.composite
