@@ -42,7 +42,18 @@ def seven_billion() -> ModelSpec:
 
 
 def states_gb(gpus: int, zero: int) -> float:
-    plan = Plan("cuda", "bf16", 1, gpus, 1, 1, 1, "a misprint", dp=gpus, zero=zero)
+    plan = Plan(
+        device="cuda",
+        precision="bf16",
+        seq_len=1,
+        global_batch=gpus,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="a misprint",
+        dp=gpus,
+        zero=zero,
+    )
     parts = predict_memory(seven_billion(), plan, "adamw", stack=PAPER)
     return sum(parts[name] for name in ("weights", "gradients", "optimizer")) / 1e9
 

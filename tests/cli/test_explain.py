@@ -139,7 +139,20 @@ def test_the_figures_of_a_schedule_are_those_of_its_list(schedule, capsys):
 def test_the_example_of_the_mesh_is_where_a_plan_puts_it(capsys):
     main(["explain", "mesh"])
     assert "Rank 5 of pp=2 dp=2 tp=2 stands at pp 1, dp 0, tp 1." in " ".join(capsys.readouterr().out.split())
-    plan = Plan("cpu", "fp32", 16, 8, 1, 1, 1, "", dp=2, tp=2, pp=2, split=(1, 1))
+    plan = Plan(
+        device="cpu",
+        precision="fp32",
+        seq_len=16,
+        global_batch=8,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+        dp=2,
+        tp=2,
+        pp=2,
+        split=(1, 1),
+    )
     at = plan.coordinates(5)
     assert (at.pp, at.dp, at.tp) == (1, 0, 1)
 

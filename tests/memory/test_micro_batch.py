@@ -23,7 +23,16 @@ from shardwise.run.worker import run_worker
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 
-PLAN = Plan("cpu", "fp32", 64, 8, 1, 1, 1, "a test")
+PLAN = Plan(
+    device="cpu",
+    precision="fp32",
+    seq_len=64,
+    global_batch=8,
+    micro_batch=1,
+    num_steps=1,
+    threads_per_rank=1,
+    reason="a test",
+)
 WORDS = [*SMALL, "train.seq_len=512", "train.steps=3", "train.sample_tokens=0", "train.eval_batches=1"]
 
 

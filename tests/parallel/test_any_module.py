@@ -257,7 +257,17 @@ def test_axes_that_cut_inside_are_refused(layout: str) -> None:
 
 
 def test_a_plan_that_cuts_inside_is_refused() -> None:
-    plan = Plan("cpu", "fp32", 8, 2, 1, 1, 1, "", tp=2)
+    plan = Plan(
+        device="cpu",
+        precision="fp32",
+        seq_len=8,
+        global_batch=2,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+        tp=2,
+    )
     with pytest.raises(UserError, match="tp=2"):
         parallelize(any_models.Handmade(), plan, blocks="body.blocks")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from shardwise.config.layout import parse_layout
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import trial_plan
+from shardwise.spec.layout import parse_layout
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset

@@ -14,7 +14,19 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 
 MODEL = preset("llama3-8b")
-PLAN = Plan("cuda", "bf16", 8192, 16, 1, 1, 1, "a test", dp=8, zero=3, recompute="full")
+PLAN = Plan(
+    device="cuda",
+    precision="bf16",
+    seq_len=8192,
+    global_batch=16,
+    micro_batch=1,
+    num_steps=1,
+    threads_per_rank=1,
+    reason="a test",
+    dp=8,
+    zero=3,
+    recompute="full",
+)
 
 
 def test_every_kind_of_job_has_an_interval():

@@ -15,7 +15,18 @@ from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 
-PLAIN = Plan("cuda", "bf16", 4096, 16, 1, 1, 1, "", dp=8, zero=0)
+PLAIN = Plan(
+    device="cuda",
+    precision="bf16",
+    seq_len=4096,
+    global_batch=16,
+    micro_batch=1,
+    num_steps=1,
+    threads_per_rank=1,
+    reason="",
+    dp=8,
+    zero=0,
+)
 MORE = [dict(offload="optimizer"), dict(offload="all"), dict(activation_offload=True), dict(zero=3, replicate=1), dict(tp=2), dict(cp=2),
         dict(pp=2, split=(2, 2)), dict(pp=2, split=(2, 2), schedule="zero-bubble")]  # fmt: skip
 

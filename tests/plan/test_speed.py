@@ -136,13 +136,32 @@ def test_flash4_is_priced_where_it_is_asked_for_and_can_run():
     ],
 )
 def test_a_ring_has_its_own_attention_and_cut_sequences_are_not_measured(layout, asked, attention):
-    here = Plan("cuda", "bf16", 2048, 4, 1, 1, 1, "", **layout)
+    here = Plan(
+        device="cuda",
+        precision="bf16",
+        seq_len=2048,
+        global_batch=4,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+        **layout,
+    )
     assert with_speed(here, SpeedConfig(), preset("llama3.2-1b"), asked).attention == attention
 
 
 @pytest.mark.parametrize("model", ["gemma2-2b", "deepseek-v3"])
 def test_soft_caps_and_latent_heads_have_no_flash4(model):
-    here = Plan("cuda", "bf16", 2048, 4, 1, 1, 1, "")
+    here = Plan(
+        device="cuda",
+        precision="bf16",
+        seq_len=2048,
+        global_batch=4,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+    )
     assert with_speed(here, SpeedConfig(), preset(model), "flash4").attention == "sdpa"
 
 

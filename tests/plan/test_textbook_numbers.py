@@ -34,7 +34,18 @@ def states_gb(parameters: float, gpus: int, zero: int) -> float:
     """Weights, gradients and optimizer of one rank. One sequence of one token: activations are not asked for."""
     model = of_size(parameters)
     assert model.num_parameters == pytest.approx(parameters, rel=1e-5)
-    plan = Plan("cuda", "bf16", 1, gpus, 1, 1, 1, "textbook", dp=gpus, zero=zero)
+    plan = Plan(
+        device="cuda",
+        precision="bf16",
+        seq_len=1,
+        global_batch=gpus,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="textbook",
+        dp=gpus,
+        zero=zero,
+    )
     parts = predict_memory(model, plan, "adamw", stack=TEXTBOOK)
     return sum(parts[name] for name in ("weights", "gradients", "optimizer")) / 1e9
 

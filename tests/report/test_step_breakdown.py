@@ -14,7 +14,20 @@ from shardwise.spec.actions import NAMES
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import schedule_actions
 
-PLAN = Plan("cpu", "fp32", 8, 2, 1, 9, 1, "a test", pp=2, schedule="gpipe", split=(1, 1), tp=2)
+PLAN = Plan(
+    device="cpu",
+    precision="fp32",
+    seq_len=8,
+    global_batch=2,
+    micro_batch=1,
+    num_steps=9,
+    threads_per_rank=1,
+    reason="a test",
+    pp=2,
+    schedule="gpipe",
+    split=(1, 1),
+    tp=2,
+)
 ACTIONS = schedule_actions("gpipe", 2, 1, 2)
 STARTS = [
     [0, 1, 6, 8],

@@ -25,11 +25,11 @@ from shardwise.config.keys import (
     model_spec_keys,
     section_classes,
 )
-from shardwise.config.layout import parse_layout
 from shardwise.config.lines import key_lines
 from shardwise.config.unknown import key_without_section, unknown_key, unknown_section
 from shardwise.config.values import read_typed, read_value, toml_or_text
 from shardwise.errors import UserError
+from shardwise.spec.layout import parse_layout
 from shardwise.spec.schema import Config
 
 # Keys that say the same thing in different units. One given on the command line displaces one given in the file.

@@ -27,7 +27,7 @@ from shardwise.optim.build import TakesFactor, build_optimizer
 from shardwise.optim.loss_scaling import LossScaler, scaler_of, unscaled
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
-from shardwise.spec.schema import AdapterConfig, OptimizerConfig
+from shardwise.spec.schema import AdapterConfig, Auto, OptimizerConfig
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ class Trial:
     attention: str = "auto"
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     through_fsdp: bool = False  # the layout takes the way of mixed precision, in the trial's own precision
-    loss_scale: float | str = "auto"  # as in Plan
+    loss_scale: float | Auto = "auto"  # as in Plan
     reduce_dtype: str = "auto"  # the same; one process has nothing to reduce and rounds nothing
     fp8_recipe: str = "rowwise"
     fp8_head: bool = False
@@ -118,7 +118,7 @@ def fill_trial(model: Decoder, trial: Trial) -> None:
         initialize(model, trial.seed)
 
 
-def plain_scaler(precision: str, loss_scale: float | str) -> LossScaler:
+def plain_scaler(precision: str, loss_scale: float | Auto) -> LossScaler:
     """As a run on one device has it."""
     alone = dict(
         device="cpu", seq_len=1, global_batch=1, micro_batch=1, num_steps=1, threads_per_rank=1, reason="alone"

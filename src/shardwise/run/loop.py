@@ -149,7 +149,7 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
     checkpoint = _CheckpointClock(config.checkpoint.every, done)
 
     # Steps that were started and not told yet, and what was agreed on: at most `ahead` of each.
-    ahead = 2 if reads_late(config, plan) else 1
+    ahead = 2 if plan.results == "late" else 1
     untold: deque[Untold] = deque()
     agreed: deque[tuple[Exit, int, bool]] = deque()  # what follows the next step: stop, its successor's targets, save
     batches: deque[StepBatch | None] = deque()
@@ -265,15 +265,6 @@ def _train(session: Session, stops: StopRequests, opened: ExitStack) -> Exit:
         report.farewell(view, session, plan)
         return Exit.DONE if is_right else Exit.FOUND_WRONG
     return stop or Exit.DONE
-
-
-def reads_late(config: Config, plan: Plan) -> bool:
-    """Whether a step's numbers are read when the next one has been queued. Not where they decide about the update itself, nor where what was
-    measured plans the next step."""
-    if config.speed.results != "auto":
-        return config.speed.results == "late"
-    needs_norm = config.run.on_nan == "skip" or plan.scales_loss
-    return plan.device == "cuda" and not needs_norm and config.parallel.fill_bubbles == "none"
 
 
 def _evaluate(engine: Engine, corpus: Corpus, session: Session) -> float | None:

@@ -9,17 +9,29 @@ can bear it was checked before (degrees.py). Read next: resolve.py, which makes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardwise.config.layout import format_layout
 from shardwise.errors import UserError
-from shardwise.spec.schema import MemoryConfig, ParallelConfig
+from shardwise.spec.layout import degree_of, format_layout, parse_layout, word_of
+from shardwise.spec.schema import Axes, CommConfig, Config, MemoryConfig, ParallelConfig, SpeedConfig
 from shardwise.spec.split import even_split
+
+SECTIONS: Mapping[str, type] = {"parallel": Axes, "memory": MemoryConfig, "speed": SpeedConfig, "comm": CommConfig}
+"""The sections of a config that a plan resolves."""
+
+KEEPS_AUTO = ("loss_scale", "reduce_dtype", "limit", "backend", "all_reduce", "bucket", "allocator")
+"""Keys whose `auto` is a rule of the runtime, or is settled by what a rank finds when it starts."""
 
 MIXED = ("bf16", "fp16", "fp8")
 GRADIENTS = {"fp64": "fp64", "bf16-true": "bf16", "fp16-true": "fp16"}
 """The format of gradients that stay where they are; for all others it is fp32."""
+
+
+def values_of(section: type, holder: object) -> dict[str, Any]:
+    """Returns the value of every key of a section, as `holder` has it: the section itself, or a plan."""
+    return {name: getattr(holder, name) for name in section.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -40,49 +52,47 @@ class Coordinates:
         return self.replicate * self.num_shards + self.shard
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One resolved job. A data-parallel index owns a fixed range of each step's rows."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
+    """One resolved job: the sections [parallel], [memory], [speed] and [comm] of the config with every `auto` resolved, and the batch.
+
+    A key that a section has is a field here, by the same name: it is written in the schema and read where it acts. What follows below are the
+    keys whose type or default is another once `auto` is resolved. A data-parallel index owns a fixed range of each step's rows."""
 
     device: str  # cpu | cuda
-    precision: str
+    precision: str = field()
     seq_len: int
     global_batch: int  # sequences per optimizer step, over all ranks
     micro_batch: int  # sequences per forward pass of one rank
     num_steps: int
     threads_per_rank: int
     reason: str
+    attention: str = "sdpa"  # sdpa | flash4: what it is priced as; config decides what runs
+
+    # [parallel]
     dp: int = 1
     zero: int = 0
     replicate: int = 1  # with zero = 0 always dp: every rank is a replica. Whoever changes zero says replicate too
     tp: int = 1
     sequence: bool = False
     cp: int = 1
-    cp_kind: str = "ring"
     pp: int = 1
-    schedule: str = "1f1b"
     virtual_stages: int = 1  # stages per rank
     split: tuple[int, ...] = ()  # layers of each stage, in model order; empty without a pipeline
     ep: int = 1
-    recompute: str = "none"  # none | full | selective | sqrt | every-K
-    offload: str = "none"  # none | optimizer | all
-    offload_to: str = "cpu"  # cpu | nvme
+    # [memory]. `loss_scale` and `reduce_dtype` keep `auto`: the runtime's rule, which follows from the precision.
+    recompute: str = "none"
+    offload: str = "none"  # none | optimizer | all; that it goes to a disk is said by `offload_to` alone
     offload_dir: str = ""  # of offload_to = nvme
-    offload_buffer: int = 256 * 2**20  # bytes of memory through which it goes
-    activation_offload: bool = False
-    loss_scale: float | str = "auto"  # auto: dynamic for fp16, none for other formats
-    reduce_dtype: str = "auto"  # auto | fp32 | bf16 | fp16: of gradients while data-parallel ranks add them up
-    fp8_recipe: str = "rowwise"  # rowwise | tensorwise
-    fp8_head: bool = False
-    compile: str = "none"  # none | blocks | graphs | trace
-    fuse: bool = False  # q, k, v are one product; gate and up another
-    copies: bool = False  # 16-bit copies of fp32 weights stay between steps
-    loss: str = "fused"  # recompute | fused: logits that are too many at once
-    kernels: str = "torch"  # torch | own | liger
-    products: str = "library"  # library | measured
-    attention: str = "sdpa"  # sdpa | flash4: what it is priced as; config decides what runs
-    quantize_weights: str = "none"  # none | int8: of ZeRO's gathers
-    quantize_gradients: str = "none"  # none | int8 | int4: of its reductions
+    # [speed]
+    compile: str = "none"
+    fuse: bool = False
+    copies: bool = False
+    loss: str = "fused"
+    kernels: str = "torch"
+    products: str = "library"
+    results: str = "at-once"
+    # [comm]
     secondary_shard: int = 0  # neighbouring ranks that keep gathered parameters for backward between them; 0: nobody
 
     def __post_init__(self) -> None:
@@ -216,30 +226,25 @@ class Plan:
     def layout(self) -> str:
         """The layout string that is used everywhere: plan table, logs, `parallel.layout`. An even split goes without saying."""
         is_even = self.split == () or self.split == even_split(sum(self.split), self.num_stages)
-        return format_layout(
-            ParallelConfig(
-                dp=self.dp,
-                zero=self.zero,
-                replicate=self.replicate if self.zero else "auto",
-                tp=self.tp,
-                sequence=self.sequence,
-                cp=self.cp,
-                cp_kind=self.cp_kind,
-                pp=self.pp,
-                schedule=self.schedule,
-                virtual_stages=self.virtual_stages,
-                split="auto" if is_even else self.split,
-                ep=self.ep,
-            ),
-            MemoryConfig(
-                recompute=self.recompute, offload=self._offload_word, activation_offload=self.activation_offload
-            ),
-        )
+        said = {"replicate": self.replicate if self.zero else "auto", "split": "auto" if is_even else self.split}
+        parallel = ParallelConfig(**values_of(Axes, self) | said)
+        return format_layout(parallel, MemoryConfig(**values_of(MemoryConfig, self) | {"offload": self._offload_word}))
 
     @property
     def _offload_word(self) -> str:
         """As `memory.offload` has it. Whether `all` goes to a disk is said by `offload_to` alone."""
         return "nvme" if (self.offload, self.offload_to) == ("optimizer", "nvme") else self.offload
+
+    @classmethod
+    def of(cls, config: Config, **resolved: Any) -> Plan:
+        """The config's own values, with what was resolved in place of every `auto`. What is neither has the field's default."""
+        values = {
+            name: value
+            for section, keys in SECTIONS.items()
+            for name, value in values_of(keys, getattr(config, section)).items()
+        }
+        unset = [name for name, value in values.items() if value in ("auto", None) and name not in KEEPS_AUTO]
+        return cls(**{name: value for name, value in values.items() if name not in unset} | resolved)
 
     @classmethod
     def from_layout(
@@ -248,25 +253,26 @@ class Plan:
         """A plan for a hand-written loop (`shardwise.parallelize`), which has its batches itself: only who holds what.
 
         `world`: the number of processes, for a layout without dp. A precision in the string comes before the argument."""
-        from shardwise.config.check_layout import check_replicas, degree
-        from shardwise.config.load import load_config  # the schema's own checks of every word
-
-        config = load_config(None, [f"parallel.layout={layout}"]).config
-        parallel, memory = config.parallel, config.memory
-        cut = [axis for axis in ("tp", "pp", "cp", "ep") if degree(getattr(parallel, axis)) > 1]
+        words = {key.partition(".")[2]: text for key, text in parse_layout(layout).items()}
+        cut = [axis for axis in ("tp", "pp", "cp", "ep") if words.get(axis, "1") not in ("1", "auto")]
         if cut:
             raise UserError(
-                f"{cut[0]}={getattr(parallel, cut[0])} needs a model to cut, and a layout alone has none",
+                f"{cut[0]}={words[cut[0]]} needs a model to cut, and a layout alone has none",
                 why="layers, heads, experts and sequences are cut by a model's shape; dp, zero and replicate are not",
                 fix=f"leave out {' and '.join(cut)} here; `shardwise train` plans them together with the model",
             )
-        dp = (world or 1) if parallel.dp == "auto" else int(parallel.dp)
-        zero = 0 if parallel.zero == "auto" else int(parallel.zero)
-        if parallel.replicate != "auto":
-            check_replicas(dp, int(parallel.replicate), zero, {})
+        dp, zero = degree_of(words, "dp", world or 1), degree_of(words, "zero", 0, low=0, high=3)
+        replicate = degree_of(words, "replicate", 1 if zero else dp)
+        if dp % replicate or (zero == 0 and replicate != dp):
+            raise UserError(
+                f"`replicate={replicate}` does not go with dp={dp} and zero={zero}",
+                why="dp = replicas x shards, and zero=0 shards nothing: every data-parallel rank is a replica",
+                fix=f"replicate={dp}" + (" or replicate=1" if zero else " or zero=1"),
+            )
+        offload = word_of(words, "offload", MemoryConfig, "none")
         return cls(
             device=device,
-            precision=precision if memory.precision == "auto" else memory.precision,
+            precision=word_of(words, "precision", MemoryConfig, precision),
             seq_len=1,
             global_batch=dp,
             micro_batch=1,
@@ -275,11 +281,11 @@ class Plan:
             reason="as asked",
             dp=dp,
             zero=zero,
-            replicate=degree(parallel.replicate) if zero else dp,
-            recompute="none" if memory.recompute == "auto" else memory.recompute,
-            offload={"auto": "none", "nvme": "optimizer"}.get(memory.offload, memory.offload),
-            offload_to="nvme" if memory.offload == "nvme" else "cpu",
-            activation_offload=memory.activation_offload,
+            replicate=replicate,
+            recompute=word_of(words, "recompute", MemoryConfig, "none"),
+            offload="optimizer" if offload == "nvme" else offload,
+            offload_to="nvme" if offload == "nvme" else "cpu",
+            activation_offload=words.get("activation_offload", "false") == "true",
         )
 
     def to_dict(self) -> dict[str, Any]:

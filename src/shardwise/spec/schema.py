@@ -126,8 +126,8 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How one model becomes many. What you set is a constraint; the rest is `auto`."""
+class Axes:
+    """How one model becomes many: the keys of [parallel] that a plan resolves."""
 
     dp: int | Auto = setting("auto", "data-parallel ranks; auto: what the other degrees leave", low=1)
     zero: int | Auto = setting(
@@ -162,6 +162,12 @@ class ParallelConfig:
     fill_bubbles: str = setting(
         "none", "side work for idle pipeline slots; `eval`: forwards of held-out batches", choices=("none", "eval")
     )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Axes):
+    """How one model becomes many. What you set is a constraint; the rest is `auto`."""
+
     layout: str | None = setting(None, "a layout string such as `dp=2 zero=3 tp=2 sp`; sets the keys above")
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from shardwise.adapters.lora import adapt, module_adapters
 from shardwise.config.check_layout import check_float8_base
-from shardwise.config.layout import parse_layout
 from shardwise.errors import UserError
 from shardwise.model.dtypes import KEPT
 from shardwise.parallel.any_module.split_module import Split
 from shardwise.parallel.mesh import build_mesh
+from shardwise.spec.layout import parse_layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import AdapterConfig
 

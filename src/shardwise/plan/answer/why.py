@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.config.layout import parse_layout
 from shardwise.config.units import format_bytes
 from shardwise.errors import UserError
 from shardwise.plan.answer.answer import Answer, Row, nothing_fits, row_of
@@ -20,6 +19,7 @@ from shardwise.plan.prediction.figures import step_text
 from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
 from shardwise.plan.prediction.predict import predict
 from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.layout import parse_layout
 from shardwise.spec.plan import Plan
 
 SHARE = 0.005

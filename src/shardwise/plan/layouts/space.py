@@ -30,7 +30,7 @@ from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import SECTIONS, Plan
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.split import balanced_split, estimated_costs, even_split
 
@@ -45,17 +45,6 @@ PROPOSED = tuple(
 """Schedules that are considered where none is asked for, the one that holds most last."""
 LEAST_PIECE = 512
 """Tokens: context parallelism does not cut sequences finer than this."""
-
-PASSED_ON = (
-    "loss_scale",
-    "reduce_dtype",
-    "fp8_recipe",
-    "fp8_head",
-    "offload_buffer",
-    "quantize_weights",
-    "quantize_gradients",
-)
-"""Settings that are as the user has them, else the default: they change numbers, not the layout."""
 
 
 class Space:
@@ -288,8 +277,13 @@ class Space:
     @cached_property
     def _common(self) -> dict[str, Any]:
         job, fixed = self.job, self.fixed
-        passed = {name: fixed[f"memory.{name}"] for name in PASSED_ON if f"memory.{name}" in fixed}
-        passed |= {name: fixed[f"comm.{name}"] for name in PASSED_ON if f"comm.{name}" in fixed}
+        # Settings that are no part of the search are as the user has them.
+        passed = {
+            name: fixed[f"{section}.{name}"]
+            for section in ("memory", "comm")
+            for name in SECTIONS[section].__dataclass_fields__  # type: ignore[attr-defined]
+            if f"{section}.{name}" in fixed and name not in Saving._fields and name not in ("precision", "limit")
+        }
         if self.goes_to_disk:
             passed |= {"offload_to": "nvme", "offload_dir": fixed.get("memory.offload_dir") or "runs"}
         return passed | {

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.config.keys import COMMAND_LINE, DEFAULT, all_keys
-from shardwise.config.layout import WORDS, parse_layout
 from shardwise.config.lines import key_lines
 from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.values import read_typed
+from shardwise.spec.layout import WORDS, parse_layout
 
 PLANNER = "planner"  # the origin of what resolve.py filled; behind a colon, why
 CHOSEN_TOGETHER = ("parallel.", "memory.recompute", "memory.offload")

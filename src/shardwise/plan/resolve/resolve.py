@@ -103,13 +103,14 @@ def _no_room_on_host(asked: Asked, plan: Plan, origins: Origins) -> UserError:
 def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyType({})) -> Plan:
     """The plan of a job, whether it fits into memory or not."""
     config, machine = asked.config, asked.machine
-    train, parallel = config.train, config.parallel
+    train = config.train
     degrees = choose_degrees(asked, origins)
     global_batch = global_batch_of(train)
     threads = max(1, machine.cores // degrees.world)
     goes_to = "nvme" if config.memory.offload == "nvme" else config.memory.offload_to
     saving = possible_savings(asked)[0]
-    plan = Plan(
+    plan = Plan.of(
+        config,
         device=asked.device,
         precision=choose_precision(config, machine, origins),
         seq_len=train.seq_len,
@@ -119,12 +120,12 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
         threads_per_rank=threads if asked.device == "cpu" else min(4, threads),
         reason=degrees.reason + why_precision(config, machine),
         dp=degrees.dp,
+        zero=0,  # until memory has decided
+        replicate=1,
         tp=degrees.tp,
         sequence=degrees.sequence,
         cp=degrees.cp,
-        cp_kind=parallel.cp_kind,
         pp=degrees.pp,
-        schedule=parallel.schedule,
         virtual_stages=degrees.virtual_stages,
         split=degrees.split,
         ep=degrees.ep,
@@ -132,12 +133,6 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
         offload=saving.offload,
         offload_to=goes_to,
         offload_dir=(config.memory.offload_dir or config.run.dir) if goes_to == "nvme" else "",
-        offload_buffer=config.memory.offload_buffer,
-        activation_offload=config.memory.activation_offload,
-        loss_scale=config.memory.loss_scale,
-        reduce_dtype=config.memory.reduce_dtype,
-        fp8_recipe=config.memory.fp8_recipe,
-        fp8_head=config.memory.fp8_head,
     )
     if train.micro_batch != "auto":
         _check_micro_batch(config, plan, int(train.micro_batch), origins)
@@ -150,7 +145,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
     _check_offload(plan, origins)
     _check_profile(config.run.profile, plan.num_steps, origins)
     check_cuda_only(asked, origins)
-    return with_speed(plan, config.speed, asked.spec, attention_here(asked))
+    return with_speed(plan, config.speed, asked.spec, attention_here(asked), skips_steps=config.run.on_nan == "skip")
 
 
 def _check_micro_batch(config: Config, plan: Plan, micro_batch: int, origins: Origins) -> None:

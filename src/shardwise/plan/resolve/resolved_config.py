@@ -7,9 +7,10 @@ answer. Invariant: what the user has set is never changed, and every key that is
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shardwise.plan.resolve.searched import Better
-from shardwise.spec.plan import Plan
+from shardwise.spec.plan import KEEPS_AUTO, Plan
 from shardwise.spec.schema import Config
 
 SECTIONS = ("train", "parallel", "memory")  # what an adapter's directory says was read from there, not chosen
@@ -24,26 +25,8 @@ def fill(config: Config, plan: Plan, found: Better | None) -> tuple[Config, dict
             steps=config.train.steps if (config.train.tokens or config.train.epochs) else plan.num_steps,
             global_batch=None if config.train.global_batch_tokens else plan.global_batch,
         ),
-        parallel=replace(
-            config.parallel,
-            dp=plan.dp,
-            zero=plan.zero,
-            tp=plan.tp,
-            sequence=plan.sequence,
-            cp=plan.cp,
-            cp_kind=plan.cp_kind,
-            pp=plan.pp,
-            schedule=plan.schedule,
-            virtual_stages=plan.virtual_stages,
-            ep=plan.ep,
-            layout=None,
-        ),
-        memory=replace(
-            config.memory,
-            precision=plan.precision,
-            recompute=plan.recompute,
-            offload=plan.offload if config.memory.offload == "auto" else config.memory.offload,
-        ),
+        parallel=replace(_resolved(config.parallel, plan), cp_kind=plan.cp_kind, schedule=plan.schedule, layout=None),
+        memory=_resolved(config.memory, plan),
     )
     if found and plan.zero and plan.replicate > 1:
         filled = replace(filled, parallel=replace(filled.parallel, replicate=plan.replicate))
@@ -58,6 +41,15 @@ def fill(config: Config, plan: Plan, found: Better | None) -> tuple[Config, dict
     if config.train.micro_batch == "auto":
         chosen["train.micro_batch"] = f"{plan.micro_batch} by prediction, measured as the run starts"
     return filled, chosen
+
+
+STAYS_OPEN = {"split", "replicate", *KEEPS_AUTO}
+
+
+def _resolved(section: Any, plan: Plan) -> Any:
+    """Returns a section of the config with the plan's value in place of every `auto`, but for what stays open."""
+    open_keys = [name for name in section.__dataclass_fields__ if getattr(section, name) == "auto"]
+    return replace(section, **{name: getattr(plan, name) for name in open_keys if name not in STAYS_OPEN})
 
 
 def _reasons(plan: Plan) -> dict[str, str]:

@@ -21,8 +21,11 @@ from shardwise.spec.schedules import SCHEDULES, splits_backward
 from shardwise.spec.schema import SpeedConfig
 
 
-def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str = "sdpa") -> Plan:
-    """The plan with its tricks. Called last: what they may do depends on the layout. `attention`: as a `Job` has it."""
+def with_speed(
+    plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str = "sdpa", *, skips_steps: bool = False
+) -> Plan:
+    """The plan with its tricks. Called last: what they may do depends on the layout. `attention`: as a `Job` has it.
+    `skips_steps`: a step whose loss is not finite is passed over (run.on_nan = skip)."""
     kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
     copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
     copies, loss = copies and not plan.rounds_sums, loss_of(asked, plan.pp, plan.schedule)
@@ -53,7 +56,21 @@ def with_speed(plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str =
             fix="speed.loss=auto or parallel.schedule=1f1b",
         )
     attention = attention_of(attention, spec, plan.precision, plan.cp, plan.cp_kind)
-    return replace(plan, **kernels, copies=copies, loss=loss, attention=attention)
+    late = asked.results == "late" or (asked.results == "auto" and _can_read_late(plan, skips_steps))
+    return replace(
+        plan,
+        **kernels,
+        copies=copies,
+        loss=loss,
+        attention=attention,
+        results="late" if late else "at-once",
+    )
+
+
+def _can_read_late(plan: Plan, skips_steps: bool) -> bool:
+    """Not where a step's results decide about its own update, nor where what was measured plans the next step."""
+    needs_norm = skips_steps or plan.scales_loss
+    return plan.device == "cuda" and not needs_norm and plan.fill_bubbles == "none"
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:

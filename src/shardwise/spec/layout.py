@@ -10,10 +10,10 @@ are checked by the keys they stand for, so an axis that is not built yet is refu
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 
-from shardwise.config.keys import all_keys
 from shardwise.errors import UserError
-from shardwise.spec.schema import MemoryConfig, ParallelConfig
+from shardwise.spec.schema import Axes, MemoryConfig
 
 # Words of the string, in the order they are printed -> config keys.
 WORDS = {
@@ -35,6 +35,7 @@ WORDS = {
     "precision": "memory.precision",
 }
 _ALSO = {"sequence": "sp"}
+PRECISION_WORDS: tuple[str, ...] = MemoryConfig.__dataclass_fields__["precision"].metadata["choices"]
 
 
 def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
@@ -43,7 +44,7 @@ def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
     for word in text.split():
         name, equals, value = word.partition("=")
         name = _ALSO.get(name, name)
-        if not equals and name in (all_keys()["memory.precision"].choices or ()):
+        if not equals and name in PRECISION_WORDS:
             name, value = "precision", name
         elif not equals and name == "sp":
             value = "true"
@@ -66,7 +67,7 @@ def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
     return found
 
 
-def format_layout(parallel: ParallelConfig, memory: MemoryConfig | None = None) -> str:
+def format_layout(parallel: Axes, memory: MemoryConfig | None = None) -> str:
     """The string for a layout; what is `auto`, 1 or does not apply is left out, dp is always said."""
     words = [f"dp={parallel.dp}"]
     if parallel.zero not in ("auto", 0):
@@ -95,3 +96,28 @@ def format_layout(parallel: ParallelConfig, memory: MemoryConfig | None = None) 
     if memory is not None and memory.activation_offload:
         words.append("activation_offload=true")
     return " ".join(words)
+
+
+def degree_of(words: Mapping[str, str], name: str, default: int, *, low: int = 1, high: int | None = None) -> int:
+    """Returns the degree that a layout string gives an axis, or `default` where it says nothing or `auto`."""
+    text = words.get(name, "auto")
+    if text == "auto":
+        return default
+    if not text.isdecimal() or not low <= int(text) <= (int(text) if high is None else high):
+        fits = f"a whole number from {low}" + (f" to {high}" if high is not None else "")
+        raise UserError(
+            f"`{name}={text}` in the layout", why=f"`{name}` takes {fits}", fix=f"for example `{name}={low}`"
+        )
+    return int(text)
+
+
+def word_of(words: Mapping[str, str], name: str, section: type, default: str) -> str:
+    """Returns the word that a layout string gives a key of a section, or `default` where it says nothing or `auto`."""
+    text = words.get(name, "auto")
+    choices = section.__dataclass_fields__[name].metadata["choices"]  # type: ignore[attr-defined]
+    if text == "auto":
+        return default
+    if text not in choices and not (text.startswith("every-") and text[6:].isdecimal() and "every-K" in choices):
+        why = f"`{name}` takes: {', '.join(choices)}"
+        raise UserError(f"`{name}={text}` in the layout", why=why, fix=f"`{name}={default}`")
+    return text

@@ -1,6 +1,6 @@
 """One layout string, printed and read."""
 
-from shardwise.config.layout import WORDS, format_layout, parse_layout
+from shardwise.spec.layout import WORDS, format_layout, parse_layout
 from shardwise.spec.schema import MemoryConfig, ParallelConfig
 
 
