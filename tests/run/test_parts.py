@@ -14,7 +14,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.schedule import batch_scale, learning_rate
-from shardwise.plan.prediction.activations import activation_bytes
+from shardwise.plan.prediction.activations import head_activation_bytes, layer_activations
 from shardwise.plan.prediction.memory import ALLOCATOR_SHARE, PROCESS_BYTES, STATES_PER_PARAMETER
 from shardwise.report.terminal import sparkline
 from shardwise.run.clock import Clock, verdict
@@ -115,7 +115,8 @@ def test_a_logger_that_is_missing_or_fails_never_stops_a_run(tmp_path):
 def test_auto_micro_batch_obeys_the_memory_limit(run_here):
     """Room for five of the rank's eight sequences: four is the largest even part."""
     spec = small_model().spec
-    five = 5 * activation_bytes(spec, 1, 512, 4) * (1 + ALLOCATOR_SHARE["cpu"])
+    one = 512 * layer_activations(spec, spec.layers, 512) * 4 + head_activation_bytes(spec, 512, 4)
+    five = 5 * one * (1 + ALLOCATOR_SHARE["cpu"])
     room = PROCESS_BYTES["cpu"] + 16 * spec.num_parameters + five
     words = [*SMALL, "train.seq_len=512", "train.steps=1", f"memory.limit={int(room / 0.9)}", "run.name=fit"]
     assert run_here("train", "--nproc", 1, *words) == 0

@@ -118,11 +118,6 @@ class Sequences:
     def num_sequences(self) -> int:
         return int(self._ends[-1])
 
-    @property
-    def tokens_per_epoch(self) -> int:
-        """Positions a model sees in one epoch, padding included."""
-        return self.num_sequences * self.seq_len
-
     def batch(self, step: int, rows: range, global_batch: int) -> Batch:
         """Rows `rows` of the global batch of step `step` (the first step is 1)."""
         assert step >= 1 and rows.step == 1 and 0 <= rows.start <= rows.stop <= global_batch, (step, rows, global_batch)

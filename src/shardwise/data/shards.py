@@ -27,7 +27,6 @@ from shardwise.errors import UserError
 SCHEMA = 1
 FORMAT = "shardwise-tokens"
 SPLITS = ("train", "validation")
-READ_BLOCK = 2**24
 
 
 class TokenStore:

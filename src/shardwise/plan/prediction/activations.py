@@ -28,14 +28,6 @@ MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks
 CUDA_TIMES = 8  # so many times larger are the chunks of a fused loss on a GPU, in the logits' own format
 
 
-def activation_bytes(spec: ModelSpec, num_sequences: int, seq_len: int, bytes_per_number: int) -> int:
-    """Bytes that `num_sequences` leave behind in one micro-batch of the whole model."""
-    layers = layer_activations(spec, spec.layers, seq_len)
-    return num_sequences * seq_len * layers * bytes_per_number + head_activation_bytes(
-        spec, num_sequences * seq_len, bytes_per_number
-    )
-
-
 def layer_activations(
     spec: ModelSpec,
     layers: Sequence[LayerSpec],

@@ -1,0 +1,83 @@
+"""No function, class, constant or field of the package is there for its tests alone.
+
+A name counts as used when something in the package reads it, wherever. Two things of one name hide each other, so this finds
+less than there may be; what it finds is dead.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+
+from import_graph import FILES, PACKAGE
+
+FOR_OTHERS = {
+    "parallelize": "the public surface",
+    "optimizer_state": "the public surface",
+    "load_optimizer_state": "the public surface",
+    "REPORTS": "cli/main.py looks it up by name in the module of a verb",
+    "reify": "torch's launcher calls it",
+    "root_log_dir": "torch's launcher reads it",
+    "_should_skip_dynamo": "torch calls it",
+    "_fields_": "ctypes reads it",
+    "tags": "jinja2 reads it",
+}
+"""Names that somebody else uses, and who."""
+
+KEYS_TO_COME = {"background", "staleness", "strategy", "max_restarts", "replan", "spares"}
+"""Fields of config sections that are refused by name until they do something."""
+
+STILL_DEAD = {"MEASURED", "check_actions", "local_world", "of_pace", "published_rank", "run_step", "step_bound"}
+"""What is still to go."""
+
+
+def definitions(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+    for holder in (tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))):
+        for node in holder.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def uses(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+
+
+@cache
+def dead() -> dict[str, str]:
+    """Name -> the file that defines it, for what nothing reads."""
+    trees = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+    used = {name for tree in trees.values() for name in uses(tree)}
+    return {
+        name: file
+        for file, tree in trees.items()
+        for name in definitions(tree)
+        if name not in used and not (name.startswith("__") and name.endswith("__"))
+    }
+
+
+def test_everything_is_used():
+    excused = FOR_OTHERS.keys() | KEYS_TO_COME | STILL_DEAD
+    assert {name: file for name, file in dead().items() if name not in excused} == {}
+
+
+def test_nothing_is_excused_that_is_used_or_gone():
+    assert (FOR_OTHERS.keys() | KEYS_TO_COME | STILL_DEAD) - dead().keys() == set()
+
+
+def test_keys_to_come_are_fields_of_config_sections():
+    assert {dead()[name] for name in KEYS_TO_COME} == {"spec/schema.py"}
+
+
+def test_what_is_written_and_not_read_is_found():
+    tree = ast.parse(
+        "LIMIT = 1\nMOST: int = LIMIT\ndef one(): return two()\ndef two(): pass\nclass A:\n    field: int = 0\n"
+    )
+    assert set(definitions(tree)) - set(uses(tree)) == {"MOST", "one", "A", "field"}
