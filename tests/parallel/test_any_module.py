@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise import Plan, UserError, parallelize
-from shardwise.parallel.any_module.split_module import Split
+from shardwise.parallel.any_module.split_module import SplitModule
 from shardwise.parallel.collect import collect
 
 LAYOUTS = [
@@ -54,7 +54,7 @@ def train(name: str, layout: str, dtype: torch.dtype, micro: int, clip: float | 
     return found
 
 
-def own_rows(split: Split, rows: Tensor, micro: int) -> list[Tensor]:
+def own_rows(split: SplitModule, rows: Tensor, micro: int) -> list[Tensor]:
     """This rank's rows in micro-batches. With four ranks the last have fewer of them."""
     size = -(-rows.shape[1] // split.world)
     size += split.world == 4  # three, three, two and none: the last one repeats the last row, without targets

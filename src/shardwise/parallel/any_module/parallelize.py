@@ -20,7 +20,7 @@ from shardwise.adapters.lora import adapt, module_adapters
 from shardwise.config.check_layout import check_float8_base
 from shardwise.errors import UserError
 from shardwise.model.dtypes import KEPT
-from shardwise.parallel.any_module.split_module import Split
+from shardwise.parallel.any_module.split_module import SplitModule
 from shardwise.parallel.mesh import build_mesh
 from shardwise.spec.layout import parse_layout
 from shardwise.spec.plan import Plan
@@ -36,8 +36,9 @@ def parallelize(
     device: torch.device | str | None = None,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
     seed: int = 0,
-) -> Split:
-    """Split a module with weights over the processes of this job, in place. Every rank calls it; rank 0's weights count.
+) -> SplitModule:
+    """Split a module with weights over the processes of this job, in place. Every rank calls it; rank 0's weights
+    count.
 
     plan      a `Plan`, or a layout such as "dp=2 zero=3"; without dp all processes share
     blocks    where its list of blocks is: each block is one unit that ZeRO gathers
@@ -50,7 +51,9 @@ def parallelize(
     if "meta" in devices or not devices:
         raise UserError(
             "the module has no weights" if devices else "the module has no parameters",
-            why="it was built on the `meta` device; buffers that no checkpoint holds would be lost" if devices else "there is nothing to train",
+            why="it was built on the `meta` device; buffers that no checkpoint holds would be lost"
+            if devices
+            else "there is nothing to train",
             fix="build it without `torch.device('meta')`",
         )  # fmt: skip
     home = torch.device(device) if device is not None else next(module.parameters()).device
@@ -65,19 +68,20 @@ def parallelize(
         for tensor in (*module.parameters(), *module.buffers()):
             _take_from_first(tensor, home)
     adapt(module, module_adapters(module, blocks, adapter, seed, plan.precision))
-    return Split(module, mesh, [[block] for block in found])
+    return SplitModule(module, mesh, [[block] for block in found])
 
 
 def find_blocks(module: nn.Module, path: str) -> list[nn.Module]:
-    """The blocks of a list (or dict) of modules, in order."""
+    """The blocks of the list (or dict) of modules at a path, in order."""
     lists = {name: m for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict) and len(m)}
     if path not in lists:
         there = ", ".join(f"{name!r} ({len(found)})" for name, found in lists.items())
+        longest = max(lists, key=lambda name: len(lists[name]), default="")
         raise UserError(
             f"the module has no list of blocks at {path!r}",
-            why=f"its lists are: {there}" if lists else "it has no nn.ModuleList and no nn.ModuleDict with modules in it",
-            fix=f"blocks={max(lists, key=lambda name: len(lists[name]))!r}" if lists else "put its blocks into an nn.ModuleList",
-        )  # fmt: skip
+            why=f"its lists are: {there}" if lists else "it has no nn.ModuleList or nn.ModuleDict with modules in it",
+            fix=f"blocks={longest!r}" if lists else "put its blocks into an nn.ModuleList",
+        )
     return list(lists[path].children())
 
 
@@ -91,7 +95,7 @@ def _refuse_cut_axes(plan: Plan | str) -> None:
         raise UserError(
             f"{cut[0]} is not possible for a module that is not ours",
             why="it cuts inside of layers, or between them, and nobody here knows what this module does there",
-            fix="dp with zero=3 holds the least per rank; `shardwise train` has tp, pp, cp and ep for models of its own",
+            fix="dp with zero=3 holds the least per rank; `shardwise train` has tp, pp, cp, ep for models of its own",
         )
 
 
@@ -121,8 +125,9 @@ def _check(module: nn.Module, plan: Plan, world: int, blocks: str) -> None:
     kept = KEPT[plan.precision]
     others = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.dtype != kept}
     if others:
+        name = str(kept).removeprefix("torch.")
         raise UserError(
-            f"the module's weights are {' and '.join(sorted(others))}, {plan.precision} keeps {str(kept).removeprefix('torch.')}",
+            f"the module's weights are {' and '.join(sorted(others))}, {plan.precision} keeps {name}",
             why="all weights of a module are kept in one number format, which the plan says",
             fix=f"module.to({kept}), or another precision in the layout",
         )
@@ -142,7 +147,8 @@ def _check(module: nn.Module, plan: Plan, world: int, blocks: str) -> None:
         if len(owners[id(parameter)]) > 1:
             raise UserError(
                 f"{name} is tied to a weight of another block, or outside of the blocks",
-                why="a block's parameters are gathered and dropped together, so ties are possible within a block or outside of all",
+                why="a block's parameters are gathered and dropped together: ties are possible within a block or outside of "
+                "all",
                 fix="a layout with zero=0, in fp32",
             )
 

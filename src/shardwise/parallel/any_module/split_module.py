@@ -1,8 +1,9 @@
 """A module as one rank holds it, for a hand-written loop: replicas, ZeRO 1, 2 and 3, hybrid, accumulation.
 
-The sum rule holds here too: a loss is a *sum* over targets and comes with their number. Gradients are only ever added, over
-micro-batches and ranks, and divided once by the number of the whole step. So how rows are cut into ranks and micro-batches cannot
-change the result. What is inside the module is its own business: it is never cut, only held in rows. Read next: zero.py, data.py.
+The sum rule holds here too: a loss is a *sum* over targets and comes with their number. Gradients are only ever
+added, over micro-batches and ranks, and divided once by the number of the whole step. So how rows are cut into ranks
+and micro-batches cannot change the result. What is inside the module is its own business: it is never cut, only held
+in rows. Read next: zero/sharding.py, data/replicas.py.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from shardwise.parallel.traffic import Traffic
 from shardwise.parallel.zero.sharding import Groups, Sharded, buffers_to, serve_parameters
 
 Loss = Callable[[Any, Any], tuple[Tensor, int]]
-"""Of (model, micro-batch): the sum of the loss over its targets, and how many targets there are."""
+"""Called with (model, micro-batch), returns the sum of the loss over its targets, and how many targets there are."""
 
 
 class Step(NamedTuple):
-    """One step over all ranks: the mean loss per target, the norm of its gradient before clipping, the number of targets."""
+    """One step over all ranks: the mean loss per target, the gradient norm before clipping, the number of targets."""
 
     loss: float
     norm: float
@@ -43,7 +44,7 @@ class Step(NamedTuple):
     skipped: bool = False  # fp16 overflowed: there are no gradients, and torch's optimizers pass over such parameters
 
 
-class Split:
+class SplitModule:
     """A module as this rank holds it. Every method but `parameters` is called by all ranks together."""
 
     def __init__(self, module: nn.Module, mesh: Mesh, groups: Groups):
@@ -60,11 +61,13 @@ class Split:
         return (shard.local for shard in self.shards)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names in the module."""
         return ((shard.name, shard.local) for shard in self.shards)
 
     def optimizer(self, build: Build) -> torch.optim.Optimizer:
-        """`build(parameters)` makes a torch optimizer. With `offload` in the layout its state and update are in CPU memory or on a
-        disk; it must then treat every number alike, which all of torch's do but Adafactor, LBFGS and Muon."""
+        """`build(parameters)` makes a torch optimizer. With `offload` in the layout its state and update are in CPU
+        memory or on a disk; it must then treat every element alike, which all of torch's do but Adafactor, LBFGS and
+        Muon."""
         if self.plan.offload == "none":
             return build(self.parameters())
         optimizer = self._offloaded = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
@@ -77,9 +80,9 @@ class Split:
     # One step --------------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], loss: Loss, clip: float | None = None) -> Step:
-        """Forward and backward of this rank's micro-batches. The gradients of `parameters()` are then those of the mean loss over
-        all ranks, clipped to a global norm of `clip`. What they were before is gone: there is no need for `zero_grad`. With fp16
-        the loss is scaled inside; `scaler` holds the scale, for whoever saves it."""
+        """Forward and backward of this rank's micro-batches. The gradients of `parameters()` are then those of the
+        mean loss over all ranks, clipped to a global norm of `clip`. What they were before is gone: there is no need
+        for `zero_grad`. With fp16 the loss is scaled inside; `scaler` holds the scale, for whoever saves it."""
         self._forget_gathered()
         for shard in self.shards:
             shard.forget_gradient()
@@ -101,7 +104,8 @@ class Split:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any], loss: Loss) -> float:
-        """The mean loss per target over all ranks, without gradients. Dropout and the like are the module's `eval()`."""
+        """The mean loss per target over all ranks, without gradients. Dropout and the like are the module's
+        `eval()`."""
         self._forget_gathered()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for micro, weight in self._turns(microbatches):
@@ -117,9 +121,9 @@ class Split:
                 shard.local.grad = shard.gradient_here
         gradients = [gradient for shard in self.shards if (gradient := shard.gradient_here) is not None]
         total[0] = squared_norm(self.shards).to(total.device)
-        squares, value, count = self._over_ranks(total)
+        squared, value, count = self._over_ranks(total)
         count = count.clamp(min=1)
-        norm = squares.sqrt() / count / self.scaler.scale
+        norm = squared.sqrt() / count / self.scaler.scale
         skipped = self.scaler.overflowed(norm)
         factor = clip_factor(norm, clip, self.scaler.scale) / count
         if skipped:
@@ -134,8 +138,8 @@ class Split:
         return Step(float(value / count), float(norm), int(count), skipped)
 
     def _turns(self, microbatches: Sequence[Any]) -> list[tuple[Any, float]]:
-        """Everybody goes through the same number of micro-batches, or somebody would wait forever. Who has fewer repeats one
-        with weight 0, which changes nothing."""
+        """Everybody goes through the same number of micro-batches, or somebody would wait forever. Who has fewer
+        repeats one with weight 0, which changes nothing."""
         found = torch.tensor([len(microbatches), -len(microbatches)], device=self.mesh.device)
         if self.world > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -149,10 +153,10 @@ class Split:
         repeated = [(microbatches[-1], 0.0)] * (most - len(microbatches))
         return [*((micro, 1.0) for micro in microbatches), *repeated]
 
-    def _over_ranks(self, numbers: Tensor) -> Tensor:
+    def _over_ranks(self, sums: Tensor) -> Tensor:
         if self.world > 1:
-            dist.all_reduce(numbers)
-        return numbers
+            dist.all_reduce(sums)
+        return sums
 
     def _forget_gathered(self) -> None:
         """Parameters that an earlier forward pass has gathered may be older than the optimizer's last update."""
@@ -171,16 +175,18 @@ class Split:
                 why="the loss was not computed by the model that the loss function is given",
                 fix="`def loss(model, microbatch)` must call `model`, not the module itself",
             )
+        without = "are " + ", ".join(unused[:4]) if unused else "is the last micro-batch"
         raise UserError(
             "some parameters take no part in the loss",
-            why=f"replicas sum all gradients or none; without one {'are ' + ', '.join(unused[:4]) if unused else 'is the last micro-batch'}",
+            why=f"replicas sum all gradients or none; without one {without}",
             fix="`requires_grad_(False)` for parameters that are not trained, or a layout with zero=1",
         )
 
     # Whole tensors ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the module's own `state_dict()` was before it was split, on the CPU of rank 0; others get an empty one."""
+        """What the module's own `state_dict()` was before it was split, on the CPU of rank 0; other ranks get an
+        empty one."""
         whole = collect(self, lambda shard: {shard.name: shard.value})
         return {name: whole[own] if own else value.detach().cpu() for name, own, value in self._names() if whole}
 
@@ -198,7 +204,8 @@ class Split:
                 value.copy_(full)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """An optimizer over `parameters()` as if there was one process: full tensors as "exp_avg/NAME", on the CPU of rank 0."""
+        """An optimizer over `parameters()` as if there was one process: full tensors as "exp_avg/NAME", on the CPU of
+        rank 0."""
         return collect(self, optimizer_states(optimizer))
 
     @torch.no_grad()
@@ -209,7 +216,8 @@ class Split:
         put_optimizer_states(self, optimizer, share(state, self.mesh))
 
     def _names(self) -> Iterator[tuple[str, str | None, Tensor]]:
-        """(name in the state dict, name in the table of shards or None for a buffer, tensor); a tied weight has several names."""
+        """(name in the state dict, name in the table of shards or None for a buffer, tensor); a tied weight has
+        several names."""
         own = {id(shard.parameter): shard.name for shard in self.shards}
         for name, value in self.module.state_dict(keep_vars=True).items():
             yield name, own.get(id(value)), value
