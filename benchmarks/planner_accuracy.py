@@ -33,7 +33,8 @@ from accuracy.score import Answer, by, intervals, score
 
 import shardwise
 from shardwise.errors import UserError
-from shardwise.plan.prediction.predict import Prediction, predict
+from shardwise.plan.prediction.predict import predict
+from shardwise.spec.prediction import Prediction
 
 ROW = (
     "model",

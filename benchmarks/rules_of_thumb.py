@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from shardwise.cluster.describe.read import read_cluster
 from shardwise.plan.layouts.search import search
-from shardwise.plan.prediction.predict import Prediction, predict
+from shardwise.plan.prediction.predict import predict
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
+from shardwise.spec.prediction import Prediction
 from shardwise.spec.presets import preset
 from shardwise.spec.split import balanced_split, estimated_costs, even_split
 

@@ -21,12 +21,17 @@ from typing import Any
 import torch
 
 from shardwise.config.load import load_config
+from shardwise.launch.planner import RunPlanner
+from shardwise.launch.start import new_run, plan_run
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.report.terminal import View
-from shardwise.run import loop
+from shardwise.prove.repeat import repeat_first_steps
+from shardwise.report.reporter import Reporter
+from shardwise.report.terminal import LiveView
 from shardwise.run.guards import StopRequests
-from shardwise.run.start import make_job, new_run
+from shardwise.run.loop import train
+from shardwise.run.ranks import Ranks
+from shardwise.run.session import Session
 
 
 class Bare:
@@ -51,7 +56,7 @@ class Bare:
         return time.perf_counter() - start
 
 
-class InTurn(View):
+class InTurn(LiveView):
     """After each step of the real loop: a bare step, and another one."""
 
     bare: list[Bare]
@@ -83,7 +88,7 @@ def main() -> None:
                 "train.seq_len=256",
             ],
         )
-        job = make_job(loaded, 1, progress=False)
+        job = plan_run(loaded, 1, progress=False)
         run = new_run(job)
         torch.set_num_threads(job.plan.threads_per_rank)
         sequences = [job.corpus.train.batch(step, range(16), 16) for step in range(1, 9)]
@@ -93,12 +98,10 @@ def main() -> None:
             [],
             time.perf_counter(),
         )
-        loop.View = InTurn  # type: ignore[misc]
-        session = loop.Session(
-            run, job.resolved.config, job.plan, job.spec, loop.Ranks(), torch.device("cpu"), 2**34, quiet=True
-        )
-        with StopRequests(run, None, print) as stops:
-            loop.train(session, stops)
+        session = Session(run, job, Ranks(), torch.device("cpu"), 2**34)
+        view, planner = InTurn(args.steps, None, quiet=True), RunPlanner(job.config, job.spec, "cpu")
+        with StopRequests(run, None, print) as stops, Reporter(session, stops, repeat_first_steps, view) as reporter:
+            train(session, stops, planner, reporter)
     rows = InTurn.rows[5:]
     ratios, control = [ours / bare for ours, bare, _, _ in rows], [a / b for _, a, b, _ in rows]
     quartiles = statistics.quantiles(ratios, n=4)

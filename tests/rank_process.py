@@ -91,7 +91,7 @@ def be_template(control_fd: str, folder: str) -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
-    import shardwise.run.worker  # noqa: F401  and with it what it imports: once here, not in every rank
+    import shardwise.launch.worker  # noqa: F401  and with it what it imports: once here, not in every rank
 
     torch.set_num_threads(1)
     gc.collect()

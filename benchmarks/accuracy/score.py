@@ -13,9 +13,8 @@ from typing import Any
 
 from accuracy.question import Question
 from shardwise.plan.prediction.confidence import kind_of_job, traits
-from shardwise.plan.prediction.lifetimes import StageMemory
 from shardwise.plan.prediction.memory import fullest, predict_stages
-from shardwise.plan.prediction.predict import Prediction
+from shardwise.spec.prediction import Prediction, StageMemory
 
 SMALLEST_GROUP = 5
 CLEAN_NODES, CLEAN_MFU = 16, 0.15

@@ -47,7 +47,7 @@ def test_the_allocator_listens() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use a GPU here")
 def test_a_plan_for_a_gpu_that_torch_cannot_use_is_refused_in_words(tmp_path: Path) -> None:
-    from shardwise.run.worker import check_cuda
+    from shardwise.launch.worker import check_cuda
 
     with pytest.raises(UserError) as caught:
         check_cuda(RunDir(tmp_path))

@@ -190,7 +190,7 @@ def test_torchrun_can_start_the_ranks(tmp_path):
 
 
 def test_bf16_trains_on_a_cpu_that_announces_amx_and_forbids_it(tmp_path):
-    """oneDNN's AMX kernels die with SIGILL on such machines (seen with torch 2.13); see run/worker.py."""
+    """oneDNN's AMX kernels die with SIGILL on such machines (seen with torch 2.13); see launch/worker.py."""
     words = [*SMALL, "train.steps=2", "memory.precision=bf16-true", "run.name=half"]
     result = run_command("train", "--nproc", 1, *words, cwd=tmp_path)
     assert result.returncode == Exit.DONE, (result.returncode, result.stdout)

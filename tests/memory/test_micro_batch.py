@@ -12,14 +12,14 @@ import torch.distributed as dist
 from commands import SMALL
 
 from shardwise.config.load import load_config
-from shardwise.launch.ranks import Ranks
+from shardwise.launch.start import new_run, plan_run
+from shardwise.launch.worker import run_worker
 from shardwise.memory.micro_batch import HEADROOM, Growth, Taken, largest_that_fits
+from shardwise.plan.prediction.measured_memory import measured_need
 from shardwise.plan.prediction.memory import PROCESS_BYTES
 from shardwise.plan.resolve.fit import needed_memory
-from shardwise.run.build import model_spec
+from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
-from shardwise.run.start import make_job, new_run
-from shardwise.run.worker import run_worker
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 
@@ -38,7 +38,12 @@ WORDS = [*SMALL, "train.seq_len=512", "train.steps=3", "train.sample_tokens=0", 
 
 def found(room: float, growth: Growth, plan: Plan = PLAN, pp_rank: int = 0) -> int:
     limit = int((1000 + room) / HEADROOM) + 2
-    return largest_that_fits([8, 4, 2, 1], preset("tiny"), plan, lambda cut: 1000, growth, pp_rank, limit)
+
+    def needed_bytes(size: int, taken: Taken) -> int:
+        cut = replace(plan, micro_batch=size)
+        return measured_need(preset("tiny"), cut, 1000, taken.activations, taken.temporary, pp_rank)
+
+    return largest_that_fits([8, 4, 2, 1], needed_bytes, growth, limit)
 
 
 def test_two_measured_sizes_make_a_line() -> None:
@@ -72,11 +77,11 @@ def test_the_largest_that_fits_is_taken_and_the_run_stays_below(
 ) -> None:
     """Room for half of the way from this size to twice as many sequences."""
     words = [*WORDS, f"train.global_batch={global_batch}", f"parallel.layout={layout}", "run.name=fit"]
-    job = make_job(load_config(None, words), 2, progress=False)
-    spec, config = model_spec(job.loaded.config.model), job.loaded.config
+    job = plan_run(load_config(None, words), 2, progress=False)
+    spec, config = job.spec, job.config
     fits, more = (needed_memory(spec, replace(job.plan, micro_batch=n), config) for n in (size, 2 * size))
     limit = int((fits + more) / 2 / HEADROOM)
-    run = new_run(make_job(load_config(None, [*words, f"memory.limit={limit}"]), 2, progress=False))
+    run = new_run(plan_run(load_config(None, [*words, f"memory.limit={limit}"]), 2, progress=False))
     assert ranks.run(train_rank, 2, str(run.path.resolve()), timeout=120) == [0, 0]
     assert json.loads(run.plan.read_text())["micro_batch"] == size
     event = run.last_event()

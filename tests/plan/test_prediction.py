@@ -24,11 +24,11 @@ from shardwise.plan.prediction.activations import (
     layer_activations,
 )
 from shardwise.plan.prediction.memory import APART, predict_memory
-from shardwise.plan.prediction.rank_share import rank_shares, tensor_slice
+from shardwise.plan.prediction.rank_share import rank_shares
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import AdapterConfig
-from shardwise.spec.split import even_split
+from shardwise.spec.split import even_split, tensor_slice
 
 FAMILIES = [
     ("tiny", {}),

@@ -9,12 +9,12 @@ import torch
 
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.tensor.slices import placement
-from shardwise.plan.prediction.rank_share import rank_shares, tensor_slice, weights_waiting
+from shardwise.plan.prediction.rank_share import rank_shares, weights_waiting
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 from shardwise.spec.schedules import schedule_actions, stage_owners
-from shardwise.spec.split import even_split
+from shardwise.spec.split import even_split, tensor_slice
 from shardwise.spec.timeline import peak_in_flight
 
 SMALL = {"num_layers": 4, "vocab": 1000}

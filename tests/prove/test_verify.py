@@ -119,7 +119,7 @@ def test_a_damaged_memory_only_means_a_new_proof(tmp_path: Path) -> None:
 
 
 def test_an_older_torch_is_refused_for_split_models() -> None:
-    from shardwise.run.worker import check_torch
+    from shardwise.launch.worker import check_torch
 
     pipeline = plan_of(pp=2, split=(1, 1))
     for plan in (pipeline, plan_of(dp=2, zero=3), plan_of(tp=2)):

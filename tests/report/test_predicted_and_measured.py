@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.plan.prediction.predict import Prediction
-from shardwise.report.predicted_and_measured import ROWS, compare, comparison_lines, typical
+from shardwise.report.predicted_and_measured import ROWS, compare, comparison_lines
+from shardwise.run.measured_steps import typical
+from shardwise.spec.prediction import Prediction
 
 PARTS = ("compute", "recompute", "bubble", "data-parallel", "tensor-parallel", "context-parallel", "expert-parallel",
          "pipeline", "optimizer", "offload", "straggler", "launch")  # fmt: skip

@@ -9,9 +9,11 @@ import torch
 
 from shardwise.cluster.describe.here import this_cluster
 from shardwise.cluster.describe.machine import Gpu, Machine
+from shardwise.cluster.measure.blocks import BlockTimes
+from shardwise.plan.prediction.measured_rates import scaled_cluster
 from shardwise.plan.prediction.step_time import step_seconds
-from shardwise.run.block_times import BlockTimes, block_times
-from shardwise.run.measured_cluster import _scaled, measured_cluster
+from shardwise.run.block_times import block_times
+from shardwise.run.measured_cluster import measured_cluster
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import job_of
 from shardwise.spec.plan import Plan
@@ -39,7 +41,7 @@ def test_the_prediction_of_a_step_is_what_its_blocks_took(cluster: ClusterSpec, 
     """One process, two micro-batches: twice the blocks, once the optimizer."""
     here = plan(device=cluster.device.kind, precision="bf16-true" if cluster is GPUS else "fp32")
     job = job_of(Config(), here)
-    found = _scaled(cluster, TINY, here, job, times_of(here, model_s=model_s, optimizer_s=0.02))
+    found = scaled_cluster(cluster, TINY, here, job, times_of(here, model_s=model_s, optimizer_s=0.02))
     parts = step_seconds(TINY, found, job, here)
     around = 0.002 if cluster is GPUS else 0.0  # of a step on a GPU
     assert parts["compute"] + parts.get("launch", 0.0) - around == pytest.approx(2 * model_s, rel=0.02)
@@ -50,8 +52,8 @@ def test_the_optimizer_takes_as_long_as_its_share_of_the_model():
     """Measured on an eighth of the numbers; each of two ranks updates half of them."""
     here = plan(dp=2, zero=1, replicate=1, micro_batch=1)
     job, cluster = job_of(Config(), here), CORES
-    times = times_of(here, numbers=TINY.num_parameters // 8, optimizer_s=0.01)
-    parts = step_seconds(TINY, _scaled(cluster, TINY, here, job, times), job, here)
+    times = times_of(here, elements=TINY.num_parameters // 8, optimizer_s=0.01)
+    parts = step_seconds(TINY, scaled_cluster(cluster, TINY, here, job, times), job, here)
     assert parts["optimizer"] == pytest.approx(0.04, rel=0.02)
 
 
@@ -78,12 +80,14 @@ def test_an_optimizer_that_is_elsewhere_is_not_timed():
     here = plan(seq_len=32, offload="optimizer")
     found = block_times(TINY, here, "auto", OptimizerConfig(), torch.device("cpu"))
     assert found.optimizer_s is None
-    cluster = _scaled(CORES, TINY, here, job_of(Config(), here), found)
+    cluster = scaled_cluster(CORES, TINY, here, job_of(Config(), here), found)
     assert not cluster.device.curves
 
 
 def test_this_machine_is_measured():
     here = plan(seq_len=32, micro_batch=2, global_batch=2)
-    cluster = measured_cluster(TINY, here, Config(), torch.device("cpu"), 2**20)
+    rates, times = measured_cluster(TINY, here, Config(), torch.device("cpu"), 2**20)
+    assert times is not None and times.model_s > 0
+    cluster = scaled_cluster(rates, TINY, here, job_of(Config(), here), times)
     assert cluster.world == 1 and 1e8 < cluster.device.flops["fp32"] < 1e13
     assert step_seconds(TINY, cluster, job_of(Config(), here), here)["compute"] > 0

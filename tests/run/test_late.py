@@ -17,7 +17,7 @@ from commands import SMALL, losses_of, warm_command
 from ranks import RankPool
 
 from shardwise.errors import Exit
-from shardwise.run.loop import _CheckpointClock
+from shardwise.run.checkpoints import CheckpointClock
 
 TOLD = ("event", "step", "loss", "grad_norm", "lr", "tokens", "target_tokens", "eval_loss", "aux_loss", "expert_load_max", "exit", "skipped")  # fmt: skip
 BUSY = ["train.steps=7", "train.eval_every=3", "train.sample_every=2", "checkpoint.every=2", "checkpoint.keep=9", "data.packing=whole"]  # fmt: skip
@@ -101,11 +101,11 @@ def test_the_blocks_of_a_run_that_is_watched_are_compiled(run_here: Callable[...
 
 def test_a_checkpoint_that_is_due_by_the_clock_is_asked_for_once() -> None:
     """The question is asked again before it is written, where results are read late."""
-    clock = _CheckpointClock("1h", 0)
+    clock = CheckpointClock("1h", 0)
     assert not clock.due(1)
     clock.last_time -= 3600  # an hour passes
     assert [clock.due(2), clock.due(3)] == [True, False]
-    by_steps = _CheckpointClock(2, 0)
+    by_steps = CheckpointClock(2, 0)
     assert [by_steps.due(step) for step in (1, 2, 2, 3, 4)] == [False, True, True, False, True]
 
 

@@ -29,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwise.checkpoint.listing import at_step
     from shardwise.cli.train import check_nproc
+    from shardwise.launch.start import continue_run, start
+    from shardwise.report.summary import longer
     from shardwise.run.rundir import find_run
-    from shardwise.run.start import continue_run, longer, start
 
     if args.exclude:
         raise UserError(
@@ -41,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
     found = find_run(args.run, args.runs)
     if args.from_step:  # 0: from the beginning
         at_step(found.checkpoints, args.from_step)  # refused here, before anything is written
-    job = continue_run(found, args.overrides, args.allow, args.nproc)
+    planned = continue_run(found, args.overrides, args.allow, args.nproc)
     last = max(found.steps(), default=0)
-    if found.state() == "finished" and last >= job.plan.num_steps and args.from_step is None:
+    if found.state() == "finished" and last >= planned.plan.num_steps and args.from_step is None:
         print(f"run      {found.path} has finished its {last} steps")
-        print(f"next     {longer(found.path, job.resolved.config.train, last)}")
+        print(f"next     {longer(found.path, planned.config.train, last)}")
         return Exit.DONE
-    return start(found, job, args.from_step, verify=not args.no_verify)
+    return start(found, planned, args.from_step, verify=not args.no_verify)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
+    from shardwise.launch.start import PlannedRun
     from shardwise.run.rundir import RunDir
-    from shardwise.run.start import Job
 
 HELP = "Plan what is left open, start the local processes and train. Without a config: a small model on Python's own library."
 CONFIG = True
@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config.load import load_config
-    from shardwise.launch.ranks import started_by_torchrun
-    from shardwise.run.start import join_torchrun, make_job, new_run, start
+    from shardwise.launch.start import join_torchrun, new_run, plan_run, start
+    from shardwise.run.ranks import started_by_torchrun
 
     if args.nproc is not None:
         check_nproc(args.nproc)
@@ -39,23 +39,23 @@ def run(args: argparse.Namespace) -> int:
         name = Path(args.config).stem if args.config else "default"
         loaded = replace(loaded, config=replace(loaded.config, run=replace(loaded.config.run, name=name)))
 
-    def prepare(nproc: int | None) -> tuple[RunDir, Job]:
+    def prepare(nproc: int | None) -> tuple[RunDir, PlannedRun]:
         if args.resume:
             found = _existing(loaded.config.run.dir, loaded.config.run.name or "")
             if found:
                 return found, _continue(found, args, nproc)
-        job = make_job(loaded, nproc, sys.stdout.isatty(), args.cluster)
-        return new_run(job), job
+        planned = plan_run(loaded, nproc, sys.stdout.isatty(), args.cluster)
+        return new_run(planned), planned
 
     if started_by_torchrun():
         return join_torchrun(prepare, loaded, verify=not args.no_verify)
     if args.dry_run:
-        return _dry_run(make_job(loaded, args.nproc, sys.stdout.isatty(), args.cluster))
-    found, job = prepare(args.nproc)
+        return _dry_run(plan_run(loaded, args.nproc, sys.stdout.isatty(), args.cluster))
+    found, planned = prepare(args.nproc)
     if found.state() == "finished":
         print(f"run      {found.path} is finished; nothing to do")
         return Exit.DONE
-    return start(found, job, verify=not args.no_verify)
+    return start(found, planned, verify=not args.no_verify)
 
 
 def check_nproc(nproc: int) -> None:
@@ -70,13 +70,13 @@ def _existing(parent: str, name: str) -> RunDir | None:
     return run if run.config.is_file() else None
 
 
-def _continue(found: RunDir, args: argparse.Namespace, nproc: int | None) -> Job:
-    from shardwise.run.start import continue_run
+def _continue(found: RunDir, args: argparse.Namespace, nproc: int | None) -> PlannedRun:
+    from shardwise.launch.start import continue_run
 
     return continue_run(found, args.overrides, allow=(), nproc=nproc)
 
 
-def _dry_run(job: Job) -> int:
+def _dry_run(planned: PlannedRun) -> int:
     """Everything that would happen, without torch: resolved config, plan, predicted memory, the first sample."""
     from shardwise.config.units import format_bytes, format_count
     from shardwise.config.write import resolved_text
@@ -84,10 +84,10 @@ def _dry_run(job: Job) -> int:
     from shardwise.plan.prediction.memory import predict_memory
     from shardwise.plan.resolve.fit import rank_memory_limit
 
-    plan, spec = job.plan, job.spec
-    print(resolved_text(job.resolved.config, job.origins()))
-    memory = predict_memory(spec, plan, job.resolved.config.optimizer.name, job.resolved.config.adapter)
-    limit = rank_memory_limit(job.resolved.config, job.machine, plan)
+    plan, spec, config = planned.plan, planned.spec, planned.config
+    print(resolved_text(config, planned.origins))
+    memory = predict_memory(spec, plan, config.optimizer.name, config.adapter)
+    limit = rank_memory_limit(config, planned.machine, plan)
     print(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {spec.num_layers} layers")
     print(f"plan     {plan.layout} {plan.precision}: {plan.reason}")
     print(
@@ -96,8 +96,8 @@ def _dry_run(job: Job) -> int:
     )
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
     print(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
-    print(f"corpus   {job.corpus.description}")
-    for row in render_rows(job.corpus.train, job.corpus.tokenizer, 1):
+    print(f"corpus   {planned.corpus.description}")
+    for row in render_rows(planned.corpus.train, planned.corpus.tokenizer, 1):
         print(f"sample   the first sequence of step 1: {about_row(row)}")
         print_row(row)
     return Exit.DONE

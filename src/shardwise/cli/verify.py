@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
@@ -14,8 +12,6 @@ from shardwise.errors import Exit, UserError
 if TYPE_CHECKING:
     from shardwise.plan.resolve.resolve import Resolved
     from shardwise.spec.model import ModelSpec
-    from shardwise.spec.plan import Plan
-    from shardwise.spec.schema import Config
 
 HELP = (
     "Train a small model of the config's kind in its layout and in one process, in fp64, and compare losses, gradients and "
@@ -35,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwise.cli.train import check_nproc
     from shardwise.config.load import load_config
+    from shardwise.launch.verify import verify_layout
     from shardwise.prove.shrink import shrink_plan, shrink_spec
     from shardwise.run.build import model_spec
 
@@ -58,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             f"({shape.num_kv_heads} of keys and values), vocabulary {shape.vocab}",
             flush=True,
         )
-    found = _prove(spec, small, resolved.config, args.steps)
+    found = verify_layout(spec, small, resolved.config, args.steps)
     if args.json:
         print(json.dumps({"schema": 1, **found, "layout": plan.layout, "proven": small.layout}))
     else:
@@ -81,29 +78,6 @@ def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
     config = replace(config, memory=memory)
     machine = replace(here, gpus=())
     return resolve(config, spec, machine, nproc, 1, loaded.origins)
-
-
-def _prove(spec: ModelSpec, plan: Plan, config: Config, steps: int) -> dict[str, Any]:
-    from shardwise.launch.local import start_ranks
-    from shardwise.run.rundir import RunDir
-
-    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
-        run = RunDir(Path(folder))
-        for place in (run.log, run.crash):
-            place.mkdir()
-        sections = {"optimizer": asdict(config.optimizer), "adapter": asdict(config.adapter)}
-        job = {"model": spec.to_dict(), "plan": plan.to_dict(), **sections, "steps": steps}
-        run.proof_job.write_text(json.dumps(job), encoding="utf-8")
-        code = start_ranks(run, plan.world, plan.threads_per_rank, None, ["--verify"])
-        if code or not run.proof.is_file():
-            details = "".join(file.read_text(encoding="utf-8") for file in sorted(run.crash.glob("rank*.txt"))[:1])
-            raise UserError(
-                f"{plan.layout} could not be run to the end",
-                why=details.strip().splitlines()[-1] if details else f"its ranks ended with code {code}",
-                fix="please report this with the layout",
-                code=Exit.FOUND_WRONG,
-            )
-        return json.loads(run.proof.read_text(encoding="utf-8"))
 
 
 def _print(found: dict[str, Any]) -> None:

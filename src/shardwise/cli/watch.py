@@ -58,9 +58,9 @@ def _follow(found: RunDir) -> int:
     """New lines as they appear; on a terminal one block that is drawn anew."""
     from shardwise.report.memory import measured_memory
     from shardwise.report.step_breakdown import bar, measured_pipeline, where_of
-    from shardwise.report.terminal import View
+    from shardwise.report.terminal import LiveView
 
-    view = View(found.read_plan().get("num_steps", 1), None)
+    view = LiveView(found.read_plan().get("num_steps", 1), None)
     seen, curve = 0, None
     try:
         while True:

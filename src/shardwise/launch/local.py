@@ -34,12 +34,7 @@ AT_ONCE = (*(-number for number in (*stop_signals(), INTERRUPT)), int(Exit.INTER
 
 
 def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, options: Sequence[str] = ()) -> int:
-    """Run `nproc` workers (run/worker.py, with `options`) over a prepared run directory; returns the exit code of the whole."""
-    if nproc == 1:
-        from shardwise.run.worker import run_alone
-
-        return run_alone(run, options)
-
+    """Run `nproc` workers (worker.py, with `options`) over a prepared run directory; returns the exit code of the whole."""
     from torch.distributed.elastic.multiprocessing import start_processes
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong

@@ -12,6 +12,6 @@ import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from shardwise.run.worker import main
+    from shardwise.launch.worker import main
 
     sys.exit(main())

@@ -1,19 +1,14 @@
 """The largest micro-batch that fits, from what micro-batches of one and of two sequences really took on this rank.
 
-Owns the arithmetic; run/micro_batch_search.py sends the two through the engine. Nothing larger is tried: a rank that
-ran out of memory would leave the others waiting. Invariant: what is chosen is predicted to need no more than HEADROOM
-of the limit, or it is 1.
+Owns the arithmetic; run/micro_batch_search.py sends the two through the engine, and the planner says what a rank needs besides. Nothing
+larger is tried: a rank that ran out of memory would leave the others waiting. Invariant: what is chosen is predicted to need no more than
+HEADROOM of the limit, or it is 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-from shardwise.plan.prediction.memory import ALLOCATOR_SHARE
-from shardwise.plan.prediction.rank_share import rank_shares
-from shardwise.spec.model import ModelSpec
-from shardwise.spec.plan import Plan
+from dataclasses import dataclass
 
 HEADROOM = 0.9  # of the limit; the rest is for fragmentation and what torch allocates on the side
 
@@ -42,26 +37,12 @@ class Growth:
         )
 
 
-def needed_bytes(spec: ModelSpec, plan: Plan, states: int, growth: Growth, pp_rank: int) -> int:
-    """Of a rank that runs `plan`: its activations as measured, as often as the schedule holds them, beside `states`."""
-    taken = growth.taken(plan.micro_batch)
-    held = taken.activations * rank_shares(spec, plan)[pp_rank].stages_in_flight // plan.virtual_stages
-    return states + held + max(taken.temporary, int(ALLOCATOR_SHARE[plan.device] * held))
-
-
 def largest_that_fits(
-    sizes: Sequence[int],
-    spec: ModelSpec,
-    plan: Plan,
-    states: Callable[[Plan], int],
-    growth: Growth,
-    pp_rank: int,
-    limit: int,
+    sizes: Sequence[int], needed_bytes: Callable[[int, Taken], int], growth: Growth, limit: int
 ) -> int:
-    """The first of `sizes` (largest first) that fits; 1 if none does. `states`: what a rank holds besides
-    activations."""
+    """The first of `sizes` (largest first) that fits; 1 if none does. `needed_bytes`: all that a rank needs with micro-batches of this
+    size, which take so much."""
     for size in sizes:
-        cut = replace(plan, micro_batch=size)
-        if needed_bytes(spec, cut, states(cut), growth, pp_rank) <= HEADROOM * limit:
+        if needed_bytes(size, growth.taken(size)) <= HEADROOM * limit:
             return size
     return 1

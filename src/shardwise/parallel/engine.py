@@ -46,7 +46,7 @@ class Engine:
         traffic: Traffic,
         float8: Float8Layers | None = None,
     ):
-        self.spec, self.stages, self.mesh, self.plan = spec, stages, mesh, mesh.plan
+        self.spec, self.stages, self.mesh = spec, stages, mesh
         self.bucket_bytes, self.traffic = bucket_bytes, traffic
         self.scaler, self.float8 = scaler_of(mesh.plan), float8
         self.pipeline = Pipeline(stages, mesh, dtype, traffic)
@@ -95,18 +95,23 @@ class Engine:
             if isinstance(optimizer, NvmeModel):
                 serve_parameters(optimizer, stage.model, shards)
 
+    @property
+    def plan(self) -> Plan:
+        """The mesh's: there is one plan, and nobody keeps a copy."""
+        return self.mesh.plan
+
     def follow(self, plan: Plan) -> None:
         """The same layout, with the batch cut as `plan` says."""
-        self.plan = plan
-        self.pipeline.follow(plan)
+        self.mesh.plan = plan
+        self.pipeline.expect(plan.num_microbatches)
 
     def as_written(self) -> AbstractContextManager[Any]:
         """Inside of it compiled blocks run operation by operation, for whoever must see them."""
         return torch.compiler.set_stance("force_eager") if self.plan.compile != "none" else nullcontext()
 
-    def try_out(self, micro: Any, clock: Any) -> None:
+    def probe(self, micro: Any, clock: Any) -> None:
         """Collective. One micro-batch forward and backward, of which nothing is left."""
-        self.pipeline.try_out(micro, clock)
+        self.pipeline.probe(micro, clock)
         self.zero_grad()
 
     # One step --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Ranks are numbered with tensor parallelism innermost, so that its many small messages stay on the fastest links, then context
 parallelism, shards, replicas and pipeline stages (`Plan.coordinates`). Experts are a second view of the ranks of a stage: `ep`
-neighbours share them out, and those at the same place of each such row hold the same ones. Built once from the plan; nothing
-changes it afterwards. A line of length one has no group: nobody talks there.
+neighbours share them out, and those at the same place of each such row hold the same ones. Built once from the plan; its layout
+never changes afterwards. A line of length one has no group: nobody talks there.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class ExpertMesh:
     shard_index: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Mesh:
-    plan: Plan
+    plan: Plan  # the one of this process; `Engine.follow` puts another cut of the batch in its place
     rank: int
     at: Coordinates
     device: torch.device

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from shardwise.config.units import format_bytes, format_seconds
 from shardwise.data.corpus import Corpus
 from shardwise.data.loader import Loader
 from shardwise.interop.transformers.model import TransformersModel
@@ -13,11 +17,43 @@ from shardwise.optim.build import build_optimizer, set_learning_rate
 from shardwise.optim.schedule import learning_rate
 from shardwise.prove.reference import plain_gradients, plain_scaler, plain_update
 from shardwise.run.build import adapted_model
+from shardwise.run.session import Session
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
 NUM_STEPS = 3
+LOSS_LIMITS = {"fp64": 1e-9, "fp32": 1e-5} | dict.fromkeys(("bf16", "bf16-true", "fp16", "fp16-true", "fp8"), 5e-3)
+"""How far the losses of the first steps may be from one process, relative to the loss. With 8 bits a rounding that falls the other way
+moves a weight by 0.4 %, and steps multiply that; mistakes are found in fp64 (verify.py)."""
+LIMIT_S = 60.0  # a proof that would take longer than this is left to the user
+
+
+def repeat_first_steps(
+    session: Session, losses: Mapping[int, float], step_s: float | None, peak_bytes: int
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Repeat the first steps of a run without parallelism: the record for metrics.jsonl and a line for people; None where there is none.
+
+    Needs a run from its start, and more than one rank to prove anything. `losses`: of the run's steps, `step_s`: seconds of a usual one,
+    `peak_bytes`: of the fullest rank."""
+    plan, steps = session.plan, [step for step in range(1, NUM_STEPS + 1) if step in losses]
+    if plan.world == 1 or not steps or steps[0] != 1:
+        return None, None
+    alone_s = (step_s or 0.0) * plan.world * len(steps)
+    if alone_s > LIMIT_S:
+        seconds = format_seconds(alone_s)
+        return None, f"proof    left out: {len(steps)} steps in one process would take {seconds}"
+    if 2 * peak_bytes > session.memory_limit:
+        needed, limit = format_bytes(2 * peak_bytes), format_bytes(session.memory_limit)
+        return None, f"proof    left out: a second model needs {needed} of {limit}"
+    alone = single_process_losses(session.config, plan, session.spec, session.corpus, session.device, len(steps))
+    difference = max(abs(a - losses[step]) for step, a in zip(steps, alone, strict=True))
+    is_same = difference <= LOSS_LIMITS[plan.precision] * max(1.0, *alone)
+    text = f"steps 1-{steps[-1]} repeated in one process: largest difference {difference:.1g}"
+    if is_same and difference > 1e-5:
+        text += f" ({plan.precision} rounds differently in another order; in fp64 this layout is exact)"
+    verdict = "" if is_same else "  -> NOT THE SAME; please report this"
+    return {"steps": len(steps), "largest_difference": difference, "same": is_same}, f"proof    {text}{verdict}"
 
 
 def single_process_losses(

@@ -21,9 +21,10 @@ from shardwise.files import write_atomically
 from shardwise.prove.reference import Record, Trial, train_plain
 from shardwise.prove.shrink import shrink_adapter, shrink_plan, shrink_spec
 from shardwise.prove.trial import train_in_layout
+from shardwise.run.session import Session
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
-from shardwise.spec.schema import AdapterConfig, Config, OptimizerConfig
+from shardwise.spec.schema import AdapterConfig, OptimizerConfig
 
 LIMIT = 1e-9
 NUM_STEPS = 3
@@ -123,8 +124,10 @@ def _differences(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str
 # Before a run's first step ------------------------------------------------------------------------------------------
 
 
-def prove_once(config: Config, spec: ModelSpec, plan: Plan, rank: int, device: torch.device) -> str | None:
+def prove_once(session: Session) -> str | None:
     """Collective. Prove this layout unless that was done before; a line to print, or None. Raises if it does not hold."""
+    config, spec, plan = session.config, session.spec, session.plan
+    rank, device = session.ranks.rank, session.device
     if plan.world == 1 and plan.offload == "none":
         return None
     try:

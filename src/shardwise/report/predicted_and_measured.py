@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.plan.prediction.predict import Prediction
 from shardwise.report.memory import off, report_lines
 from shardwise.run.clock import KINDS
-
-CHECK_AFTER = 20  # steps of this process; a shorter run compares at its end
+from shardwise.spec.prediction import Prediction
 
 ROWS = {
     "compute": ("in the model", ("compute", "recompute", "launch")),
@@ -29,16 +27,6 @@ ROWS = {
 """Kind of the clock -> the row's name, the parts of the prediction that it answers."""
 
 Parts = Mapping[str, float]
-
-
-def typical(steps: Sequence[Parts]) -> dict[str, float]:
-    """Seconds by kind of a usual step: the mean over the middle half by length. So the kinds still add up to the step, and a step in which
-    the machine did something else does not count."""
-    ordered = sorted(steps, key=lambda parts: parts["step_s"])
-    middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
-    return {
-        key: sum(parts[key] for parts in middle) / len(middle) for key in (*(f"{kind}_s" for kind in ROWS), "step_s")
-    }
 
 
 def compare(

@@ -1,118 +1,223 @@
-"""Tells of finished steps: metrics.jsonl, events, the terminal, and the history that the closing lines are made of.
+"""Hears of a run and reports it: metrics.jsonl, plan.json, events, the terminal.
 
-A step is told when its numbers are here, which on a GPU is after the next one has been queued (loop.py). Invariant: steps are told in order,
-each once, on every rank; what is collective here (`compared`) all ranks come to between the same two steps.
+A step is reported when its numbers are here, which on a GPU is after the next one has been queued (run/trainer.py). Every rank has a
+reporter; only the first one's writes metrics and prints. Invariant: nothing here is collective.
 """
 
 from __future__ import annotations
 
-import math
+import json
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from typing import Any
 
-import torch
-
-from shardwise.data.loader import StepBatch
+from shardwise.errors import Exit
 from shardwise.memory.usage import peak_bytes
-from shardwise.plan.prediction.predict import Prediction
-from shardwise.report import lines as report
-from shardwise.report.predicted_and_measured import CHECK_AFTER
-from shardwise.report.terminal import View
-from shardwise.run.bubble_filling import Filler, side_seconds
-from shardwise.run.clock import KINDS, Lap
+from shardwise.report.header import header_lines, matmul_lines
+from shardwise.report.history import History
+from shardwise.report.memory import memory_report
+from shardwise.report.plan_file import write_plan
+from shardwise.report.predicted_and_measured import compare, comparison_lines
+from shardwise.report.summary import finished_lines, next_lines, stopped_lines, why_stopped
+from shardwise.report.terminal import LiveView
+from shardwise.report.utilization import peak_flops
+from shardwise.run.bubble_filling import Filled
+from shardwise.run.clock import KINDS
+from shardwise.run.evaluate import perplexity
 from shardwise.run.events import Events
-from shardwise.run.memory_watch import MemoryWatch
+from shardwise.run.guards import StopRequests
+from shardwise.run.listener import Ending, FinishedStep, Listener
+from shardwise.run.measured_steps import MeasuredSteps
 from shardwise.run.metrics import Metrics, expert_load
-from shardwise.run.rundir import RunDir
-from shardwise.run.step import StartedStep, StepResult
-from shardwise.spec.model import ModelSpec
-from shardwise.spec.plan import Plan
+from shardwise.run.session import Session
+from shardwise.run.setup import Setup
+
+Repeat = Callable[[Session, Mapping[int, float], float | None, int], tuple[dict[str, Any] | None, str | None]]
+"""`prove.repeat.repeat_first_steps`: of a run's losses by step, seconds of a usual step and peak bytes, the record of a proof and a
+line on it."""
 
 
-@dataclass(frozen=True)
-class Untold:
-    """A step that has been started and not been told yet."""
+class Reporter(Listener):
+    """Used as a context, which closes its files and the live view."""
 
-    step: int
-    started: StartedStep
-    lap: Lap
-    lr: float
-    batch: StepBatch
-    is_timed: bool  # nothing looked at it that takes time
+    def __init__(self, session: Session, stops: StopRequests, repeat: Repeat, view: LiveView | None = None):
+        """`repeat`: how the run's first steps are proven at its end."""
+        self.session, self.stops, self.repeat, self.history = session, stops, repeat, History()
+        unigram = session.corpus.unigram_entropy()
+        self.view = view or LiveView(session.plan.num_steps, unigram, quiet=not session.ranks.is_first)
+        self.metrics: Metrics | None = None  # of the first rank
+        self.comparison: dict[str, Any] | None = None  # predicted and measured, after the first steps
+        self.is_right = True  # False: the run's proof found that it computed something else than one process would
+        self._opened = ExitStack()
 
+    def __enter__(self) -> Reporter:
+        self._opened.enter_context(closing(self.view))
+        return self
 
-@dataclass
-class Teller:
-    run: RunDir
-    plan: Plan
-    spec: ModelSpec
-    device: torch.device
-    prediction: Prediction
-    peak_flops: float
-    done: int  # steps of earlier processes
-    view: View
-    metrics: Metrics | None
-    events: Events
-    memory: MemoryWatch
-    filler: Filler | None
-    measured: dict[str, Any] | None = None  # after CHECK_AFTER steps, beside the prediction
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
 
-    def __post_init__(self) -> None:
-        self.history, self.last = report.History(), self.done
+    def say(self, line: str) -> None:
+        self.view.say(line)
 
-    def tell(self, it: Untold) -> StepResult:
-        """Waits for the step."""
-        step, result, parts = it.step, it.started.read(), it.lap.parts()
-        line = self._line(it, result, parts)
-        if self.filler:
-            line["bubble_filled_s"] = side_seconds(it.lap.spans)
-        self.history.add(line, timed=it.is_timed)
-        self.events.record(step, it.lap)
-        self.events.record_memory(step, self.memory.curve(step), it.lap.start)
+    def started(self, setup: Setup) -> None:
+        session, config, ranks = self.session, self.session.config, self.session.ranks
+        self.setup, self.prediction = setup, setup.forecast.prediction
+        is_frozen = config.adapter.kind != "none"
+        self.peak_flops = peak_flops(session.plan.world, session.device, setup.forecast.cluster, is_frozen=is_frozen)
+        stages = [stage.index for stage in setup.engine.stages]
+        events = Events(session.run.events, ranks.rank, config.run.events_every, stages)
+        self.events = self._opened.enter_context(closing(events))
+        if not ranks.is_first:
+            return
+        write_plan(session.run, session.plan, self.prediction)
+        self._say(header_lines(setup))
+        metrics = Metrics(session.run, config.run, session.plan.to_dict(), self.say)
+        self.metrics = self._opened.enter_context(closing(metrics))
+        event = "resumed" if setup.done else "started"
+        metrics.write({"event": event, "step": setup.done, "wall_time": time.time()})
+
+    # Steps --------------------------------------------------------------------------------------------------------
+
+    def step_started(self, step: int) -> None:
+        if step == self.setup.done + 1:
+            self._say(matmul_lines(self.session.plan))
+
+    def step(self, finished: FinishedStep) -> None:
+        line = self._line(finished)
+        self.history.add(line, finished.is_timed)
+        self.events.record(finished.step, finished.lap)
+        self.events.record_memory(finished.step, finished.memory_curve, finished.lap.start)
         if self.metrics:
-            self.events.record_experts(step, result.expert_tokens)
+            self.events.record_experts(finished.step, finished.result.expert_tokens)
             self.metrics.write(line)
         self.view.step(line)
-        side_line = self.filler.after_step(step, it.lap.spans, parts["step_s"]) if self.filler else None
-        if self.metrics and side_line:
-            self.metrics.write(side_line)
-        if step == self.done + CHECK_AFTER:
-            self.compare()
-            if self.metrics and self.measured:
-                report.compared(self.view, self.run, self.plan, self.prediction, self.measured)
-        self.last = step
-        return result
+        if self.metrics and finished.side_eval:
+            self.metrics.write(finished.side_eval)
+        if finished.measured:
+            self._compare(finished.measured)
+            self._report_comparison()
 
-    def compare(self) -> None:
-        """Collective."""
-        self.measured = self.history.compared(self.prediction, self.memory, self.plan, self.device)
-
-    def _line(self, it: Untold, result: StepResult, parts: dict[str, float]) -> dict[str, Any]:
-        tokens_per_s = self.plan.tokens_per_step / parts["step_s"]
+    def _line(self, finished: FinishedStep) -> dict[str, Any]:
+        """For metrics.jsonl."""
+        plan, spec, result, parts = self.session.plan, self.session.spec, finished.result, finished.parts
+        tokens_per_s = plan.tokens_per_step / parts["step_s"]
         line: dict[str, Any] = {
-            "step": it.step,
+            "step": finished.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": it.lr,
-            "tokens": self.plan.tokens_per_step,
-            "target_tokens": it.started.num_targets,
+            "lr": finished.lr,
+            "tokens": plan.tokens_per_step,
+            "target_tokens": finished.num_targets,
             "step_s": parts["step_s"],
             "tokens_per_s": tokens_per_s,
-            "mfu": tokens_per_s * self.spec.flops_per_token(self.plan.seq_len) / self.peak_flops,
-            "peak_memory_bytes": peak_bytes(self.device),
+            "mfu": tokens_per_s * spec.flops_per_token(plan.seq_len) / self.peak_flops,
+            "peak_memory_bytes": peak_bytes(self.session.device),
             "wall_time": time.time(),
             **{f"{kind}_s": parts[f"{kind}_s"] for kind in (*KINDS, "other")},
         }
-        if self.spec.num_experts:
+        if spec.num_experts:
             line |= {"aux_loss": result.aux_loss, "z_loss": result.z_loss, **expert_load(result.expert_tokens)}
-        if self.plan.scales_loss:
+        if plan.scales_loss:
             line["scale"] = result.scale
         if result.skipped:
             line["skipped"] = True
+        if finished.filled_s is not None:
+            line["bubble_filled_s"] = finished.filled_s
         return line
 
+    def _compare(self, found: MeasuredSteps) -> None:
+        held = None if found.memory is None else memory_report(self.prediction.memory, found.memory)
+        self.comparison = compare(self.prediction, found.times, held, found.num_steps)
 
-def is_finite(result: StepResult) -> bool:
-    """A norm that is not would have made every weight of the update one that is not."""
-    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+    def _report_comparison(self) -> None:
+        if self.metrics and self.comparison:
+            write_plan(self.session.run, self.session.plan, self.prediction, self.comparison)
+            self._say(comparison_lines(self.comparison))
+
+    # Between steps ------------------------------------------------------------------------------------------------
+
+    def evaluated(self, step: int, loss: float | None) -> None:
+        if loss is None:
+            self.say("eval     nothing is held out, so there is no evaluation loss (data.validation_fraction)")
+            return
+        if self.metrics:
+            self.metrics.write({"step": step, "eval_loss": loss, "wall_time": time.time()})
+        self.say(f"eval     step {step}: held-out loss {loss:.3f}, perplexity {perplexity(loss):.2f}")
+
+    def sampled(self, text: str | None) -> None:
+        """Shown escaped, on one line."""
+        if text is not None:
+            self.say("sample   " + json.dumps(text, ensure_ascii=False))
+
+    def filled(self, step: int, found: Filled | None) -> None:
+        if found is None:
+            self.say("fill     nothing is held out, so idle slots stayed empty (data.validation_fraction)")
+            return
+        if self.metrics:
+            values = {"share": found.share, "batches": found.batches}
+            self.metrics.write({"event": "bubble_filled", "step": step, **values, "wall_time": time.time()})
+        self.say(f"fill     {_filled(found)}")
+
+    # The end ------------------------------------------------------------------------------------------------------
+
+    def stopped(self, ending: Ending) -> None:
+        if self.metrics is None:
+            return
+        if ending.is_new and ending.measured:
+            self._compare(ending.measured)
+        self.view.close()  # what follows is the last word, below the live block
+        event, why = why_stopped(ending)
+        memory = self.comparison and self.comparison["memory"]
+        about = {"event": event, "step": ending.step, "exit": int(ending.code), "why": why, "memory": memory}
+        self.metrics.write({**about, "wall_time": time.time()})
+        self._say(stopped_lines(self.session.run.path, ending))
+
+    def finished(self, ending: Ending) -> None:
+        if self.metrics is None:
+            return
+        if ending.is_new and ending.measured:
+            self._compare(ending.measured)
+        session, history = self.session, self.history
+        proof = None
+        if not self.stops.check():
+            proof, line = self.repeat(session, history.losses, history.median_step_s(), ending.peak_bytes)
+            self._say([line] if line else [])
+        self.is_right = proof is None or proof["same"]
+        unigram = session.corpus.unigram_entropy()
+        self._say(finished_lines(history, self.prediction, unigram, ending.peak_bytes))
+        self.metrics.write(
+            {
+                "event": "finished",
+                "step": session.plan.num_steps,
+                "exit": int(Exit.DONE if self.is_right else Exit.FOUND_WRONG),
+                "loss": history.losses[max(history.losses)] if history.losses else None,
+                "unigram_loss": unigram,
+                "predicted": {"step_s": self.prediction.step_s, "memory_bytes": self.prediction.memory_bytes},
+                "measured": {"step_s": history.median_step_s(), "memory_bytes": ending.peak_bytes},
+                "memory": self.comparison and self.comparison["memory"],
+                "parts": self.comparison and self.comparison["step"],
+                "where": history.parts,
+                "proof": proof,
+                "wall_time": time.time(),
+            }
+        )
+        if ending.is_new:
+            self._report_comparison()
+        self._say(next_lines(session.run.path, session.config.train, session.plan.num_steps))
+
+    def _say(self, lines: list[str]) -> None:
+        for line in lines:
+            self.say(line)
+
+
+def _filled(found: Filled) -> str:
+    """How much of its idle time a run with `parallel.fill_bubbles` has used."""
+    if not found.batches:
+        return "0 % of the bubble: no held-out micro-batch gets through all stages in the idle slots of one step"
+    text = f"filled {100 * found.share:.0f} % of the bubble with {found.batches:.3g} held-out batches"
+    if found.newest and found.newest["eval_loss"] is not None:
+        steps = f"steps {found.newest['first_step']}-{found.newest['step']}"
+        text += f"; held-out loss {found.newest['eval_loss']:.3f} over {steps}"
+    return text

@@ -30,7 +30,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
     return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
-class View:
+class LiveView:
     def __init__(self, num_steps: int, unigram: float | None, quiet: bool = False):
         self.num_steps, self.unigram, self.quiet = num_steps, unigram, quiet
         self.losses: list[float] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -16,27 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.cluster.measure.blocks import BlockTimes
 from shardwise.model.decoder import Decoder, Head
 from shardwise.model.dtypes import COMPUTED, KEPT
 from shardwise.optim.build import TakesFactor, build_optimizer
-from shardwise.plan.prediction.rank_share import tensor_slice
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import OptimizerConfig
-from shardwise.spec.split import estimated_costs
+from shardwise.spec.split import estimated_costs, tensor_slice
 
-MOST_BLOCKS = {"cpu": 8, "cuda": 1}  # on a GPU caches make no difference, and memory may be short
-MOST_NUMBERS = 2**23  # that the optimizer updates
+MAX_BLOCKS = {"cpu": 8, "cuda": 1}  # on a GPU caches make no difference, and memory may be short
+MAX_ELEMENTS = 2**23  # that the optimizer updates
 BUDGET_S, LEAST = 0.7, 3  # of each measurement: seconds, and repetitions besides the first
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    spec: ModelSpec  # whose blocks they are: a rank's slice of the model
-    plan: Plan  # one micro-batch of it in one process
-    model_s: float  # forward and backward of the whole of it
-    optimizer_s: float | None  # norm and update of so many numbers; None: not an optimizer on the device
-    numbers: int
 
 
 def block_times(
@@ -44,7 +35,7 @@ def block_times(
 ) -> BlockTimes:
     part, alone = _slice(spec, plan), _alone(plan, attention)
     # No more than a step holds at once, so that what fits does not run out of memory here.
-    count = min(-(-part.num_layers // plan.pp), MOST_BLOCKS[device.type]) if plan.recompute == "none" else 1
+    count = min(-(-part.num_layers // plan.pp), MAX_BLOCKS[device.type]) if plan.recompute == "none" else 1
     kinds = [replace(layer, index=0) for layer in part.layers]
     spread = (round(n * (part.num_layers - 1) / max(1, count - 1)) for n in range(count))
     chosen = sorted({kinds.index(kind) for kind in kinds} | (set(spread) if count > 1 else set()))
@@ -53,7 +44,7 @@ def block_times(
     costs = estimated_costs(part, alone.seq_len)[0]
     blocks = max(0.0, long - short) * sum(costs) / sum(costs[index] for index in chosen)
     shapes = [parameter.shape for parameter in chain.block(chosen[0]).parameters()]
-    shapes *= max(1, min(count, MOST_NUMBERS // sum(shape.numel() for shape in shapes)))
+    shapes *= max(1, min(count, MAX_ELEMENTS // sum(shape.numel() for shape in shapes)))
     del chain
     is_here = plan.offload == "none" and not optimizer.name.endswith("8bit")
     update = _optimizer_seconds(shapes, plan, optimizer, device) if is_here else None

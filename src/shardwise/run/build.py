@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.errors import UserError
 from shardwise.interop.transformers.spec import TransformersSpec
-from shardwise.plan.resolve.hardware import CUDA_ATTENTION
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import Config, ModelConfig
@@ -106,7 +105,10 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
 
 def check_attention(config: ModelConfig, device_type: str) -> None:
-    if config.attention in CUDA_ATTENTION and device_type != "cuda":
+    """Refuse a kernel that this kind of device does not have."""
+    from shardwise.model.attention import ON_CUDA
+
+    if config.attention in ON_CUDA and device_type != "cuda":
         why = "FlexAttention has no backward pass on a CPU" if config.attention == "flex" else "it is a kernel of CUDA"
         raise UserError(
             f"model.attention = {config.attention} needs a CUDA GPU",

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.data.corpus import Corpus
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.engine import Engine
+from shardwise.run.ranks import Ranks
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.schema import Config
+
+PROMPT_TOKENS = 12  # of held-out text, where no prompt is given
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 """New tokens (one row) in, logits of the last one out; remembers what it has seen."""
@@ -51,6 +56,22 @@ def generate_together(
         return list(_sample(forward, prompt, limit, sampling, stop, engine.mesh.device, engine.mesh.agree))
     finally:
         engine.train(True)
+
+
+def sample_text(engine: Engine, corpus: Corpus, config: Config, ranks: Ranks) -> str | None:
+    """A short continuation of a prompt, with the prompt, as training shows it. Ranks that hold only a part of the model all take part;
+    None on ranks that were not needed, and where no sample is asked for."""
+    length = config.train.sample_tokens
+    if length == 0 or (engine.is_whole and not ranks.is_first):
+        return None
+    text = config.train.sample_prompt or ("def " if config.data.source == "python" else None)
+    prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else corpus.held_out_start(PROMPT_TOKENS)
+    sampling, stop = Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator})
+    if engine.is_whole:
+        new = list(generate(engine.models[0], prompt, length, sampling, stop))
+    else:
+        new = generate_together(engine, prompt, length, sampling, stop)
+    return corpus.tokenizer.decode([*prompt, *new])
 
 
 def _limit(spec: ModelSpec, length: int) -> int:

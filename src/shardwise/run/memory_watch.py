@@ -20,7 +20,6 @@ from shardwise.memory.account import Account
 from shardwise.memory.points import CATEGORIES, OverLimit, Point, thinned
 from shardwise.memory.usage import peak_bytes, resident_bytes
 from shardwise.parallel.engine import Engine
-from shardwise.plan.prediction.memory import PROCESS_BYTES
 from shardwise.run.clock import Clock
 from shardwise.run.memory_owners import owners_of
 
@@ -38,11 +37,12 @@ class MemoryWatch:
         clock: Clock,
         steps: range,
         limit: int | None,
+        process_bytes: int,
     ):
-        """`limit`: bytes that a rank may use; None: nobody looks."""
+        """`limit`: bytes that a rank may use; None: nobody looks. `process_bytes`: what a bare process needs besides tensors."""
         self.device, self.steps = engine.mesh.device, steps
         self.account = Account(self.device, owners_of(engine, optimizer), clock)
-        self.limit, self.clock = limit, clock
+        self.limit, self.bare_process = limit, process_bytes
         self.is_compiled, self.accumulates = _compiles(engine, optimizer), engine.plan.num_microbatches > 1
         self.is_open, self.activations, self.tensors = False, 0, 0
 
@@ -54,7 +54,7 @@ class MemoryWatch:
             return
         account = self.account
         account.label(everything=True)
-        self.process = _process_bytes(self.device, sum(account.held.values()))
+        self.process = _process_bytes(self.bare_process, sum(account.held.values()))
         account.limit = None if self.limit is None else self.limit - self.process
         account.records = step == self.steps[-1] and not self.is_compiled
         account.begin()
@@ -117,8 +117,7 @@ def _compiles(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
     return engine.plan.compile != "none" or (engine.mesh.device.type == "cuda" and any(map(torch.is_tensor, rates)))
 
 
-def _process_bytes(device: torch.device, tensors: int) -> int:
-    """What the process needs besides tensors. Never more than a bare one: the holes that earlier tensors left are filled again."""
+def _process_bytes(bare: int, tensors: int) -> int:
+    """Bytes that the process needs besides tensors. Never more than a bare one: the holes that earlier tensors left are filled again."""
     resident = resident_bytes()
-    usual = PROCESS_BYTES[device.type]
-    return usual if resident is None else max(0, min(usual, resident - tensors))
+    return bare if resident is None else max(0, min(bare, resident - tensors))

@@ -1,4 +1,5 @@
-"""`micro_batch = "auto"` on every layout: small micro-batches go through the real engine, and what they take is counted.
+"""The micro-batch search (`micro_batch = "auto"`), on every layout: small micro-batches go through the real engine, and what they
+take is counted.
 
 Tokens without targets cost what real ones cost and leave no trace: no gradient, no router count, nothing for DDP to reduce. All ranks
 take part in every pass and take the smallest answer. Blocks that are to be compiled run as they are written: they keep more than compiled
@@ -6,6 +7,8 @@ ones, and are not compiled for sizes that nobody trains with. Read next: memory/
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,26 +18,22 @@ from shardwise.data.sequences import IGNORE
 from shardwise.memory.account import Account
 from shardwise.memory.micro_batch import Growth, Taken, largest_that_fits
 from shardwise.parallel.engine import Engine
-from shardwise.plan.prediction.memory import APART, predict_memory
-from shardwise.plan.resolve.resolve import micro_batch_sizes
 from shardwise.run.clock import Clock
 from shardwise.run.memory_owners import owners_of
-from shardwise.spec.plan import Plan
-from shardwise.spec.schema import Config
+from shardwise.run.planner import Planner
 
 
-def measured_micro_batch(engine: Engine, config: Config, limit: int) -> int:
-    """Collective. The largest micro-batch that fits on every rank."""
-    plan, sizes = engine.plan, micro_batch_sizes(engine.plan)
+def search_micro_batch(engine: Engine, planner: Planner, limit: int) -> int:
+    """Collective. The largest micro-batch, in sequences, that fits on every rank."""
+    plan, sizes = engine.plan, planner.micro_batch_sizes(engine.plan)
     if sizes == [1]:
         return 1
 
-    def states(cut: Plan) -> int:
-        parts = predict_memory(engine.spec, cut, config.optimizer.name, config.adapter)
-        return sum(size for name, size in parts.items() if name not in ("activations", "allocator", APART))
+    def needed_bytes(size: int, taken: Taken) -> int:
+        return planner.needed_bytes(replace(plan, micro_batch=size), taken, engine.mesh.at.pp)
 
     def choose(growth: Growth, among: list[int]) -> int:
-        return _smallest(largest_that_fits(among, engine.spec, plan, states, growth, engine.mesh.at.pp, limit), engine)
+        return _smallest(largest_that_fits(among, needed_bytes, growth, limit), engine)
 
     one = Growth(_taken(engine, 1))
     if choose(one, [2]) < 2:  # by twice the first, some rank would not have room for a second
@@ -43,7 +42,7 @@ def measured_micro_batch(engine: Engine, config: Config, limit: int) -> int:
 
 
 def _taken(engine: Engine, size: int) -> Taken:
-    """Collective. What one micro-batch takes here beyond parameters, their copies and gradients."""
+    """Collective. What one micro-batch takes here beyond parameters, their low-precision copies and gradients."""
     device = engine.mesh.device
     tokens = torch.zeros(size, engine.plan.seq_len, dtype=torch.long, device=device)
     micro = TensorBatch(tokens, torch.full_like(tokens, IGNORE), None)
@@ -52,7 +51,7 @@ def _taken(engine: Engine, size: int) -> Taken:
     with engine.as_written(), account:
         account.begin()
         before = _allocated(device)
-        engine.try_out(micro, clock)
+        engine.probe(micro, clock)
     activations = max(point.by_category()["activations"] for point in account.points)
     working = max(p.by_category()["activations"] + p.by_category()["temporary"] for p in account.points)
     unseen = 0

@@ -7,7 +7,7 @@ names, and each step as one range over all. Invariant: a run that traces nothing
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,14 +17,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.config.units import parse_steps
-from shardwise.report.terminal import View
 from shardwise.run.clock import Clock
 
 
 class Profile:
-    def __init__(self, steps: str | None, file: Path, clock: Clock, device: torch.device, view: View):
+    def __init__(self, steps: str | None, file: Path, clock: Clock, device: torch.device, say: Callable[[str], None]):
         self.steps = parse_steps(steps) if steps else range(0)
-        self.file, self.clock, self.device, self.view = file, clock, device, view
+        self.file, self.clock, self.device, self.say = file, clock, device, say
         self.running: Any = None
 
     def ends_with(self, step: int) -> bool:
@@ -49,7 +48,7 @@ class Profile:
         running.stop()
         self.file.parent.mkdir(exist_ok=True)
         running.export_chrome_trace(str(self.file))
-        self.view.say(f"trace    {self.file}, a file per rank; ui.perfetto.dev opens it and sends it nowhere")
+        self.say(f"trace    {self.file}, a file per rank; ui.perfetto.dev opens it and sends it nowhere")
 
     def _start(self) -> None:
         kinds = [ProfilerActivity.CPU]

@@ -28,6 +28,9 @@ try:
 except ImportError:  # not on Windows: there the lock file only informs
     fcntl = None  # type: ignore[assignment]
 
+FREE_TO_CHANGE = ("parallel", "memory", "speed", "comm", "run", "checkpoint")
+"""Sections of its config that do not change what a run computes; anything else needs `--allow KEY` on resume."""
+
 LOCK_PATIENCE_S = 1.0  # somebody who only looks whether a run is locked holds the lock for an instant
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -124,3 +125,20 @@ def estimated_costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], f
         for layer in spec.layers
     )
     return layers, 0.0, 6.0 * (spec.num_norm_parameters + spec.vocab * spec.hidden)
+
+
+def tensor_slice(spec: ModelSpec, tp: int) -> ModelSpec:
+    """The largest slice that one of `tp` ranks holds, as a model of its own: whole heads, some channels, some of the
+    vocabulary. Norms, routers, learned positions and the down-projections of latent attention are not cut."""
+    if tp == 1:
+        return spec
+    heads = spec.num_heads // tp
+    return replace(
+        spec,
+        num_heads=heads,
+        num_kv_heads=heads if spec.is_latent else -(-spec.num_kv_heads // tp),
+        head_dim=spec.head_dim,
+        ffn=-(-spec.ffn // tp),
+        expert_ffn=-(-spec.expert_ffn // tp),
+        vocab=-(-spec.vocab // tp),
+    )

@@ -69,15 +69,14 @@ class Pipeline:
         self.mesh, self.dtype, self.traffic = mesh, dtype, traffic
         self.num_stages = plan.pp * plan.virtual_stages
         self.owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
-        self.follow(plan)
+        self.expect(plan.num_microbatches)
 
-    def follow(self, plan: Plan) -> None:
-        """Steps of this plan from now on. It may cut its batch otherwise than the one before; the layout is the
-        same."""
-        self.plan = plan
-        self._expect(plan.num_microbatches)
+    @property
+    def plan(self) -> Plan:
+        return self.mesh.plan
 
-    def _expect(self, num_microbatches: int) -> None:
+    def expect(self, num_microbatches: int) -> None:
+        """Steps of so many micro-batches from now on."""
         plan = self.plan
         self.last_microbatch = num_microbatches - 1
         self.table: Table = schedule_actions(plan.schedule, plan.pp, plan.virtual_stages, num_microbatches)
@@ -88,15 +87,15 @@ class Pipeline:
             if action.kind in "BIW":
                 self.stages[action.stage].last_backward = action
 
-    def try_out(self, micro: Any, clock: Any) -> None:
+    def probe(self, micro: Any, clock: Any) -> None:
         """Collective. One micro-batch forward and backward through all stages. Its gradients are left for the caller
         to drop, and DDP does not see them: its buckets stay as they are."""
-        self._expect(1)
+        self.expect(1)
         self.last_microbatch = -1  # none is the last, so nothing is summed before its time
         try:
             self.train([micro], 1, clock)
         finally:
-            self._expect(self.plan.num_microbatches)
+            self.expect(self.plan.num_microbatches)
 
     def train(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
         """Forward and backward of all micro-batches; returns this rank's summed losses: cross-entropy, auxiliary, z.

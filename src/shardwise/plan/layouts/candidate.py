@@ -9,8 +9,8 @@ from typing import Any
 from shardwise.plan.layouts.effort import effort
 from shardwise.plan.layouts.parts import Grid
 from shardwise.plan.layouts.space import RECOMPUTE
-from shardwise.plan.prediction.predict import Prediction
 from shardwise.spec.plan import Plan
+from shardwise.spec.prediction import Prediction
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shardwise.plan.prediction.activations import layer_activations
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTimes
 from shardwise.plan.prediction.offloaded import host_rate
-from shardwise.plan.prediction.rank_share import RankShare, cuts_of, tensor_slice
+from shardwise.plan.prediction.rank_share import RankShare, cuts_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.state_time import StateTime
 from shardwise.plan.prediction.step_time import (
@@ -39,6 +39,7 @@ from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import SCHEDULES, splits_backward, stage_owners
+from shardwise.spec.split import tensor_slice
 
 Way = tuple[float, int, bool]
 """Seconds of a rank and of those before it; layers times micro-batches of that rank; whether it is the last, which has a head

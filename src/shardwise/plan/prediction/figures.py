@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from shardwise.config.units import format_seconds
 from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
-from shardwise.plan.prediction.predict import Prediction
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.prediction import Prediction
 
 DAY = 86400.0
 

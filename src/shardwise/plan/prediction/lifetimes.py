@@ -30,6 +30,7 @@ from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.prediction import StageMemory
 from shardwise.spec.schedules import SCHEDULES
 
 PROCESS_BYTES = {"cpu": 345 * 2**20, "cuda": 0}
@@ -54,21 +55,6 @@ END = "end of the last backward"
 
 APART = "never at once"
 """The part of a prediction that is negative: others are not full at the same moment."""
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Of one rank along the pipeline."""
-
-    parts: dict[str, int]
-    moment: str  # of the peak
-
-    @property
-    def peak(self) -> int:
-        return sum(self.parts.values())
-
-    def to_dict(self) -> dict[str, object]:
-        return {"peak": self.peak, "moment": self.moment, "parts": self.parts}
 
 
 @dataclass(frozen=True)

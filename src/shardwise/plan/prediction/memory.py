@@ -12,7 +12,7 @@ from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE as ALLOCATOR_SHA
 from shardwise.plan.prediction.lifetimes import APART as APART
 from shardwise.plan.prediction.lifetimes import LOSS_TEMPORARIES as LOSS_TEMPORARIES
 from shardwise.plan.prediction.lifetimes import PROCESS_BYTES as PROCESS_BYTES
-from shardwise.plan.prediction.lifetimes import StageMemory, activations_of, beside_adapters, rank_memory
+from shardwise.plan.prediction.lifetimes import activations_of, beside_adapters, rank_memory
 from shardwise.plan.prediction.offloaded import offloaded
 from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
 from shardwise.plan.prediction.rank_share import numbers_of as numbers_of
@@ -29,6 +29,7 @@ from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.job import WHOLE
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.prediction import StageMemory
 from shardwise.spec.schema import AdapterConfig
 
 

@@ -7,10 +7,7 @@ Read next: memory.py, step_time.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from shardwise.plan.prediction.confidence import interval, outside
-from shardwise.plan.prediction.lifetimes import StageMemory
 from shardwise.plan.prediction.memory import fullest, predict_elsewhere, predict_stages
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.step_time import step_seconds
@@ -19,45 +16,7 @@ from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
-
-
-@dataclass(frozen=True)
-class Prediction:
-    memory: dict[str, int]  # bytes per rank by category
-    step: dict[str, float]  # seconds by part
-    elsewhere: dict[str, int] = field(default_factory=dict)  # offloaded bytes per rank: host, disk
-    likely: tuple[float, float] = (1.0, 1.0)  # factors on the step between which 8 of 10 measured ones lay
-    outside: tuple[str, ...] = ()  # what of it was never measured
-    stages: tuple[StageMemory, ...] = ()  # memory of each rank along the pipeline; `memory` is that of the fullest
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(self.memory.values())
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.step.values())
-
-    @property
-    def low(self) -> float:
-        """Seconds that one step of ten goes below."""
-        return self.step_s * self.likely[0]
-
-    @property
-    def high(self) -> float:
-        return self.step_s * self.likely[1]
-
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "memory_bytes": self.memory_bytes,
-            "memory": self.memory,
-            "elsewhere": self.elsewhere,
-            "stages": [stage.to_dict() for stage in self.stages],
-            "step_s": self.step_s,
-            "step": self.step,
-            "likely": list(self.likely),
-            "outside": list(self.outside),
-        }
+from shardwise.spec.prediction import Prediction
 
 
 def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None) -> Prediction:

@@ -6,14 +6,14 @@ Invariant: with tp = pp = 1 the share is the whole model, to the last parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import SCHEDULES, owners_of, schedule_actions, splits_backward
-from shardwise.spec.split import estimated_costs
+from shardwise.spec.split import estimated_costs, tensor_slice
 from shardwise.spec.timeline import peak_in_flight
 
 
@@ -161,23 +161,6 @@ def numbers_of(layers: Sequence[LayerSpec]) -> range:
 
 
 @lru_cache(1024)
-def tensor_slice(spec: ModelSpec, tp: int) -> ModelSpec:
-    """The largest slice that one of `tp` ranks holds, as a model of its own: whole heads, some channels, some of the
-    vocabulary. Norms, routers, learned positions and the down-projections of latent attention are not cut."""
-    if tp == 1:
-        return spec
-    heads = spec.num_heads // tp
-    return replace(
-        spec,
-        num_heads=heads,
-        num_kv_heads=heads if spec.is_latent else -(-spec.num_kv_heads // tp),
-        head_dim=spec.head_dim,
-        ffn=-(-spec.ffn // tp),
-        expert_ffn=-(-spec.expert_ffn // tp),
-        vocab=-(-spec.vocab // tp),
-    )
-
-
 @lru_cache(1024)
 def _costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], float, float]:
     return estimated_costs(spec, seq_len)

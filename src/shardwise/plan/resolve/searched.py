@@ -17,13 +17,14 @@ from shardwise.config.units import format_bytes
 from shardwise.errors import UserError
 from shardwise.plan.layouts.search import fastest
 from shardwise.plan.prediction.memory import predict_elsewhere
-from shardwise.plan.prediction.predict import Prediction, predict
+from shardwise.plan.prediction.predict import predict
 from shardwise.plan.resolve.degrees import MAX_DEFAULT_CPU_RANKS
 from shardwise.plan.resolve.hardware import attention_here
 from shardwise.plan.resolve.refusal import Asked
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import job_of
 from shardwise.spec.plan import Plan
+from shardwise.spec.prediction import Prediction
 
 WORTH = 1.05
 """A layout must be predicted so much faster than the usual one, or it is not worth leaving it."""

@@ -14,8 +14,7 @@ from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.resolve.fit import Way, needed_memory, ways_to_fit
 from shardwise.plan.resolve.refusal import Asked, typed
 from shardwise.plan.resolve.resolve import plan_of
-from shardwise.run.rundir import RunDir
-from shardwise.run.start import FREE_TO_CHANGE
+from shardwise.run.rundir import FREE_TO_CHANGE, RunDir
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config

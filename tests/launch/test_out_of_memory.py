@@ -18,17 +18,19 @@ from ranks import RankPool
 from shardwise.config.load import load_config
 from shardwise.errors import Exit
 from shardwise.launch.local import start_ranks
+from shardwise.launch.out_of_memory import out_of_memory
+from shardwise.launch.start import new_run, plan_run
+from shardwise.launch.worker import run_worker
 from shardwise.memory.points import OverLimit, Point
-from shardwise.report.out_of_memory import out_of_memory
+from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
-from shardwise.run.start import make_job, new_run
 
 WORDS = [*SMALL, "train.seq_len=512", "train.steps=1", "train.sample_tokens=0", "train.micro_batch=4"]
 
 
 def prepared(limit: str, *words: str) -> RunDir:
     """A run whose config has another limit than it was planned for."""
-    run = new_run(make_job(load_config(None, [*WORDS, *words, "memory.limit=4GiB"]), None, progress=False))
+    run = new_run(plan_run(load_config(None, [*WORDS, *words, "memory.limit=4GiB"]), None, progress=False))
     text, number = re.subn(r"(?m)^limit = .*$", f'limit = "{limit}"', run.config.read_text())
     assert number == 1
     run.config.write_text(text)
@@ -39,7 +41,7 @@ def test_a_rank_over_its_limit_stops_with_a_verdict(
     workdir: Path, run_here: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = prepared("365MiB", "model.num_layers=4", "parallel.dp=1", "run.name=full")
-    assert start_ranks(run, 1, 1, None, ["--no-verify"]) == Exit.OUT_OF_MEMORY
+    assert run_worker(run, Ranks(), verify=False) == Exit.OUT_OF_MEMORY
     what, why, fix = [line for line in capfd.readouterr().err.splitlines() if line.strip()][-3:]
     assert re.match(r"error: out of memory on rank 0 in \w+ of micro-batch 0: [\d.]+ MiB of 365 MiB, .* over", what)
     assert re.match(
@@ -73,8 +75,8 @@ def test_one_full_rank_ends_the_others_too(workdir: Path, ranks: RankPool) -> No
 
 
 def test_an_error_of_the_system_is_a_verdict_too(workdir: Path) -> None:
-    job = make_job(load_config(None, [*WORDS, "parallel.dp=1"]), None, progress=False)
-    run, config = new_run(job), job.resolved.config
+    job = plan_run(load_config(None, [*WORDS, "parallel.dp=1"]), None, progress=False)
+    run, config = new_run(job), job.config
     plain = out_of_memory(MemoryError(), run, 1, config, job.plan, job.spec, 400 * 2**20)
     assert plain.code == Exit.OUT_OF_MEMORY and len(str(plain).splitlines()) == 3
     assert plain.what == "out of memory on rank 1: the system gave no more memory" and "predicted were" in plain.why

@@ -1,6 +1,7 @@
 """From a command line to a running job: resolve the config, make or find the run directory, start the ranks.
 
-Used by `train` and `resume`. Everything that can be refused is refused here, before torch is imported.
+Used by `train` and `resume`. Everything that can be refused is refused here, before torch is imported. Config, shapes and corpus are
+read once: a run of one process gets what was read here, the ranks of a larger one read the run directory (worker.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,49 +25,37 @@ from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.allocator import set_allocator
-from shardwise.launch.ranks import ranks_from_environment
 from shardwise.optim.offload.disk import check_directory
 from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.resolve.reopen import planner_origins, reopen
-from shardwise.plan.resolve.resolve import Resolved, resolve
+from shardwise.plan.resolve.resolve import resolve
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
-from shardwise.run.rundir import RunDir, create_run_dir
+from shardwise.run.ranks import Ranks, ranks_from_environment
+from shardwise.run.rundir import FREE_TO_CHANGE, RunDir, create_run_dir
+from shardwise.run.session import RunInputs
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.plan import Plan
-from shardwise.spec.schema import TrainConfig
+from shardwise.spec.schema import Config
 
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.data.corpus import Corpus
     from shardwise.spec.model import ModelSpec
 
 FIRST_WORD_S = 1.0  # torchrun ends everybody when one rank exits: the first one gets time to say why
-FREE_TO_CHANGE = ("parallel", "memory", "speed", "comm", "run", "checkpoint")
-"""Sections that do not change what a run computes; anything else needs `--allow KEY` on resume."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run that is ready to start."""
+@dataclass
+class PlannedRun(RunInputs):
+    """A run that is ready to start: its config has every `auto` resolved."""
 
-    loaded: Loaded
-    resolved: Resolved
-    spec: ModelSpec
-    corpus: Corpus
+    origins: Mapping[str, str]  # where each key of the config came from
     machine: Machine
 
-    @property
-    def plan(self) -> Plan:
-        return self.resolved.plan
 
-    def origins(self) -> dict[str, str]:
-        return self.loaded.origins | planner_origins(self.resolved.chosen)
-
-
-def make_job(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | None = None) -> Job:
-    """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result. `cluster`: a file with what was measured
-    of this machine."""
+def plan_run(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | None = None) -> PlannedRun:
+    """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result. `cluster`: a file with what was
+    measured of this machine."""
     machine = this_machine()
     if machine.gpu_problem:
         print(f"gpu      {machine.gpu_problem}; this run is on CPUs", file=sys.stderr)
@@ -77,8 +66,9 @@ def make_job(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | N
         for note in corpus.notes:
             print(f"data     {note}", file=sys.stderr)
     resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
-    check_offload_dir(resolved, spec)
-    return Job(loaded, resolved, spec, corpus, machine)
+    check_offload_dir(resolved.config, resolved.plan, spec)
+    origins = {**loaded.origins, **planner_origins(resolved.chosen)}
+    return PlannedRun(resolved.config, spec, corpus, resolved.plan, origins, machine)
 
 
 def measured_file(path: str, machine: Machine) -> ClusterSpec:
@@ -98,9 +88,8 @@ def measured_file(path: str, machine: Machine) -> ClusterSpec:
     return cluster
 
 
-def check_offload_dir(resolved: Resolved, spec: ModelSpec) -> None:
+def check_offload_dir(config: Config, plan: Plan, spec: ModelSpec) -> None:
     """What can be refused about it is refused before torch is loaded; every rank of this machine reserves its part later."""
-    plan, config = resolved.plan, resolved.config
     if plan.offload_to != "nvme":
         return
     directory = Path(plan.offload_dir)
@@ -110,13 +99,13 @@ def check_offload_dir(resolved: Resolved, spec: ModelSpec) -> None:
     check_directory(directory, needed, memory_is_fine=config.memory.offload_tmpfs)
 
 
-def new_run(job: Job) -> RunDir:
+def new_run(planned: PlannedRun) -> RunDir:
     """A run directory that is complete, or none."""
-    run = create_run_dir(job.loaded.config.run.dir, job.loaded.config.run.name, job.spec.name)
+    run = create_run_dir(planned.config.run.dir, planned.config.run.name, planned.spec.name)
     try:
-        write_run(run, job)
-        if job.corpus.tokenizer.path:
-            copy_tokenizer(job.corpus.tokenizer.path.parent, run.tokenizer)
+        write_run(run, planned)
+        if planned.corpus.tokenizer.path:
+            copy_tokenizer(planned.corpus.tokenizer.path.parent, run.tokenizer)
     except BaseException as error:
         shutil.rmtree(run.path, ignore_errors=True)
         if isinstance(error, OSError):
@@ -125,28 +114,33 @@ def new_run(job: Job) -> RunDir:
     return run
 
 
-def write_run(run: RunDir, job: Job) -> None:
-    write_config(job.resolved.config, job.origins(), run.config)
-    write_atomically(run.plan, json.dumps(job.plan.to_dict(), indent=1) + "\n")
+def write_run(run: RunDir, planned: PlannedRun) -> None:
+    write_config(planned.config, planned.origins, run.config)
+    write_atomically(run.plan, json.dumps(planned.plan.to_dict(), indent=1) + "\n")
     run.stop_request.unlink(missing_ok=True)
 
 
-def start(run: RunDir, job: Job, from_step: int | None = None, verify: bool = True) -> int:
-    """Hold the run, bring its files up to date, train."""
-    plan = job.plan
-    if plan.device == "cuda":
-        set_allocator(job.resolved.config.speed.allocator, os.environ)
+def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify: bool = True) -> int:
+    """Hold the run, bring its files up to date, train; returns the exit code. One process is this one, and reads nothing again."""
+    config = planned.config
+    if planned.plan.device == "cuda":
+        set_allocator(config.speed.allocator, os.environ)
     with run.lock():
-        write_run(run, job)
+        write_run(run, planned)
+        if planned.plan.world == 1:
+            from shardwise.launch.worker import run_worker
+
+            return run_worker(run, Ranks(), planned, from_step, verify=verify)
         from shardwise.launch.local import start_ranks
 
         options = [] if from_step is None else ["--from-step", str(from_step)]
         options += [] if verify else ["--no-verify"]
-        return start_ranks(run, plan.world, plan.threads_per_rank, job.resolved.config.comm.interface, options)
+        plan = planned.plan
+        return start_ranks(run, plan.world, plan.threads_per_rank, config.comm.interface, options)
 
 
-def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> Job:
-    """The job of an existing run, with what may change changed."""
+def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> PlannedRun:
+    """An existing run once more, with what may change changed."""
     if run.is_locked():
         run.lock()  # raises, naming the holder
     for key in allow:
@@ -175,26 +169,15 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
         )
     # The run stays where it is, wherever it was started from.
     moved = replace(loaded.config, run=replace(loaded.config.run, dir=str(run.path.parent), name=run.name))
-    return make_job(replace(loaded, config=moved), nproc, progress=sys.stdout.isatty())
+    return plan_run(replace(loaded, config=moved), nproc, progress=sys.stdout.isatty())
 
 
-def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
-    """The command that trains a finished run twice as long, by the key its length was given with."""
-    if train.tokens:
-        key, value = "train.tokens", str(2 * train.tokens)
-    elif train.epochs:
-        key, value = "train.epochs", f"{2 * train.epochs:g}"
-    else:
-        key, value = "train.steps", str(2 * num_steps)
-    return f"shardwise resume {run} --allow {key} {key}={value}"
-
-
-def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]], loaded: Loaded, *, verify: bool = True) -> int:
+def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: Loaded, *, verify: bool = True) -> int:
     """This process is one rank of a job that torchrun started: rank 0 prepares, all agree on the run directory, train."""
     set_allocator(loaded.config.speed.allocator, os.environ)
     import torch
 
-    from shardwise.run.worker import run_worker, start_process_group
+    from shardwise.launch.worker import run_worker, start_process_group
     from shardwise.spec.schema import CommConfig
 
     ranks = ranks_from_environment()
@@ -203,6 +186,7 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]], loaded: Loaded, 
     if ranks.world > 1:
         start_process_group(CommConfig(), device)
     error: UserError | None = None
+    planned: PlannedRun | None = None
     path = ""
     with ExitStack() as held:
         odd = _odd_ranks(loaded, ranks.world, device)
@@ -210,9 +194,9 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]], loaded: Loaded, 
             try:
                 if odd:
                     raise _other_config(odd)
-                run, job = prepare(ranks.world)
+                run, planned = prepare(ranks.world)
                 held.enter_context(run.lock())
-                write_run(run, job)
+                write_run(run, planned)
                 path = str(run.path.resolve())
             except UserError as problem:
                 error = problem
@@ -221,7 +205,7 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, Job]], loaded: Loaded, 
         if error is not None:
             raise error
         if path:
-            return run_worker(RunDir(Path(path)), ranks, verify=verify)
+            return run_worker(RunDir(Path(path)), ranks, planned, verify=verify)
         time.sleep(FIRST_WORD_S)
         return int(Exit.USER_MISTAKE)
 

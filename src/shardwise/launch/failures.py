@@ -1,0 +1,80 @@
+"""How a rank that cannot go on says so: a line or three to the person, the traceback to a file, the last word to metrics.jsonl."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from shardwise.errors import Exit, UserError
+from shardwise.launch.out_of_memory import out_of_memory
+from shardwise.run.ranks import Ranks
+from shardwise.run.rundir import RunDir
+from shardwise.run.session import Session
+
+NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
+"""What torch.compile says on CPUs, and triton on GPUs."""
+
+
+def fail(run: RunDir, ranks: Ranks, code: Exit, text: str) -> int:
+    """The other ranks' words go to their logs; the launcher shows them if the first rank had none of its own."""
+    print(text, file=sys.stderr, flush=True)
+    if ranks.is_first:
+        _last_word(run, code, text.splitlines()[0])
+    return int(code)
+
+
+def crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
+    """A bug of ours, or a peer that went away: the traceback goes to a file, one line to the person."""
+    lost_peer = isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error).lower()
+    code = Exit.HARDWARE if lost_peer else Exit.BUG
+    file = run.crash / f"rank{ranks.rank}.txt"
+    try:
+        file.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:
+        traceback.print_exc()
+    if ranks.is_first or not lost_peer:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = "this is a bug of shardwise"
+        if lost_peer:  # in the words of gloo and NCCL it is hard to find
+            waited = "time" in said.lower() and "out" in said.lower()
+            said = "another rank did not answer within comm.timeout" if waited else "another rank went away"
+            why = "it has ended, or is stuck"
+        print(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}", file=sys.stderr)
+        print(f"  fix  shardwise resume {run.path}", file=sys.stderr, flush=True)
+    if ranks.is_first:
+        _last_word(run, code, str(error)[:500])
+    return int(code)
+
+
+def _last_word(run: RunDir, code: Exit, why: str) -> None:
+    event = "stopped" if code in (Exit.STOPPED, Exit.INTERRUPTED) else "failed"
+    with suppress(OSError):  # the disk may be full, which is what was just said
+        run.append({"event": event, "exit": int(code), "why": why, "wall_time": time.time()})
+
+
+def ran_out_of_memory(error: BaseException, run: RunDir, ranks: Ranks, session: Session | None) -> UserError:
+    if session is None:
+        return UserError(
+            "out of memory before the run began",
+            why=str(error) or "the system gave no more memory",
+            fix=f"end what else runs on this machine, then `shardwise resume {run.path}`",
+            code=Exit.OUT_OF_MEMORY,
+        )
+    config, plan, spec = session.config, session.plan, session.spec
+    return out_of_memory(error, run, ranks.rank, config, plan, spec, session.memory_limit)
+
+
+def lacks_compiler(error: Exception) -> bool:
+    return any(sign in str(error) for sign in NO_COMPILER)
+
+
+def no_compiler(run: RunDir) -> UserError:
+    return UserError(
+        "this machine has no compiler for speed.compile",
+        why="torch.compile makes C++ on CPUs and starts its GPU kernels from C; neither g++ nor gcc is found",
+        fix=f"shardwise resume {run.path} speed.compile=none   or install g++",
+    )

@@ -1,0 +1,109 @@
+"""The first lines of a run: machine, corpus, model, plan, batch, bytes per parameter, and which kernels were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardwise.cluster.describe.machine import this_machine
+from shardwise.config.units import format_bytes, format_count, format_seconds
+from shardwise.interop.peft.targets import same_kinds
+from shardwise.optim.fused_adamw import has_kernel
+from shardwise.optim.low_bit import kept_in_fp32
+from shardwise.optim.schedule import batch_scale
+from shardwise.parallel.engine import Engine
+from shardwise.run.setup import Setup
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import AdapterConfig, Config, OptimizerConfig
+
+LARGE = 10**9  # parameters that take their time
+
+
+def weights_line(config: Config, spec: ModelSpec) -> str | None:
+    """What is said before weights are read or drawn: many take minutes, in silence otherwise; and adapters beside random weights are
+    seldom meant."""
+    is_large, path = spec.num_parameters >= LARGE, config.model.path
+    doing = f"{'reading' if path else 'drawing'} {format_count(spec.num_parameters)} parameters"
+    if path and is_large:
+        return f"weights  {doing} from {path} ..."
+    if not path and (is_large or config.adapter.kind != "none"):
+        return f"weights  {doing} at random ...; model.path starts from trained ones"
+    return None
+
+
+def header_lines(setup: Setup) -> list[str]:
+    session, engine, prediction = setup.session, setup.engine, setup.forecast.prediction
+    config, plan, spec, corpus, machine = session.config, session.plan, session.spec, session.corpus, this_machine()
+    gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
+    backend = "one process" if plan.world == 1 else ("nccl" if plan.device == "cuda" else "gloo")
+    active = f" ({format_count(spec.num_active_parameters)} active)" if spec.num_experts else ""
+    times = session.memory_limit / max(prediction.memory_bytes, 1)
+    fits = f"fits {times:.0f} times over" if times >= 2 else f"{100 / times:.0f} % of memory"
+    expected = f"{format_seconds(prediction.step_s)} per step, {format_bytes(prediction.memory_bytes)} per rank"
+    lines = [
+        f"machine  {machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus} -> {backend}",
+        f"corpus   {corpus.description}; tokenizer {corpus.tokenizer.name}",
+        f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers",
+        *_adapter_lines(config.adapter, spec),
+        f"plan     {plan.layout} {plan.precision}: {plan.reason}; {fits}",
+        f"batch    {_batch(plan)}; predicted {expected}",
+        f"states   {_states(engine, config, setup.forecast.bytes_per_parameter)}",
+    ]
+    if engine.float8:
+        lines.append(f"fp8      {engine.float8}")
+    if engine.models[0].kernel_reason:
+        lines.append(f"kernel   {engine.models[0].kernel_reason}")
+    return lines + _learning_rate_lines(config.optimizer, plan.global_batch)
+
+
+def _adapter_lines(adapter: AdapterConfig, spec: ModelSpec) -> list[str]:
+    if adapter.kind == "none":
+        return []
+    kinds, more = same_kinds(spec, adapter) if spec.is_ours else (adapter.targets, adapter.train_also)
+    beside = f"; trained whole: {', '.join(more)}" if more else ""
+    return [f"adapter  {adapter.kind}, rank {adapter.rank}, alpha {adapter.alpha:g} on {', '.join(kinds)}{beside}"]
+
+
+def _batch(plan: Plan) -> str:
+    word = ("rank" if plan.world == plan.dp else "replica") + ("s" if plan.dp > 1 else "")
+    parts = f"{plan.micro_batch} micro x {plan.num_microbatches} accumulated x {plan.dp} {word}"
+    return f"{plan.global_batch} sequences x {plan.seq_len} tokens = {parts}"
+
+
+def _states(engine: Engine, config: Config, held: Mapping[str, float]) -> str:
+    """`held`: bytes of a trained parameter by what they are for."""
+    plan, optimizer = engine.plan, config.optimizer.name
+    which = "parameter" if config.adapter.kind == "none" else "trained parameter"
+    kept = f"weights {held['weights']}" + (f" and their copies {held['copies']}" if held["copies"] else "")
+    parts = f"{kept}, gradients {held['gradients']}, {optimizer} {held['optimizer']:.3g}"
+    text = f"{sum(held.values()):.3g} bytes per {which}: {parts}"
+    if plan.copies and plan.device == "cuda" and not (optimizer in ("adamw", "adamw8bit") and has_kernel()):
+        text += "; updated a bucket at a time (one pass over all of it is for adamw and adamw8bit, "
+        text += "with Triton and a C compiler)"
+    if optimizer == "adamw8bit":
+        count, elements = kept_in_fp32(engine.locals())
+        share = elements / max(sum(p.numel() for p in engine.locals()), 1)
+        text += f"; {count} small or odd tensors ({100 * share:.2g} % of this rank's elements) keep 8"
+    return text
+
+
+def _learning_rate_lines(optimizer: OptimizerConfig, global_batch: int) -> list[str]:
+    """Where the learning rate is scaled by the size of the batch, or might be meant to be."""
+    scale, reference = batch_scale(optimizer, global_batch), optimizer.reference_batch
+    if scale != 1.0:
+        scaled = f"{optimizer.lr:g} x {scale:.3g} = {optimizer.lr * scale:.3g}"
+        return [f"lr       {scaled}: {optimizer.lr_scaling} scaling from a batch of {reference} to {global_batch}"]
+    if reference not in (None, global_batch):
+        tuned = f"{optimizer.lr:g} was tuned for a batch of {reference}, this run has {global_batch}"
+        return [f"lr       {tuned}; optimizer.lr_scaling=linear would scale it"]
+    return []
+
+
+def matmul_lines(plan: Plan) -> list[str]:
+    """What was chosen among matmul kernels; after the first step, which measures them."""
+    if plan.products != "measured":
+        return []
+    from shardwise.kernels.choose_matmul import summary  # loaded by now
+
+    found = summary()
+    return [f"kernel   {found}"] if found else []

@@ -1,0 +1,83 @@
+"""The last lines of a run: how it ended, predicted beside measured, and what to type next. Lines only; reporter.py prints them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.config.units import format_bytes, format_seconds
+from shardwise.errors import Exit
+from shardwise.report.history import History
+from shardwise.report.memory import off
+from shardwise.report.terminal import format_rate
+from shardwise.run.clock import verdict
+from shardwise.run.listener import Ending
+from shardwise.spec.prediction import Prediction
+from shardwise.spec.schema import TrainConfig
+
+
+def finished_lines(history: History, prediction: Prediction, unigram: float, peak_bytes: int) -> list[str]:
+    """`unigram`: the loss of a unigram model of the same text, in nats. `peak_bytes`: of the fullest rank."""
+    lines = []
+    if history.losses:
+        last = history.losses[max(history.losses)]
+        lines.append(f"loss     {last:.3f} at the last step; a unigram model of the same text has {unigram:.3f}")
+    held = f"{format_bytes(peak_bytes)} per rank ({off(peak_bytes, prediction.memory_bytes)})"
+    step_s = history.median_step_s()
+    if step_s is None:
+        return [*lines, f"measured {held}; too few steps to time them"]
+    rate = format_rate(history.tokens / history.parts["step_s"])
+    beside = f"{off(step_s, prediction.step_s)} against predicted"
+    return [
+        *lines,
+        f"speed    {rate} tok/s; {verdict(history.parts)}",
+        f"measured {format_seconds(step_s)} per step ({beside}), {held}",
+    ]
+
+
+def next_lines(run: Path, train: TrainConfig, num_steps: int) -> list[str]:
+    """What to do with a finished run."""
+    return [
+        f"run      {run}",
+        f'next     shardwise generate {run} --prompt "class "',
+        f"         shardwise eval {run}",
+        f"         {longer(run, train, num_steps)}",
+    ]
+
+
+def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
+    """The command that trains a finished run twice as long, by the key its length was given with."""
+    if train.tokens:
+        key, value = "train.tokens", str(2 * train.tokens)
+    elif train.epochs:
+        key, value = "train.epochs", f"{2 * train.epochs:g}"
+    else:
+        key, value = "train.steps", str(2 * num_steps)
+    return f"shardwise resume {run} --allow {key} {key}={value}"
+
+
+def why_stopped(ending: Ending) -> tuple[str, str]:
+    """The event for metrics.jsonl and its reason."""
+    if ending.overflow:
+        return "failed", f"fp16 overflows at every loss scale: {ending.overflow}"
+    return ("failed", "the loss is not a number") if ending.code == Exit.DIVERGED else ("stopped", ending.why)
+
+
+def stopped_lines(run: Path, ending: Ending) -> list[str]:
+    step, code = ending.step, int(ending.code)
+    if ending.overflow:
+        what = f"STOPPED  step {step}: fp16 overflows at every loss scale; committed"
+        return [
+            f"{what}                exit {code}, diverged",
+            f"  why    not finite first: {ending.overflow}",
+            f"  do     shardwise resume {run} memory.precision=bf16 memory.loss_scale=auto",
+        ]
+    if ending.code == Exit.DIVERGED:
+        return [
+            f"STOPPED  step {step}: the loss is not a number any more                    exit {code}, diverged",
+            "  why    usually the learning rate is too high, or the data holds something extreme",
+            f"  do     shardwise resume {run} --allow optimizer.lr optimizer.lr=…   (half of it, say)",
+            "         or run.on_nan=skip, which passes over such steps",
+        ]
+    committed = "committed" if step else "nothing to commit yet"
+    what = f"STOPPED  step {step}, by {ending.why}; {committed}"
+    return [f"{what}                              exit {code}, resumable", f"  do     shardwise resume {run}"]

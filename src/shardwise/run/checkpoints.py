@@ -1,0 +1,68 @@
+"""When a run's checkpoints are due, how one is committed, and where an earlier process left off. Read next: state.py, checkpoint/store.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from shardwise.adapters.state import adapter_state, check_base
+from shardwise.checkpoint import store
+from shardwise.config.units import parse_seconds
+from shardwise.parallel.engine import Engine
+from shardwise.run.session import Session
+from shardwise.run.state import collect_state, restore_state
+
+AUTO_CHECKPOINT_S = 300.0
+
+
+class CheckpointClock:
+    """When the next checkpoint is due: by steps, or by time."""
+
+    def __init__(self, every: int | str, done: int):
+        self.steps = every if isinstance(every, int) else None
+        self.seconds = AUTO_CHECKPOINT_S if every == "auto" else None if self.steps else parse_seconds(str(every))
+        self.last_step, self.last_time = done, time.monotonic()
+
+    def due(self, step: int) -> bool:
+        if self.steps:
+            return step > 0 and step % self.steps == 0
+        is_due = self.seconds is not None and time.monotonic() - self.last_time >= self.seconds
+        if is_due:  # said once: what is asked before the checkpoint is written is not due again
+            self.last_time = time.monotonic()
+        return is_due
+
+    def done(self, step: int) -> None:
+        self.last_step, self.last_time = step, time.monotonic()
+
+
+def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Collective. All ranks hand in their shards, the first one writes; the others meet it again at the next agreement."""
+    groups = collect_state(engine, optimizer)
+    if session.ranks.is_first:
+        state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
+        state |= adapter_state(session.config, session.spec)
+        state |= {"loss_scale": engine.scaler.to_dict()} if engine.scaler.is_active else {}
+        store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
+
+
+def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> int:
+    """Load the newest good checkpoint, if there is one; returns the number of steps already done."""
+    if session.from_step == 0:
+        if session.ranks.is_first:
+            store.abandon_after(session.run.checkpoints, 0)
+        return 0
+    checkpoint, skipped = store.newest_good(
+        session.run.checkpoints, verify=session.config.checkpoint.verify, at_step=session.from_step
+    )
+    for line in skipped:
+        say(line)
+    if checkpoint is None:
+        return 0
+    if session.from_step is not None and session.ranks.is_first:
+        store.abandon_after(session.run.checkpoints, checkpoint.step)
+    check_base(checkpoint.path, checkpoint.manifest()["state"], session.config, session.spec)
+    restore_state(engine, optimizer, checkpoint)
+    engine.scaler.restore(checkpoint.manifest()["state"].get("loss_scale", {}))
+    return checkpoint.step

@@ -1,0 +1,59 @@
+"""What a rank knows before it starts: what is trained, read once, and its own place among the ranks. No torch here.
+
+Invariant: a process has one `Plan`, and it is `RunInputs.plan`. Whoever measures a better split or micro-batch replaces it there
+(setup.py); launch, the loop and the engine's mesh refer to the same object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.run.ranks import Ranks
+from shardwise.run.rundir import RunDir
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.data.corpus import Corpus
+    from shardwise.spec.model import ModelSpec
+    from shardwise.spec.plan import Plan
+    from shardwise.spec.schema import Config
+
+
+@dataclass
+class RunInputs:
+    """Config, shapes, text and plan of a run: read or resolved once per process, then handed on."""
+
+    config: Config
+    spec: ModelSpec
+    corpus: Corpus
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank of a run."""
+
+    run: RunDir
+    inputs: RunInputs
+    ranks: Ranks
+    device: torch.device
+    memory_limit: int  # bytes that this rank may use
+    from_step: int | None = None  # resume: a certain checkpoint instead of the newest
+
+    @property
+    def config(self) -> Config:
+        return self.inputs.config
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.inputs.spec
+
+    @property
+    def corpus(self) -> Corpus:
+        return self.inputs.corpus
+
+    @property
+    def plan(self) -> Plan:
+        return self.inputs.plan

@@ -1,0 +1,99 @@
+"""One rank's part of a run, ready for its first step: engine, optimizer, loader, what an earlier process left, who watches.
+
+Set-up is also where the plan becomes final: layers per stage and sequences per micro-batch are measured here when they are left open.
+From then on nobody changes it. Invariant: `session.plan` and the engine's plan are one object.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from shardwise.data.loader import Loader
+from shardwise.optim.offload.optimizer import OffloadedOptimizer
+from shardwise.optim.schedule import learning_rate
+from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
+from shardwise.parallel.engine import Engine
+from shardwise.run.bubble_filling import held_out_filler
+from shardwise.run.build import weights_of
+from shardwise.run.checkpoints import restore
+from shardwise.run.clock import Clock
+from shardwise.run.listener import Listener
+from shardwise.run.measured_cluster import measured_cluster
+from shardwise.run.measured_split import measured_split
+from shardwise.run.memory_watch import MemoryWatch
+from shardwise.run.micro_batch_search import search_micro_batch
+from shardwise.run.planner import Planner
+from shardwise.run.profile import Profile
+from shardwise.run.session import Session
+
+
+class Setup:
+    """Collective: every rank makes one. `opened` closes what it opens."""
+
+    def __init__(self, session: Session, planner: Planner, listener: Listener, opened: ExitStack):
+        config, spec, device = session.config, session.spec, session.device
+        self.session = session
+        self.engine = _build_engine(session, planner)
+        plan = session.plan
+        measured = measured_cluster(spec, plan, config, device, bucket_bytes(plan, config.comm))
+        self.forecast = planner.forecast(plan, *measured)
+        self.optimizer = self.engine.optimizer(config.optimizer)
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            listener.say(self.optimizer.about())
+        self.learning_rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
+        self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
+        self.loader = opened.enter_context(self._open_loader())
+        self.fills_bubbles = config.parallel.fill_bubbles == "eval"
+        validation, num_batches = session.corpus.validation, config.train.eval_batches
+        self.filler = held_out_filler(self.engine, validation, num_batches) if self.fills_bubbles else None
+        self.clock = Clock(device)
+        num_watched = (1 if self.fills_bubbles else 2) if config.run.events_every else 0
+        self.watched_steps = range(self.done + 1, self.done + num_watched + 1)
+        self.memory = MemoryWatch(
+            self.engine, self.optimizer, self.clock, self.watched_steps, session.memory_limit, planner.process_bytes
+        )
+        trace = session.run.trace(session.ranks.rank)
+        self.profile = opened.enter_context(Profile(config.run.profile, trace, self.clock, device, listener.say))
+
+    def _open_loader(self) -> Loader:
+        plan = self.session.plan
+        return Loader(
+            self.session.corpus.train,
+            global_batch=plan.global_batch,
+            rows=plan.rows(self.engine.mesh.at.dp),
+            micro_batch=plan.micro_batch,
+            num_microbatches=plan.num_microbatches,
+            same_shape=plan.pp > 1,
+            first_step=self.done + 1,
+            pin_memory=self.session.device.type == "cuda",
+        )
+
+    def is_timed(self, step: int) -> bool:
+        """Whether nothing looks at this step that takes time, or the run is too short to choose."""
+        is_short = self.session.plan.num_steps - self.done <= len(self.watched_steps) + 1
+        return (step not in self.watched_steps or is_short) and step not in self.profile.steps
+
+
+def _build_engine(session: Session, planner: Planner) -> Engine:
+    """This rank's part of the model, in the final plan."""
+    config, spec, device, inputs = session.config, session.spec, session.device, session.inputs
+    if inputs.plan.pp > 1 and config.parallel.split == "auto":
+        split = measured_split(spec, inputs.plan, config.model.attention, device)
+        inputs.plan = replace(inputs.plan, split=split)
+    engine = parallelize_decoder(
+        spec,
+        inputs.plan,
+        session.ranks.rank,
+        device,
+        config.comm,
+        config.model.attention,
+        weights_of(config.model, config.train.seed),
+        adapter=config.adapter,
+        seed=config.train.seed,
+    )
+    if config.train.micro_batch == "auto":
+        size = search_micro_batch(engine, planner, session.memory_limit)
+        inputs.plan = replace(inputs.plan, micro_batch=size)
+        engine.follow(inputs.plan)
+    return engine

@@ -1,0 +1,255 @@
+"""What the loop asks for, one method per sentence of it (loop.py). Every rank has one `Trainer`; they decide nothing alone.
+
+Where results are read late (`speed.results`, the rule on GPUs), a step's numbers are waited for when the next step has been queued, so
+the device never waits for the host. Whatever looks at the model (evaluation, samples, checkpoints, the end) waits for every step
+before it. Numerics of a step are in step.py, its timing in clock.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.data.loader import StepBatch
+from shardwise.errors import Exit
+from shardwise.memory.usage import peak_bytes
+from shardwise.run import checkpoints
+from shardwise.run.agreement import Agreed, Agreement, agreed, largest, stop_votes, summed
+from shardwise.run.bubble_filling import side_seconds
+from shardwise.run.checkpoints import CheckpointClock
+from shardwise.run.clock import Lap
+from shardwise.run.evaluate import evaluate
+from shardwise.run.generate import sample_text
+from shardwise.run.guards import StopRequests
+from shardwise.run.listener import Ending, FinishedStep
+from shardwise.run.measured_steps import CHECK_AFTER, FirstSteps, MeasuredSteps
+from shardwise.run.setup import Setup
+from shardwise.run.step import StartedStep, StepResult, find_overflow, start_step
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that has been started and whose numbers were not read yet."""
+
+    step: int
+    started: StartedStep
+    lap: Lap
+    batch: StepBatch
+
+
+class Trainer:
+    def __init__(self, setup: Setup, stops: StopRequests):
+        session = setup.session
+        self.setup, self.stops, self.plan, self.config = setup, stops, session.plan, session.config
+        self.checkpoint = CheckpointClock(self.config.checkpoint.every, setup.done)
+        self.agreement = Agreement(
+            setup.loader,
+            stops,
+            self.checkpoint,
+            setup.clock,
+            done=setup.done,
+            num_steps=self.plan.num_steps,
+            is_first=session.ranks.is_first,
+            counts_targets=setup.engine.mesh.counts_targets,
+        )
+        self.ahead = 2 if self.plan.results == "late" else 1  # steps that are started before the first is read
+        self.pending: deque[PendingStep] = deque()
+        self.first_steps = FirstSteps()
+        self.measured: MeasuredSteps | None = None
+        self.last = setup.done  # the last step whose numbers are here
+        self.follows = Agreed(Exit.DONE, 0, False)  # the step that was finished last
+        self.overflow = ""  # what does not fit into fp16 at any loss scale
+
+    # Steps --------------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps to make, until they are done or all ranks agree to stop."""
+        self.stops.has_begun = True
+        self.setup.clock.begin()
+        for _ in range(self.ahead):
+            self.agreement.settle(summed(self.agreement.ask(), self.setup.session.device, self.plan))
+        self.follows = self.agreement.next()
+        for step in range(self.setup.done + 1, self.plan.num_steps + 1):
+            if self.stop:
+                return
+            yield step
+
+    @property
+    def stop(self) -> Exit:
+        """Why no step follows; DONE: nothing stands against it."""
+        return self.follows.stop
+
+    def start(self, step: int) -> None:
+        """Compute one step, or on a GPU queue it. Its one small all-reduce also settles how a later one starts."""
+        setup = self.setup
+        if setup.filler:
+            setup.filler.before_step()
+        batch = self.agreement.next_batch()
+        with setup.profile.during(step), setup.memory.during(step):
+            started = start_step(
+                setup.engine,
+                setup.optimizer,
+                batch,
+                num_targets=self.follows.num_targets,
+                lr=setup.learning_rate(step),
+                clip=self.config.train.clip,
+                clock=setup.clock,
+                skip_non_finite=self.config.run.on_nan == "skip",
+                ask=self._ask,
+            )
+        self.pending.append(PendingStep(step, started, setup.clock.lap(), batch))
+
+    def _ask(self) -> list[int]:
+        self.setup.memory.gradients_are_here()
+        return self.agreement.ask()
+
+    def results_due(self, step: int) -> Iterator[FinishedStep]:
+        """The numbers of steps that are not read yet, in order: all but the newest where they are read late, and all of them when
+        something looks at the model after this step. Ends with a step that must be the last."""
+        yield from self._read_all_but(self.ahead - 1)
+        if self.stop:
+            return
+        self.follows = self.agreement.next()
+        ends_trace = self.setup.profile.ends_with(step)
+        if self._looks_after(step) or ends_trace:
+            yield from self._read_all_but(0)
+        if ends_trace and not self.has_diverged:
+            self.setup.profile.finish()
+
+    def _looks_after(self, step: int) -> bool:
+        """Whether something after this step needs the model as it is then."""
+        looks = any(_every(every, step) for every in (self.config.train.eval_every, self.config.train.sample_every))
+        return looks or self.follows.save or bool(self.stop) or step == self.plan.num_steps
+
+    def _read_all_but(self, newest: int) -> Iterator[FinishedStep]:
+        while len(self.pending) > newest and not self.has_diverged:
+            pending = self.pending.popleft()
+            finished = self._read(pending)
+            yield finished
+            self.last = pending.step
+            self.agreement.settle(finished.result.answers)
+            self._check(pending, finished.result)
+
+    def _read(self, pending: PendingStep) -> FinishedStep:
+        """Wait for a step."""
+        step, lap, setup = pending.step, pending.lap, self.setup
+        result, parts = pending.started.read(), lap.parts()
+        is_timed, filler = setup.is_timed(step), setup.filler
+        self.first_steps.add(parts, is_timed)
+        side_eval = filler.after_step(step, lap.spans, parts["step_s"]) if filler else None
+        is_check = step == setup.done + CHECK_AFTER
+        return FinishedStep(
+            step,
+            result,
+            lap,
+            parts,
+            setup.learning_rate(step),
+            pending.started.num_targets,
+            is_timed,
+            memory_curve=setup.memory.curve(step),
+            filled_s=side_seconds(lap.spans) if filler else None,
+            side_eval=side_eval,
+            measured=self._measure() if is_check else None,
+        )
+
+    def _measure(self) -> MeasuredSteps:
+        """Collective."""
+        self.measured = self.first_steps.gather(self.setup.memory, self.setup.session.device, self.plan)
+        return self.measured
+
+    def _check(self, pending: PendingStep, result: StepResult) -> None:
+        """Collective where a loss scale is stuck. A step that is not finite is the last one, unless such steps are passed over."""
+        scaler = self.setup.engine.scaler
+        if self.config.run.on_nan != "stop":
+            return
+        if scaler.is_stuck:
+            num_targets = pending.started.num_targets
+            self.overflow = find_overflow(self.setup.engine, pending.batch, num_targets, self.setup.clock)
+            self.follows = self.follows._replace(stop=Exit.DIVERGED)
+        elif not is_finite(result) and not scaler.is_active:  # else it was passed over, and a smaller scale is tried
+            self.follows = self.follows._replace(stop=Exit.DIVERGED)
+
+    @property
+    def has_diverged(self) -> bool:
+        return self.stop == Exit.DIVERGED
+
+    # Between steps ------------------------------------------------------------------------------------------------
+
+    def evaluates(self, step: int) -> bool:
+        return self._goes_on(step) and _every(self.config.train.eval_every, step)
+
+    def evaluate(self) -> float | None:
+        """Collective. The held-out loss in nats, None where nothing is held out."""
+        engine, plan = self.setup.engine, self.plan
+        engine.train(False)
+        loss = evaluate(
+            engine.evaluate,
+            self.setup.session.corpus.validation,
+            global_batch=plan.global_batch,
+            rows=plan.rows(engine.mesh.at.dp),
+            micro_batch=plan.micro_batch,
+            num_microbatches=plan.num_microbatches,
+            same_shape=plan.pp > 1,
+            counts_targets=engine.mesh.counts_targets,
+            device=self.setup.session.device,
+            max_batches=self.config.train.eval_batches,
+            distributed=plan.world > 1,
+        )
+        engine.train(True)
+        return loss
+
+    def samples(self, step: int) -> bool:
+        return self._goes_on(step) and _every(self.config.train.sample_every, step)
+
+    def sample(self) -> str | None:
+        """Collective where ranks hold only a part of the model. A continuation in words; None on ranks that have none to tell."""
+        session = self.setup.session
+        return sample_text(self.setup.engine, session.corpus, self.config, session.ranks)
+
+    def restart_clock(self) -> None:
+        """What came between two steps is neither's time. Not where a step is queued: the device is busy, and its next step began where
+        this one ended."""
+        if not self.pending:
+            self.setup.clock.begin()
+
+    def saves(self, step: int) -> bool:
+        return self._goes_on(step) and self.follows.save
+
+    def save(self, step: int) -> None:
+        """Collective. Commit a checkpoint."""
+        checkpoints.save(self.setup.session, step, self.setup.engine, self.setup.optimizer)
+        self.checkpoint.done(step)
+
+    def _goes_on(self, step: int) -> bool:
+        """Whether something may follow this step: the last one is evaluated, sampled and saved at the run's end."""
+        return not self.has_diverged and step < self.plan.num_steps
+
+    # The end ------------------------------------------------------------------------------------------------------
+
+    def commits(self) -> bool:
+        """Whether the last step is still to be saved. Not after an update that was not finite; what overflowed was never applied."""
+        self.setup.loader.close()
+        return (not self.has_diverged or bool(self.overflow)) and self.last > self.checkpoint.last_step
+
+    def ending(self) -> Ending:
+        """Collective. How it went, over all ranks."""
+        session, is_new = self.setup.session, self.measured is None and self.last > self.setup.done
+        peak = int(largest(peak_bytes(session.device), session.device, self.plan))
+        if is_new:
+            self._measure()
+        if not self.stop:
+            votes = [*stop_votes(self.stops.check()), 0, 0]
+            self.follows = agreed(summed(votes, session.device, self.plan))
+        why = self.stops.why or "another rank's request"
+        return Ending(self.last, self.stop, why, self.overflow, peak, self.measured, is_new)
+
+
+def is_finite(result: StepResult) -> bool:
+    """A norm that is not would have made every weight of the update one that is not."""
+    return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+
+
+def _every(interval: int | None, step: int) -> bool:
+    return bool(interval) and step % interval == 0  # type: ignore[operator]
