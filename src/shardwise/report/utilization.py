@@ -6,7 +6,8 @@ import torch
 
 from shardwise.cluster.describe.here import table_name
 from shardwise.cluster.describe.machine import Gpu
-from shardwise.spec.cluster import ClusterSpec, table_device
+from shardwise.cluster.describe.table import table_device
+from shardwise.spec.cluster import ClusterSpec
 
 FROZEN_FLOPS = 2 / 3
 """Of a step's matmuls, when weights are frozen: no gradients of the weights. MFU counts what there is to compute."""
