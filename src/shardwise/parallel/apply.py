@@ -16,8 +16,8 @@
     shards.py     the table of what came out of it
     traffic.py    how each collective of all of them is timed
 
-Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights come last:
-each is drawn or read at full shape and cut to what this rank holds, one layer at a time.
+Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights
+come last: each is drawn or read at full shape and cut to what this rank holds, one layer at a time.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def parallelize_decoder(
     seed: int = 0,
     through_fsdp: bool = False,
 ) -> Engine:
-    """Collective: every rank of the job calls it. `through_fsdp`: as mixed precision would, whatever the precision is. `seed`: of
-    the adapters' first values."""
+    """Collective: every rank of the job calls it. `through_fsdp`: as mixed precision would, whatever the precision
+    is. `seed`: of the adapters' first values."""
     uses_fsdp = plan.uses_fsdp or through_fsdp
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan, comm), Traffic()

@@ -1,7 +1,8 @@
 """The engine: the model as this rank holds it, in whatever layout, behind one interface for the training loop.
 
-The loop hands in micro-batches and gets back what one process would have: the loss over all ranks, the global gradient norm,
-gradients ready for the optimizer. Which axes are at work behind it is nobody's business but apply.py's.
+The loop hands in micro-batches and gets back what one process would have: the loss over all ranks, the global
+gradient norm, gradients ready for the optimizer. Which axes are at work behind it is nobody's business but
+apply.py's.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from shardwise.spec.schema import OptimizerConfig
 
 
 class Engine:
+    """This rank's stages, and all that a step does with them. Methods that say "collective" are called by every rank
+    together."""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -67,11 +71,11 @@ class Engine:
 
     @property
     def is_whole(self) -> bool:
-        """One rank alone has all of the model."""
+        """Whether this rank alone has all of the model."""
         return self.plan.tp == self.plan.pp == self.plan.ep == 1 and not any(shard.rows for shard in self.shards)
 
     def locals(self) -> list[nn.Parameter]:
-        """What the optimizer updates. A rank may have two copies of a tied weight; both are updated alike."""
+        """What the optimizer updates. A rank may have a tied weight twice; both are updated alike."""
         return [shard.local for shard in self.shards]
 
     def optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -84,7 +88,8 @@ class Engine:
         return optimizer
 
     def stream_gradients(self, optimizer: OffloadedOptimizer) -> None:
-        """An optimizer on the CPU gets gradients while backward still runs: those to which nobody adds anything later."""
+        """Lets an optimizer on the CPU have gradients while backward still runs: those to which nobody adds anything
+        later."""
         tied = {"embed.weight"} if self.spec.tied and self.plan.pp > 1 else set()
         for stage in self.stages:
             mine = {id(parameter) for parameter in stage.model.parameters()}
@@ -117,8 +122,8 @@ class Engine:
     # One step --------------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
-        """Gradients of a whole step, summed over everybody who has a part of them, times the loss scale; returns this rank's
-        loss sums."""
+        """Collective. Forward and backward of a whole step: afterwards gradients are summed over everybody who has a
+        part of them, times the loss scale. Returns this rank's summed losses: cross-entropy, auxiliary, z."""
         self.pipeline.loss_scale = self.scaler.scale
         sums = self.pipeline.train(microbatches, num_targets, clock)
         if self.mesh.tp is not None or self.plan.pp > 1:
@@ -131,9 +136,10 @@ class Engine:
         return self._counted(sums)
 
     def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """The global gradient norm without the loss scale, and later `sums` (losses and what else there is) over all ranks: one small all-reduce. Whole
-        replicas need nobody for the norm, and the message travels while they update. The tokens that each expert got travel with
-        it: from here on every layer has its count over all ranks."""
+        """Collective. The global gradient norm (`grad_norm`) without the loss scale, and a function that waits for
+        `sums` (losses and what else there is) over all ranks: one small all-reduce. Whole replicas need nobody for
+        the norm, and the all-reduce runs while they update. The tokens that each expert got travel with it:
+        afterwards every layer has its count over all ranks."""
         squared, counts = squared_norm(self.shards).to(sums.device).view(1), self._expert_counts()
         both = torch.cat([squared, sums, counts.flatten()])
         pending = [dist.all_reduce(both, async_op=True)] if self.plan.world > 1 else []
@@ -153,22 +159,26 @@ class Engine:
         return both[0].sqrt() / self.scaler.scale, wait
 
     def factor(self, norm: Tensor, largest: float | None) -> Tensor | None:
-        """What the gradients must be multiplied by before an update; None for 1. On a GPU, looking would cost more than multiplying."""
+        """What the gradients must be multiplied by before an update, to clip them and to divide by the loss scale;
+        None for 1. On a GPU, looking would cost more than multiplying."""
         is_small = not largest or (not norm.is_cuda and float(norm) + 1e-6 <= largest)
         return None if is_small and self.scaler.scale == 1.0 else clip_factor(norm, largest, self.scaler.scale)
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
+        """All gradients, in place."""
         gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
         for dtype in {gradient.dtype for gradient in gradients}:
             torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
 
     def zero_grad(self) -> None:
+        """Drops all gradients, also those that have left the device."""
         for shard in self.shards:
             shard.forget_gradient()
 
     def first_overflow(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Overflow | None:
-        """Collective. What is not finite first when these micro-batches are computed again; gradients are gone afterwards."""
+        """Collective. What is not finite first when these micro-batches are computed again; gradients are gone
+        afterwards."""
         with self.as_written():
             found = first_overflow(
                 [(stage.index, stage.model) for stage in self.stages],
@@ -181,13 +191,14 @@ class Engine:
         return found
 
     def balance_experts(self) -> None:
-        """After `norm_and_sums`, which has summed the counts."""
+        """Moves router biases by how many tokens each expert got; after `norm_and_sums`, which has summed the
+        counts."""
         for model in self.models:
             update_router_bias(model)
 
     def _expert_counts(self) -> Tensor:
-        """Tokens of this rank by routed layer of the whole model and expert. Tensor-parallel ranks route the same tokens, unless
-        experts are spread over them."""
+        """This rank's tokens by routed layer of the whole model and expert. Tensor-parallel ranks route the same
+        tokens, unless experts are spread over them; then one of them counts."""
         counts = torch.zeros(self._num_routed, self.spec.num_experts, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.at.tp == 0 or self.plan.ep > 1:
             for row, layer in self._routed.items():
@@ -195,15 +206,15 @@ class Engine:
         return counts
 
     def _counted(self, sums: Tensor) -> Tensor:
-        """What this rank reports: tensor-parallel ranks have the same losses, but for those of routers whose tokens they share."""
+        """What this rank reports: tensor-parallel ranks have the same losses, but for those of routers whose tokens
+        they share."""
         if not self.mesh.counts_loss:
-            sums[: 1 if self.plan.ep > 1 else 3] = (
-                0.0  # in place: a list of factors would have to be waited for on a GPU
-            )
+            # In place: a list of factors would have to be waited for on a GPU.
+            sums[: 1 if self.plan.ep > 1 else 3] = 0.0
         return sums
 
     def sum_partial(self) -> None:
-        """Replicated tensors inside a tensor-parallel region have a part of their gradient on each rank."""
+        """Collective. Sums gradients of replicated tensors inside a tensor-parallel region: each rank has a part."""
         for group in {id(s.sum_over): s.sum_over for s in self.shards if s.sum_over is not None}.values():
             gradients = [g for s in self.shards if s.sum_over is group and (g := s.gradient) is not None]
             self.traffic.num_bytes += sum_tensors(
@@ -211,7 +222,7 @@ class Engine:
             )
 
     def _sum_tied(self) -> None:
-        """A tied embedding on first and last stage: two copies, one gradient."""
+        """Collective. A tied embedding is on the first and on the last stage: both get the sum of the two gradients."""
         if not self.spec.tied or self.plan.pp == 1:
             return
         gradients = [shard.gradient for shard in self.shards if shard.name == "embed.weight"]
@@ -227,16 +238,19 @@ class Engine:
     # Without training ------------------------------------------------------------------------------------------------
 
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
-        """Loss sums of this rank; add them up over all ranks."""
+        """Collective. This rank's summed losses without gradients; the caller adds them up over all ranks."""
         return self._counted(self.pipeline.evaluate(microbatches))
 
     def logits(self, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
+        """Collective. Logits of the last token of every row, on every rank."""
         return self.pipeline.logits(tokens_BT, caches)
 
     def new_caches(self, max_len: int) -> dict[int, KeyValueCache]:
+        """Empty key-value caches for `max_len` tokens, by stage."""
         return self.pipeline.new_caches(max_len)
 
     def train(self, mode: bool = True) -> None:
+        """As `nn.Module.train`, for all stages."""
         for model in self.models:
             model.train(mode)
 

@@ -1,9 +1,9 @@
 """The mesh: where this rank stands in the grid of ranks, and the process groups along its lines.
 
-Ranks are numbered with tensor parallelism innermost, so that its many small messages stay on the fastest links, then context
-parallelism, shards, replicas and pipeline stages (`Plan.coordinates`). Experts are a second view of the ranks of a stage: `ep`
-neighbours share them out, and those at the same place of each such row hold the same ones. Built once from the plan; its layout
-never changes afterwards. A line of length one has no group: nobody talks there.
+Ranks are numbered with tensor parallelism innermost, so that its many small collectives stay on the fastest links,
+then context parallelism, shards, replicas and pipeline stages (`Plan.coordinates`). Experts are a second view of the
+ranks of a stage: `ep` neighbours share them out, and those at the same place of each such row hold the same ones.
+Built once from the plan; its layout never changes afterwards. A line of length one has no group: nobody talks there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class ExpertMesh:
 
 @dataclass(eq=False)
 class Mesh:
+    """One rank's place, and the group along each line through it; None where the line has one rank."""
+
     plan: Plan  # the one of this process; `Engine.follow` puts another cut of the batch in its place
     rank: int
     at: Coordinates
@@ -52,7 +54,7 @@ class Mesh:
     same_kv: Group = None  # tensor-parallel ranks that hold the same key-value heads
     ends: Group = None  # first and last stage, when a tied embedding lives on both
     fsdp: DeviceMesh | None = None  # (replicate, shard) for FSDP2
-    lanes: tuple[Group, ...] = ()  # CUDA: one pipeline group per kind and direction of message, see pipeline.py
+    lanes: tuple[Group, ...] = ()  # CUDA: one pipeline group per kind and direction, see pipeline/send_receive.py
 
     @property
     def is_alone(self) -> bool:
@@ -60,21 +62,21 @@ class Mesh:
 
     @property
     def counts_loss(self) -> bool:
-        """Tensor-parallel ranks compute the same losses; one of them reports."""
+        """Whether this rank reports its losses: tensor-parallel ranks compute the same ones."""
         return self.at.tp == 0
 
     @property
     def counts_targets(self) -> bool:
-        """Of the ranks that work on the same rows, one counts them."""
+        """Whether this rank counts its rows' targets: of the ranks that work on the same rows, one does."""
         return self.at.tp == self.at.cp == self.at.pp == 0
 
     @property
     def state_index(self) -> int:
-        """Whose rows ZeRO gives to this rank."""
+        """The number of this rank among those that share a replica's states by ZeRO."""
         return self.at.shard * self.plan.cp + self.at.cp
 
     def agree(self, value: int) -> int:
-        """Rank 0's value, on every rank."""
+        """Collective. Rank 0's value, on every rank."""
         if self.plan.world == 1:
             return value
         tensor = torch.tensor([value], device=self.device)
@@ -87,8 +89,8 @@ class Mesh:
 
 
 def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.device, *, fsdp: bool) -> Mesh:
-    """Collective: every rank of the job calls it at the same time. `fsdp`: FSDP2 will need its mesh. `spec`: None for a module
-    that is not cut, only replicated and sharded."""
+    """Collective: every rank of the job calls it at the same time. `fsdp`: FSDP2 will need its mesh. `spec`: None for
+    a module that is not cut, only replicated and sharded."""
     check_torch()
     at = plan.coordinates(rank)
     if plan.world == 1 and not fsdp:
@@ -131,7 +133,7 @@ def _start_alone(plan: Plan, device: torch.device) -> None:
 
 
 def _own_group(members: list[list[int]], rank: int) -> Group:
-    """Groups are made by all ranks together, in the same order; each keeps its own."""
+    """Collective. The group that has this rank. All ranks make all groups, in the same order."""
     made = [(ranks, dist.new_group(ranks)) for ranks in members]
     return next((group for ranks, group in made if rank in ranks), None)
 

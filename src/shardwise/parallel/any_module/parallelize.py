@@ -147,8 +147,8 @@ def _check(module: nn.Module, plan: Plan, world: int, blocks: str) -> None:
         if len(owners[id(parameter)]) > 1:
             raise UserError(
                 f"{name} is tied to a weight of another block, or outside of the blocks",
-                why="a block's parameters are gathered and dropped together: ties are possible within a block or outside of "
-                "all",
+                why="a block's parameters are gathered and dropped together: ties are possible within a block or "
+                "outside of all",
                 fix="a layout with zero=0, in fp32",
             )
 

@@ -1,11 +1,13 @@
-"""Mixed precision on one rank without FSDP2: 16-bit copies of fp32 weights that stay between steps.
+"""Mixed precision on one rank without FSDP2: low-precision weights beside fp32 master weights, which stay between
+steps.
 
     parameter          what the model computes with, in 16 bits
     parameter.master   the weight itself, in fp32: `Shard.local`, what the optimizer updates and checkpoints hold
 
-With one micro-batch per step a gradient is autograd's own, 16 bits wide, on the copy. With several, each is added to `master.grad` in fp32 as
-soon as it is there and then dropped: the same sums that FSDP2 makes. Invariant: a copy is its master, rounded. Whoever writes a master
-writes the copy: `Shard.put`, and the update (optim/fused_adamw.py, optim/master_weights.py). What is frozen has no master.
+With one micro-batch per step a gradient is autograd's own, 16 bits wide, on the low-precision weight. With several,
+each is added to `master.grad` in fp32 as soon as it is there and then dropped: the same sums that FSDP2 makes.
+Invariant: a low-precision weight is its master, rounded. Whoever writes a master writes it too: `Shard.put`, and the
+update (optim/fused_adamw.py, optim/master_weights.py). What is frozen has no master.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from shardwise.parallel.data.replicas import DataParallelWrapper
 
 
 class LowPrecisionWeights(DataParallelWrapper):
+    """The wrapper of a model that has both, on one rank."""
+
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, join: bool = False):
-        """`model` has its weights. One after the other, so that nothing is ever there but the fp32 weights and their copies. `join`: those
-        of experts that one product reads lie side by side."""
+        """`model` has its weights. One after the other, so that nothing is ever there but the fp32 weights and their
+        copies. `join`: those of experts that one product reads lie side by side."""
         super().__init__(model)
         self._adds = False  # this step has several micro-batches
         self._is_hooked = False

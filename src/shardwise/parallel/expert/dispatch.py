@@ -1,11 +1,17 @@
 """Expert parallelism: every rank has some of the experts, whole, and tokens travel to the experts they chose and back.
 
-Owns the exchange of rows and the rewiring of a decoder's mixture-of-experts layers. Routing stays where the tokens are; shared
-experts stay where they were. Invariants: every chosen expert gets its row, nothing is dropped or padded; rows reach an expert
-ordered by rank and then by token, so results do not depend on timing; ranks without a row take part in every exchange. GShard,
-arXiv 2006.16668 section 3; no capacity limit. Read next: `model/experts.py`, `mesh.py` (who stands where).
+Owns the exchange of rows and the rewiring of a decoder's mixture-of-experts layers. Routing stays where the tokens
+are; shared experts stay where they were. Invariants: every chosen expert gets its row, nothing is dropped or padded;
+rows reach an expert ordered by rank and then by token, so results do not depend on timing; ranks without a row take
+part in every exchange. GShard, arXiv 2006.16668 section 3; no capacity limit. Read next: model/experts.py, mesh.py
+(who stands where).
 
-Shapes: D model width, E experts, P ranks that share them, L = E/P experts of a rank, M rows before and R rows after an exchange.
+    split    the experts of every mixture layer, whole ones, over P ranks
+    held     L = E/P experts and their optimizer state; all other parameters as without expert parallelism
+    sent     per mixture layer and pass: the counts of rows, then two all-to-alls of the rows themselves
+
+Shapes: D model width, E experts, P ranks that share them, L = E/P experts of a rank, M rows before and R rows after
+an exchange.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from shardwise.parallel.traffic import Traffic, Wait, unseen
 
 
 class SpreadExperts(Experts):
-    """This rank's experts, in the place of all of them: takes rows for any expert, gives back their results."""
+    """This rank's experts, in the place of all of them: takes rows for any expert, returns their results."""
 
     def __init__(self, experts: Experts, group: Group, wait: Wait = unseen):
         nn.Module.__init__(self)
@@ -70,8 +76,8 @@ def sequence_sum(mesh: Mesh, tp: TensorParallel | None, wait: Wait = unseen) -> 
 
 
 def _part_of_losses(tp: TensorParallel) -> Callable[..., Any]:
-    """Every tensor-parallel rank reports its part of the router's losses. In a pass that does not split the tokens all of them
-    have computed the whole."""
+    """Every tensor-parallel rank reports its part of the router's losses. In a pass that does not split the tokens
+    all of them have computed the whole."""
 
     def hook(layer: MixtureOfExperts, args: Any, result: tuple[Tensor, Routing | None]) -> Any:
         out_BTD, routing = result
@@ -96,12 +102,12 @@ class Trip(NamedTuple):
 
 
 def plan_trip(counts_E: Tensor, group: Group, wait: Wait = unseen) -> Trip:
-    """Collective: ranks tell each other how many rows come for each expert."""
+    """Collective. Ranks exchange how many rows come for each expert."""
     leaving_PL = counts_E.view(group.size(), -1)
     coming_PL = torch.empty_like(leaving_PL)
     with wait("all-to-all", coming_PL.nbytes):
         dist.all_to_all_single(coming_PL, leaving_PL, group=group)
-    sent, received = torch.stack((leaving_PL.sum(1), coming_PL.sum(1))).tolist()  # on a GPU: the one wait for numbers
+    sent, received = torch.stack((leaving_PL.sum(1), coming_PL.sum(1))).tolist()  # on a GPU: the one wait for values
     experts_PL = torch.arange(coming_PL.shape[1], device=counts_E.device).expand_as(coming_PL)
     experts_R = experts_PL.flatten().repeat_interleave(coming_PL.flatten(), output_size=sum(received))
     by_expert_R = experts_R.argsort(stable=True)
@@ -109,7 +115,7 @@ def plan_trip(counts_E: Tensor, group: Group, wait: Wait = unseen) -> Trip:
 
 
 def exchange(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:
-    """Rows to the ranks they are for; backward sends the gradients the way back."""
+    """Collective. Sends rows to the ranks they are for; backward sends the gradients the way back."""
     return _Exchange.apply(x, received, sent, group, wait)
 
 
@@ -125,6 +131,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:
+    """Collective. The rows that come from each rank, in rank order; `sent` and `received` count rows by rank."""
     out = x.new_empty(sum(received), *x.shape[1:])
     x = x.contiguous()
     with wait("all-to-all", out.nbytes):

@@ -1,10 +1,14 @@
 """Tensor and sequence parallelism: every rank holds a slice of each matrix, and explicit borders join the results.
 
-Owns which rank holds what (`placement`) and the rewiring of a plain decoder (`apply_tensor_parallel`). Parameters stay
-ordinary local tensors under their global names, so whatever comes after (recomputation, sharding, optimizers) sees a smaller
-plain model. Invariant: matrices that begin a region are cut by output (whole heads, feed-forward channels), those that end
-it by input; everything else is whole on every rank. Megatron-LM, arXiv 1909.08053 section 3; sequence parallelism,
-arXiv 2205.05198 section 4.2.2. Read next: `regions.py`, then `vocab.py`.
+Owns which rank holds what (`placement`) and the rewiring of a plain decoder (`apply_tensor_parallel`). Parameters
+stay ordinary local tensors under their global names, so whatever comes after (recomputation, sharding, optimizers)
+sees a smaller plain model. Invariant: matrices that begin a region are cut by output (whole heads, feed-forward
+channels), those that end it by input; everything else is whole on every rank. Megatron-LM, arXiv 1909.08053 section
+3; sequence parallelism, arXiv 2205.05198 section 4.2.2. Read next: collectives.py, then vocabulary.py.
+
+    split    attention by whole heads, feed-forward layers by channels, embedding and head by rows of the vocabulary
+    held     1/P of those matrices, their gradients and optimizer state; norms and routers whole
+    sent     collectives at the borders (collectives.py); gradients of what is whole inside of regions, once per step
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ class Slice:
 
 
 class Placement(NamedTuple):
-    """`replicas` neighbouring ranks hold the same elements; if `partial`, their gradients are parts that must be summed."""
+    """`replicas` neighbouring ranks hold the same elements; if `partial`, their gradients are parts that must be
+    summed."""
 
     slice: Slice | None  # None: the whole tensor
     replicas: int
@@ -52,7 +57,8 @@ class Placement(NamedTuple):
 def placement(
     spec: ModelSpec, name: str, tp: int, index: int, sequence: bool, ep: int = 1, expert_index: int = 0
 ) -> Placement:
-    """Of the parameter or buffer with this global name, on rank `index` of `tp`, with the experts of rank `expert_index` of `ep`."""
+    """Where the parameter or buffer with this global name is, on rank `index` of `tp`, with the experts of rank
+    `expert_index` of `ep`."""
     if ep > 1 and ".experts." in name:
         return Placement(Slice(0, *share(spec.num_experts, ep, expert_index)), 1, False)
     if tp == 1:
@@ -206,7 +212,8 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
         feedforward.register_forward_pre_hook(enter_first)
         feedforward.register_forward_hook(partial(_leave_experts, tp))
         return
-    # Experts that are spread take tokens from wherever they are; the shared ones are a feed-forward part like any other.
+    # Experts that are spread take tokens from wherever they are; the shared ones are a feed-forward part like any
+    # other.
     dense = feedforward.shared if isinstance(feedforward, MixtureOfExperts) else feedforward
     if dense is not None:
         dense.register_forward_pre_hook(enter_first)

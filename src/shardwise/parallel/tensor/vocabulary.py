@@ -1,9 +1,13 @@
 """The vocabulary split over tensor-parallel ranks: embedding, head and cross-entropy, each rank with its own rows.
 
-Invariant: during training no rank ever holds a token's logits for the whole vocabulary; three numbers per token (largest
-logit, sum of exponentials, the target's logit) meet instead; of a fused loss two, the first ones as one. Ids outside the
-vocabulary fail as they do on one device.
-Read next: `regions.py`, and `model/loss.py` for what is computed.
+Invariant: during training no rank ever holds a token's logits for the whole vocabulary; three values per token
+(largest logit, sum of exponentials, the target's logit) are reduced instead; of a fused loss two, the first ones as
+one. Ids outside the vocabulary fail as they do on one device. Read next: collectives.py, and model/loss.py for what
+is computed.
+
+    split    rows of embedding and head
+    held     V rows of each, and logits for V entries of the vocabulary
+    sent     the values above, per token; embedding's output as at the end of any region
 
 Shapes: B batch, T tokens, N = B*T, D model width, V this rank's rows of the vocabulary.
 """
@@ -87,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows_N, is_elsewhere_N = find_rows(targets_N.masked_fill(~is_target_N, 0), vocab, tp)
         # 1. The largest logit of each token, so that no exponential overflows.
         largest_N = all_reduce(logits_NV.amax(-1).to(work), tp.group, dist.ReduceOp.MAX, tp.wait)
-        # 2. Sum of exponentials and the target's logit, which one rank has, in one message.
+        # 2. Sum of exponentials and the target's logit, which one rank has, in one all-reduce.
         exp_NV = (logits_NV - largest_N[:, None]).exp_()  # 16-bit logits become fp32 here, without a copy of their own
         own_N = logits_NV.gather(1, rows_N[:, None])[:, 0].to(work).masked_fill(is_elsewhere_N, 0)
         sum_N, target_N = all_reduce(torch.stack((exp_NV.sum(-1), own_N)), tp.group, wait=tp.wait)
