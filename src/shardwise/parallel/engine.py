@@ -27,6 +27,7 @@ from shardwise.optim.offload.nvme_model import NvmeModel
 from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.overflow import Overflow, first_overflow
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import forward_only
 from shardwise.parallel.pipeline.execute import Pipeline, Stage
 from shardwise.parallel.shards import shards_of, squared_norm, sum_tensors
 from shardwise.parallel.traffic import Traffic
@@ -239,15 +240,15 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """Collective. This rank's summed losses without gradients; the caller adds them up over all ranks."""
-        return self._counted(self.pipeline.evaluate(microbatches))
+        return self._counted(forward_only.evaluate(self.pipeline, microbatches))
 
     def logits(self, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
         """Collective. Logits of the last token of every row, on every rank."""
-        return self.pipeline.logits(tokens_BT, caches)
+        return forward_only.logits(self.pipeline, tokens_BT, caches)
 
     def new_caches(self, max_len: int) -> dict[int, KeyValueCache]:
         """Empty key-value caches for `max_len` tokens, by stage."""
-        return self.pipeline.new_caches(max_len)
+        return forward_only.new_caches(self.pipeline, max_len)
 
     def train(self, mode: bool = True) -> None:
         """As `nn.Module.train`, for all stages."""

@@ -7,6 +7,12 @@ micro-batches (docs/axes/pipeline.md).
 
     F  forward          B  whole backward          I  backward towards the inputs          W  gradients of the weights
     E  forward of a held-out micro-batch, in a slot that would be idle: `side` of a step, see run/bubble_filling.py
+
+    split    the layers, in stages; a rank has one or several
+    held     its stages' parameters, and activations of as many micro-batches as the schedule has under way
+    sent     activations up and gradients down at each border between stages (send_receive.py)
+
+Read next: forward_only.py for passes without backward.
 """
 
 from __future__ import annotations
@@ -17,10 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder, Hidden, Losses
 from shardwise.parallel.data.replicas import DataParallelWrapper
 from shardwise.parallel.mesh import Mesh
@@ -28,12 +32,15 @@ from shardwise.parallel.pipeline.send_receive import PointToPoint, StageTensor, 
 from shardwise.parallel.pipeline.split_backward import Todo, deferring, finish
 from shardwise.parallel.traffic import Traffic
 from shardwise.spec.actions import NAMES, Action
+from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import schedule_actions, stage_owners
 
 
 @dataclass
 class Stage:
+    """Consecutive layers that this rank has, and what runs them."""
+
     index: int
     model: Decoder
     wrapper: DataParallelWrapper
@@ -60,6 +67,8 @@ class Side:
 
 
 class Pipeline:
+    """This rank's stages and its list of actions."""
+
     side: Side | None = None  # of the next step
     loss_scale = 1.0  # gradients come out as many times too large (optim/loss_scaling.py)
 
@@ -105,7 +114,7 @@ class Pipeline:
         side, self.side = self.side, None
         table = side.table if side else self.table
         actions = table[self.mesh.at.pp]
-        p2p = self._point_to_point(table, microbatches[0].tokens.shape)
+        p2p = self.point_to_point(table, microbatches[0].tokens.shape)
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
         passes: dict[tuple[int, int], _Pass] = {}
         for number, action in enumerate(actions):
@@ -122,7 +131,7 @@ class Pipeline:
                     handed_on = self._held_out(stage, action, side, received)
                 elif action.kind == "F":
                     done = passes[key] = self._forward(stage, action, microbatches[action.microbatch], received)
-                    sums += _loss_sums(done.output)
+                    sums += loss_sums(done.output)
                     handed_on = done.output.x_BTD.detach() if isinstance(done.output, Hidden) else None
                 elif action.kind == "W":
                     finish(passes.pop(key).todo)
@@ -179,6 +188,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _held_out(self, stage: Stage, action: Action, side: Side, received: Tensor | None) -> Tensor | None:
+        """Forward of a held-out micro-batch; returns what the next stage needs."""
         micro = side.microbatches[action.microbatch]
         stage.model.training = False  # router counts are training's; no other part looks at it, so none need be told
         output = stage.wrapper.forward(micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=received)
@@ -188,68 +198,17 @@ class Pipeline:
         side.losses[action.microbatch] = output.cross_entropy
         return None
 
-    # Forward only ----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
-        """Summed losses of this rank without training."""
-        table = forward_table(self.owners, self.plan.pp, len(microbatches))
-        p2p = self._point_to_point(table, microbatches[0].tokens.shape)
-        sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        for action in table[self.mesh.at.pp]:
-            micro, needed = microbatches[action.microbatch], needed_by(action, self.num_stages)
-            x_BTD = p2p.receive(needed) if needed else None
-            output = self.stages[action.stage].model(
-                micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD
-            )
-            sums += _loss_sums(output)
-            if sent := sent_by(action, self.num_stages):
-                p2p.send(sent, output.x_BTD)
-        p2p.flush()
-        return sums
-
-    @torch.no_grad()
-    def logits(self, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
-        """Logits of the last token of every row, on every rank of the pipeline."""
-        x_BTD: Any = None
-        for index, owner in enumerate(self.owners):
-            if index and owner != self.owners[index - 1]:
-                x_BTD = self._hand_over(x_BTD, self.owners[index - 1], owner, tokens_BT)
-            if owner == self.mesh.at.pp:
-                output = self.stages[index].model(tokens_BT, cache=caches[index], x_BTD=x_BTD)
-                x_BTD = output.x_BTD if isinstance(output, Hidden) else output
-        logits_BV = x_BTD[:, -1].float() if self.owners[-1] == self.mesh.at.pp else None
-        if self.mesh.pp is None:
-            assert logits_BV is not None
-            return logits_BV
-        if logits_BV is None:
-            logits_BV = torch.empty(tokens_BT.shape[0], self._any_model().spec.vocab, device=self.mesh.device)
-        dist.broadcast(logits_BV, self.mesh.stage_rank(self.owners[-1]), group=self.mesh.pp)
-        return logits_BV
-
-    def new_caches(self, max_len: int) -> dict[int, KeyValueCache]:
-        return {index: KeyValueCache(max_len) for index in self.stages}
-
-    def _hand_over(self, x_BTD: Tensor | None, sender: int, receiver: int, tokens_BT: Tensor) -> Tensor | None:
-        if sender == self.mesh.at.pp:
-            assert x_BTD is not None
-            dist.send(x_BTD.contiguous(), self.mesh.stage_rank(receiver), group=self.mesh.pp)
-        elif receiver == self.mesh.at.pp:
-            x_BTD = torch.empty(
-                *tokens_BT.shape, self._any_model().spec.hidden, dtype=self.dtype, device=self.mesh.device
-            )
-            dist.recv(x_BTD, self.mesh.stage_rank(sender), group=self.mesh.pp)
-        return x_BTD
-
     # Small parts -----------------------------------------------------------------------------------------------------
 
-    def _any_model(self) -> Decoder:
-        return next(iter(self.stages.values())).model
+    @property
+    def spec(self) -> ModelSpec:
+        return next(iter(self.stages.values())).model.spec
 
-    def _point_to_point(self, table: Table, shape_BT: Sequence[int]) -> PointToPoint:
+    def point_to_point(self, table: Table, shape_BT: Sequence[int]) -> PointToPoint:
+        """The sends and receives of one pass through a table, with micro-batches of this shape."""
         batch, tokens = shape_BT
         tokens //= self.plan.cp * (self.plan.tp if self.plan.sequence else 1)
-        shape = (batch, tokens, self._any_model().spec.hidden)
+        shape = (batch, tokens, self.spec.hidden)
         return PointToPoint(self.mesh, table, self.owners, shape, self.dtype)
 
     def _receive(self, p2p: PointToPoint, needed: StageTensor, clock: Any, action: Action) -> Tensor:
@@ -274,19 +233,7 @@ WHAT = {"x": "activations", "g": "gradients", "e": "held-out activations"}
 LAST_SENDS = "last messages"  # the name of its span in event files
 
 
-def forward_table(owners: tuple[int, ...], pp: int, num_microbatches: int) -> Table:
-    """Each micro-batch through all stages: what evaluation runs."""
-    return tuple(
-        tuple(
-            Action("F", stage, micro)
-            for micro in range(num_microbatches)
-            for stage, owner in enumerate(owners)
-            if owner == rank
-        )
-        for rank in range(pp)
-    )
-
-
-def _loss_sums(output: Losses | Hidden) -> Tensor:
+def loss_sums(output: Losses | Hidden) -> Tensor:
+    """Summed losses of one pass through a stage, in fp64: cross-entropy (of a last stage), auxiliary, z."""
     cross_entropy = output.cross_entropy if isinstance(output, Losses) else torch.zeros_like(output.aux)
     return torch.stack([part.detach().double() for part in (cross_entropy, output.aux, output.z)])
