@@ -114,7 +114,7 @@ def test_a_damaged_gzip_file(refused, workdir):
     assert "is damaged" in refused("data", "prepare", "bad.jsonl.gz", "--out", "tokens")
 
 
-# Token shards ----------------------------------------------------------------------------------------------------------
+# Token shards --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_an_index_that_describes_nothing(refused, tokens, key):
     refused("data", "show", "tokens")
 
 
-# Models ----------------------------------------------------------------------------------------------------------------
+# Models --------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_preset(refused):
@@ -201,7 +201,7 @@ def test_a_directory_without_weights(refused, workdir, model_directory):
     assert "no weights in model" in refused("convert", "model", "--to", "hf", "--out", "converted")
 
 
-# Disks and run directories ---------------------------------------------------------------------------------------------
+# Disks and run directories -------------------------------------------------------------------------------------------
 
 
 def test_no_disk_space_for_a_checkpoint(run_here, capsys, workdir):
@@ -265,7 +265,7 @@ def test_a_damaged_run_does_not_hide_the_others(run_here, capsys, workdir, model
     assert run_here("watch", "bad") == Exit.DONE
 
 
-# Words on the command line ---------------------------------------------------------------------------------------------
+# Words on the command line -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_no_compiler_is_no_bug_of_ours(monkeypatch, tmp_path):
     assert "resume runs/plain speed.compile=none" in done.stdout and "bug" not in done.stdout
 
 
-# Ctrl-C ----------------------------------------------------------------------------------------------------------------
+# Ctrl-C --------------------------------------------------------------------------------------------------------------
 
 
 def wait_until(what: str, happened: Callable[[], object], process: subprocess.Popen, deadline_s: float = 180.0) -> None:

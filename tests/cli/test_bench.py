@@ -37,7 +37,8 @@ def test_collectives_join_the_file_that_is_there(tmp_path, capsys):
         return
     path = tmp_path / "cluster.toml"
     path.write_text(
-        'name = "own"\nnodes = 1\nper_node = 2\n[device]\nname = "cpu"\nkind = "cpu"\nmemory = "1GB"\nbandwidth = "1GB/s"\n'
+        'name = "own"\nnodes = 1\nper_node = 2\n[device]\nname = "cpu"\nkind = "cpu"\nmemory = "1GB"\nbandwidth = '
+        '"1GB/s"\n'
         'flops = { fp32 = 1e10 }\n[[tier]]\nbandwidth = "1GB/s"\n[machine]\ncpu = "mine"\n'
     )
     if machine.gpus:

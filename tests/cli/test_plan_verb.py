@@ -1,4 +1,5 @@
-"""`shardwise plan` as a stranger types it: a table and files that train takes, answers to what-ifs, three lines for mistakes."""
+"""`shardwise plan` as a stranger types it: a table and files that train takes, answers to what-ifs, three lines for
+mistakes."""
 
 from __future__ import annotations
 

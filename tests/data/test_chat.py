@@ -49,7 +49,8 @@ def test_rendering_equals_transformers(bpe, tokenizer_dir, chatml, headers):
 
 def test_generation_blocks_decide_when_the_template_has_them(bpe):
     marked = (
-        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% "
+        "endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     )
     template = ChatTemplate(marked, bpe.special_strings, origin="test")
@@ -73,13 +74,17 @@ def test_prompt_is_where_the_answer_begins(chatml):
 
 def test_template_whose_turn_ends_in_a_newline_trains_that_newline():
     tokenizer = ByteTokenizer()
-    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    plain = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}{% if add_generation_prompt "
+        "%}assistant: {% endif %}"
+    )
     assert trained_text(TALK[1:3], ChatTemplate(plain, {}, origin="test"), tokenizer) == "brown fox\n"
 
 
 def test_answers_that_a_template_rewrites_later_are_lost_but_the_last_is_found():
     hides_old = (
-        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and not loop.last %}(old){% else %}{{ m.content }}{% endif %};"
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and not loop.last %}(old){% else %}{{ "
+        "m.content }}{% endif %};"
         "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     rendered = ChatTemplate(hides_old, {}, origin="test").render(TALK)

@@ -111,7 +111,8 @@ def test_a_mistake_in_the_last_line_leaves_nothing_behind(lines_file, tmp_path):
 
 def test_killed_in_the_middle_leaves_no_directory(rows_file, tmp_path):
     script = (
-        "import os, sys\nfrom pathlib import Path\nfrom shardwise.data.prepare import prepare\nfrom shardwise.data.tokenizer import ByteTokenizer\n"
+        "import os, sys\nfrom pathlib import Path\nfrom shardwise.data.prepare import prepare\nfrom "
+        "shardwise.data.tokenizer import ByteTokenizer\n"
         "def wait(done, total):\n    print('writing', flush=True)\n    sys.stdin.read()\n"
         f"prepare([{str(rows_file)!r}], ByteTokenizer(), Path({str(tmp_path / 'out')!r}), progress=wait)\n"
     )
@@ -142,9 +143,12 @@ def test_interruption_removes_the_scratch_directory(rows_file, tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files the POSIX way")
 def test_no_room_on_the_disk_is_a_user_error(rows_file, tmp_path):
     script = (
-        "import resource, signal\nfrom pathlib import Path\nfrom shardwise.data.prepare import prepare\nfrom shardwise.data.tokenizer import ByteTokenizer\n"
-        "from shardwise.errors import UserError\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        f"try:\n    prepare([{str(rows_file)!r}], ByteTokenizer(), Path({str(tmp_path / 'out')!r}))\nexcept UserError as error:\n    print(error)\n"
+        "import resource, signal\nfrom pathlib import Path\nfrom shardwise.data.prepare import prepare\nfrom "
+        "shardwise.data.tokenizer import ByteTokenizer\n"
+        "from shardwise.errors import UserError\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        f"try:\n    prepare([{str(rows_file)!r}], ByteTokenizer(), Path({str(tmp_path / 'out')!r}))\nexcept UserError "
+        "as error:\n    print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert "no room to write" in said and len(said.splitlines()) == 3

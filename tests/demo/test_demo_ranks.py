@@ -1,4 +1,5 @@
-"""What becomes of a demo's processes when something goes wrong: a rank that hangs, fails or dies, Ctrl-C, a killed parent."""
+"""What becomes of a demo's processes when something goes wrong: a rank that hangs, fails or dies, Ctrl-C, a killed
+parent."""
 
 from __future__ import annotations
 

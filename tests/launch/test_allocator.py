@@ -1,4 +1,5 @@
-"""What ranks inherit: settings of the GPU allocator, unless the user has some; and a torch that cannot use the GPU of a plan."""
+"""What ranks inherit: settings of the GPU allocator, unless the user has some; and a torch that cannot use the GPU of a
+plan."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from shardwise.errors import Exit, UserError
 from shardwise.launch.allocator import EXPANDABLE, set_allocator
 from shardwise.run.rundir import RunDir
 
+OLDER = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has growing segments on Linux only")
 @pytest.mark.parametrize(
@@ -22,7 +25,7 @@ from shardwise.run.rundir import RunDir
         ("auto", {}, {"PYTORCH_ALLOC_CONF": EXPANDABLE}),
         ("expandable", {}, {"PYTORCH_ALLOC_CONF": EXPANDABLE}),
         ("default", {}, {}),
-        ("auto", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+        ("auto", dict(OLDER), OLDER),
         ("expandable", {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
     ],
 )  # fmt: skip
@@ -35,7 +38,8 @@ def test_the_allocator_is_told_unless_the_user_has_told_it(choice: str, before: 
 def test_the_allocator_listens() -> None:
     """Once two tensors of 64 MiB are freed, one of 128 MiB fits where they were, and nothing more is reserved."""
     code = (
-        "import torch; size = 64 * 2**20; held = [torch.empty(size, dtype=torch.uint8, device='cuda') for _ in range(2)];"
+        "import torch; size = 64 * 2**20; held = [torch.empty(size, dtype=torch.uint8, device='cuda') for _ in "
+        "range(2)];"
         "before = torch.cuda.memory_reserved(); del held; torch.empty(2 * size, dtype=torch.uint8, device='cuda');"
         "print(torch.cuda.memory_reserved() - before)"
     )

@@ -1,4 +1,5 @@
-"""Models that only transformers can build, through the real commands: train in one layout, go on in another, evaluate, sample, export."""
+"""Models that only transformers can build, through the real commands: train in one layout, go on in another, evaluate,
+sample, export."""
 
 from __future__ import annotations
 
@@ -108,7 +109,9 @@ def neox(workdir: Path) -> Path:
     ],
     ids=["tp", "pp", "sp"],
 )
-def test_axes_that_cut_inside_are_refused_with_the_reason(refused: Callable[..., str], neox: Path, words: list[str], fix: str) -> None:  # fmt: skip
+def test_axes_that_cut_inside_are_refused_with_the_reason(
+    refused: Callable[..., str], neox: Path, words: list[str], fix: str
+) -> None:
     said = refused("train", "model.path=neox", *WORDS, *words)
     assert "gpt_neox cannot be cut over" in said and "dp, zero and replicate work" in said
     assert fix in said and "parallel.zero=3" in said
@@ -121,7 +124,9 @@ def test_axes_that_cut_inside_are_refused_with_the_reason(refused: Callable[...,
         (["model.num_layers=2"], "transformers builds this model from its own config.json"),
     ],
 )
-def test_what_a_foreign_model_cannot_do_is_refused(refused: Callable[..., str], neox: Path, words: list[str], said: str) -> None:  # fmt: skip
+def test_what_a_foreign_model_cannot_do_is_refused(
+    refused: Callable[..., str], neox: Path, words: list[str], said: str
+) -> None:
     assert said in refused("train", "model.path=neox", *WORDS, *words)
 
 

@@ -1,6 +1,8 @@
-"""Layouts through the real command: the same losses, checkpoints that any layout reads, and clear ends for what cannot work.
+"""Layouts through the real command: the same losses, checkpoints that any layout reads, and clear ends for what cannot
+work.
 
-What a layout computes is seen on warm ranks. Ranks that the program starts itself are in the resumed run, the proof and the kill.
+What a layout computes is seen on warm ranks. Ranks that the program starts itself are in the resumed run, the proof and
+the kill.
 """
 
 from __future__ import annotations

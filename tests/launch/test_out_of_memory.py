@@ -1,6 +1,8 @@
-"""Out of memory while a run goes on: exit code 3, a verdict of three lines whose commands work, and no rank left waiting.
+"""Out of memory while a run goes on: exit code 3, a verdict of three lines whose commands work, and no rank left
+waiting.
 
-The planner refuses what it knows not to fit. So here a run is prepared with room enough, and the limit is lowered before it starts.
+The planner refuses what it knows not to fit. So here a run is prepared with room enough, and the limit is lowered
+before it starts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Real processes, real gloo, real signals: what happens to a run that is split over ranks, and when somebody kills it.
 
-A Python of its own takes seconds to start: where only what a running job does is looked at, its processes are forked from warm ones.
+A Python of its own takes seconds to start: where only what a running job does is looked at, its processes are forked
+from warm ones.
 """
 
 from __future__ import annotations

@@ -82,5 +82,16 @@ def test_after_a_resume_the_later_events_of_a_step_count(run: RunDir) -> None:
 
 
 def test_the_bar_has_every_part_in_its_share() -> None:
-    where = {"compute_s": 5.0, "comm_exposed_s": 2.0, "bubble_s": 1.0, "optimizer_s": 1.0, "data_wait_s": 0.0, "other_s": 1.0, "step_s": 10.0}  # fmt: skip
-    assert bar(where, 10) == "|█████▒▒.▓ |  █ compute 50 %, ▒ waiting for ranks 20 %, . waiting for stages 10 %, ▓ optimizer 10 %, other 10 %"  # fmt: skip
+    where = {
+        "compute_s": 5.0,
+        "comm_exposed_s": 2.0,
+        "bubble_s": 1.0,
+        "optimizer_s": 1.0,
+        "data_wait_s": 0.0,
+        "other_s": 1.0,
+        "step_s": 10.0,
+    }
+    assert bar(where, 10) == (
+        "|█████▒▒.▓ |  █ compute 50 %, ▒ waiting for ranks 20 %, . waiting for stages 10 %, ▓ "
+        "optimizer 10 %, other 10 %"
+    )

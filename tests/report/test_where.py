@@ -1,4 +1,5 @@
-"""Where a step went, on real ranks: parts that add up, waits that are as long as a known delay, events that miss no collective."""
+"""Where a step went, on real ranks: parts that add up, waits that are as long as a known delay, events that miss no
+collective."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ class Steps:
 
 
 def observe(spec: ModelSpec, layout: str, trial: Trial = TRIAL) -> dict[str, Any]:
-    """The third step (DDP agrees on its buckets in the second): its parts, what torch was asked to send, and its events."""
+    """The third step (DDP agrees on its buckets in the second): its parts, what torch was asked to send, and its
+    events."""
     steps = Steps(spec, plan_of(layout, trial), trial)
     steps.step()
     steps.step()
@@ -150,14 +152,15 @@ def test_expert_counts_and_replicas_of_fsdp_are_waits_too(model: str, precision:
         assert len(told) > 1
 
 
-# A known delay ----------------------------------------------------------------------------------------------------------
+# A known delay -------------------------------------------------------------------------------------------------------
 
 DELAYS_S = (0.3, 3.0)  # the second where the machine kept the peer from its core for the first
 SINGLE = Trial(global_batch=2, micro_batch=1, seq_len=8)
 
 
 def delayed(spec: ModelSpec, layout: str, delay_s: float) -> dict[str, Any]:
-    """Rank 0 sleeps in the forward passes of its second block. Processes of one machine share a clock, so moments can be compared."""
+    """Rank 0 sleeps in the forward passes of its second block. Processes of one machine share a clock, so moments can
+    be compared."""
     steps = Steps(spec, plan_of(layout, SINGLE), SINGLE)
     steps.step()
     steps.step()
@@ -178,7 +181,8 @@ def delayed(spec: ModelSpec, layout: str, delay_s: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "tp=2 sp", "cp=2", "pp=2 gpipe"])
 def test_who_waits_for_a_late_rank_says_so(layout: str, ranks: Any) -> None:
-    """The late rank computes; its peer waits from when it came to the exchange until the other did, and that is all it waits for."""
+    """The late rank computes; its peer waits from when it came to the exchange until the other did, and that is all it
+    waits for."""
     plan = plan_of(layout, SINGLE)
     kind = "bubble" if plan.pp > 1 else "comm_exposed"
     for delay_s in DELAYS_S:

@@ -106,7 +106,7 @@ def test_training_does_not_change_by_one_bit(world: int, cases: list[Any], ranks
         assert any(loss for of_rank in by_rank for loss in of_rank[number][1]["side"]), "somebody has the losses"
 
 
-# Measure, agree, fill ---------------------------------------------------------------------------------------------------
+# Measure, agree, fill ------------------------------------------------------------------------------------------------
 
 
 def spans_of(engine: Engine, seconds: dict[str, float]) -> list[Span]:
@@ -117,7 +117,8 @@ def spans_of(engine: Engine, seconds: dict[str, float]) -> list[Span]:
 
 
 def filled_run(filled_step_s: float, rounds: int) -> dict[str, Any]:
-    """gpipe over two ranks, 4 micro-batches: room for two. Weights stay, so a pass may take several steps and be checked."""
+    """gpipe over two ranks, 4 micro-batches: room for two. Weights stay, so a pass may take several steps and be
+    checked."""
     engine = engine_of("dense", {"pp": 2, "schedule": "gpipe"})
     filler = Filler(engine, lambda number: batch_of(engine, 50 + number)[0].microbatches, num_batches=3)
     clock, batch, lines, placed = Clock(CPU), batch_of(engine, 1), [], []
@@ -180,7 +181,7 @@ def test_the_time_of_an_action_has_what_follows_from_it() -> None:
     assert side_seconds(spans) == 0.7
 
 
-# The command ------------------------------------------------------------------------------------------------------------
+# The command ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_fills_its_idle_slots(ranks: RankPool, tmp_path: Path) -> None:

@@ -26,7 +26,16 @@ GPUS = this_cluster(Machine(8, 16 * 2**30, (Gpu("NVIDIA H100 80GB HBM3", 80 * 2*
 
 
 def plan(**changes) -> Plan:
-    values = dict(device="cpu", precision="fp32", seq_len=128, global_batch=8, micro_batch=4, num_steps=1, threads_per_rank=1, reason="")  # fmt: skip
+    values = dict(
+        device="cpu",
+        precision="fp32",
+        seq_len=128,
+        global_batch=8,
+        micro_batch=4,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+    )
     return Plan(**(values | changes))
 
 

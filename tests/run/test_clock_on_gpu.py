@@ -1,4 +1,5 @@
-"""The clock on one GPU: spans are the stream's time, not the host's, they add up, and measuring never waits for the device."""
+"""The clock on one GPU: spans are the stream's time, not the host's, they add up, and measuring never waits for the
+device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Results that are read one step late leave the same run directory as those that are read at once; and steps that are traced."""
+"""Results that are read one step late leave the same run directory as those that are read at once; and steps that are
+traced."""
 
 from __future__ import annotations
 
@@ -19,8 +20,28 @@ from ranks import RankPool
 from shardwise.errors import Exit
 from shardwise.run.checkpoints import CheckpointClock
 
-TOLD = ("event", "step", "loss", "grad_norm", "lr", "tokens", "target_tokens", "eval_loss", "aux_loss", "expert_load_max", "exit", "skipped")  # fmt: skip
-BUSY = ["train.steps=7", "train.eval_every=3", "train.sample_every=2", "checkpoint.every=2", "checkpoint.keep=9", "data.packing=whole"]  # fmt: skip
+TOLD = (
+    "event",
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "target_tokens",
+    "eval_loss",
+    "aux_loss",
+    "expert_load_max",
+    "exit",
+    "skipped",
+)
+BUSY = [
+    "train.steps=7",
+    "train.eval_every=3",
+    "train.sample_every=2",
+    "checkpoint.every=2",
+    "checkpoint.keep=9",
+    "data.packing=whole",
+]
 """Something follows almost every step; rows have different numbers of targets."""
 
 
@@ -78,7 +99,10 @@ def test_a_run_that_reads_late_stops_where_it_says_and_goes_on(run_here: Callabl
     assert list(losses_of(run)) == list(range(1, done + 1))
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{done}"]
     steps = f"train.steps={done + 3}"
-    assert run_here("resume", run, "--allow", "train.steps", steps, "--allow", "train.time_limit", "train.time_limit=1h") == Exit.DONE  # fmt: skip
+    assert (
+        run_here("resume", run, "--allow", "train.steps", steps, "--allow", "train.time_limit", "train.time_limit=1h")
+        == Exit.DONE
+    )
     assert run_here("train", "--nproc", 1, *words, "run.name=straight", steps) == Exit.DONE
     assert losses_of(run) == losses_of(Path("runs/straight"))
 
@@ -95,7 +119,8 @@ def test_the_blocks_of_a_run_that_is_watched_are_compiled(run_here: Callable[...
     memory = json.loads(Path("runs/compiled/metrics.jsonl").read_text().splitlines()[-1])["memory"]
     held, numbers = memory["fullest"], memory["fullest"]["parameters"]
     assert held["gradients"] == numbers and held["optimizer"] >= 2 * numbers > 0
-    # What autograd keeps is counted, whoever made it. Plain kernels have other operations than compiled ones, which keep less.
+    # What autograd keeps is counted, whoever made it. Plain kernels have other operations than compiled ones, which
+    # keep less.
     assert held["activations"] == pytest.approx(memory["predicted"]["activations"], rel=0.25)
 
 
@@ -165,7 +190,9 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
         batch = type(batch)(batch.step, [micro.pinned() for micro in batch.microbatches], batch.num_targets)
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
         try:
-            it = start_step(engine, optimizer, batch, num_targets=targets, lr=1e-3, clip=1.0, clock=clock, ask=lambda: [0, 0, 1, 0])  # fmt: skip
+            it = start_step(
+                engine, optimizer, batch, num_targets=targets, lr=1e-3, clip=1.0, clock=clock, ask=lambda: [0, 0, 1, 0]
+            )
             started.append((it, clock.lap()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -176,7 +203,8 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 def test_late_results_of_a_gpu_are_the_same_and_its_steps_add_up(tmp_path: Path) -> None:
-    """The real command. A step lasts from the end of the one before to its own, so all of them are as long as the run."""
+    """The real command. A step lasts from the end of the one before to its own, so all of them are as long as the
+    run."""
     losses = {}
     for results in ("at-once", "late"):
         words = [*SMALL, "train.steps=30", f"run.name={results}", f"speed.results={results}", "speed.compile=none"]

@@ -88,8 +88,15 @@ def test_parts_of_a_step_add_up_and_count_for_the_innermost_span():
     assert sum(value for key, value in parts.items() if key != "step_s") == pytest.approx(parts["step_s"], rel=1e-12)
 
 
-@pytest.mark.parametrize("slow, word", [("data_wait", "input-bound: 31 %"), ("comm_exposed", "network-bound: 31 %"),
-                                        ("optimizer", "optimizer-bound: 31 %"), ("compute", "compute-bound")])  # fmt: skip
+@pytest.mark.parametrize(
+    "slow, word",
+    [
+        ("data_wait", "input-bound: 31 %"),
+        ("comm_exposed", "network-bound: 31 %"),
+        ("optimizer", "optimizer-bound: 31 %"),
+        ("compute", "compute-bound"),
+    ],
+)
 def test_the_verdict_names_what_was_slow(slow, word):
     parts = {f"{kind}_s": 0.0 for kind in ("data_wait", "compute", "comm_exposed", "bubble", "optimizer", "other")}
     parts |= {"compute_s": 0.69, "step_s": 1.0}

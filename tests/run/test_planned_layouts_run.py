@@ -1,7 +1,8 @@
 """Each plan that the planner prints runs, and computes what one process computes.
 
-Jobs and layouts are drawn from all that the planner considers on up to four CPU ranks, always the same ones. They are executed as they are by
-the engine, on a small model of the kind that was planned for: the proof of `shardwise verify`, limit 1e-9 in fp64.
+Jobs and layouts are drawn from all that the planner considers on up to four CPU ranks, always the same ones. They are
+executed as they are by the engine, on a small model of the kind that was planned for: the proof of `shardwise verify`,
+limit 1e-9 in fp64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""benchmarks/gpu/throughput.py without a GPU: contenders compute the same, time is divided completely, results are kept and shown."""
+"""benchmarks/gpu/throughput.py without a GPU: contenders compute the same, time is divided completely, results are kept
+and shown."""
 
 from __future__ import annotations
 

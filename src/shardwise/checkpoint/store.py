@@ -2,7 +2,8 @@
 
     checkpoints/step-200/  manifest.json  weights.safetensors  optimizer.safetensors  rng.safetensors
 
-The manifest holds the step, free-form state, and a SHA-256 digest and size for every file. Loading checks them. No pickle.
+The manifest holds the step, free-form state, and a SHA-256 digest and size for every file. Loading checks them. No
+pickle.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def newest_good(
 
 
 def abandon_after(parent: Path, step: int) -> None:
-    """A run that goes on from an older step leaves the newer checkpoints behind: renamed, so that they are never resumed."""
+    """A run that goes on from an older step leaves the newer checkpoints behind: renamed, so that they are never
+    resumed."""
     for checkpoint in committed(parent):
         if checkpoint.step > step:
             target = parent / f"abandoned-{checkpoint.path.name}"

@@ -1,4 +1,5 @@
-"""`shardwise bench layers|collectives|step`: what operations, links and whole steps reach on this machine. The first two can go into a cluster file."""
+"""`shardwise bench layers|collectives|step`: what operations, links and whole steps reach on this machine. The first
+two can go into a cluster file."""
 
 from __future__ import annotations
 

@@ -108,6 +108,6 @@ def _print(a: RunDir, b: RunDir, settings: dict, figures: dict, shared: dict) ->
         print(f"losses   equal to the last digit over {shared['shared_steps']} steps")
     else:
         print(
-            f"losses   differ by at most {shared['largest_difference']:.2g} over {shared['shared_steps']} shared steps, "
-            f"first at step {shared['first_different_step']}"
+            f"losses   differ by at most {shared['largest_difference']:.2g} over {shared['shared_steps']} shared "
+            f"steps, first at step {shared['first_different_step']}"
         )

@@ -1,4 +1,5 @@
-"""`shardwise convert`: weights of one format into another. Both directions stream tensor by tensor and end in one rename."""
+"""`shardwise convert`: weights of one format into another. Both directions stream tensor by tensor and end in one
+rename."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
-    from shardwise.run.weights import Weights
+    from shardwise.run.weights import StoredWeights
 
 HELP = "Turn a Hugging Face directory into Shardwise's own format, or a run or checkpoint into Hugging Face's."
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def convert(weights: Weights, to: str, out: Path, dtype_name: str | None) -> None:
+def convert(weights: StoredWeights, to: str, out: Path, dtype_name: str | None) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} already exists", why="nothing is overwritten", fix="choose another --out")
     import torch
@@ -58,7 +59,8 @@ def convert(weights: Weights, to: str, out: Path, dtype_name: str | None) -> Non
             copy_tokenizer(folder, out / "tokenizer")
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     print(
-        f"wrote    {out}: {weights.spec.name}, {format_count(weights.spec.num_parameters)} parameters, {format_bytes(size)}"
+        f"wrote    {out}: {weights.spec.name}, {format_count(weights.spec.num_parameters)} parameters, "
+        f"{format_bytes(size)}"
     )
     if not folder:
         print("note     the model reads bytes, so there is no tokenizer to write")

@@ -16,7 +16,7 @@ from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
     from shardwise.data.shards import TokenStore
-    from shardwise.data.show import Row
+    from shardwise.data.show import ShownRow
     from shardwise.spec.schema import DataConfig
 
 HELP = "prepare text into tokens, look inside"
@@ -170,19 +170,21 @@ def _print_summary(directory: Path, index: dict[str, Any]) -> None:
     for name, split in about["splits"].items():
         trained = "" if split["trained_tokens"] == split["tokens"] else f", {split['trained_tokens']:,} with loss"
         print(
-            f"{'train' if name == 'train' else 'held out':<8} {split['documents']:,} documents, {split['tokens']:,} tokens{trained}"
+            f"{'train' if name == 'train' else 'held out':<8} {split['documents']:,} documents, {split['tokens']:,} "
+            f"tokens{trained}"
         )
     per_token = about["text_bytes"] / max(1, sum(split["tokens"] for split in about["splits"].values()))
     tokenizer = about["tokenizer"]
     print(
-        f"tokens   {tokenizer['name']}, {tokenizer['vocab_size']:,} ids (largest used {about['max_token']:,}), {per_token:.2f} bytes of text per token"
+        f"tokens   {tokenizer['name']}, {tokenizer['vocab_size']:,} ids (largest used {about['max_token']:,}), "
+        f"{per_token:.2f} bytes of text per token"
     )
     print(f"files    {directory}: {about['shards']} shard(s) of {about['dtype']}, {human_bytes(about['token_bytes'])}")
     for note in about["notes"]:
         print(f"note     {note}")
 
 
-def _first_rows(store: TokenStore, seq_len: int, num: int) -> list[Row]:
+def _first_rows(store: TokenStore, seq_len: int, num: int) -> list[ShownRow]:
     from shardwise.data.sequences import Layout, Sequences
     from shardwise.data.show import render_rows
 

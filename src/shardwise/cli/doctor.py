@@ -131,7 +131,10 @@ def _device_line(device: DeviceRates) -> str:
         said.insert(0, f"{device.name}, {format_bytes(device.memory_bytes)}, capability {capability}")
     line = f"{device.device:<8}  {'; '.join(said)}"
     if device.device == "cpu" and "bf16" in device.problems:
-        line += '\n          so keep memory.precision = "fp32"; this processor or its virtual machine lacks what oneDNN uses'
+        line += (
+            '\n          so keep memory.precision = "fp32"; this processor or its virtual machine lacks what '
+            "oneDNN uses"
+        )
     return line
 
 
@@ -171,7 +174,8 @@ def cluster_toml(report: dict[str, Any]) -> str:
     machine = {"cpu": report["cpu"], "cores": report["cores"], "memory": report["memory_bytes"]}
     machine["disk_write"] = float(report["disk"]["write_bytes_per_s"] or 0)
     comments = (
-        "Measured by `shardwise doctor`; `shardwise bench layers --out` adds what layers reach. Bytes, seconds, FLOP/s.",
+        "Measured by `shardwise doctor`; `shardwise bench layers --out` adds what layers reach. Bytes, seconds, "
+        "FLOP/s.",
     )
     return write_toml(this_cluster(this_machine(), rates, fit), comments, machine)
 

@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"eval     {args.source} on {corpus.description} ({args.split}, {sequences.num_sequences} sequences)")
         print(
-            f"loss     {loss:.4f} nats per token (unigram {report['unigram_loss']:.4f}), perplexity {perplexity(loss):.3f}"
+            f"loss     {loss:.4f} nats per token (unigram {report['unigram_loss']:.4f}), perplexity "
+            f"{perplexity(loss):.3f}"
         )
     return Exit.DONE
 

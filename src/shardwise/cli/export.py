@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
-    from shardwise.run.weights import Weights
+    from shardwise.run.weights import StoredWeights
     from shardwise.spec.schema import AdapterConfig
 
 HELP = "Write a run's weights as a Hugging Face directory that transformers loads, adapters as one that peft loads."
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _export_adapter(weights: Weights, adapter: AdapterConfig, out: Path, dtype_name: str | None) -> None:
+def _export_adapter(weights: StoredWeights, adapter: AdapterConfig, out: Path, dtype_name: str | None) -> None:
     from shardwise.config.units import format_bytes, format_count
     from shardwise.interop.peft.format import write_adapter
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from shardwise.data.tokenizer import Tokenizer
     from shardwise.model.decoder import Decoder
     from shardwise.run.generate import Sampling
-    from shardwise.run.weights import Weights
+    from shardwise.run.weights import StoredWeights
 
 HELP = "Sample text from a run, a checkpoint or a Hugging Face directory."
 REPORTS = True
@@ -84,7 +84,9 @@ def _pieces(
     yield stream.finish()
 
 
-def _chat(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, weights: Weights, sampling: Sampling) -> int:
+def _chat(
+    args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, weights: StoredWeights, sampling: Sampling
+) -> int:
     """Turn by turn; with --prompt one turn, else until end of input."""
     from shardwise.data.chat import open_template
 

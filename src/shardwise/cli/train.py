@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from shardwise.launch.start import PlannedRun
     from shardwise.run.rundir import RunDir
 
-HELP = "Plan what is left open, start the local processes and train. Without a config: a small model on Python's own library."
+HELP = (
+    "Plan what is left open, start the local processes and train. Without a config: a small model on Python's own "
+    "library."
+)
 CONFIG = True
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from shardwise.spec.model import ModelSpec
 
 HELP = (
-    "Train a small model of the config's kind in its layout and in one process, in fp64, and compare losses, gradients and "
-    "parameters. Exit 1 if they differ."
+    "Train a small model of the config's kind in its layout and in one process, in fp64, and compare losses, gradients "
+    "and parameters. Exit 1 if they differ."
 )
 CONFIG = True
 REPORTS = True
@@ -88,7 +88,8 @@ def _print(found: dict[str, Any]) -> None:
         print(f"SAME     every number within {found['limit']:.0e}: this layout computes what one process computes")
     else:
         print(
-            f"WRONG    {found['largest']:.1e} is more than {found['limit']:.0e}, most of all {found['worst'] or 'the losses'}"
+            f"WRONG    {found['largest']:.1e} is more than {found['limit']:.0e}, most of all "
+            f"{found['worst'] or 'the losses'}"
         )
         print("  why    rounding in fp64 stays below 1e-12: this is a mistake, not noise")
         print("  do     please report this with the layout above; do not train with it")

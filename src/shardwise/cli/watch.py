@@ -47,7 +47,7 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
         **summary(found),
         "last": steps[max(steps)] if steps else None,
         "where": where_of(list(steps.values())),
-        "pipeline": ran and {"step": ran.step, "seconds": ran.timeline.total, "idle": ran.timeline.bubble_fraction, "predicted": ran.predicted},
+        "pipeline": ran and ran.summary(),
         "memory": curve and curve.summary(),
         "compared": found.read_plan().get("measured"),
         "event": found.last_event(),

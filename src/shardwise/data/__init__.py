@@ -1,7 +1,7 @@
 """Text to tokens to packed batches.
 
 `sources` finds documents, `tokenizer` and `chat` turn them into token ids (and say which ids carry loss), `prepare`
-writes them as memory-mapped shards, `shards` opens those, `sequences` cuts them into training rows in an order that is a
-pure function of (seed, step), `corpus` puts it all behind one call, `loader` prefetches for the training loop. Only
+writes them as memory-mapped shards, `shards` opens those, `sequences` cuts them into training rows in an order that is
+a pure function of (seed, step), `corpus` puts it all behind one call, `loader` prefetches for the training loop. Only
 `loader` imports torch.
 """

@@ -1,8 +1,9 @@
 """From the `[data]` section to rows that can be trained on: the one call the rest of the program makes.
 
-Prepared directories are used as they are. Everything else is prepared once into the cache, under a name that is a digest
-of the file listing (sizes and modification times), the tokenizer and the settings, and reused silently afterwards.
-Invariant: what comes back holds no token id beyond the model's vocabulary and at least one training sequence.
+Prepared directories are used as they are. Everything else is prepared once into the cache, under a name that is a
+digest of the file listing (sizes and modification times), the tokenizer and the settings, and reused silently
+afterwards. Invariant: what comes back holds no token id beyond the model's vocabulary and at least one training
+sequence.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def _check_fits(store: TokenStore, name: str, tokenizer: Tokenizer, vocab: int) 
     if about["digest"] != tokenizer.digest:
         raise UserError(
             f"{name} was prepared with another tokenizer",
-            why=f"its ids come from {about['name']} {about['digest'][:12]}, this run uses {tokenizer.name} {tokenizer.digest[:12]}",
+            why=f"its ids come from {about['name']} {about['digest'][:12]}, this run uses {tokenizer.name} "
+            f"{tokenizer.digest[:12]}",
             fix=f"prepare it again: shardwise data prepare SOURCE --tokenizer {tokenizer.name} --out DIR",
         )
     if store.max_token >= vocab:
@@ -236,7 +238,8 @@ def _cut(
         if layout.count == 0 and (data.mix is not None or not sum(other.count for other in train)):
             raise UserError(
                 f"{name} is shorter than one sequence",
-                why=f"it has {layout.split.num_tokens:,} training tokens; a sequence needs train.seq_len + 1 = {seq_len + 1:,}",
+                why=f"it has {layout.split.num_tokens:,} training tokens; a sequence needs train.seq_len + 1 = "
+                f"{seq_len + 1:,}",
                 fix=f"more text, or train.seq_len={max(2, layout.split.num_tokens // 4)}",
             )
     if packing == "whole":
@@ -247,7 +250,8 @@ def _cut(
 
 
 def _hold_out_sequences(train: list[Layout], fraction: float, notes: list[str]) -> tuple[list[Layout], list[Layout]]:
-    """Too few documents to hold any out: the last sequences of each source are held out instead, if it has two or more."""
+    """Too few documents to hold any out: the last sequences of each source are held out instead, if it has two or
+    more."""
     kept, held = [], []
     for layout in train:
         count = max(1, round(fraction * layout.count)) if layout.count >= 2 else 0

@@ -99,8 +99,8 @@ class Loader:
         depth: int = 2,
         pin_memory: bool = False,
     ):
-        """`num_microbatches`: at least so many; what the rows do not fill has no targets and changes nothing. `same_shape`: every
-        micro-batch has `micro_batch` rows, as pipelines need."""
+        """`num_microbatches`: at least so many; what the rows do not fill has no targets and changes nothing.
+        `same_shape`: every micro-batch has `micro_batch` rows, as pipelines need."""
         assert micro_batch >= 1 and depth >= 1, (micro_batch, depth)
         self._sequences, self._global_batch, self._rows = sequences, global_batch, rows
         self._micro_batch, self._num_microbatches, self._same_shape = micro_batch, num_microbatches, same_shape
@@ -169,7 +169,8 @@ class Loader:
 
 
 def cut_microbatches(batch: TensorBatch, size: int, at_least: int = 0, same_shape: bool = False) -> list[TensorBatch]:
-    """Consecutive rows in parts of `size`. Missing parts, and with `same_shape` missing rows, are padded: IGNORE has no loss."""
+    """Consecutive rows in parts of `size`. Missing parts, and with `same_shape` missing rows, are padded: IGNORE has no
+    loss."""
     parts = [batch.rows(first, first + size) for first in range(0, batch.tokens.shape[0], size)]
     while len(parts) < at_least:  # one row is enough to keep step with the other ranks
         parts.append(batch.padding(1))

@@ -1,9 +1,10 @@
 """The order of samples: pure functions of (seed, position), so position is one integer and nothing is remembered.
 
 A permutation of n items is a Feistel network on the smallest even-bit domain that holds n, walked until it lands inside
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 3): a bijection for every key, constant memory.
-A mixture by weight divides blocks of BLOCK samples into slots: source k owns slots[k] of them in every block, in an order
-that is permuted anew per block, so both the source of a sample and its number within that source are plain arithmetic.
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 3): a bijection for every key, constant
+memory. A mixture by weight divides blocks of BLOCK samples into slots: source k owns slots[k] of them in every block,
+in an order that is permuted anew per block, so both the source of a sample and its number within that source are plain
+arithmetic.
 """
 
 from __future__ import annotations

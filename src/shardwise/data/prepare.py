@@ -1,9 +1,10 @@
 """Text to token shards, once: reads documents, tokenises batches of them on all cores, writes a prepared directory.
 
-Three things overlap: this thread reads documents, a small pool of threads encodes batches (the tokenizers library leaves
-the interpreter and uses every core), and finished batches are written in order. At most BATCHES_IN_FLIGHT are held, so
-memory does not depend on the size of the corpus. Invariant: which documents are held out depends on their number alone,
-and the files are the same byte for byte however many workers there are. Read next: `writer.py`, `shards.py`.
+Three things overlap: this thread reads documents, a small pool of threads encodes batches (the tokenizers library
+leaves the interpreter and uses every core), and finished batches are written in order. At most BATCHES_IN_FLIGHT are
+held, so memory does not depend on the size of the corpus. Invariant: which documents are held out depends on their
+number alone, and the files are the same byte for byte however many workers there are. Read next: `writer.py`,
+`shards.py`.
 """
 
 from __future__ import annotations
@@ -226,13 +227,15 @@ def _check_something_to_learn(sources: Sequence[Source], totals: _Totals, writer
     if totals.num_documents == 0:
         raise UserError(
             f"no text in {names}",
-            why=f"{sum(len(source.files) for source in sources)} file(s), {totals.num_bytes:,} bytes, all of it empty or blank",
+            why=f"{sum(len(source.files) for source in sources)} file(s), {totals.num_bytes:,} bytes, all of it empty "
+            "or blank",
             fix="give data that has some text in it",
         )
     if not any(writer.num_trained for writer in writers.values()):
         raise UserError(
             f"nothing to learn in {names}",
-            why="the chat template left no answer with loss on it: rendering a conversation up to an answer does not begin the whole",
+            why="the chat template left no answer with loss on it: rendering a conversation up to an answer does not "
+            "begin the whole",
             fix="mark answers with {% generation %} in the template, or give another: data.chat_template=FILE",
         )
 

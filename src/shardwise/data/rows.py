@@ -120,7 +120,8 @@ def _checked(messages: Any, origin: str) -> list[Message]:
     if not any(message["role"] == "assistant" for message in checked):
         raise UserError(
             "a conversation without an answer",
-            why=f"its roles are {', '.join(message['role'] for message in checked)}; loss is on the assistant's messages only",
+            why=f"its roles are {', '.join(message['role'] for message in checked)}; loss is on the assistant's "
+            "messages only",
             fix="drop the row, or give it as plain text",
             where=origin,
         )

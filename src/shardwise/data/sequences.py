@@ -2,8 +2,8 @@
 
 `stream` packing cuts the stream every seq_len tokens. `whole` packing starts a sequence at a document and takes as many
 whole documents as fit, padding the rest; a document longer than a sequence is split over several (nothing is dropped).
-Either way a row is one contiguous range of the stream. Invariant: row r of step s is a pure function of (seed, s, r), the
-same for every number of ranks, workers and micro-batches; `order.py` has the arithmetic.
+Either way a row is one contiguous range of the stream. Invariant: row r of step s is a pure function of (seed, s, r),
+the same for every number of ranks, workers and micro-batches; `order.py` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Layout:
 class Sequences:
     """The training (or validation) rows of one or several layouts.
 
-    Without weights an epoch is every sequence of every layout exactly once, in an order drawn anew per epoch. With weights
-    each sample picks its source by weight, every source runs through its own epochs, and "one epoch" counts as many
-    samples as there are sequences in all. `fixed_order` (validation) repeats the same order forever.
+    Without weights an epoch is every sequence of every layout exactly once, in an order drawn anew per epoch. With
+    weights each sample picks its source by weight, every source runs through its own epochs, and "one epoch" counts as
+    many samples as there are sequences in all. `fixed_order` (validation) repeats the same order forever.
     """
 
     def __init__(
@@ -157,7 +157,8 @@ def whole_document_starts(documents: np.ndarray, seq_len: int) -> np.ndarray:
     """Where each sequence starts when documents stay whole; `documents` are their starts and the end of the stream.
 
     1. a sequence ends at the last document boundary within seq_len of its start;
-    2. where there is none, the document at hand is longer than a sequence: it is cut at seq_len and goes on in the next.
+    2. where there is none, the document at hand is longer than a sequence: it is cut at seq_len and goes on in the
+       next.
     """
     boundaries = np.asarray(documents, dtype=np.int64)
     total, position = int(boundaries[-1]), 0

@@ -7,8 +7,8 @@
     validation...             the same for the held-out documents
     tokenizer.json            a copy, unless the tokenizer is `bytes`
 
-Invariant: what `TokenStore` opens has exactly the sizes its index says. Written by `writer.py`, cut into training rows by
-`sequences.py`.
+Invariant: what `TokenStore` opens has exactly the sizes its index says. Written by `writer.py`, cut into training rows
+by `sequences.py`.
 """
 
 from __future__ import annotations

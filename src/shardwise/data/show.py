@@ -19,18 +19,18 @@ class Run(TypedDict):
     text: str
 
 
-class Row(TypedDict):
+class ShownRow(TypedDict):
     runs: list[Run]
     tokens: int
     padding: int
 
 
-def render_rows(sequences: Sequences, tokenizer: Tokenizer, num: int) -> list[Row]:
+def render_rows(sequences: Sequences, tokenizer: Tokenizer, num: int) -> list[ShownRow]:
     """The first rows of step 1. A token carries loss when it is the target of the one before it."""
     num = min(num, sequences.num_sequences)
     batch = sequences.batch(1, range(num), num)
     sources, indices = sequences.locate(np.arange(num))
-    rows: list[Row] = []
+    rows: list[ShownRow] = []
     for row, (source, index) in enumerate(zip(sources, indices, strict=True)):
         start, end = sequences.layouts[int(source)].range_of(int(index))
         length = end - start
@@ -43,7 +43,7 @@ def render_rows(sequences: Sequences, tokenizer: Tokenizer, num: int) -> list[Ro
     return rows
 
 
-def about_row(row: Row) -> str:
+def about_row(row: ShownRow) -> str:
     padding = f" and {row['padding']} of padding" if row["padding"] else ""
     marks = (
         "bright text carries loss, dim text does not" if sys.stdout.isatty() else "text between ⟦ and ⟧ carries loss"
@@ -51,7 +51,7 @@ def about_row(row: Row) -> str:
     return f"{row['tokens']} tokens{padding}; {marks}"
 
 
-def print_row(row: Row) -> None:
+def print_row(row: ShownRow) -> None:
     if not sys.stdout.isatty():
         print("".join(f"⟦{run['text']}⟧" if run["loss"] else run["text"] for run in row["runs"]))
         return

@@ -191,7 +191,8 @@ def open_tokenizer(name: str, model_dir: Path | None = None) -> Tokenizer:
 
 
 def _byte(token: int) -> bytes:
-    """A model may have more ids than there are bytes; one beyond them shows as the replacement mark (0xff is no UTF-8)."""
+    """A model may have more ids than there are bytes; one beyond them shows as the replacement mark (0xff is no
+    UTF-8)."""
     return bytes([token if token < 256 else 0xFF])
 
 
@@ -260,7 +261,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_strings(directory: Path) -> dict[str, str]:
-    """eos_token, bos_token, ... as the files beside tokenizer.json spell them (a string, or an object with `content`)."""
+    """eos_token, bos_token, ... as the files beside tokenizer.json spell them (a string, or an object with
+    `content`)."""
     found: dict[str, str] = {}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         for key, value in _read_json(directory / file).items():

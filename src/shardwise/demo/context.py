@@ -1,6 +1,7 @@
 """Context parallelism acted out: two ranks share every sequence, by a ring and by Ulysses; four show the zigzag.
 
-A few token numbers are dealt out by the layout's own `Zigzag`; the rest are steps of the engine. Read next: `parallel/context/ring.py`.
+A few token numbers are dealt out by the layout's own `Zigzag`; the rest are steps of the engine. Read next:
+`parallel/context/ring.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 
 def _work(rank: int, world: int) -> dict[str, float]:
-    """Pairs of query and key that this rank computes in a pass over one row: with its pieces, and with a plain stretch of the row."""
+    """Pairs of query and key that this rank computes in a pass over one row: with its pieces, and with a plain stretch
+    of the row."""
     place, stretch = Zigzag(world, rank, TOKENS), TOKENS // world
     zigzag = sum(block.work for source in range(world) for block in place.blocks(source))
     return {"zigzag": zigzag, "stretch": rank * stretch * stretch + stretch * stretch / 2}
@@ -77,8 +79,9 @@ def tell(found: list[dict[str, Any]]) -> Story:
     story.step(
         f"Before: who gets which of {DRAWN_TOKENS} tokens, were there {DRAWN} ranks",
         table(["", "tokens, zigzag", "work, in pairs", "with a plain stretch"], dealt, words=(0, 1)),
-        "A token looks at itself and at all before it. One piece from the front and one from the back make everybody's work equal; "
-        "with plain stretches the last rank would have several times the work of the first, and all would wait for it.",
+        "A token looks at itself and at all before it. One piece from the front and one from the back make everybody's "
+        "work equal; with plain stretches the last rank would have several times the work of the first, and all would "
+        "wait for it.",
     )
     rows = []
     for kind in KINDS:
@@ -89,8 +92,9 @@ def tell(found: list[dict[str, Any]]) -> Story:
     story.step(
         "What moves in a step: keys and values round the ring, or heads for tokens",
         table(["rank 0", "how", "bytes in forward", "bytes in backward"], rows, words=(0, 1)),
-        "Ring: K and V of the other rank arrive while our own block is computed; in backward their gradients travel with them and go home. "
-        "Ulysses: an all-to-all gives each rank all tokens of some heads, another takes the output back (bytes of whole buffers).",
+        "Ring: K and V of the other rank arrive while our own block is computed; in backward their gradients travel "
+        "with them and go home. Ulysses: an all-to-all gives each rank all tokens of some heads, another takes the "
+        "output back (bytes of whole buffers).",
     )
     whole = found[0]["whole_saved"]
     story.step(
@@ -124,18 +128,43 @@ def _checks(found: list[dict[str, Any]]) -> list[Check]:
     swapped = passes * 4 * ROWS * TOKENS // WORLD * hidden * 4
     parameters = SPEC.num_parameters * 4
     checks = [
-        Check("work of the slower rank over that of the faster, zigzag", "1", "", 1,
-              max(r["work"]["zigzag"] for r in found) / min(r["work"]["zigzag"] for r in found)),
-        Check("the same with plain stretches", "2c - 1", "2 x 2 - 1", 3,
-              max(r["work"]["stretch"] for r in found) / min(r["work"]["stretch"] for r in found)),
-        Check("ring: bytes of K and V in forward", "M L (c-1) 2bsh/c 4", f"{NUM_MICRO} x {layers} x 1 x {kv:,}",
-              passes * kv, ring["sends"]["forward"]),
-        Check("ring: bytes in backward, with dK and dV", "twice that", f"2 x {passes * kv:,}",
-              2 * passes * kv, ring["sends"]["backward"]),
-        Check("Ulysses: bytes exchanged in forward", "M L 4bsh/c 4", f"{NUM_MICRO} x {layers} x {swapped // passes:,}",
-              swapped, ulysses["swaps"]["forward"]),
+        Check(
+            "work of the slower rank over that of the faster, zigzag",
+            "1",
+            "",
+            1,
+            max(r["work"]["zigzag"] for r in found) / min(r["work"]["zigzag"] for r in found),
+        ),
+        Check(
+            "the same with plain stretches",
+            "2c - 1",
+            "2 x 2 - 1",
+            3,
+            max(r["work"]["stretch"] for r in found) / min(r["work"]["stretch"] for r in found),
+        ),
+        Check(
+            "ring: bytes of K and V in forward",
+            "M L (c-1) 2bsh/c 4",
+            f"{NUM_MICRO} x {layers} x 1 x {kv:,}",
+            passes * kv,
+            ring["sends"]["forward"],
+        ),
+        Check(
+            "ring: bytes in backward, with dK and dV",
+            "twice that",
+            f"2 x {passes * kv:,}",
+            2 * passes * kv,
+            ring["sends"]["backward"],
+        ),
+        Check(
+            "Ulysses: bytes exchanged in forward",
+            "M L 4bsh/c 4",
+            f"{NUM_MICRO} x {layers} x {swapped // passes:,}",
+            swapped,
+            ulysses["swaps"]["forward"],
+        ),
         Check("Ulysses: bytes exchanged in backward", "the same", "", swapped, ulysses["swaps"]["backward"]),
-    ]  # fmt: skip
+    ]
     gradients = parameters * 2 * (WORLD - 1) / WORLD
     for kind, moved in (("ring", 3 * passes * kv), ("ulysses", 2 * swapped * (WORLD - 1) / WORLD)):
         sent = [rank[kind]["sent"] for rank in found]

@@ -1,4 +1,5 @@
-"""Data parallelism acted out: four replicas, their gradients before and after the sum, and why the sum is not an average.
+"""Data parallelism acted out: four replicas, their gradients before and after the sum, and why the sum is not an
+average.
 
 The small gradients are summed by `parallel/shards.py`, as pipelines do it; the rest are steps of the engine. Read next:
 `parallel/data/replicas.py`.
@@ -120,17 +121,38 @@ def tell(found: list[dict[str, Any]]) -> Story:
     size = 4 * SPEC.num_parameters
     ways = found[0]["ways"]
     story.checks = [
-        Check("sum of the small gradients, added up over all ranks", "N (1+2+3+4) 1,111", "4 x 10 x 1,111", 44440,
-              sum(sum(rank["after"]) for rank in found)),
-        Check("bytes of gradient given to all-reduces, per rank and step", "S = 4P", f"4 x {SPEC.num_parameters:,}", size,
-              max(rank["buffer_bytes"] for rank in found)),
+        Check(
+            "sum of the small gradients, added up over all ranks",
+            "N (1+2+3+4) 1,111",
+            "4 x 10 x 1,111",
+            44440,
+            sum(sum(rank["after"]) for rank in found),
+        ),
+        Check(
+            "bytes of gradient given to all-reduces, per rank and step",
+            "S = 4P",
+            f"4 x {SPEC.num_parameters:,}",
+            size,
+            max(rank["buffer_bytes"] for rank in found),
+        ),
         *on_the_wire("2S(N-1)/N", f"2 x {size:,} x 3/4", 2 * size * (WORLD - 1) / WORLD, [r["sent"] for r in found]),
-        Check("all-reduces that leave before the last micro-batch", "0", "", 0,
-              sum(message[3] != 1 for rank in found for message in rank["messages"])),
-        Check("uneven token counts: difference of the summed gradient from one process", "0", "", 0,
-              _far(ways["sum"], ways["one"]), 1e-9),
+        Check(
+            "all-reduces that leave before the last micro-batch",
+            "0",
+            "",
+            0,
+            sum(message[3] != 1 for rank in found for message in rank["messages"]),
+        ),
+        Check(
+            "uneven token counts: difference of the summed gradient from one process",
+            "0",
+            "",
+            0,
+            _far(ways["sum"], ways["one"]),
+            1e-9,
+        ),
         same_as_one_process(max(rank["difference"] for rank in found), EXACT.num_steps),
-    ]  # fmt: skip
+    ]
     story.figures = {"parameters": SPEC.num_parameters, "ranks": found}
     return story
 
@@ -149,13 +171,14 @@ def _uneven(story: Story, names: list[str], found: list[dict[str, Any]]) -> None
     ]
     story.step(
         "Sum or average? Ranks have different numbers of target tokens",
-        f"Here {', '.join(map(str, targets))}. Where a rank divides by its own count, the few tokens of rank 0 weigh as much as "
-        "the many of another. So every loss is divided by the count over all ranks, known before the step, and gradients are only "
-        "ever added.",
+        f"Here {', '.join(map(str, targets))}. Where a rank divides by its own count, the few tokens of rank 0 weigh "
+        "as much as the many of another. So every loss is divided by the count over all ranks, known before the step, "
+        "and gradients are only ever added.",
         table(["", "target tokens", "own mean loss"], rows),
         "",
         table(["gradient of the last norm", "[0]", "[1]", "[2]", "[3]", "mean loss"], compared),
-        f"The average is off by {_far(ways['average'], ways['one']):.0e}, the sum by {_far(ways['sum'], ways['one']):.0e}.",
+        f"The average is off by {_far(ways['average'], ways['one']):.0e}, the sum by "
+        f"{_far(ways['sum'], ways['one']):.0e}.",
     )
 
 
@@ -174,6 +197,7 @@ def _timeline(story: Story, seen: dict[str, Any]) -> None:
     story.step(
         "When it moves: a real step of rank 0, two micro-batches",
         drawing(f"computes |{''.join(compute)}|\nsends    |{''.join(leaves)}|"),
-        f"F forward, B backward, ^ a bucket of gradients leaves ({seen['all_reduces']} of them). The first micro-batch only adds to "
-        "the gradients; in the last one a bucket leaves as soon as it is complete, while backward goes on.",
+        f"F forward, B backward, ^ a bucket of gradients leaves ({seen['all_reduces']} of them). The first micro-batch "
+        "only adds to the gradients; in the last one a bucket leaves as soon as it is complete, while backward goes "
+        "on.",
     )

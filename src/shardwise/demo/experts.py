@@ -1,6 +1,7 @@
 """Expert parallelism acted out: four ranks, two experts each; tokens travel to the experts they chose and come back.
 
-Small numbers go through the exchange of `parallel/expert/dispatch.py`; the rest is a step of the engine. Read next: `parallel/expert/dispatch.py`.
+Small numbers go through the exchange of `parallel/expert/dispatch.py`; the rest is a step of the engine. Read next:
+`parallel/expert/dispatch.py`.
 """
 
 from __future__ import annotations
@@ -88,8 +89,12 @@ def tell(found: list[dict[str, Any]]) -> Story:
     )
     story.step(
         "Before: three tokens per rank, and the expert that each has chosen (here rank r has expert r)",
-        table(["", "tokens", "chose expert"], [[f"rank {r}", _list(x["tokens"]), _list(x["chosen"])] for r, x in enumerate(found)], (0, 1, 2)),
-    )  # fmt: skip
+        table(
+            ["", "tokens", "chose expert"],
+            [[f"rank {r}", _list(x["tokens"]), _list(x["chosen"])] for r, x in enumerate(found)],
+            (0, 1, 2),
+        ),
+    )
     story.step(
         "What moves: every rank sorts its tokens by expert, says how many come, and sends them",
         table(
@@ -97,8 +102,9 @@ def tell(found: list[dict[str, Any]]) -> Story:
             [[f"rank {r}", _list(x["arrived"]) or "nothing", _list(x["back"])] for r, x in enumerate(found)],
             (0, 1, 2),
         ),
-        "Tokens arrive in the order of ranks. An expert here adds 100 times its number, plus 100: the hundreds say who has worked on a "
-        "token. Expert 1 got one token and expert 3 five: nobody's are dropped, and rank 3 works longest.",
+        "Tokens arrive in the order of ranks. An expert here adds 100 times its number, plus 100: the hundreds say who "
+        "has worked on a token. Expert 1 got one token and expert 3 five: nobody's are dropped, and rank 3 works "
+        "longest.",
     )
     loads = [x["loads"][0] for x in found]
     totals = [sum(column) for column in zip(*loads, strict=True)]
@@ -106,19 +112,23 @@ def tell(found: list[dict[str, Any]]) -> Story:
     story.step(
         "A real step: rows from each rank to each expert, first layer, first micro-batch",
         table(["", *names], [[f"rank {r}", *row] for r, row in enumerate(loads)] + [["load", *totals]]),
-        f"A token chooses {CHOSEN}. Ranks 0 to 3 have experts 0-1, 2-3, 4-5 and 6-7. The mean load is {sum(totals) // EXPERTS}; the busiest expert has "
-        f"{max(totals) * EXPERTS / sum(totals):.2f} times that (`expert_load_max` in a run's metrics).",
+        f"A token chooses {CHOSEN}. Ranks 0 to 3 have experts 0-1, 2-3, 4-5 and 6-7. The mean load is "
+        f"{sum(totals) // EXPERTS}; the busiest expert has {max(totals) * EXPERTS / sum(totals):.2f} times that "
+        "(`expert_load_max` in a run's metrics).",
     )
     whole = _expert_bytes()
     story.step(
         "After: what a rank holds",
         table(
             ["bytes of parameters", "one process", "each of 4 ranks"],
-            [["experts", whole, found[0]["expert_bytes"]], ["everything else", found[0]["dense_bytes"], found[0]["dense_bytes"]]],
+            [
+                ["experts", whole, found[0]["expert_bytes"]],
+                ["everything else", found[0]["dense_bytes"], found[0]["dense_bytes"]],
+            ],
         ),
-        "Gradients and optimizer state fall with the parameters. Gradients of the rest are summed over all ranks; those of an expert "
-        "are complete where it is, because all of its tokens came to it.",
-    )  # fmt: skip
+        "Gradients and optimizer state fall with the parameters. Gradients of the rest are summed over all ranks; "
+        "those of an expert are complete where it is, because all of its tokens came to it.",
+    )
     story.checks = _checks(found)
     story.figures = {"ranks": found}
     return story
@@ -137,18 +147,42 @@ def _checks(found: list[dict[str, Any]]) -> list[Check]:
     dense = found[0]["dense_bytes"]
     wire = (4 * leaving * 4 * hidden) / WORLD + 2 * (WORLD - 1) / WORLD * dense
     return [
-        Check("bytes of experts on a rank", "4 x 3hf L E/e", f"12 x {hidden} x {WIDTH} x {layers} x {EXPERTS}/{WORLD}",
-              _expert_bytes() / WORLD, found[0]["expert_bytes"]),
-        Check("exchanges of a rank: counts, rows there and back, gradients there and back", "5LM", f"5 x {layers} x {NUM_MICRO}",
-              5 * passes, found[0]["exchanges"]),
-        Check("rows that reached an expert in a forward pass, all ranks", "n LM kbs", f"{WORLD} x {passes} x {copies}",
-              WORLD * passes * copies, sum(sum(row) for row in rows)),
-        Check("bytes exchanged by all ranks", "n LM (4 x 4kbsh + 8E)", f"{WORLD} x {passes} x {given // WORLD // passes:,}",
-              given, sum(x["exchange_bytes"] for x in found)),
-        *on_the_wire("rows + 3/2 of the rest", f"{4 * leaving * 4 * hidden // WORLD:,} + {2 * (WORLD - 1) * dense // WORLD:,}",
-                     wire, [x["sent"] for x in found]),
+        Check(
+            "bytes of experts on a rank",
+            "4 x 3hf L E/e",
+            f"12 x {hidden} x {WIDTH} x {layers} x {EXPERTS}/{WORLD}",
+            _expert_bytes() / WORLD,
+            found[0]["expert_bytes"],
+        ),
+        Check(
+            "exchanges of a rank: counts, rows there and back, gradients there and back",
+            "5LM",
+            f"5 x {layers} x {NUM_MICRO}",
+            5 * passes,
+            found[0]["exchanges"],
+        ),
+        Check(
+            "rows that reached an expert in a forward pass, all ranks",
+            "n LM kbs",
+            f"{WORLD} x {passes} x {copies}",
+            WORLD * passes * copies,
+            sum(sum(row) for row in rows),
+        ),
+        Check(
+            "bytes exchanged by all ranks",
+            "n LM (4 x 4kbsh + 8E)",
+            f"{WORLD} x {passes} x {given // WORLD // passes:,}",
+            given,
+            sum(x["exchange_bytes"] for x in found),
+        ),
+        *on_the_wire(
+            "rows + 3/2 of the rest",
+            f"{4 * leaving * 4 * hidden // WORLD:,} + {2 * (WORLD - 1) * dense // WORLD:,}",
+            wire,
+            [x["sent"] for x in found],
+        ),
         same_as_one_process(max(x["difference"] for x in found), EXACT.num_steps),
-    ]  # fmt: skip
+    ]
 
 
 def _expert_bytes() -> int:

@@ -1,7 +1,8 @@
 """One step of the real engine, watched: what every demo of a layout needs.
 
-The engine is built and stepped as `verify` does it. A step goes before the one that counts: from then on gloo has its connections and
-the optimizer its state. (DDP begins its second step with two small broadcasts, to agree on the order of its buckets.)
+The engine is built and stepped as `verify` does it. A step goes before the one that counts: from then on gloo has its
+connections and the optimizer its state. (DDP begins its second step with two small broadcasts, to agree on the order of
+its buckets.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ Look = Callable[[Engine, torch.optim.Optimizer], None]
 
 @dataclass
 class Observed:
-    """One rank's step. `messages` leave out the one that carries norm and losses; `sent` is the system's count of all bytes."""
+    """One rank's step. `messages` leave out the one that carries norm and losses; `sent` is the system's count of all
+    bytes."""
 
     engine: Engine
     messages: list[Message] = field(default_factory=list)
@@ -94,6 +96,7 @@ def truth_of(trial: Trial, rank: int, spec: ModelSpec = SPEC) -> Record | None:
 
 
 def difference(trial: Trial, truth: Record | None, rank: int, spec: ModelSpec = SPEC, **layout: Any) -> float:
-    """Collective. The largest difference of losses, norms, gradients and parameters from one process; 0 on other ranks."""
+    """Collective. The largest difference of losses, norms, gradients and parameters from one process; 0 on other
+    ranks."""
     record = train_in_layout(spec, trial_plan(trial, **layout), trial, rank, CPU)
     return max(compare(record, truth)[0]) if truth else 0.0

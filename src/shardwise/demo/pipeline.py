@@ -1,8 +1,8 @@
 """Pipelines acted out: four ranks, one model, four schedules; the measured timeline under the simulated one.
 
-The stages are real and compute real gradients, but the model is so small that its time would be noise. So each action also sleeps for
-as long as a larger one would compute; sleeping ranks share cores without disturbing each other. Read next: `spec/schedules.py`,
-`parallel/pipeline/execute.py`.
+The stages are real and compute real gradients, but the model is so small that its time would be noise. So each action
+also sleeps for as long as a larger one would compute; sleeping ranks share cores without disturbing each other. Read
+next: `spec/schedules.py`, `parallel/pipeline/execute.py`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 
 class Sleeping(DataParallelWrapper):
-    """A stage that computes and then sleeps for the rest of its time. `held` counts micro-batches whose activations are alive."""
+    """A stage that computes and then sleeps for the rest of its time. `held` counts micro-batches whose activations are
+    alive."""
 
-    def __init__(self, stage: Stage, held: Held):
+    def __init__(self, stage: Stage, held: LiveActivations):
         super().__init__(stage.model)
         self.unit_s = self.began = 0.0
         self.forward = self._forward  # type: ignore[assignment]
@@ -87,7 +88,7 @@ class Sleeping(DataParallelWrapper):
         time.sleep(max(0.0, self.unit_s * UNITS[kind] - (time.perf_counter() - began)))
 
 
-class Held:
+class LiveActivations:
     """How many activations of a rank are alive, now and at most."""
 
     def __init__(self) -> None:
@@ -99,10 +100,11 @@ class Held:
 
 
 class _Hold(torch.autograd.Function):
-    """Its input once more, in memory whose end is noticed: the input of a matrix, which a stage keeps until its weights' gradient."""
+    """Its input once more, in memory whose end is noticed: the input of a matrix, which a stage keeps until its
+    weights' gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: Held) -> Tensor:
+    def forward(ctx: Any, x: Tensor, held: LiveActivations) -> Tensor:
         memory = np.empty(tuple(x.shape), dtype=np.float32)
         held.add(1)
         weakref.finalize(memory, held.add, -1)
@@ -116,7 +118,7 @@ class _Hold(torch.autograd.Function):
 def _step(rank: int, virtual: int, layout: dict[str, Any]) -> dict[str, Any]:
     plan = trial_plan(TRIAL, **layout)
     engine = build_trial(MODEL, plan, TRIAL, rank, CPU)
-    held, wire, clock = Held(), Wire(), Clock(CPU)
+    held, wire, clock = LiveActivations(), Wire(), Clock(CPU)
     sleepers = [Sleeping(stage, held) for stage in engine.stages]
     batch, num_targets = trial_batch(MODEL, plan, TRIAL, 1, 0)
     dist.barrier()
@@ -152,8 +154,9 @@ def tell(found: list[dict[str, Any]]) -> Story:
             "gpipe, 1f1b, zero-bubble    rank 0: layers 0 1    rank 1: 2 3    rank 2: 4 5    rank 3: 6 7\n"
             "zbv, down and up again      rank 0: layers 0, 7   rank 1: 1, 6   rank 2: 2, 5   rank 3: 3, 4"
         ),
-        f"A forward takes {1e3 * UNIT_S:.0f} ms, a backward twice that; zero-bubble and zbv split it into two halves, one towards the "
-        "inputs, which the rank before waits for, and one for the weights, which nobody waits for. Stages of zbv take half of it all.",
+        f"A forward takes {1e3 * UNIT_S:.0f} ms, a backward twice that; zero-bubble and zbv split it into two halves, "
+        "one towards the inputs, which the rank before waits for, and one for the weights, which nobody waits for. "
+        "Stages of zbv take half of it all.",
     )
     timelines = {schedule: _timelines(schedule, [rank[schedule] for rank in found]) for schedule in SCHEDULES}
     longest = max(timeline.total for pair in timelines.values() for timeline in pair)
@@ -165,22 +168,29 @@ def tell(found: list[dict[str, Any]]) -> Story:
         parts.append("")
     story.step(
         "What runs when: the plan, and the clock of the real processes (all on one scale)",
-        "Digits are forwards of micro-batches, small letters their backwards (a belongs to 0), capital letters the half for the "
-        "weights, dots are waiting.",
+        "Digits are forwards of micro-batches, small letters their backwards (a belongs to 0), capital letters the "
+        "half for the weights, dots are waiting.",
         *parts[:-1],
     )
     rows = []
     for schedule, (simulated, measured) in timelines.items():
         ranks = [rank[schedule] for rank in found]
         rows.append(
-            [schedule, percent(simulated.bubble_fraction), percent(measured.bubble_fraction), f"{1e3 * simulated.total:.0f} ms",
-             f"{1e3 * measured.total:.0f} ms", " ".join(str(rank["held"]) for rank in ranks), sum(r["messages"] for r in ranks)]
-        )  # fmt: skip
+            [
+                schedule,
+                percent(simulated.bubble_fraction),
+                percent(measured.bubble_fraction),
+                f"{1e3 * simulated.total:.0f} ms",
+                f"{1e3 * measured.total:.0f} ms",
+                " ".join(str(rank["held"]) for rank in ranks),
+                sum(r["messages"] for r in ranks),
+            ]
+        )
     story.step(
         "After: what each schedule costs",
         table(["", "idle planned", "measured", "step planned", "measured", "held, by rank", "messages"], rows),
-        "Times are measured on this machine, as busy as it is now: they may exceed the plan, and are shown, not judged. Held: "
-        "micro-batches whose activations are alive at once; those of zbv are half as large.",
+        "Times are measured on this machine, as busy as it is now: they may exceed the plan, and are shown, not "
+        "judged. Held: micro-batches whose activations are alive at once; those of zbv are half as large.",
     )
     for schedule in SCHEDULES:
         story.checks += _checks(schedule, [rank[schedule] for rank in found])
@@ -210,10 +220,13 @@ def _timelines(schedule: str, ranks: list[dict[str, Any]]) -> tuple[Timeline, Ti
     first = min(rank["actions"][0][3] for rank in ranks)
     measured = Timeline(
         tuple(
-            tuple(Timed(Action(kind, stage, micro), start - first, end - first) for kind, stage, micro, start, end in rank["actions"])
+            tuple(
+                Timed(Action(kind, stage, micro), start - first, end - first)
+                for kind, stage, micro, start, end in rank["actions"]
+            )
             for rank in ranks
         )
-    )  # fmt: skip
+    )
     return simulated, measured
 
 
@@ -233,11 +246,27 @@ def _checks(schedule: str, ranks: list[dict[str, Any]]) -> list[Check]:
     )
     return [
         Check(f"{schedule}: ranks that ran exactly their list of actions", "p", "", WORLD, ran),
-        Check(f"{schedule}: messages between ranks", formula, numbers, messages, sum(rank["messages"] for rank in ranks)),
-        Check(f"{schedule}: bytes of all messages", "messages x 4bsh", f"{messages} x {size:,}", messages * size,
-              sum(rank["message_bytes"] for rank in ranks)),
-        Check(f"{schedule}: activations held, sum over ranks", *held, sum(peak_in_flight(table_of_actions)),
-              sum(rank["held"] for rank in ranks)),
-        *on_the_wire("bytes of all messages / p", f"{messages * size:,} / 4", messages * size / WORLD,
-                     [rank["sent"] for rank in ranks], f"{schedule}: "),
-    ]  # fmt: skip
+        Check(
+            f"{schedule}: messages between ranks", formula, numbers, messages, sum(rank["messages"] for rank in ranks)
+        ),
+        Check(
+            f"{schedule}: bytes of all messages",
+            "messages x 4bsh",
+            f"{messages} x {size:,}",
+            messages * size,
+            sum(rank["message_bytes"] for rank in ranks),
+        ),
+        Check(
+            f"{schedule}: activations held, sum over ranks",
+            *held,
+            sum(peak_in_flight(table_of_actions)),
+            sum(rank["held"] for rank in ranks),
+        ),
+        *on_the_wire(
+            "bytes of all messages / p",
+            f"{messages * size:,} / 4",
+            messages * size / WORLD,
+            [rank["sent"] for rank in ranks],
+            f"{schedule}: ",
+        ),
+    ]

@@ -1,8 +1,8 @@
 """Starts the processes of a demo on this machine, lets them meet over gloo, and collects what each of them returns.
 
-torch is loaded once, by the process that forks the ranks, so that four of them are there as soon as one is. They meet at a file, and
-gloo listens on the loopback interface only. Invariant: when `play` returns or raises, no rank is alive; a rank whose parent was
-killed ends by itself.
+torch is loaded once, by the process that forks the ranks, so that four of them are there as soon as one is. They meet
+at a file, and gloo listens on the loopback interface only. Invariant: when `play` returns or raises, no rank is alive;
+a rank whose parent was killed ends by itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Sequence parallelism acted out: tensor parallelism over two ranks without it and with it, message by message, byte by byte.
+"""Sequence parallelism acted out: tensor parallelism over two ranks without it and with it, message by message, byte by
+byte.
 
-Small numbers go through the borders of `parallel/tensor/collectives.py`; the rest are steps of the engine. Read next: `parallel/tensor/collectives.py`.
+Small numbers go through the borders of `parallel/tensor/collectives.py`; the rest are steps of the engine. Read next:
+`parallel/tensor/collectives.py`.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ def tell(found: list[dict[str, Any]]) -> Story:
     story.step(
         "Before: a region has ended, each rank has a part of the sum for all four tokens",
         table(["", "token 0", "1", "2", "3"], [[name, *rank["part"]] for name, rank in zip(names, found, strict=True)]),
-        "Tensor parallelism alone adds them up on every rank: both then hold 11 22 33 44, and norms and residuals are computed twice.",
+        "Tensor parallelism alone adds them up on every rank: both then hold 11 22 33 44, and norms and residuals are "
+        "computed twice.",
     )
     left = [
         [name, *([""] * 2 * index), *rank["left"], *([""] * (2 - 2 * index))]
@@ -147,18 +150,24 @@ def _real(story: Story, without: dict[str, Any], with_sp: dict[str, Any]) -> Non
     story.step(
         "A real step: the messages of rank 0 with hidden states, first micro-batch",
         drawing("\n".join(tapes)),
-        "A all-reduce, g all-gather, s reduce-scatter (on gloo an exchange and a local sum). Each A has become a pair of s and g, "
-        "moved apart: everything between s and the next g is done on half of the tokens.",
+        "A all-reduce, g all-gather, s reduce-scatter (on gloo an exchange and a local sum). Each A has become a pair "
+        "of s and g, moved apart: everything between s and the next g is done on half of the tokens.",
     )
     rows = [
-        [name, _shape(step["inside"]), _shape(step["between"]), step["saved"], "not counted" if step["sent"] is None else step["sent"]]
+        [
+            name,
+            _shape(step["inside"]),
+            _shape(step["between"]),
+            step["saved"],
+            "not counted" if step["sent"] is None else step["sent"],
+        ]
         for name, step in (("without", without), ("with", with_sp))
-    ]  # fmt: skip
+    ]
     story.step(
         "After: what rank 0 holds and sends",
         table(["", "inside regions", "between regions", "kept for backward, bytes", "sent in a step, bytes"], rows),
-        f"Rows x tokens x width. The bytes kept for backward fell to {with_sp['saved'] / without['saved']:.0%} of what they were; "
-        "the bytes sent did not grow.",
+        f"Rows x tokens x width. The bytes kept for backward fell to {with_sp['saved'] / without['saved']:.0%} of what "
+        "they were; the bytes sent did not grow.",
     )
 
 
@@ -177,10 +186,21 @@ def _checks(found: list[dict[str, Any]], without: dict[str, Any], with_sp: dict[
         Check("all-reduces of hidden states with it", "0", "", 0, with_sp["counts"]["all-reduce"]),
         Check("all-gathers with it", "2M(2L + 1)", text, pairs, with_sp["counts"]["all-gather"]),
         Check("reduce-scatters with it", "2M(2L + 1)", text, pairs, with_sp["counts"]["all-to-all"]),
-        Check("bytes kept for backward: what falls away", "(1-1/t) (2L+1) 4bs(2h+1)", f"1/2 x {outside:,}",
-              outside * (1 - 1 / WORLD), without["saved"] - with_sp["saved"]),
-        Check("bytes of norms' gradients, once per step", "4(2L + 1)h", f"4 x {PASSED} x {hidden}", norms, with_sp["norm_bytes"]),
-    ]  # fmt: skip
+        Check(
+            "bytes kept for backward: what falls away",
+            "(1-1/t) (2L+1) 4bs(2h+1)",
+            f"1/2 x {outside:,}",
+            outside * (1 - 1 / WORLD),
+            without["saved"] - with_sp["saved"],
+        ),
+        Check(
+            "bytes of norms' gradients, once per step",
+            "4(2L + 1)h",
+            f"4 x {PASSED} x {hidden}",
+            norms,
+            with_sp["norm_bytes"],
+        ),
+    ]
     for name, rest in (("without", loss), ("with", loss + norms)):
         expected = wire + rest * 2 * (WORLD - 1) / WORLD
         sent = [rank[name]["sent"] for rank in found]

@@ -1,6 +1,7 @@
 """What a demo tells: numbered steps of text, tables and drawings, and checks of counted figures against formulas.
 
-Invariant: nothing is wider than 100 columns, nothing is said by colour alone, and `to_dict` has the figures that `show` prints.
+Invariant: nothing is wider than 100 columns, nothing is said by colour alone, and `to_dict` has the figures that `show`
+prints.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Check:
 
 
 def same_as_one_process(difference: float, steps: int) -> Check:
-    what = f"largest difference of any loss, gradient or parameter from one process, {steps} {'step' if steps == 1 else 'steps'}, fp64"
+    what = (
+        f"largest difference of any loss, gradient or parameter from one process, {steps} "
+        f"{'step' if steps == 1 else 'steps'}, fp64"
+    )
     return Check(what, "0", "", 0.0, difference, 1e-9)
 
 

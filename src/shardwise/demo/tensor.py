@@ -1,6 +1,7 @@
 """Tensor parallelism acted out: a feed-forward part cut by hand-made numbers, then a step of the engine with tp = 2.
 
-The small matrices go through the borders of `parallel/tensor/collectives.py`, where the engine's messages are made too. Read next: `parallel/tensor/slices.py`.
+The small matrices go through the borders of `parallel/tensor/collectives.py`, where the engine's messages are made too.
+Read next: `parallel/tensor/slices.py`.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def tell(found: list[dict[str, Any]]) -> Story:
             "                     1  1   rank 1                     10  20 | 30  40\n"
             "                     1 -1   rank 1"
         ),
-        "The first matrix is cut by its outputs, the second by its inputs. A channel begins and ends on the same rank, so nothing is "
-        "sent between the two; relu needs no other rank either.",
+        "The first matrix is cut by its outputs, the second by its inputs. A channel begins and ends on the same rank, "
+        "so nothing is sent between the two; relu needs no other rank either.",
     )
     story.step(
         "What moves: one sum at the end",
@@ -145,7 +146,8 @@ def _shapes(story: Story, found: list[dict[str, Any]]) -> None:
     story.step(
         "The same in a real model: what each rank holds",
         table(["", "whole", "rank 0", "rank 1", "cut"], rows, words=(0, 4)),
-        f"Of {SPEC.num_parameters:,} parameters {', '.join(number(rank['held']) for rank in found)} are on rank 0 and rank 1.",
+        f"Of {SPEC.num_parameters:,} parameters {', '.join(number(rank['held']) for rank in found)} are on rank 0 and "
+        "rank 1.",
     )
 
 
@@ -160,9 +162,10 @@ def _tape(story: Story, messages: list[Message], big: list[Message]) -> None:
     story.step(
         f"What moves in a step: the all-reduces of rank 0, first micro-batch ({ROWS} rows of {TOKENS} tokens)",
         drawing("\n".join(lines)),
-        f"A: the hidden states of all tokens, b s h = {ROWS} x {TOKENS} x {SPEC.hidden} numbers, {size:,} bytes. Forward: one for the "
-        "embedding, then two per layer, where attention and feed-forward part end. l: for the loss, numbers per token (largest logit; "
-        "sum of exponentials and the target's logit). Backward: one where the head began, two per layer where its regions began.",
+        f"A: the hidden states of all tokens, b s h = {ROWS} x {TOKENS} x {SPEC.hidden} numbers, {size:,} bytes. "
+        "Forward: one for the embedding, then two per layer, where attention and feed-forward part end. l: for the "
+        "loss, numbers per token (largest logit; sum of exponentials and the target's logit). Backward: one where the "
+        "head began, two per layer where its regions began.",
     )
 
 
@@ -183,18 +186,44 @@ def _checks(
     ]
     return [
         Check("small region: difference of result and gradient from one process", "0", "", 0, max(differences)),
-        Check("parameters on rank 0; n of them are in norms, which are whole everywhere", "(P-n)/t + n", f"({SPEC.num_parameters:,} - {norms})/2 + {norms}",
-              (SPEC.num_parameters - norms) / WORLD + norms, found[0]["held"]),
-        Check("all-reduces of hidden states forward, in a step", "M(2L + 1)", f"{NUM_MICRO} x (2 x {layers} + 1)",
-              NUM_MICRO * (BORDERS + 1), forward),
-        Check("all-reduces of hidden states backward, in a step", "M(2L + 1)", f"{NUM_MICRO} x (2 x {layers} + 1)",
-              NUM_MICRO * (BORDERS + 1), backward),
-        Check("bytes of one of them", "4 b s h", f"4 x {ROWS} x {TOKENS} x {SPEC.hidden}", size, total(big) / max(1, len(big))),
-        Check("bytes for the loss, in a step", "M x 3 x 4 b s", f"{NUM_MICRO} x 3 x 4 x {ROWS} x {TOKENS}",
-              NUM_MICRO * 12 * ROWS * TOKENS, small),
+        Check(
+            "parameters on rank 0; n of them are in norms, which are whole everywhere",
+            "(P-n)/t + n",
+            f"({SPEC.num_parameters:,} - {norms})/2 + {norms}",
+            (SPEC.num_parameters - norms) / WORLD + norms,
+            found[0]["held"],
+        ),
+        Check(
+            "all-reduces of hidden states forward, in a step",
+            "M(2L + 1)",
+            f"{NUM_MICRO} x (2 x {layers} + 1)",
+            NUM_MICRO * (BORDERS + 1),
+            forward,
+        ),
+        Check(
+            "all-reduces of hidden states backward, in a step",
+            "M(2L + 1)",
+            f"{NUM_MICRO} x (2 x {layers} + 1)",
+            NUM_MICRO * (BORDERS + 1),
+            backward,
+        ),
+        Check(
+            "bytes of one of them",
+            "4 b s h",
+            f"4 x {ROWS} x {TOKENS} x {SPEC.hidden}",
+            size,
+            total(big) / max(1, len(big)),
+        ),
+        Check(
+            "bytes for the loss, in a step",
+            "M x 3 x 4 b s",
+            f"{NUM_MICRO} x 3 x 4 x {ROWS} x {TOKENS}",
+            NUM_MICRO * 12 * ROWS * TOKENS,
+            small,
+        ),
         *on_the_wire("2(t-1)/t of all", f"2 x 1/2 x {everything:,}", everything, [rank["sent"] for rank in found]),
         same_as_one_process(max(rank["difference"] for rank in found), EXACT.num_steps),
-    ]  # fmt: skip
+    ]
 
 
 def _vector(values: list[float]) -> str:

@@ -1,9 +1,11 @@
 """Counts what really travels, in two independent ways; neither is a counter of ours inside `parallel/`.
 
-    Wire          notes every operation that torch hands to a process group: its kind, the bytes of its buffer, when and in which phase
+    Wire          notes every operation that torch hands to a process group: its kind, the bytes of its
+                  buffer, when and in which phase
     sent_bytes    what the system says this process has sent over TCP, gloo's headers included (Linux only)
 
-A ring all-reduce of S bytes over N ranks makes each of them send 2(N-1)/N S, a gather or an exchange (N-1)/N S, a message S.
+A ring all-reduce of S bytes over N ranks makes each of them send 2(N-1)/N S, a gather or an exchange (N-1)/N S, a
+message S.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ class PhaseClock(Clock):
 
 
 def sent_bytes() -> int | None:
-    """By this process, over the sockets that are open now, repetitions left out; None where the system does not count."""
+    """By this process, over the sockets that are open now, repetitions left out; None where the system does not
+    count."""
     if sys.platform != "linux":
         return None
     return sum(_sent_by(int(name)) for name in os.listdir("/proc/self/fd")) or None

@@ -1,7 +1,7 @@
 """ZeRO acted out: the same model on four ranks in stages 0 to 3, side by side; bytes come from the tensors themselves.
 
-Each stage is a step of the engine with two micro-batches. Hooks on the blocks look at what FSDP2 has gathered at that moment. Read next:
-`parallel/zero/sharding.py`.
+Each stage is a step of the engine with two micro-batches. Hooks on the blocks look at what FSDP2 has gathered at that
+moment. Read next: `parallel/zero/sharding.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ EXACT = Trial(global_batch=WORLD * NUM_MICRO, micro_batch=1, seq_len=8, num_step
 GROUPS = SPEC.num_layers + 2  # one per block, one for each end
 BLOCK = 4 * (SPEC.num_parameters - (2 * SPEC.vocab + 1) * SPEC.hidden) // SPEC.num_layers  # bytes
 ONCE = 4 * SPEC.num_parameters - (SPEC.num_layers - 1) * BLOCK
-"""Bytes that stage 3 gathers once per micro-batch: last block and head, where backward begins, and the embedding, which it does not read."""
+"""Bytes that stage 3 gathers once per micro-batch: last block and head, where backward begins, and the embedding, which
+it does not read."""
 
 
 def act(rank: int, world: int, say: Say) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 
 def _stage(rank: int, world: int, zero: int) -> dict[str, Any]:
-    moments: list[Moment] = []
+    moments: list[GroupsHere] = []
     kept: dict[str, int] = {}
     seen = observe_step(
         TRIAL,
@@ -69,7 +70,7 @@ def _stage(rank: int, world: int, zero: int) -> dict[str, Any]:
     }
 
 
-class Moment(NamedTuple):
+class GroupsHere(NamedTuple):
     """What is whole on a rank: one sign per group (# in full, + arriving, . sharded), and bytes."""
 
     when: str
@@ -78,7 +79,7 @@ class Moment(NamedTuple):
     gradients: int
 
 
-def _watch(engine: Engine, moments: list[Moment]) -> None:
+def _watch(engine: Engine, moments: list[GroupsHere]) -> None:
     """Look before each block's forward, as its backward begins, and shortly before that ends."""
     model = engine.stages[0].model
     groups = parameter_groups(model)
@@ -93,7 +94,7 @@ def _watch(engine: Engine, moments: list[Moment]) -> None:
             weights += size + (arriving.nbytes if arriving is not None and not size else 0)
             for parameter in group.parameters:
                 gradients += sum(gradient.nbytes for gradient in parameter.unreduced_gradients())
-        moments.append(Moment(when, here, weights, gradients))
+        moments.append(GroupsHere(when, here, weights, gradients))
 
     def after(output: Tensor, when: str) -> None:
         output.register_hook(lambda gradient: note(when))
@@ -120,8 +121,9 @@ def tell(found: list[dict[str, Any]]) -> Story:
     stages = found[0]["stages"]
     story.step(
         "Before: without ZeRO every rank keeps everything",
-        f"{SPEC.num_layers} layers, P = {parameters:,} parameters in fp32, trained with Adam by N = {WORLD} ranks. Each rank keeps the "
-        "weights (4P bytes), their gradients (4P) and Adam's two averages (8P): 16P, four times the same.",
+        f"{SPEC.num_layers} layers, P = {parameters:,} parameters in fp32, trained with Adam by N = {WORLD} ranks. "
+        "Each rank keeps the weights (4P bytes), their gradients (4P) and Adam's two averages (8P): 16P, four times "
+        "the same.",
     )
     rows = [
         [f"stage {stage['stage']}", *stage["kept"].values(), sum(stage["kept"].values()), _bar(stage["kept"])]
@@ -134,8 +136,8 @@ def tell(found: list[dict[str, Any]]) -> Story:
             rows,
             words=(0, 5),
         ),
-        "Every rank keeps a quarter of the rows of each tensor. Between steps stages 1, 2 and 3 are alike; they differ in what is "
-        "whole for a while during a step:",
+        "Every rank keeps a quarter of the rows of each tensor. Between steps stages 1, 2 and 3 are alike; they differ "
+        "in what is whole for a while during a step:",
         table(
             ["", "full weights at most", "full gradients at most", "why"],
             [
@@ -148,23 +150,31 @@ def tell(found: list[dict[str, Any]]) -> Story:
     story.step(
         "What moves and when: which weights rank 0 has in full, at each block of a step",
         drawing(_picture(stages[1]["moments"], "stages 1, 2") + "\n\n" + _picture(stages[3]["moments"], "stage 3")),
-        "# there in full, + arriving, . only this rank's quarter. F0 is the forward of block 0, B0 its backward. Stage 3 walks "
-        "through the model with a window of blocks: the one that computes and the next, on its way.",
+        "# there in full, + arriving, . only this rank's quarter. F0 is the forward of block 0, B0 its backward. Stage "
+        "3 walks through the model with a window of blocks: the one that computes and the next, on its way.",
     )
     story.step(
         "What was sent in one step of two micro-batches (M = 2), G = 6 groups: embedding, 4 blocks, head",
         table(
             ["", "all-reduces", "gathers", "bytes", "reductions", "bytes", "sent per rank"],
             [
-                [f"stage {s['stage']}", s["all_reduces"], s["gathers"], s["gathered_bytes"], s["reductions"],
-                 s["reduced_bytes"] + s["all_reduced_bytes"], "not counted" if s["sent"] is None else s["sent"]]
+                [
+                    f"stage {s['stage']}",
+                    s["all_reduces"],
+                    s["gathers"],
+                    s["gathered_bytes"],
+                    s["reductions"],
+                    s["reduced_bytes"] + s["all_reduced_bytes"],
+                    "not counted" if s["sent"] is None else s["sent"],
+                ]
                 for s in stages
             ],
         ),
-        "A gather brings a group's weights to every rank. A reduction adds its gradients and leaves each rank its own quarter "
-        f"(on gloo an exchange and a local sum). Stage 3 gathers for forward and again for backward, but once ({ONCE:,} bytes) what "
-        "ends the model, where backward begins, and the embedding, which backward does not read.",
-    )  # fmt: skip
+        "A gather brings a group's weights to every rank. A reduction adds its gradients and leaves each rank its own "
+        "quarter (on gloo an exchange and a local sum). Stage 3 gathers for forward and again for backward, but once "
+        f"({ONCE:,} bytes) what ends the model, where backward begins, and the embedding, which backward does not "
+        "read.",
+    )
     for stage in STAGES:
         story.checks += _checks(stage, [rank["stages"][stage] for rank in found])
     largest = max(stage["difference"] for stage in stages)
@@ -197,15 +207,24 @@ def _checks(stage: int, ranks: list[dict[str, Any]]) -> list[Check]:
     sent = (gathered_bytes + reduced_bytes) * (WORLD - 1) / WORLD
     checks += [
         Check(f"stage {stage}: gathers", formula, put_in, gathers, ranks[0]["gathers"]),
-        Check(f"stage {stage}: reductions", reduced, f"{NUM_MICRO} x {GROUPS}" if stage > 1 else "", reductions,
-              ranks[0]["reductions"]),
-        Check(f"stage {stage}: bytes gathered", "M(8P - once)" if stage == 3 else "4P",
-              f"{NUM_MICRO} x (8 x {parameters:,} - {ONCE:,})" if stage == 3 else f"4 x {parameters:,}", gathered_bytes,
-              ranks[0]["gathered_bytes"]),
+        Check(
+            f"stage {stage}: reductions",
+            reduced,
+            f"{NUM_MICRO} x {GROUPS}" if stage > 1 else "",
+            reductions,
+            ranks[0]["reductions"],
+        ),
+        Check(
+            f"stage {stage}: bytes gathered",
+            "M(8P - once)" if stage == 3 else "4P",
+            f"{NUM_MICRO} x (8 x {parameters:,} - {ONCE:,})" if stage == 3 else f"4 x {parameters:,}",
+            gathered_bytes,
+            ranks[0]["gathered_bytes"],
+        ),
         *on_the_wire(
             "(N-1)/N of both", f"3/4 x {gathered_bytes + reduced_bytes:,}", sent, _sent(ranks), f"stage {stage}: "
         ),
-    ]  # fmt: skip
+    ]
     whole = ("4P", f"4 x {parameters:,}", size) if stage < 3 else ("two blocks", f"2 x {BLOCK:,}", 2 * BLOCK)
     checks.append(Check(f"stage {stage}: full weights at most", *whole, ranks[0]["most_full_weights"]))
     if stage == 1:

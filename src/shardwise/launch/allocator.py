@@ -1,7 +1,8 @@
-"""How torch's GPU allocator keeps memory (`speed.allocator`): it reads an environment variable once, as torch is loaded.
+"""How torch's GPU allocator keeps memory (`speed.allocator`): it reads an environment variable once, as torch is
+loaded.
 
-Segments that grow do not break up when sizes change from step to step, so that less memory is kept free and unused. Invariant: what the
-user has set in the environment stays.
+Segments that grow do not break up when sizes change from step to step, so that less memory is kept free and unused.
+Invariant: what the user has set in the environment stays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How a rank that cannot go on says so: a line or three to the person, the traceback to a file, the last word to metrics.jsonl."""
+"""How a rank that cannot go on says so: a line or three to the person, the traceback to a file, the last word to
+metrics.jsonl."""
 
 from __future__ import annotations
 

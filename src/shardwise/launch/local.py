@@ -1,7 +1,8 @@
 """Starts the ranks of a run on this machine, through torchrun's own process API, and waits for them.
 
-Nothing listens beyond loopback: the store that ranks meet at is bound to 127.0.0.1, and gloo is told the loopback interface.
-Rank 0 keeps the terminal; the others write to log/. Signals are passed on, so that every rank stops at the same step.
+Nothing listens beyond loopback: the store that ranks meet at is bound to 127.0.0.1, and gloo is told the loopback
+interface. Rank 0 keeps the terminal; the others write to log/. Signals are passed on, so that every rank stops at the
+same step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ AT_ONCE = (*(-number for number in (*stop_signals(), INTERRUPT)), int(Exit.INTER
 
 
 def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, options: Sequence[str] = ()) -> int:
-    """Run `nproc` workers (worker.py, with `options`) over a prepared run directory; returns the exit code of the whole."""
+    """Run `nproc` workers (worker.py, with `options`) over a prepared run directory; returns the exit code of the
+    whole."""
     from torch.distributed.elastic.multiprocessing import start_processes
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
@@ -71,7 +73,8 @@ def _supervise(start: Callable[[], PContext]) -> tuple[list[int], RunProcsResult
 
     before = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
-        # On the main thread torch would set handlers of its own, which raise in the midst of starting and leave orphans.
+        # On the main thread torch would set handlers of its own, which raise in the midst of starting and leave
+        # orphans.
         with ThreadPoolExecutor(1) as starter:
             context = starter.submit(start).result()
         pids += context.pids().values()

@@ -1,7 +1,7 @@
 """Out of memory, in words: what a rank held and by what, how far over it was, and what to type so that the run fits.
 
-The changes are those of plan/resolve/fit.py, for a job that takes as much more than predicted as this one did. Read next: memory/account.py,
-which saw the moment.
+The changes are those of plan/resolve/fit.py, for a job that takes as much more than predicted as this one did. Read
+next: memory/account.py, which saw the moment.
 """
 
 from __future__ import annotations

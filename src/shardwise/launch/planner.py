@@ -1,4 +1,5 @@
-"""The planner's answers to what a rank asks while it sets up (run/planner.py). All of it is prediction; nothing is measured here."""
+"""The planner's answers to what a rank asks while it sets up (run/planner.py). All of it is prediction; nothing is
+measured here."""
 
 from __future__ import annotations
 

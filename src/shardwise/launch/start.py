@@ -1,7 +1,8 @@
 """From a command line to a running job: resolve the config, make or find the run directory, start the ranks.
 
-Used by `train` and `resume`. Everything that can be refused is refused here, before torch is imported. Config, shapes and corpus are
-read once: a run of one process gets what was read here, the ranks of a larger one read the run directory (worker.py).
+Used by `train` and `resume`. Everything that can be refused is refused here, before torch is imported. Config, shapes
+and corpus are read once: a run of one process gets what was read here, the ranks of a larger one read the run directory
+(worker.py).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class PlannedRun(RunInputs):
 
 
 def plan_run(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | None = None) -> PlannedRun:
-    """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result. `cluster`: a file with what was
-    measured of this machine."""
+    """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result. `cluster`: a file
+    with what was measured of this machine."""
     machine = this_machine()
     if machine.gpu_problem:
         print(f"gpu      {machine.gpu_problem}; this run is on CPUs", file=sys.stderr)
@@ -89,7 +90,8 @@ def measured_file(path: str, machine: Machine) -> ClusterSpec:
 
 
 def check_offload_dir(config: Config, plan: Plan, spec: ModelSpec) -> None:
-    """What can be refused about it is refused before torch is loaded; every rank of this machine reserves its part later."""
+    """What can be refused about it is refused before torch is loaded; every rank of this machine reserves its part
+    later."""
     if plan.offload_to != "nvme":
         return
     directory = Path(plan.offload_dir)
@@ -121,7 +123,8 @@ def write_run(run: RunDir, planned: PlannedRun) -> None:
 
 
 def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify: bool = True) -> int:
-    """Hold the run, bring its files up to date, train; returns the exit code. One process is this one, and reads nothing again."""
+    """Hold the run, bring its files up to date, train; returns the exit code. One process is this one, and reads
+    nothing again."""
     config = planned.config
     if planned.plan.device == "cuda":
         set_allocator(config.speed.allocator, os.environ)
@@ -173,7 +176,8 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
 
 
 def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: Loaded, *, verify: bool = True) -> int:
-    """This process is one rank of a job that torchrun started: rank 0 prepares, all agree on the run directory, train."""
+    """This process is one rank of a job that torchrun started: rank 0 prepares, all agree on the run directory,
+    train."""
     set_allocator(loaded.config.speed.allocator, os.environ)
     import torch
 

@@ -20,7 +20,8 @@ from shardwise.spec.schema import AdapterConfig, CommConfig, Config, OptimizerCo
 
 
 def verify_layout(spec: ModelSpec, plan: Plan, config: Config, steps: int) -> dict[str, Any]:
-    """Start the ranks of `plan`, which is small enough to be proven here; returns the proof as they wrote it (prove/verify.py)."""
+    """Start the ranks of `plan`, which is small enough to be proven here; returns the proof as they wrote it
+    (prove/verify.py)."""
 
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
         run = RunDir(Path(folder))

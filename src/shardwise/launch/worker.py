@@ -1,8 +1,8 @@
 """One rank: sets the process up, trains, and turns whatever happens into an exit code.
 
-Started by local.py through rank.py, by torchrun through `shardwise train`, or called directly when one process is enough. What is
-needed is in the run directory, or comes from the process that has read it already (start.py). This is where the run meets the planner
-that it asks, the proof of its layout and the reporter: `run` knows none of them.
+Started by local.py through rank.py, by torchrun through `shardwise train`, or called directly when one process is
+enough. What is needed is in the run directory, or comes from the process that has read it already (start.py). This is
+where the run meets the planner that it asks, the proof of its layout and the reporter: `run` knows none of them.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ OLDEST_TORCH = (2, 11)
 def main(argv: list[str] | None = None) -> int:
     """What launch/rank.py calls after the imports."""
     code = _run(argv, ranks_from_environment())
-    # torchrun's process API kills all ranks when one exits with an error. An orderly end is none: its code is in the run's
-    # last event, where the launcher reads it.
+    # torchrun's process API kills all ranks when one exits with an error. An orderly end is none: its code is in the
+    # run's last event, where the launcher reads it.
     orderly = (Exit.STOPPED, Exit.INTERRUPTED, Exit.DIVERGED, Exit.FOUND_WRONG)
     return int(Exit.DONE) if code in orderly else code
 
@@ -141,13 +141,14 @@ def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None)
     device = torch.device("cuda", ranks.local_rank) if plan.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(plan.threads_per_rank)
     if device.type == "cpu" and COMPUTED[plan.precision].itemsize == 2:
-        # Some virtual machines announce AMX and then forbid it: oneDNN's 16-bit kernels die there with SIGILL. This is read
-        # at the first matmul; AVX-512 computes the same.
+        # Some virtual machines announce AMX and then forbid it: oneDNN's 16-bit kernels die there with SIGILL. This is
+        # read at the first matmul; AVX-512 computes the same.
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
-        # Recomputed logits make a backward thread the first to use cuBLAS there; torch sets the context itself and says so.
+        # Recomputed logits make a backward thread the first to use cuBLAS there; torch sets the context itself and says
+        # so.
         warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)

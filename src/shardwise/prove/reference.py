@@ -1,7 +1,8 @@
-"""The truth that layouts are measured against: the plain model, one process, torch's own optimizer and clipping, nothing of `parallel/`.
+"""The truth that layouts are measured against: the plain model, one process, torch's own optimizer and clipping,
+nothing of `parallel/`.
 
-`train_plain` trains on made-up batches and records losses, gradient norms, the first step's gradients and the final parameters.
-`verify` and the parity tests compare a layout's record with this one.
+`train_plain` trains on made-up batches and records losses, gradient norms, the first step's gradients and the final
+parameters. `verify` and the parity tests compare a layout's record with this one.
 """
 
 from __future__ import annotations

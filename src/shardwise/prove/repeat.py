@@ -24,18 +24,19 @@ from shardwise.spec.schema import Config
 
 NUM_STEPS = 3
 LOSS_LIMITS = {"fp64": 1e-9, "fp32": 1e-5} | dict.fromkeys(("bf16", "bf16-true", "fp16", "fp16-true", "fp8"), 5e-3)
-"""How far the losses of the first steps may be from one process, relative to the loss. With 8 bits a rounding that falls the other way
-moves a weight by 0.4 %, and steps multiply that; mistakes are found in fp64 (verify.py)."""
+"""How far the losses of the first steps may be from one process, relative to the loss. With 8 bits a rounding that
+falls the other way moves a weight by 0.4 %, and steps multiply that; mistakes are found in fp64 (verify.py)."""
 LIMIT_S = 60.0  # a proof that would take longer than this is left to the user
 
 
 def repeat_first_steps(
     session: Session, losses: Mapping[int, float], step_s: float | None, peak_bytes: int
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Repeat the first steps of a run without parallelism: the record for metrics.jsonl and a line for people; None where there is none.
+    """Repeat the first steps of a run without parallelism: the record for metrics.jsonl and a line for people; None
+    where there is none.
 
-    Needs a run from its start, and more than one rank to prove anything. `losses`: of the run's steps, `step_s`: seconds of a usual one,
-    `peak_bytes`: of the fullest rank."""
+    Needs a run from its start, and more than one rank to prove anything. `losses`: of the run's steps, `step_s`:
+    seconds of a usual one, `peak_bytes`: of the fullest rank."""
     plan, steps = session.plan, [step for step in range(1, NUM_STEPS + 1) if step in losses]
     if plan.world == 1 or not steps or steps[0] != 1:
         return None, None

@@ -1,7 +1,7 @@
 """The smallest model and job that still show every mistake a layout could make: what `verify` trains.
 
-Owns the shrinking. Invariant: everything that changes *how* the model computes stays (kind of attention, heads against ranks,
-tied ends, windows, router, biases, norms); only sizes go down, to what the layout still divides. No torch here.
+Owns the shrinking. Invariant: everything that changes *how* the model computes stays (kind of attention, heads against
+ranks, tied ends, windows, router, biases, norms); only sizes go down, to what the layout still divides. No torch here.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _divisor(degree: int) -> int:
 
 
 def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
-    """`plan` is already small; the model gets as many layers as it has. What transformers builds is tried out, with torch."""
+    """`plan` is already small; the model gets as many layers as it has. What transformers builds is tried out, with
+    torch."""
     if isinstance(spec, TransformersSpec):
         from shardwise.interop.transformers.shrink import shrink_transformers
 
@@ -123,8 +124,8 @@ def _period(spec: ModelSpec) -> int:
 
 
 def _heads(spec: ModelSpec, tp: int, cp: int = 1) -> tuple[int, int]:
-    """Few heads that stand to tp as the model's own do: grouped if grouped, shared between ranks if shared. `cp`: ranks that
-    share the heads of a slice, the way of Ulysses."""
+    """Few heads that stand to tp as the model's own do: grouped if grouped, shared between ranks if shared. `cp`: ranks
+    that share the heads of a slice, the way of Ulysses."""
     ranks = tp * cp
     if spec.is_latent:
         heads = next(n for n in range(2, spec.num_heads + ranks + 1) if n % ranks == 0)

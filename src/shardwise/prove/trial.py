@@ -1,4 +1,5 @@
-"""A layout put to the test: the same short training as reference.py, through the engine and the step that real runs use."""
+"""A layout put to the test: the same short training as reference.py, through the engine and the step that real runs
+use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The user's own proof: a layout and one process train the same small model in fp64, and every number is compared.
 
-`prove` is called by all ranks together, by `shardwise verify` in processes of its own and by `train` before its first step. In
-fp64 only real mistakes survive: rounding is at 1e-15, the limit at 1e-9. What was proven is remembered beside the runs, per layout,
-kind of model, torch version and version of this package.
+`prove` is called by all ranks together, by `shardwise verify` in processes of its own and by `train` before its first
+step. In fp64 only real mistakes survive: rounding is at 1e-15, the limit at 1e-9. What was proven is remembered beside
+the runs, per layout, kind of model, torch version and version of this package.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def prove(
     steps: int = NUM_STEPS,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
 ) -> Proof:
-    """Collective over the ranks of `plan`, which is executed as it is; the model shrinks. Every rank gets rank 0's result."""
+    """Collective over the ranks of `plan`, which is executed as it is; the model shrinks. Every rank gets rank 0's
+    result."""
     began = time.perf_counter()
     small = shrink_plan(plan, max_ranks=plan.world)
     trial = Trial(
@@ -125,7 +126,8 @@ def _differences(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str
 
 
 def prove_once(session: Session) -> str | None:
-    """Collective. Prove this layout unless that was done before; a line to print, or None. Raises if it does not hold."""
+    """Collective. Prove this layout unless that was done before; a line to print, or None. Raises if it does not
+    hold."""
     config, spec, plan = session.config, session.spec, session.plan
     rank, device = session.ranks.rank, session.device
     if plan.world == 1 and plan.offload == "none":
@@ -166,7 +168,8 @@ def describe(proof: Proof) -> str:
 
 
 def proof_key(spec: ModelSpec, plan: Plan, adapter: AdapterConfig = AdapterConfig()) -> str:  # noqa: B008  (frozen)
-    """What a proof covers: the layout, the number of micro-batches as far as it matters, the kind of model, the versions."""
+    """What a proof covers: the layout, the number of micro-batches as far as it matters, the kind of model, the
+    versions."""
     from shardwise import __version__
 
     small = shrink_plan(plan, max_ranks=plan.world)

@@ -20,8 +20,8 @@ LARGE = 10**9  # parameters that take their time
 
 
 def weights_line(config: Config, spec: ModelSpec) -> str | None:
-    """What is said before weights are read or drawn: many take minutes, in silence otherwise; and adapters beside random weights are
-    seldom meant."""
+    """What is said before weights are read or drawn: many take minutes, in silence otherwise; and adapters beside
+    random weights are seldom meant."""
     is_large, path = spec.num_parameters >= LARGE, config.model.path
     doing = f"{'reading' if path else 'drawing'} {format_count(spec.num_parameters)} parameters"
     if path and is_large:

@@ -1,7 +1,9 @@
-"""The memory of a run as text: predicted beside measured after it, and the course of one step for `watch`. No torch here.
+"""The memory of a run as text: predicted beside measured after it, and the course of one step for `watch`. No torch
+here.
 
-Rows have the names that people use; each stands beside the part of the prediction that it answers. A measured row is the most that its
-category ever held; they are not all full at the same moment, so the peak of all together is a row of its own.
+Rows have the names that people use; each stands beside the part of the prediction that it answers. A measured row is
+the most that its category ever held; they are not all full at the same moment, so the peak of all together is a row of
+its own.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def off(measured: float, predicted: float) -> str:
 # The course of a step ------------------------------------------------------------------------------------------------
 
 
-class Moment(NamedTuple):
+class MemoryPoint(NamedTuple):
     at_us: float
     held: dict[str, int]
     where: str
@@ -94,10 +96,10 @@ class Curve(NamedTuple):
 
     rank: int
     step: int
-    moments: list[Moment]
+    moments: list[MemoryPoint]
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryPoint:
         return max(self.moments, key=lambda moment: moment.total)
 
     def summary(self) -> dict[str, Any]:
@@ -110,7 +112,8 @@ class Curve(NamedTuple):
         columns = self._columns(width)
         at = min(width - 1, int(width * (peak.at_us - first) / max(last - first, 1)))
         lines = [
-            f"memory   rank {self.rank}, step {self.step}: at most {format_bytes(peak.total)} in tensors, in {peak.where}"
+            f"memory   rank {self.rank}, step {self.step}: at most {format_bytes(peak.total)} in tensors, in "
+            f"{peak.where}"
         ]
         for row in range(HEIGHT, 0, -1):
             height = peak.total * (row - 0.5) / HEIGHT
@@ -124,7 +127,7 @@ class Curve(NamedTuple):
     def _columns(self, width: int) -> list[dict[str, int]]:
         """The fullest moment of each stretch of time; a stretch without one is as the one before."""
         first, last = self.moments[0].at_us, self.moments[-1].at_us
-        found: list[Moment | None] = [None] * width
+        found: list[MemoryPoint | None] = [None] * width
         for moment in self.moments:
             column = min(width - 1, int(width * (moment.at_us - first) / max(last - first, 1)))
             best = found[column]
@@ -169,7 +172,7 @@ def _curve(path: Path) -> Curve | None:
         return None
     step = max(steps)
     events = steps[step]
-    return Curve(events[0]["rank"], step, [Moment(e["start_us"], e["held"], _where(e)) for e in events])
+    return Curve(events[0]["rank"], step, [MemoryPoint(e["start_us"], e["held"], _where(e)) for e in events])
 
 
 def _where(event: dict[str, Any]) -> str:

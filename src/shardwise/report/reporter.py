@@ -1,7 +1,7 @@
 """Hears of a run and reports it: metrics.jsonl, plan.json, events, the terminal.
 
-A step is reported when its numbers are here, which on a GPU is after the next one has been queued (run/trainer.py). Every rank has a
-reporter; only the first one's writes metrics and prints. Invariant: nothing here is collective.
+A step is reported when its numbers are here, which on a GPU is after the next one has been queued (run/trainer.py).
+Every rank has a reporter; only the first one's writes metrics and prints. Invariant: nothing here is collective.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from shardwise.run.session import Session
 from shardwise.run.setup import Setup
 
 Repeat = Callable[[Session, Mapping[int, float], float | None, int], tuple[dict[str, Any] | None, str | None]]
-"""`prove.repeat.repeat_first_steps`: of a run's losses by step, seconds of a usual step and peak bytes, the record of a proof and a
-line on it."""
+"""`prove.repeat.repeat_first_steps`: of a run's losses by step, seconds of a usual step and peak bytes, the record of a
+proof and a line on it."""
 
 
 class Reporter(Listener):

@@ -1,7 +1,7 @@
 """Where the steps of a run went, as text for `watch`: the pipeline as it ran, and a bar for any layout. No torch here.
 
-Invariant: a pipeline is only drawn from a step whose events are complete: on every rank the actions of the plan's list, in its order.
-The ranks of one machine share a clock, so their events stand beside each other as they are.
+Invariant: a pipeline is only drawn from a step whose events are complete: on every rank the actions of the plan's list,
+in its order. The ranks of one machine share a clock, so their events stand beside each other as they are.
 """
 
 from __future__ import annotations
@@ -30,17 +30,25 @@ TAIL_BYTES = 4 * 2**20  # of each file of events: the newest step is at its end
 RECENT = 50  # steps
 
 
-class Pipeline(NamedTuple):
+class MeasuredPipeline(NamedTuple):
     """The newest sampled step of a pipeline."""
 
     step: int
     timeline: Timeline
     predicted: float | None  # idle share of the ranks' time
 
+    def summary(self) -> dict[str, Any]:
+        """For `watch --json`."""
+        idle = self.timeline.bubble_fraction
+        return {"step": self.step, "seconds": self.timeline.total, "idle": idle, "predicted": self.predicted}
+
     def text(self, width: int) -> str:
         beside = "" if self.predicted is None else f" (predicted {100 * self.predicted:.0f} %)"
         idle = f"idle {100 * self.timeline.bubble_fraction:.0f} %{beside}"
-        return f"pipeline step {self.step} as it ran: {1e3 * self.timeline.total:.0f} ms, {idle}\n{draw(self.timeline, width)}"
+        return (
+            f"pipeline step {self.step} as it ran: {1e3 * self.timeline.total:.0f} ms, {idle}\n"
+            f"{draw(self.timeline, width)}"
+        )
 
 
 def where_of(steps: list[dict[str, Any]]) -> dict[str, float]:
@@ -63,7 +71,7 @@ def bar(where: dict[str, float], width: int = 40) -> str:
     return f"|{line}|  {', '.join(name.strip() for name in names)}"
 
 
-def measured_pipeline(run: RunDir) -> Pipeline | None:
+def measured_pipeline(run: RunDir) -> MeasuredPipeline | None:
     """Of the first replica and tensor slice; None where there is no pipeline, or no step of it in the events."""
     values = run.read_plan()
     if values.get("pp", 1) < 2:
@@ -77,7 +85,7 @@ def measured_pipeline(run: RunDir) -> Pipeline | None:
         if all([t.action for t in mine] == list(actions) for mine, actions in zip(timed, table, strict=True)):
             first = min(mine[0].start for mine in timed)
             moved = (tuple(Timed(t.action, t.start - first, t.end - first) for t in mine) for mine in timed)
-            return Pipeline(step, Timeline(tuple(moved)), _predicted(values))
+            return MeasuredPipeline(step, Timeline(tuple(moved)), _predicted(values))
     return None
 
 

@@ -1,4 +1,5 @@
-"""The last lines of a run: how it ended, predicted beside measured, and what to type next. Lines only; reporter.py prints them."""
+"""The last lines of a run: how it ended, predicted beside measured, and what to type next. Lines only; reporter.py
+prints them."""
 
 from __future__ import annotations
 

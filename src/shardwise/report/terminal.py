@@ -62,7 +62,8 @@ class LiveView:
             self._print(self._line(line))
 
     def _draw(self, line: dict[str, Any]) -> None:
-        """The live block. It begins with the first step, so that the header stays above it, and stays after the last."""
+        """The live block. It begins with the first step, so that the header stays above it, and stays after the
+        last."""
         from rich.text import Text
 
         if self.live is None:

@@ -1,4 +1,5 @@
-"""The peak that a run's MFU is measured against: the published figure of a known GPU (cluster/gpus.toml), else what was measured."""
+"""The peak that a run's MFU is measured against: the published figure of a known GPU (cluster/gpus.toml), else what was
+measured."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ FROZEN_FLOPS = 2 / 3
 
 
 def peak_flops(world: int, device: torch.device, measured: ClusterSpec, *, is_frozen: bool) -> float:
-    """FLOP/s of all ranks together, dense in bf16; of a device that is not in the table the matmul rate measured at the start."""
+    """FLOP/s of all ranks together, dense in bf16; of a device that is not in the table the matmul rate measured at the
+    start."""
     peak = _published(device) or max(measured.device.flops.values())
     return peak * world / (FROZEN_FLOPS if is_frozen else 1.0)
 

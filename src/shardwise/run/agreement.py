@@ -1,8 +1,9 @@
-"""What all ranks agree on between two steps: whether to stop, how many targets the next step has, whether a checkpoint is due.
+"""What all ranks agree on between two steps: whether to stop, how many targets the next step has, whether a checkpoint
+is due.
 
-Each rank hands in small numbers, which are added up; most of the time they travel in the all-reduce that carries a step's norm and
-losses anyway (`ask` in step.py). Where results are read late, what follows a step was asked one step earlier.
-Invariant: every rank comes to the same answer.
+Each rank hands in small numbers, which are added up; most of the time they travel in the all-reduce that carries a
+step's norm and losses anyway (`ask` in step.py). Where results are read late, what follows a step was asked one step
+earlier. Invariant: every rank comes to the same answer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Agreed(NamedTuple):
 
 
 class Agreement:
-    """Asks this rank's questions ahead of time, keeps the batches that were read for them and the answers that were not used yet."""
+    """Asks this rank's questions ahead of time, keeps the batches that were read for them and the answers that were not
+    used yet."""
 
     def __init__(
         self,
@@ -51,8 +53,8 @@ class Agreement:
         self._agreed: deque[Agreed] = deque()
 
     def ask(self) -> list[int]:
-        """Read this rank's rows of a step to come; returns its stop requests, its targets and whether it wants a checkpoint before
-        that step, to be added up over all ranks."""
+        """Read this rank's rows of a step to come; returns its stop requests, its targets and whether it wants a
+        checkpoint before that step, to be added up over all ranks."""
         self._about += 1
         with self.clock.span("data_wait", "next batch"):
             self._batches.append(self.loader.next() if self._about < self.num_steps else None)

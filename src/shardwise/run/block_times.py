@@ -1,7 +1,8 @@
 """The model's own blocks, timed on made-up numbers while all ranks are busy: what the predicted step is scaled by.
 
-Blocks run as in a step: one behind the other, each keeping what its backward needs, with the model's ends before and after. The same block
-run again and again would find its numbers in the caches and come out a fifth too fast. Invariant: no rank waits for another in here.
+Blocks run as in a step: one behind the other, each keeping what its backward needs, with the model's ends before and
+after. The same block run again and again would find its numbers in the caches and come out a fifth too fast. Invariant:
+no rank waits for another in here.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _slice(spec: ModelSpec, plan: Plan) -> ModelSpec:
 
 
 def _alone(plan: Plan, attention: str) -> Plan:
-    """One micro-batch in one process, and no parameters that are rounded on the way. Which kernel `auto` takes is not measured yet."""
+    """One micro-batch in one process, and no parameters that are rounded on the way. Which kernel `auto` takes is not
+    measured yet."""
     precision = {"bf16": "bf16-true", "fp16": "fp16-true", "fp8": "bf16-true"}.get(plan.precision, plan.precision)
     return Plan(
         device=plan.device,

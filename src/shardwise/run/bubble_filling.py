@@ -1,13 +1,16 @@
-"""Idle slots of a pipeline evaluate held-out batches (`parallel.fill_bubbles`), beside training and without a trace in it.
+"""Idle slots of a pipeline evaluate held-out batches (`parallel.fill_bubbles`), beside training and without a trace in
+it.
 
-A few plain steps tell how long each action takes; all ranks agree on these times and put the same held-out forwards into the slots that
-are left (parallel/pipeline/idle_slots.py). After some filled steps come plain ones again: new times, and a comparison. If filled steps were
-more than 3 % longer, half as many forwards are placed from then on.
+A few plain steps tell how long each action takes; all ranks agree on these times and put the same held-out forwards
+into the slots that are left (parallel/pipeline/idle_slots.py). After some filled steps come plain ones again: new
+times, and a comparison. If filled steps were more than 3 % longer, half as many forwards are placed from then on.
 
-A micro-batch passes all stages within one step, so it was evaluated with the weights that its step began with. A pass over the held-out
-batches may take several steps: its loss is then one of a model that moved from `first_step` to `step`, which the line in metrics.jsonl says.
+A micro-batch passes all stages within one step, so it was evaluated with the weights that its step began with. A pass
+over the held-out batches may take several steps: its loss is then one of a model that moved from `first_step` to
+`step`, which the line in metrics.jsonl says.
 
-Invariant: training never reads anything of this. What is decided here is decided from numbers that all ranks have in common.
+Invariant: training never reads anything of this. What is decided here is decided from numbers that all ranks have in
+common.
 """
 
 from __future__ import annotations
@@ -178,8 +181,8 @@ class Filler:
 
 
 def action_seconds(spans: Sequence[Span]) -> dict[Action, float]:
-    """How long each action of a step took, with what followed from it before the next (completing gradients, say), without waits
-    for other stages."""
+    """How long each action of a step took, with what followed from it before the next (completing gradients, say),
+    without waits for other stages."""
     seconds: dict[Action, float] = {}
     current = None
     for span in spans:

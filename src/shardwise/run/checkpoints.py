@@ -1,4 +1,5 @@
-"""When a run's checkpoints are due, how one is committed, and where an earlier process left off. Read next: state.py, checkpoint/store.py."""
+"""When a run's checkpoints are due, how one is committed, and where an earlier process left off. Read next: state.py,
+checkpoint/store.py."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class CheckpointClock:
 
 
 def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Collective. All ranks hand in their shards, the first one writes; the others meet it again at the next agreement."""
+    """Collective. All ranks hand in their shards, the first one writes; the others meet it again at the next
+    agreement."""
     groups = collect_state(engine, optimizer)
     if session.ranks.is_first:
         state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}

@@ -1,4 +1,5 @@
-"""The device of a verb that needs one and has no plan: a GPU if torch can use one. A GPU that it cannot use is named, with the reason."""
+"""The device of a verb that needs one and has no plan: a GPU if torch can use one. A GPU that it cannot use is named,
+with the reason."""
 
 from __future__ import annotations
 

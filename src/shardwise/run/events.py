@@ -1,7 +1,8 @@
 """Sampled events: what each rank did when, one file per rank, one step in N, so that the cost stays far below a step.
 
-One line per span of the clock: pipeline actions, collectives (inside them), messages between stages, the optimizer, waiting for data.
-`dur_us` of a collective is what the rank waited for it; what travelled behind computing has a short one or none.
+One line per span of the clock: pipeline actions, collectives (inside them), messages between stages, the optimizer,
+waiting for data. `dur_us` of a collective is what the rank waited for it; what travelled behind computing has a short
+one or none.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Events:
         self.file.flush()
 
     def record_memory(self, step: int, curve: Sequence[Any], began_s: float) -> None:
-        """The memory of a watched step, a line per moment (memory/account.py); `began_s` by the clock of the moments."""
+        """The memory of a watched step, a line per moment (memory/account.py); `began_s` by the clock of the
+        moments."""
         if self.file is None:
             return
         offset = time.time() - time.perf_counter()

@@ -1,4 +1,5 @@
-"""Sampling text, one token at a time with a key/value cache: from a plain decoder, or through an engine of any layout."""
+"""Sampling text, one token at a time with a key/value cache: from a plain decoder, or through an engine of any
+layout."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def generate_together(
 
 
 def sample_text(engine: Engine, corpus: Corpus, config: Config, ranks: Ranks) -> str | None:
-    """A short continuation of a prompt, with the prompt, as training shows it. Ranks that hold only a part of the model all take part;
-    None on ranks that were not needed, and where no sample is asked for."""
+    """A short continuation of a prompt, with the prompt, as training shows it. Ranks that hold only a part of the model
+    all take part; None on ranks that were not needed, and where no sample is asked for."""
     length = config.train.sample_tokens
     if length == 0 or (engine.is_whole and not ranks.is_first):
         return None

@@ -1,7 +1,8 @@
-"""Reasons to stop: signals, a `stop` file, the time limit, a parent that died. The loop asks once per step; nothing is cut.
+"""Reasons to stop: signals, a `stop` file, the time limit, a parent that died. The loop asks once per step; nothing is
+cut.
 
-The first Ctrl-C (or SIGTERM) lets the step finish and commits a checkpoint; the second ends the process at once. So does the first where no
-step has begun: there is nothing to commit, and large weights take minutes.
+The first Ctrl-C (or SIGTERM) lets the step finish and commits a checkpoint; the second ends the process at once. So
+does the first where no step has begun: there is nothing to commit, and large weights take minutes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ ORPHAN_GRACE_S = 60.0  # an orphan that cannot finish its step in this time (its
 
 
 INTERRUPT: int = getattr(signal, "SIGUSR1", signal.SIGINT)
-"""How the launcher passes Ctrl-C on: as a signal that a Python that is only just starting does not answer with a traceback."""
+"""How the launcher passes Ctrl-C on: as a signal that a Python that is only just starting does not answer with a
+traceback."""
 
 
 def stop_signals() -> list[int]:

@@ -1,6 +1,7 @@
 """Who hears of a run while it goes on: the reporter (report/reporter.py), or a callback of the user.
 
-The loop calls these between steps, in this order, on every rank. A listener that does not override a method hears nothing of it.
+The loop calls these between steps, in this order, on every rank. A listener that does not override a method hears
+nothing of it.
 """
 
 from __future__ import annotations

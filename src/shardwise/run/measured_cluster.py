@@ -1,8 +1,8 @@
 """This machine as the ranks of a run find it when they start: the numbers behind the predicted step time.
 
-Measured are the matmul rate, a copy, the link between the ranks, and the model's own blocks (block_times.py). The planner scales the
-device's rates until its prediction of the blocks is what they took (plan/prediction/measured_rates.py). About two seconds. All ranks
-measure at once and take the mean.
+Measured are the matmul rate, a copy, the link between the ranks, and the model's own blocks (block_times.py). The
+planner scales the device's rates until its prediction of the blocks is what they took
+(plan/prediction/measured_rates.py). About two seconds. All ranks measure at once and take the mean.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ REPEATS = 7
 def measured_cluster(
     spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int
 ) -> tuple[ClusterSpec, BlockTimes | None]:
-    """Collective. Rates and link of this machine, and the times of the model's blocks; None for a model that is not ours.
+    """Collective. Rates and link of this machine, and the times of the model's blocks; None for a model that is not
+    ours.
 
     Leaves no trace: neither in torch's random numbers nor in the peak of a GPU's memory."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -74,8 +75,8 @@ def _rated(known: Device, spec: ModelSpec, plan: Plan, device: torch.device) -> 
 
 
 def _link(plan: Plan, device: torch.device, bucket_bytes: int, known: Link) -> Link:
-    """An all-reduce of one gradient bucket and of one element, and the bucket's all-gather and reduce-scatter as ZeRO does them, which
-    gloo does no faster than a whole all-reduce."""
+    """An all-reduce of one gradient bucket and of one element, and the bucket's all-gather and reduce-scatter as ZeRO
+    does them, which gloo does no faster than a whole all-reduce."""
     if plan.world == 1:
         return replace(known, span=1)
     elements = max(1, min(bucket_bytes, 16 * 2**20) // 4 // plan.world)

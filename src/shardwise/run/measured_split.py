@@ -23,8 +23,8 @@ REPEATS = 3
 
 
 def measured_split(spec: ModelSpec, plan: Plan, attention: str, device: torch.device) -> tuple[int, ...]:
-    """Collective. `plan.split` only says how many stages there are. Of a shared sequence a rank takes its own tokens only: what they
-    look at on other ranks is left out, as it would not fit here."""
+    """Collective. `plan.split` only says how many stages there are. Of a shared sequence a rank takes its own tokens
+    only: what they look at on other ranks is left out, as it would not fit here."""
     plan = replace(plan, seq_len=plan.seq_len // plan.cp)
     kinds = [replace(layer, index=0) for layer in spec.layers]
     first_of = {kind: kinds.index(kind) for kind in kinds}

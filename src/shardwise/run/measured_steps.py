@@ -1,4 +1,5 @@
-"""What a run's first steps took on every rank, to be set beside what was predicted (report/predicted_and_measured.py)."""
+"""What a run's first steps took on every rank, to be set beside what was predicted
+(report/predicted_and_measured.py)."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class FirstSteps:
 
 
 def typical(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by kind of a usual step: the mean over the middle half by length. So the kinds still add up to the step, and a step in
-    which the machine did something else does not count."""
+    """Seconds by kind of a usual step: the mean over the middle half by length. So the kinds still add up to the step,
+    and a step in which the machine did something else does not count."""
     ordered = sorted(steps, key=lambda parts: parts["step_s"])
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return {part: sum(parts[part] for parts in middle) / len(middle) for part in PARTS}

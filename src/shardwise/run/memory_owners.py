@@ -1,4 +1,5 @@
-"""Who owns which memory of a rank: the engine's parameters and gradients, FSDP2's gathered copies, the optimizer's state.
+"""Who owns which memory of a rank: the engine's parameters and gradients, FSDP2's gathered copies, the optimizer's
+state.
 
 What memory/account.py asks, and what the demos add up. Nothing is computed here, and nothing kept.
 """

@@ -1,11 +1,14 @@
-"""Watches the memory of a run's first two steps, and of these alone: what a rank holds at its fullest moment, and the course of it.
+"""Watches the memory of a run's first two steps, and of these alone: what a rank holds at its fullest moment, and the
+course of it.
 
-The second step is the first one with everything in place (optimizer state, DDP's final buckets), so it is the one that is drawn and
-reported. `run.events_every=0` turns it off. Invariant: a run that is watched computes the same bits, with the same kernels.
+The second step is the first one with everything in place (optimizer state, DDP's final buckets), so it is the one that
+is drawn and reported. `run.events_every=0` turns it off. Invariant: a run that is watched computes the same bits, with
+the same kernels.
 
-What watches every operation keeps torch from compiling, for good: a block that is first called under it is never compiled. So compiled blocks
-are not looked into. On CUDA the allocator says how much there was, and the owners how much of it is theirs when all gradients are there. On a
-CPU, whose allocator says nothing, autograd tells what it keeps for backward; what kernels have in between is not seen.
+What watches every operation keeps torch from compiling, for good: a block that is first called under it is never
+compiled. So compiled blocks are not looked into. On CUDA the allocator says how much there was, and the owners how much
+of it is theirs when all gradients are there. On a CPU, whose allocator says nothing, autograd tells what it keeps for
+backward; what kernels have in between is not seen.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from shardwise.run.memory_owners import owners_of
 
 MAX_POINTS = 300
 MEASURED = (*CATEGORIES, "reserved", "peak")
-"""Rows of the report. `reserved`: CPU: the process besides its tensors; CUDA: what the allocator keeps free for later. `peak`: the most at
-one moment, as the system or the allocator says."""
+"""Rows of the report. `reserved`: CPU: the process besides its tensors; CUDA: what the allocator keeps free for later.
+`peak`: the most at one moment, as the system or the allocator says."""
 
 
 class MemoryWatch:
@@ -39,7 +42,8 @@ class MemoryWatch:
         limit: int | None,
         process_bytes: int,
     ):
-        """`limit`: bytes that a rank may use; None: nobody looks. `process_bytes`: what a bare process needs besides tensors."""
+        """`limit`: bytes that a rank may use; None: nobody looks. `process_bytes`: what a bare process needs besides
+        tensors."""
         self.device, self.steps = engine.mesh.device, steps
         self.account = Account(self.device, owners_of(engine, optimizer), clock)
         self.limit, self.bare_process = limit, process_bytes
@@ -77,7 +81,8 @@ class MemoryWatch:
         return nullcontext() if self.device.type == "cuda" else self.account.of_saved()
 
     def gradients_are_here(self) -> None:
-        """Called in every step between backward and update: in a watched one with compiled blocks, the moment to look."""
+        """Called in every step between backward and update: in a watched one with compiled blocks, the moment to
+        look."""
         if not (self.is_open and self.is_compiled):
             return
         before = self.account.peak
@@ -99,7 +104,8 @@ class MemoryWatch:
         return thinned(self.account.points, MAX_POINTS)
 
     def measured(self) -> list[int]:
-        """In the order of MEASURED. Categories are full at different moments, so they may add up to more than the peak."""
+        """In the order of MEASURED. Categories are full at different moments, so they may add up to more than the
+        peak."""
         peak, held = peak_bytes(self.device), self.account.fullest()
         beside = max(0, peak - max(self.tensors, self.account.peak.total))
         if self.is_compiled:
@@ -118,6 +124,7 @@ def _compiles(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _process_bytes(bare: int, tensors: int) -> int:
-    """Bytes that the process needs besides tensors. Never more than a bare one: the holes that earlier tensors left are filled again."""
+    """Bytes that the process needs besides tensors. Never more than a bare one: the holes that earlier tensors left are
+    filled again."""
     resident = resident_bytes()
     return bare if resident is None else max(0, min(bare, resident - tensors))

@@ -1,6 +1,7 @@
 """Metrics out: one JSON line per step in the run directory, and copies to the loggers the user asked for.
 
-A logger is a guest: if it fails to import, to connect or to write, it is dropped with one printed line and the run goes on.
+A logger is a guest: if it fails to import, to connect or to write, it is dropped with one printed line and the run goes
+on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from shardwise.spec.schema import RunConfig
 
 
 def expert_load(tokens: list[list[float]]) -> dict[str, float]:
-    """How even a step's routing was: tokens of the busiest and of the idlest expert of any layer, over the mean of its layer."""
+    """How even a step's routing was: tokens of the busiest and of the idlest expert of any layer, over the mean of its
+    layer."""
     means = [sum(counts) / len(counts) for counts in tokens]
     shares = [count / mean for counts, mean in zip(tokens, means, strict=True) if mean for count in counts]
     if not shares:

@@ -1,9 +1,10 @@
-"""The micro-batch search (`micro_batch = "auto"`), on every layout: small micro-batches go through the real engine, and what they
-take is counted.
+"""The micro-batch search (`micro_batch = "auto"`), on every layout: small micro-batches go through the real engine, and
+what they take is counted.
 
-Tokens without targets cost what real ones cost and leave no trace: no gradient, no router count, nothing for DDP to reduce. All ranks
-take part in every pass and take the smallest answer. Blocks that are to be compiled run as they are written: they keep more than compiled
-ones, and are not compiled for sizes that nobody trains with. Read next: memory/micro_batch.py.
+Tokens without targets cost what real ones cost and leave no trace: no gradient, no router count, nothing for DDP to
+reduce. All ranks take part in every pass and take the smallest answer. Blocks that are to be compiled run as they are
+written: they keep more than compiled ones, and are not compiled for sizes that nobody trains with. Read next:
+memory/micro_batch.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a rank asks the planner while it sets up. `launch` hands in who answers, so that `run` imports no planner.
 
-Read next: launch/planner.py, which answers; measured_cluster.py and micro_batch_search.py, which measure what the questions are about.
+Read next: launch/planner.py, which answers; measured_cluster.py and micro_batch_search.py, which measure what the
+questions are about.
 """
 
 from __future__ import annotations
@@ -36,4 +37,5 @@ class Planner(Protocol):
         """Bytes that a rank of this stage needs for `plan`, when one micro-batch takes as much as was measured."""
 
     def forecast(self, plan: Plan, cluster: ClusterSpec, times: BlockTimes | None) -> Forecast:
-        """The prediction for this machine. `cluster`: rates and link as measured; `times`: of the model's own blocks, to scale by."""
+        """The prediction for this machine. `cluster`: rates and link as measured; `times`: of the model's own blocks,
+        to scale by."""

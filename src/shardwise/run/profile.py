@@ -1,7 +1,8 @@
 """A trace of some steps (`run.profile = "10:13"`): one file per rank that ui.perfetto.dev and chrome://tracing read.
 
-torch's profiler notes every operation on the CPU and every kernel on the GPU. The clock's spans stand above them as ranges with their kinds and
-names, and each step as one range over all. Invariant: a run that traces nothing pays one comparison per step and span.
+torch's profiler notes every operation on the CPU and every kernel on the GPU. The clock's spans stand above them as
+ranges with their kinds and names, and each step as one range over all. Invariant: a run that traces nothing pays one
+comparison per step and span.
 """
 
 from __future__ import annotations

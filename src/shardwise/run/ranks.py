@@ -1,4 +1,5 @@
-"""Who am I: rank and world as torchrun's environment says, or one process alone. The single reader of those variables."""
+"""Who am I: rank and world as torchrun's environment says, or one process alone. The single reader of those
+variables."""
 
 from __future__ import annotations
 

@@ -2,10 +2,9 @@
 
     config.toml  plan.json  metrics.jsonl  events/rank*.jsonl  checkpoints/step-N/  crash/  log/  trace/
 
-`metrics.jsonl` holds a line per step and lines with an "event" key (started, resumed, stopped, finished, failed). After a
-resume some steps appear twice; the later line counts. Whoever trains holds `lock` from before the first file is written;
-nobody else may write.
-No torch here: `runs`, `watch` and `compare` live on this file.
+`metrics.jsonl` holds a line per step and lines with an "event" key (started, resumed, stopped, finished, failed). After
+a resume some steps appear twice; the later line counts. Whoever trains holds `lock` from before the first file is
+written; nobody else may write. No torch here: `runs`, `watch` and `compare` live on this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a rank knows before it starts: what is trained, read once, and its own place among the ranks. No torch here.
 
-Invariant: a process has one `Plan`, and it is `RunInputs.plan`. Whoever measures a better split or micro-batch replaces it there
-(setup.py); launch, the loop and the engine's mesh refer to the same object.
+Invariant: a process has one `Plan`, and it is `RunInputs.plan`. Whoever measures a better split or micro-batch replaces
+it there (setup.py); launch, the loop and the engine's mesh refer to the same object.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""One rank's part of a run, ready for its first step: engine, optimizer, loader, what an earlier process left, who watches.
+"""One rank's part of a run, ready for its first step: engine, optimizer, loader, what an earlier process left, who
+watches.
 
-Set-up is also where the plan becomes final: layers per stage and sequences per micro-batch are measured here when they are left open.
-From then on nobody changes it. Invariant: `session.plan` and the engine's plan are one object.
+Set-up is also where the plan becomes final: layers per stage and sequences per micro-batch are measured here when they
+are left open. From then on nobody changes it. Invariant: `session.plan` and the engine's plan are one object.
 """
 
 from __future__ import annotations

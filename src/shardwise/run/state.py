@@ -1,7 +1,7 @@
 """A run's state between layouts and files: every tensor is saved whole under its global name and cut again on loading.
 
-So a checkpoint knows nothing of the layout that wrote it, and any other layout can read it. Rank 0 writes; it needs memory for
-the whole state while it does.
+So a checkpoint knows nothing of the layout that wrote it, and any other layout can read it. Rank 0 writes; it needs
+memory for the whole state while it does.
 """
 
 from __future__ import annotations

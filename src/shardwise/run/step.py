@@ -1,11 +1,11 @@
 """One optimizer step: accumulate, sum, clip, update.
 
-The sum rule: a micro-batch's loss is its token *sum* over the step's *global* target-token count, which is known before the
-first forward pass. Then gradients only ever need adding, over micro-batches and over ranks, and any split of the same
-batch gives the same step.
+The sum rule: a micro-batch's loss is its token *sum* over the step's *global* target-token count, which is known before
+the first forward pass. Then gradients only ever need adding, over micro-batches and over ranks, and any split of the
+same batch gives the same step.
 
-On a GPU a step is only queued by `start_step`. Nothing in it waits for the device, unless its update depends on the norm being finite (fp16,
-`on_nan=skip`), and its numbers may be read when more is queued behind it.
+On a GPU a step is only queued by `start_step`. Nothing in it waits for the device, unless its update depends on the
+norm being finite (fp16, `on_nan=skip`), and its numbers may be read when more is queued behind it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
 
 Ask = Callable[[], Sequence[int]]
-"""Called when a step's gradients are complete: small numbers to be added up over all ranks, in the message that carries the
-norm and the losses anyway."""
+"""Called when a step's gradients are complete: small numbers to be added up over all ranks, in the message that carries
+the norm and the losses anyway."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def start_step(
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """What to call for these numbers. From a GPU they travel behind what was queued so far, and only the call waits for them: for this
-    copy, not for what is queued later."""
+    """What to call for these numbers. From a GPU they travel behind what was queued so far, and only the call waits for
+    them: for this copy, not for what is queued later."""
     if not values.is_cuda:
         found = values.tolist()
         return lambda: found
@@ -127,7 +127,8 @@ def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
 def accumulate(
     engine: Engine, batch: StepBatch, num_targets: int, clock: Clock, ask: Ask = lambda: ()
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Forward and backward of every micro-batch; the global gradient norm, and later the loss sums and the answers over all ranks."""
+    """Forward and backward of every micro-batch; the global gradient norm, and later the loss sums and the answers over
+    all ranks."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
     if asked := ask():

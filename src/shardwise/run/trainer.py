@@ -1,8 +1,9 @@
-"""What the loop asks for, one method per sentence of it (loop.py). Every rank has one `Trainer`; they decide nothing alone.
+"""What the loop asks for, one method per sentence of it (loop.py). Every rank has one `Trainer`; they decide nothing
+alone.
 
-Where results are read late (`speed.results`, the rule on GPUs), a step's numbers are waited for when the next step has been queued, so
-the device never waits for the host. Whatever looks at the model (evaluation, samples, checkpoints, the end) waits for every step
-before it. Numerics of a step are in step.py, its timing in clock.py.
+Where results are read late (`speed.results`, the rule on GPUs), a step's numbers are waited for when the next step has
+been queued, so the device never waits for the host. Whatever looks at the model (evaluation, samples, checkpoints, the
+end) waits for every step before it. Numerics of a step are in step.py, its timing in clock.py.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ class Trainer:
         return self.agreement.ask()
 
     def results_due(self, step: int) -> Iterator[FinishedStep]:
-        """The numbers of steps that are not read yet, in order: all but the newest where they are read late, and all of them when
-        something looks at the model after this step. Ends with a step that must be the last."""
+        """The numbers of steps that are not read yet, in order: all but the newest where they are read late, and all of
+        them when something looks at the model after this step. Ends with a step that must be the last."""
         yield from self._read_all_but(self.ahead - 1)
         if self.stop:
             return
@@ -160,7 +161,8 @@ class Trainer:
         return self.measured
 
     def _check(self, pending: PendingStep, result: StepResult) -> None:
-        """Collective where a loss scale is stuck. A step that is not finite is the last one, unless such steps are passed over."""
+        """Collective where a loss scale is stuck. A step that is not finite is the last one, unless such steps are
+        passed over."""
         scaler = self.setup.engine.scaler
         if self.config.run.on_nan != "stop":
             return
@@ -204,13 +206,14 @@ class Trainer:
         return self._goes_on(step) and _every(self.config.train.sample_every, step)
 
     def sample(self) -> str | None:
-        """Collective where ranks hold only a part of the model. A continuation in words; None on ranks that have none to tell."""
+        """Collective where ranks hold only a part of the model. A continuation in words; None on ranks that have none
+        to tell."""
         session = self.setup.session
         return sample_text(self.setup.engine, session.corpus, self.config, session.ranks)
 
     def restart_clock(self) -> None:
-        """What came between two steps is neither's time. Not where a step is queued: the device is busy, and its next step began where
-        this one ended."""
+        """What came between two steps is neither's time. Not where a step is queued: the device is busy, and its next
+        step began where this one ended."""
         if not self.pending:
             self.setup.clock.begin()
 
@@ -229,7 +232,8 @@ class Trainer:
     # The end ------------------------------------------------------------------------------------------------------
 
     def commits(self) -> bool:
-        """Whether the last step is still to be saved. Not after an update that was not finite; what overflowed was never applied."""
+        """Whether the last step is still to be saved. Not after an update that was not finite; what overflowed was
+        never applied."""
         self.setup.loader.close()
         return (not self.has_diverged or bool(self.overflow)) and self.last > self.checkpoint.last_step
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Weights:
+class StoredWeights:
     """`checkpoint`: a directory with manifest.json; `huggingface`: one with config.json. Exactly one is set."""
 
     name: str
@@ -113,7 +113,7 @@ class Weights:
         return model.eval()
 
 
-def find_weights(name: str, runs_dir: str = "runs") -> Weights:
+def find_weights(name: str, runs_dir: str = "runs") -> StoredWeights:
     """By run directory, run name, `last`, checkpoint directory, converted directory, model directory or hub id."""
     path = Path(name)
     if (path / "manifest.json").is_file():
@@ -135,10 +135,10 @@ def find_weights(name: str, runs_dir: str = "runs") -> Weights:
 
     directory = find_model_dir(name)
     has_tokenizer = (directory / "tokenizer.json").is_file()
-    return Weights(name, read_spec(directory), None, None, None, directory, directory if has_tokenizer else None)
+    return StoredWeights(name, read_spec(directory), None, None, None, directory, directory if has_tokenizer else None)
 
 
-def _from_run(run: RunDir) -> Weights:
+def _from_run(run: RunDir) -> StoredWeights:
     from shardwise.checkpoint.listing import committed
 
     found = committed(run.checkpoints)
@@ -151,7 +151,7 @@ def _from_run(run: RunDir) -> Weights:
     return _from_checkpoint(found[0], run)
 
 
-def _from_checkpoint(path: Path, run: RunDir | None) -> Weights:
+def _from_checkpoint(path: Path, run: RunDir | None) -> StoredWeights:
     if run is None and (path.parent.parent / "config.toml").is_file():
         run = RunDir(path.parent.parent)  # RUN/checkpoints/step-N given directly
     try:
@@ -164,4 +164,4 @@ def _from_checkpoint(path: Path, run: RunDir | None) -> Weights:
     tokenizer = run.tokenizer if run else path / "tokenizer"
     fallback = model_dir(config.model) if config and config.data.tokenizer == "auto" else None
     name = run.name if run else path.name
-    return Weights(name, spec, run, config, path, None, tokenizer if tokenizer.is_dir() else fallback, adapter)
+    return StoredWeights(name, spec, run, config, path, None, tokenizer if tokenizer.is_dir() else fallback, adapter)
