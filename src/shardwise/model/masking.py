@@ -1,4 +1,4 @@
-"""Which tokens may look at which: causality, sliding windows and document boundaries, decided once per forward pass.
+"""Which tokens may look at which: causality, sliding windows and document masks, decided once per forward pass.
 
 Owns the boolean masks and the choice of the fast causal path. Invariant: layers with the same window share one mask,
 and a mask exists only where plain causality is not enough. Read next: `attention.py`, which consumes them.

@@ -1,5 +1,5 @@
-"""AdamW with quantized states of one byte per element: torchao's AdamW8bit on plain local shards; on CUDA one pass
-updates them (kernels/triton/low_bit_adamw.py).
+"""An 8-bit optimizer: AdamW with quantized states of one byte per element, torchao's AdamW8bit on plain local shards;
+on CUDA one pass updates them (kernels/triton/low_bit_adamw.py).
 
 A state is cut into blocks of 256 elements, each stored as 8-bit codes and one fp32 scale: 2.03 bytes per parameter
 instead of 8. The update itself is computed in fp32. Blocks are cut from what a rank holds, so another layout may

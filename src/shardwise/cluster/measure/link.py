@@ -1,8 +1,8 @@
-"""The link between processes as two numbers: a message of S bytes takes alpha + beta * S seconds.
+"""The link between processes in the alpha-beta model: sending S bytes takes alpha + beta * S seconds.
 
-Two local processes time real all-reduces of several sizes (collective_rank.py); here the line is fitted. An all-reduce over two
-ranks is two messages of S/2 in a row, so its line has intercept 2 * alpha and slope beta. Invariant: processes started
-here are gone when `measure_local_link` returns, and they only ever listen on the loopback interface.
+Two local processes time real all-reduces of several sizes (collective_rank.py); here the line is fitted. An all-reduce
+over two ranks is two sends of S/2 in a row, so its line has intercept 2 * alpha and slope beta. Invariant: processes
+started here are gone when `measure_local_link` returns, and they only ever listen on the loopback interface.
 """
 
 from __future__ import annotations

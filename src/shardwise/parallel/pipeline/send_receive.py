@@ -1,4 +1,4 @@
-"""Sends and receives between pipeline stages: activations go up, gradients come down.
+"""Point-to-point sends and receives between pipeline stages: activations go up, gradients come down.
 
 Sends never wait, so no order of actions can deadlock. Tensors between two ranks arrive in the order they were sent,
 and every rank knows that order because schedules are data: a receive is posted when its turn in the sender's order

@@ -1,10 +1,11 @@
 """Tensor and sequence parallelism: every rank holds a slice of each matrix, and explicit borders join the results.
 
-Owns which rank holds what (`placement`) and the rewiring of a plain decoder (`apply_tensor_parallel`). Parameters
-stay ordinary local tensors under their global names, so whatever comes after (recomputation, sharding, optimizers)
-sees a smaller plain model. Invariant: matrices that begin a region are cut by output (whole heads, feed-forward
-channels), those that end it by input; everything else is whole on every rank. Megatron-LM, arXiv 1909.08053 section
-3; sequence parallelism, arXiv 2205.05198 section 4.2.2. Read next: collectives.py, then vocabulary.py.
+Owns which rank holds what (`placement`) and the rewiring of a plain decoder (`apply_tensor_parallel`). Parameters stay
+ordinary local tensors under their global names, so whatever comes after (recomputation, sharding, optimizers) sees a
+smaller plain model. Invariant: matrices that begin a region are cut by output (column parallel: whole heads,
+feed-forward channels), those that end it by input (row parallel); everything else is whole on every rank. Megatron-LM,
+arXiv 1909.08053 section 3; sequence parallelism, arXiv 2205.05198 section 4.2.2. Read next: collectives.py, then
+vocabulary.py.
 
     split    attention by whole heads, feed-forward layers by channels, embedding and head by rows of the vocabulary
     held     1/P of those matrices, their gradients and optimizer state; norms and routers whole

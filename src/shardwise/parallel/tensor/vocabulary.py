@@ -1,4 +1,5 @@
-"""The vocabulary split over tensor-parallel ranks: embedding, head and cross-entropy, each rank with its own rows.
+"""Vocabulary parallelism, the vocabulary split over tensor-parallel ranks: embedding, head and cross-entropy, each rank
+with its own rows.
 
 Invariant: during training no rank ever holds a token's logits for the whole vocabulary; three values per token
 (largest logit, sum of exponentials, the target's logit) are reduced instead; of a fused loss two, the first ones as
