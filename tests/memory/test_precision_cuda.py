@@ -38,7 +38,8 @@ def test_one_gpu_computes_what_the_plain_model_computes(name: str) -> None:
     plan = trial_plan(trial)
     record = train_in_layout(SPEC, plan, trial, 0, device)
     (losses, _, gradients, _), worst = compare(record, train_plain(SPEC, trial, device))
-    # The same kernels on the same numbers (`auto` would choose attention by its time, anew in each run); only the order of fp32 sums of micro-batches may differ.
+    # The same kernels on the same numbers (`auto` would choose attention by its time, anew in each run); only the
+    # order of fp32 sums of micro-batches may differ.
     assert losses <= 1e-4 and gradients <= 1e-3, worst
 
 
@@ -62,7 +63,10 @@ def test_the_gpus_products_are_those_that_a_cpu_emulates(recipe: str, compiled: 
 def test_8_bit_states_are_updated_in_one_pass_that_waits_for_nothing(has_copies: bool) -> None:
     shapes, config = [(64, 256), (128, 48), (37, 111), (256,)], OptimizerConfig(name="adamw8bit", lr=1e-2)
     there, here = (
-        [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(device)) for n, shape in enumerate(shapes)]
+        [
+            nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(n)).to(device))
+            for n, shape in enumerate(shapes)
+        ]
         for device in ("cuda", "cpu")
     )  # fmt: skip
     low_precision_of = {p: nn.Parameter(p.detach().bfloat16()) for p in there} if has_copies else {}
@@ -94,8 +98,9 @@ def states_of(there: dict[str, Any], here: dict[str, Any]) -> Iterator[tuple[str
 
 @torch.no_grad()
 def take_over(p: nn.Parameter, q: nn.Parameter, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Each step begins with the CPU's numbers: gradients have few digits, so some quotients lie halfway between two codes, and a GPU's division,
-    which is a unit off, takes the other one. That is as right, and would be another update."""
+    """Each step begins with the CPU's numbers: gradients have few digits, so some quotients lie halfway between two
+    codes, and a GPU's division, which is a unit off, takes the other one. That is as right, and would be another
+    update."""
     p.copy_(q)
     for _, there_now, here_now in states_of(there, here):
         if not hasattr(here_now, "codes"):

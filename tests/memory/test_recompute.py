@@ -164,7 +164,8 @@ def test_weight_gradients_can_still_wait(mode: str) -> None:
 @pytest.mark.parametrize("name", ["tiny", "gemma2-2b", "mixtral-8x7b"])
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_left_after_a_step(mode: str, name: str) -> None:
-    """Circles of references would hold activations until the garbage collector comes, or, through the graph, for ever."""
+    """Circles of references would hold activations until the garbage collector comes, or, through the graph, for
+    ever."""
     model = Decoder(small(name))
     initialize(model, 0)
     apply_recompute(blocks_of(model), mode)

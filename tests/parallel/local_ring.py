@@ -1,4 +1,5 @@
-"""A ring inside one process: a thread per rank, messages through queues. What a test without peers (one GPU) can run."""
+"""A ring inside one process: a thread per rank, sends through queues. What a test without peers (one GPU) can
+run."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Shape:
 
 
 def draw(shape: Shape, dtype: torch.dtype, device: str = "cpu", documents: bool = False) -> tuple[list[Tensor], Any]:
-    """q, k, v and the gradient of the output; document ids that change inside pieces, rows of one document among them."""
+    """q, k, v and the gradient of the output; document ids that change inside pieces, rows of one document among
+    them."""
     torch.manual_seed(0)
     sizes = [(shape.heads, shape.width), (shape.kv_heads, shape.width), (shape.kv_heads, shape.value_width)]
     sizes += [(shape.heads, shape.value_width)]

@@ -127,8 +127,8 @@ def _head(found: Rows, run: dict[str, Any], seconds: float) -> list[str]:
         "| bf16 | (fp32 weights, bf16 compute) loss within 1e-5, with tp, cp or ep 5e-3; without clipping |",
         "",
         "bf16 goes without clipping because torch adds a norm up in fp32, in an order that follows the shards: a "
-        "factor that differs in its seventh digit sends some weight to the other neighbour in bf16, which moves the loss by "
-        "5e-5. For the same reason one process must cut the batch into the same micro-batches, whose gradients "
+        "factor that differs in its seventh digit sends some weight to the other neighbour in bf16, which moves the "
+        "loss by 5e-5. For the same reason one process must cut the batch into the same micro-batches, whose gradients "
         "are rounded, and have two bf16 replicas of a tied weight where a pipeline has two. With tensor, context or "
         "expert parallelism a sum inside a layer is split, and its parts are rounded.",
         "",

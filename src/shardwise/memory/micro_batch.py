@@ -1,8 +1,8 @@
 """The largest micro-batch that fits, from what micro-batches of one and of two sequences really took on this rank.
 
-Owns the arithmetic; run/micro_batch_search.py sends the two through the engine, and the planner says what a rank needs besides. Nothing
-larger is tried: a rank that ran out of memory would leave the others waiting. Invariant: what is chosen is predicted to need no more than
-HEADROOM of the limit, or it is 1.
+Owns the arithmetic; run/micro_batch_search.py sends the two through the engine, and the planner says what a rank
+needs besides. Nothing larger is tried: a rank that ran out of memory would leave the others waiting. Invariant: what
+is chosen is predicted to need no more than HEADROOM of the limit, or it is 1.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Growth:
 def largest_that_fits(
     sizes: Sequence[int], needed_bytes: Callable[[int, Taken], int], growth: Growth, limit: int
 ) -> int:
-    """The first of `sizes` (largest first) that fits; 1 if none does. `needed_bytes`: all that a rank needs with micro-batches of this
-    size, which take so much."""
+    """The first of `sizes` (largest first) that fits; 1 if none does. `needed_bytes`: all that a rank needs with
+    micro-batches of this size, which take so much."""
     for size in sizes:
         if needed_bytes(size, growth.taken(size)) <= HEADROOM * limit:
             return size

@@ -1,7 +1,7 @@
 """Passes through a pipeline without backward: evaluation and generation.
 
-Evaluation sends as training does (send_receive.py), one micro-batch after the other through all stages. Generation hands one tensor
-from stage to stage and waits for each: one token has nothing to overlap with.
+Evaluation sends as training does (send_receive.py), one micro-batch after the other through all stages. Generation
+hands one tensor from stage to stage and waits for each: one token has nothing to overlap with.
 """
 
 from __future__ import annotations
