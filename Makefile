@@ -34,12 +34,19 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 train: $(VENV)/.installed
 	@$(BIN)/shardwise train
 
-# Ranks mostly wait for each other, so half of the tests, by time, run beside the others; their report comes second.
-RANKS  := tests/parallel tests/parity tests/memory tests/model
+# Lanes share the files of tests (tests/lanes.py). The first one is shown at once, the reports of the others come after it.
+LANES  ?= 2
+NOTES  := $(VENV)/lanes
+BESIDE := $(shell seq 2 $(LANES))
 
 test: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest $(RANKS) >$(VENV)/ranks.log 2>&1 & beside=$$!; trap 'kill $$beside' INT TERM; \
-	  $(BIN)/python -m pytest $(RANKS:%=--ignore=%); code=$$?; wait $$beside || code=$$?; cat $(VENV)/ranks.log; exit $$code
+	@rm -rf $(NOTES); mkdir -p $(NOTES)/taken; others=; \
+	  for lane in $(BESIDE); do \
+	    $(BIN)/python -m pytest --lane $$lane --lanes-at $(NOTES)/taken >$(NOTES)/$$lane.log 2>&1 & others="$$others $$!"; \
+	  done; trap 'kill $$others' INT TERM; \
+	  $(BIN)/python -m pytest --lane 1 --lanes-at $(NOTES)/taken; code=$$?; \
+	  for other in $$others; do wait $$other || code=$$?; done; \
+	  for lane in $(BESIDE); do cat $(NOTES)/$$lane.log; done; exit $$code
 
 # The environment above has a torch for CPUs: these need another one, which need not have this package installed.
 test-gpu:

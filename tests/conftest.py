@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import lanes
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -29,7 +30,11 @@ settings.register_profile("explore", settings.get_profile("tests"), derandomize=
 settings.load_profile("tests")
 
 
+pytest_runtestloop = pytest.hookimpl(tryfirst=True)(lanes.run)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    lanes.add_options(parser)
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in an order drawn from this seed")
 
 
