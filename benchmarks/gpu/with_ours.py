@@ -22,7 +22,8 @@ from shardwise.plan.resolve.speed import with_speed
 from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate, update
 from shardwise.spec.job import Job
-from shardwise.spec.plan import MIXED, Plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import AdapterConfig, CommConfig, OptimizerConfig, SpeedConfig
 
 TRICKS = ("compile", "fuse", "copies", "loss", "kernels", "products", "fp8_head", "fp8_recipe")
@@ -40,7 +41,7 @@ def plan_of(case: Case) -> Plan:
     if not case.compiles:
         speed["compile"] = "none"
     if case.rehearses:  # what `auto` is on a GPU
-        speed = {"compile": "trace", "copies": options.get("precision", "bf16") in MIXED, **speed}
+        speed = {"compile": "trace", "copies": PRECISIONS[options.get("precision", "bf16")].is_mixed, **speed}
     precision = options.pop("precision", "bf16") if case.is_bf16 else "fp32"
     plan = Plan(
         device=case.device,

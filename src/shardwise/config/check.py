@@ -13,6 +13,8 @@ from shardwise.config.check_layout import check_layout
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.units import parse_seconds, parse_steps
 from shardwise.errors import UserError
+from shardwise.spec.optimizers import OPTIMIZERS
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import Config
 
 
@@ -107,16 +109,16 @@ def _optimizer(config: Config, origins: Origins) -> None:
 
 def _precision(config: Config, origins: Origins) -> None:
     memory = config.memory
-    if memory.loss_scale != "auto" and memory.precision not in ("fp16", "fp16-true"):
+    if memory.loss_scale != "auto" and (memory.precision == "auto" or not PRECISIONS[memory.precision].scales_loss):
         raise UserError(
             f"`memory.loss_scale = {memory.loss_scale:g}` without fp16",
             why=f"it keeps small fp16 gradients from vanishing, and memory.precision is {memory.precision}",
             fix="memory.loss_scale=auto or memory.precision=fp16",
             where=where_written(origins, "memory.precision", "memory.loss_scale"),
         )
-    if config.optimizer.name == "adamw8bit" and memory.precision == "fp64":
+    if OPTIMIZERS[config.optimizer.name].is_low_bit and memory.precision == "fp64":
         raise UserError(
-            "`optimizer.name = adamw8bit` cannot train fp64 parameters",
+            f"`optimizer.name = {config.optimizer.name}` cannot train fp64 parameters",
             why="its update is computed in fp32, which would round them; 8-bit states are for fp32, bf16 and fp16",
             fix="optimizer.name=adamw or memory.precision=fp32",
             where=where_written(origins, "memory.precision", "optimizer.name"),
@@ -162,9 +164,9 @@ def _offload(config: Config, origins: Origins) -> None:
             fix="memory.offload=nvme",
             where=where,
         )
-    if memory.offload not in ("auto", "none") and config.optimizer.name == "adamw8bit":
+    if memory.offload not in ("auto", "none") and OPTIMIZERS[config.optimizer.name].is_low_bit:
         raise UserError(
-            f"`memory.offload = {memory.offload}` and `optimizer.name = adamw8bit` exclude each other",
+            f"`memory.offload = {memory.offload}` and `optimizer.name = {config.optimizer.name}` exclude each other",
             why="8-bit state is small so that it can stay on the device; its update is compiled for tensors that do",
             fix="optimizer.name=adamw, or memory.offload=none",
             where=where_written(origins, "memory.offload", "optimizer.name"),

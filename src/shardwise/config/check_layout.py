@@ -12,6 +12,7 @@ from shardwise.config.keys import Origins, where_written
 from shardwise.config.values import shown
 from shardwise.errors import UserError
 from shardwise.spec.fp8 import keeps_base_whole
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.schema import Config, ParallelConfig
 
@@ -60,7 +61,7 @@ def check_world(config: Config, world: int, origins: Origins) -> None:
 
 def check_float8_base(precision: str, adapter: str, zero: int, offload: str, where: str | None = None) -> None:
     """Adapters beside weights in fp8."""
-    if precision == "fp8" and adapter == "qlora":
+    if PRECISIONS[precision].is_fp8 and adapter == "qlora":
         raise UserError(
             "adapter.kind = qlora does not work with memory.precision = fp8",
             why="weights in four bits are read into 16 before they are multiplied",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from shardwise.optim.fused_adamw import MasterAdamW, can_update
 from shardwise.optim.low_bit import adamw8bit
 from shardwise.optim.master_weights import LowPrecisionOf, MasterWeights
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.schema import OptimizerConfig
+
+Builder = Callable[[OptimizerConfig, list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @runtime_checkable
@@ -35,8 +38,8 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     if not groups:  # a stage may be frozen as a whole; torch wants something to do
         groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
-    if low_precision_of and config.name in ("adamw", "adamw8bit") and can_update(trained[0]):
-        build = MasterAdamW if config.name == "adamw" else adamw8bit
+    if low_precision_of and OPTIMIZERS[config.name].has_kernel and can_update(trained[0]):
+        build = adamw8bit if OPTIMIZERS[config.name].is_low_bit else MasterAdamW
         return build(groups, config.lr, config.betas, config.eps, low_precision_of)
     if low_precision_of or any(p.dtype == torch.float16 for p in trained):
         return MasterWeights(groups, lambda masters: _build(config, masters), low_precision_of)
@@ -44,22 +47,24 @@ def build_optimizer(
 
 
 def _build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    beta1, beta2 = config.betas
-    # The fused kernels make one pass over memory instead of one per operation; torch has them for CPU and CUDA.
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
-    if config.name == "adam":
-        return torch.optim.Adam(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps, fused=True)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, fused=True)
-    if config.name == "momentum":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=beta1, fused=True)
-    if config.name == "adagrad":
-        return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps)
-    if config.name == "adamw8bit":
-        return adamw8bit(groups, config.lr, (beta1, beta2), config.eps)
-    assert config.name == "rmsprop", config.name
-    return torch.optim.RMSprop(groups, lr=config.lr, alpha=beta1, eps=config.eps)
+    return BUILDERS[config.name](config, groups)
+
+
+def _adam(build: Any) -> Builder:
+    return lambda config, groups: build(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+# The fused kernels make one pass over memory instead of one per operation; torch has them for CPU and CUDA.
+BUILDERS: dict[str, Builder] = {
+    "adamw": _adam(torch.optim.AdamW),
+    "adam": _adam(torch.optim.Adam),
+    "sgd": lambda config, groups: torch.optim.SGD(groups, lr=config.lr, fused=True),
+    "momentum": lambda config, groups: torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0], fused=True),
+    "adagrad": lambda config, groups: torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps),
+    "rmsprop": lambda config, groups: torch.optim.RMSprop(groups, lr=config.lr, alpha=config.betas[0], eps=config.eps),
+    "adamw8bit": lambda config, groups: adamw8bit(groups, config.lr, config.betas, config.eps),
+}
+"""One constructor for every record of `spec/optimizers.py`."""
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -114,7 +114,7 @@ def parallelize_decoder(
                 from shardwise.kernels.choose_matmul import MeasuredProducts  # takes a second to load
 
                 model.head.products = MeasuredProducts()
-        if plan.precision == "fp8":
+        if plan.formats.is_fp8:
             blocks, emulate = model.layers.values(), device.type == "cpu"
             float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=emulate, joined=plan.fuse, found=float8)
             if plan.fp8_head:

@@ -28,6 +28,7 @@ from shardwise.optim.build import TakesFactor, build_optimizer
 from shardwise.optim.loss_scaling import LossScaler, scaler_of, unscaled
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import AdapterConfig, Auto, OptimizerConfig
 
 CPU = torch.device("cpu")
@@ -78,7 +79,7 @@ class Record:
 
 def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Record:
     model = _plain_model(spec, trial).to(device)
-    if trial.precision == "fp8":
+    if PRECISIONS[trial.precision].is_fp8:
         found = apply_float8(model, model.layers.values(), trial.fp8_recipe, emulate=device.type == "cpu")
         if trial.fp8_head:
             apply_float8_head(model, found, compiled=False)

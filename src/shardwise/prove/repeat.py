@@ -62,7 +62,7 @@ def single_process_losses(
 ) -> list[float]:
     """Losses of steps 1 … num_steps when one process computes every row of every batch."""
     model = adapted_model(config, spec, plan.precision, KEPT[plan.precision], device)
-    if plan.precision == "fp8":
+    if plan.formats.is_fp8:
         blocks = model.blocks() if isinstance(model, TransformersModel) else model.layers.values()
         found = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", joined=plan.fuse)
         if plan.fp8_head:

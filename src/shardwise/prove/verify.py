@@ -23,6 +23,7 @@ from shardwise.prove.shrink import shrink_adapter, shrink_plan, shrink_spec
 from shardwise.prove.trial import train_in_layout
 from shardwise.run.session import Session
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import AdapterConfig, OptimizerConfig
 
@@ -76,7 +77,7 @@ def prove(
         micro_batch=small.micro_batch,
         seq_len=small.seq_len,
         # 8-bit states round by design; who updates which numbers is the same as with AdamW.
-        optimizer=replace(optimizer, lr=1e-3, name=optimizer.name.removesuffix("8bit")),
+        optimizer=replace(optimizer, lr=1e-3, name=OPTIMIZERS[optimizer.name].full or optimizer.name),
         adapter=shrink_adapter(adapter, spec),
         through_fsdp=plan.uses_fsdp,
         loss_scale=PROOF_SCALE if plan.scales_loss else "auto",

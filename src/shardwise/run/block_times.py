@@ -22,6 +22,7 @@ from shardwise.model.decoder import Decoder, Head
 from shardwise.model.dtypes import COMPUTED, KEPT
 from shardwise.optim.build import TakesFactor, build_optimizer
 from shardwise.spec.model import LayerSpec, ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import OptimizerConfig
 from shardwise.spec.split import estimated_costs, tensor_slice
@@ -47,7 +48,7 @@ def block_times(
     shapes = [parameter.shape for parameter in chain.block(chosen[0]).parameters()]
     shapes *= max(1, min(count, MAX_ELEMENTS // sum(shape.numel() for shape in shapes)))
     del chain
-    is_here = plan.offload == "none" and not optimizer.name.endswith("8bit")
+    is_here = plan.offload == "none" and not OPTIMIZERS[optimizer.name].is_low_bit
     update = _optimizer_seconds(shapes, plan, optimizer, device) if is_here else None
     return BlockTimes(part, alone, short + blocks, update, sum(shape.numel() for shape in shapes))
 
@@ -63,7 +64,7 @@ def _slice(spec: ModelSpec, plan: Plan) -> ModelSpec:
 def _alone(plan: Plan, attention: str) -> Plan:
     """One micro-batch in one process, and no parameters that are rounded on the way. Which kernel `auto` takes is not
     measured yet."""
-    precision = {"bf16": "bf16-true", "fp16": "fp16-true", "fp8": "bf16-true"}.get(plan.precision, plan.precision)
+    precision = plan.formats.alone or plan.precision
     return Plan(
         device=plan.device,
         precision=precision,

@@ -70,7 +70,7 @@ def _rated(known: Device, spec: ModelSpec, plan: Plan, device: torch.device) -> 
     block = torch.zeros(8 * 2**20, device=device)
     other = torch.empty_like(block)
     copied = 2 * block.nbytes / _seconds(lambda: other.copy_(block), device)
-    rates = MappingProxyType({plan.precision.removesuffix("-true"): flops / threads})
+    rates = MappingProxyType({plan.formats.matmul: flops / threads})
     return replace(known, flops=rates, achievable=1.0, bandwidth=copied / threads, bandwidth_share=1.0)
 
 

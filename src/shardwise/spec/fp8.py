@@ -5,6 +5,8 @@ Invariant: what the runtime converts (kernels/float8.py) is what is predicted; b
 
 from __future__ import annotations
 
+from shardwise.spec.precisions import PRECISIONS
+
 MULTIPLE = 16  # of both sides of a matrix: what the hardware's products take
 WORTH = {"rowwise": 1000, "tensorwise": 600}
 """Of outputs * inputs / (outputs + inputs): from here on fp8 gains. For every token the three products save 6 O I / rate of the product, and rounding
@@ -29,4 +31,4 @@ def gains(outputs: int, inputs: int, least: float) -> bool:
 
 def keeps_base_whole(precision: str, adapter: str) -> bool:
     """Frozen weights in fp8 are held in two layouts, rounded once: by every replica, in the memory of its device."""
-    return precision == "fp8" and adapter == "lora"
+    return PRECISIONS[precision].is_fp8 and adapter == "lora"

@@ -15,18 +15,16 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.spec.layout import degree_of, format_layout, parse_layout, word_of
+from shardwise.spec.precisions import PRECISIONS, Precision
 from shardwise.spec.schema import Axes, CommConfig, Config, MemoryConfig, ParallelConfig, SpeedConfig
 from shardwise.spec.split import even_split
+from shardwise.spec.zero import ZERO, ZeroStage
 
 SECTIONS: Mapping[str, type] = {"parallel": Axes, "memory": MemoryConfig, "speed": SpeedConfig, "comm": CommConfig}
 """The sections of a config that a plan resolves."""
 
 KEEPS_AUTO = ("loss_scale", "reduce_dtype", "limit", "backend", "all_reduce", "bucket", "allocator")
 """Keys whose `auto` is a rule of the runtime, or is settled by what a rank finds when it starts."""
-
-MIXED = ("bf16", "fp16", "fp8")
-GRADIENTS = {"fp64": "fp64", "bf16-true": "bf16", "fp16-true": "fp16"}
-"""The format of gradients that stay where they are; for all others it is fp32."""
 
 
 def values_of(section: type, holder: object) -> dict[str, Any]:
@@ -114,9 +112,19 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     # Number formats and memory -------------------------------------------------------------------------------------
 
     @property
+    def formats(self) -> Precision:
+        """The number formats of weights, activations, states and matmuls."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def stage(self) -> ZeroStage:
+        """What ZeRO shares out."""
+        return ZERO[self.zero]
+
+    @property
     def is_mixed(self) -> bool:
         """Parameters are kept in fp32 and computed with in a narrower format."""
-        return self.precision in MIXED
+        return self.formats.is_mixed
 
     @property
     def uses_fsdp(self) -> bool:
@@ -126,12 +134,12 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     @property
     def rounds_sums(self) -> bool:
         """Gradients travel in another format than they are kept in."""
-        return self.reduce_dtype not in ("auto", GRADIENTS.get(self.precision, "fp32"))
+        return self.reduce_dtype not in ("auto", self.formats.kept)
 
     @property
     def scales_loss(self) -> bool:
         """fp16 has too small a range for gradients as they are."""
-        return self.precision in ("fp16", "fp16-true")
+        return self.formats.scales_loss
 
     def parameter_home(self, device: str) -> str:
         """Where parameters lie between uses."""

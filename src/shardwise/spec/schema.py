@@ -11,7 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardwise.spec.optimizers import OPTIMIZERS
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schedules import SCHEDULES
+from shardwise.spec.zero import ZERO
 
 Auto = Literal["auto"]
 
@@ -109,7 +112,7 @@ class OptimizerConfig:
     name: str = setting(
         "adamw",
         "update rule",
-        choices=("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adamw8bit"),
+        choices=tuple(OPTIMIZERS),
     )
     lr: float = setting(1.5e-3, "peak learning rate", above=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "Adam's averages; momentum and RMSProp use the first")
@@ -131,7 +134,7 @@ class Axes:
 
     dp: int | Auto = setting("auto", "data-parallel ranks; auto: what the other degrees leave", low=1)
     zero: int | Auto = setting(
-        "auto", "ZeRO stage; auto: the smallest whose memory fits, 0 for one replica", low=0, high=3
+        "auto", "ZeRO stage; auto: the smallest whose memory fits, 0 for one replica", low=min(ZERO), high=max(ZERO)
     )
     replicate: int | Auto = setting(
         "auto", "replicas of the sharded model, dp = replicate x shards; auto: 1, or dp with zero = 0", low=1
@@ -179,7 +182,7 @@ class MemoryConfig:
         "auto",
         "number formats; bf16 computes in bf16 over fp32 weights, -true keeps the weights in it too; "
         "auto: bf16 on GPUs, fp32 on CPUs",
-        choices=("auto", "fp64", "fp32", "bf16", "fp16", "bf16-true", "fp16-true", "fp8"),
+        choices=("auto", *PRECISIONS),
     )
     loss_scale: float | Auto = setting(
         "auto",

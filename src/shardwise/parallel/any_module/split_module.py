@@ -244,7 +244,7 @@ def _checked(result: Any) -> tuple[Tensor, int]:
 
 def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Layers | None:
     """Before it is split: the linears of the blocks, where the plan says so."""
-    if mesh.plan.precision != "fp8":
+    if not mesh.plan.formats.is_fp8:
         return None
     blocks = [block for group in groups for block in group]
     found = apply_float8(module, blocks, mesh.plan.fp8_recipe, emulate=mesh.device.type == "cpu")

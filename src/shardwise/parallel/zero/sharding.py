@@ -34,6 +34,7 @@ from shardwise.parallel.traffic import Traffic
 from shardwise.parallel.zero.collectives import CountedAllGather, ExactReduceScatter, time_waits
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import splits_backward
+from shardwise.spec.zero import ZERO
 
 if TYPE_CHECKING:
     from shardwise.parallel.shards import Shard
@@ -48,7 +49,7 @@ class Sharded(DataParallelWrapper):
     def __init__(self, model: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, num_kept: int):
         super().__init__(model)
         # Parameters that live in CPU memory come block by block and go again: stage 3, on one device too.
-        self.zero = 3 if mesh.plan.offload == "all" else mesh.plan.zero
+        self.stage = ZERO[3] if mesh.plan.offload == "all" else mesh.plan.stage
         self.reduction = ExactReduceScatter(traffic)
         self.root: FSDPModule = shard_groups(model, groups, mesh, traffic, self.reduction, num_kept)
         # FSDP2 keeps a hybrid's sums between micro-batches in one flat buffer, which only fits while every reduction
@@ -59,12 +60,12 @@ class Sharded(DataParallelWrapper):
             mesh.plan.offload == "all" and mesh.plan.offload_to == "nvme"
         )  # gradients too, as soon as there is one
         at_once = mesh.plan.replicate > 1 or mesh.plan.rounds_sums or on_disk
-        self._can_overlap = self.zero > 0 and not at_once
+        self._can_overlap = self.stage.shards_states and not at_once
         self.completes_in_backward = mesh.device.type == "cuda" or not self._can_overlap
         self._is_first_reduction = True
 
     def before_backward(self, kind: str, *, last: bool) -> None:
-        reduce = kind == "B" and (self.zero >= 2 or last)
+        reduce = kind == "B" and (self.stage.reduces_every_microbatch or last)
         self._set(reduce=reduce, last=last, finish=kind == "B" and last)
         # Into empty gradients a result may arrive later; onto others FSDP2 adds it right away.
         self.reduction.overlaps = reduce and self._can_overlap and self._is_first_reduction
@@ -80,7 +81,7 @@ class Sharded(DataParallelWrapper):
         groups = parameter_groups(self.model)
         for group in groups:
             group.reduce_gradients()
-        if self.zero >= 2 and not last:
+        if self.stage.reduces_every_microbatch and not last:
             self._set(reduce=True, last=last, finish=False)
             for group in groups:
                 group.reduce_gradients()
@@ -102,7 +103,7 @@ class Sharded(DataParallelWrapper):
     def _set(self, *, reduce: bool, last: bool, finish: bool) -> None:
         self.root.set_requires_gradient_sync(reduce)
         self.root.set_requires_all_reduce(last or self._meets_always)
-        self.root.set_reshard_after_backward(self.zero == 3 or finish)
+        self.root.set_reshard_after_backward(self.stage.drops_parameters or finish)
         self.root.set_is_last_backward(finish)
 
 
@@ -133,7 +134,7 @@ def shard_groups(
     options: Any = dict(mp_policy=policy, offload_policy=offload, ignored_params=idle)
     lookups = groups[0] if all(isinstance(module, nn.Embedding) for module in groups[0]) else []
     for number, group in enumerate(groups):
-        drops = (plan.zero == 3 or is_away) and number < len(groups) - num_kept
+        drops = (plan.stage.drops_parameters or is_away) and number < len(groups) - num_kept
         # Fewer ranks have the same experts than the same block: a group of their own inside the block's.
         for experts in _spread_experts(group):
             assert mesh.expert is not None

@@ -15,6 +15,7 @@ from shardwise.errors import UserError
 from shardwise.plan.answer.export_megatron import megatron_flags
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.split import even_split
@@ -84,9 +85,7 @@ def _torchtitan(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exporte
         missing.append("offload=optimizer: it offloads parameters, gradients and states together")
     mode = "none" if plan.recompute == "none" else "selective" if plan.recompute != "full" else "full"
     every = plan.recompute.partition("-")[2] if plan.recompute.startswith("every-") else "op"
-    number = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(
-        plan.precision.removesuffix("-true"), "float32"
-    )
+    number = plan.formats.torchtitan
     family, _, size = spec.name.partition("-")
     lines = [
         "[model]",
@@ -105,7 +104,7 @@ def _torchtitan(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exporte
         "[parallelism]",
         f"data_parallel_replicate_degree = {replicate}",
         f"data_parallel_shard_degree = {shard}",
-        f'fsdp_reshard_after_forward = "{"always" if plan.zero == 3 else "never"}"',
+        f'fsdp_reshard_after_forward = "{"always" if plan.stage.drops_parameters else "never"}"',
         f"tensor_parallel_degree = {plan.tp}",
         f"context_parallel_degree = {plan.cp}",
         f"pipeline_parallel_degree = {plan.pp}",
@@ -120,7 +119,7 @@ def _torchtitan(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exporte
         lines.append(f"expert_parallel_degree = {plan.ep}")
     lines += ["", "[activation_checkpoint]", f'mode = "{mode}"']
     lines += [f'selective_ac_option = "{every}"'] if mode == "selective" else []
-    if plan.precision == "fp8":
+    if plan.formats.is_fp8:
         lines += ["", "[quantize.linear.float8]", f'recipe_name = "{plan.fp8_recipe}"']
     missing.append("the model: name and flavor must be one of its own")
     return Exported("\n".join(lines), "toml", (*missing, *_everywhere(job)))
@@ -134,7 +133,7 @@ def _deepspeed(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported
     zero: dict[str, object] = {"stage": plan.zero, "overlap_comm": True, "contiguous_gradients": True}
     if plan.replicate > 1 and plan.zero:
         zero["mics_shard_size"] = plan.shard
-        if plan.zero != 3:
+        if not plan.stage.drops_parameters:
             missing.append(f"replicate={plan.replicate}: groups of shards (MiCS) exist for stage 3 only")
     if plan.secondary_shard:
         zero["zero_hpz_partition_size"] = plan.secondary_shard
@@ -145,7 +144,7 @@ def _deepspeed(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported
         zero["offload_optimizer"] = {"device": device, "pin_memory": True}
     if plan.offload == "all":
         zero["offload_param"] = {"device": device, "pin_memory": True}
-        if plan.zero != 3:
+        if not plan.stage.drops_parameters:
             missing.append("offload=all: parameters leave the device with stage 3 only")
     config: dict[str, object] = {
         "train_batch_size": plan.micro_batch * plan.num_microbatches * plan.dp,
@@ -166,7 +165,7 @@ def _deepspeed(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported
         missing.append("fp8: it has no fp8 products of its own; bf16 is written")
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
-        if plan.zero == 3:
+        if plan.stage.drops_parameters:
             missing.append(f"tp={plan.tp} with zero=3: its tensor parallelism goes with stages 0 to 2")
         if plan.sequence:
             missing.append("sp: its tensor parallelism keeps every token on every rank, so activations grow")
@@ -207,7 +206,7 @@ def _accelerate(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exporte
             "fsdp_config:",
             "  fsdp_version: 2",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            f"  fsdp_reshard_after_forward: {str(plan.zero == 3).lower()}",
+            f"  fsdp_reshard_after_forward: {str(plan.stage.drops_parameters).lower()}",
             f"  fsdp_activation_checkpointing: {str(plan.recompute != 'none').lower()}",
             f"  fsdp_offload_params: {str(plan.offload != 'none').lower()}",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
@@ -247,7 +246,7 @@ def _everywhere(job: Job) -> list[str]:
     found = ["predicted times and memory are of our runtime, not of this framework"]
     if job.adapter.kind != "none":
         found.insert(0, f"adapter.kind={job.adapter.kind}: peft adds adapters in the script")
-    if job.optimizer not in ("adam", "adamw"):
+    if not OPTIMIZERS[job.optimizer].is_adam:
         found.insert(0, f"optimizer.name={job.optimizer}: choose it there; adamw is its default")
     return found
 

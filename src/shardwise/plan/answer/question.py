@@ -30,6 +30,7 @@ from shardwise.plan.resolve.hardware import FLASH4_CAPABILITY, too_old_for_flash
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.presets import preset, preset_names
 
 TYPED, ASSUMED = "typed", "assumed"
@@ -327,7 +328,7 @@ def _precision(asked: str, cluster: ClusterSpec) -> tuple[str, Assumption]:
             else "fp32"
         )
         return best, Assumption(what, best, f"{ASSUMED}: the fastest that {cluster.device.name} trains in without fp8")
-    kind = {"bf16-true": "bf16", "fp16-true": "fp16"}.get(asked, asked)
+    kind = PRECISIONS[asked].matmul
     if kind not in rates and cluster.device.kind == "cuda":
         raise UserError(
             f"{cluster.device.name} does not compute in {asked}",
@@ -348,7 +349,7 @@ def _attention(typed: Loaded, cluster: ClusterSpec) -> str:
 
 def _hardware(cluster: ClusterSpec, precision: str) -> list[Assumption]:
     device, origins = cluster.device, cluster.origins
-    kind = precision.removesuffix("-true")
+    kind = PRECISIONS[precision].matmul
     peak = kind if kind in device.flops else max(device.flops, key=lambda name: device.flops[name])
 
     def of(*names: str) -> str:

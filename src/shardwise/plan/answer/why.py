@@ -133,7 +133,7 @@ def _message_reason(axis: str, other: Plan, winner: Plan, cluster: ClusterSpec) 
     over = f"over {link.name}, {link.bandwidth / 1e9:.3g} GB/s"
     if axis in ours and ours[axis].link.name != link.name:
         return f"{axis}={theirs[axis].ranks} leaves {ours[axis].link.name}: {over}"
-    if axis == "dp" and other.zero == 3 and other.num_microbatches > 1:
+    if axis == "dp" and other.stage.drops_parameters and other.num_microbatches > 1:
         return f"parameters are gathered for each of {other.num_microbatches} micro-batches, {over}"
     if axis not in ours:
         return f"{axis}={theirs[axis].ranks} talks {over}; the winner does not"

@@ -12,6 +12,7 @@ from shardwise.plan.layouts.candidate import Candidate
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.precisions import PRECISIONS
 
 MOST_GPUS = 64
 """Times the GPUs that there are."""
@@ -81,7 +82,7 @@ def _shorter(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Try]:
 
 def _other_training(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Iterator[Try]:
     if job.adapter.kind == "none":
-        for kind in ("lora",) if job.precision == "fp8" else ("lora", "qlora"):
+        for kind in ("lora",) if PRECISIONS[job.precision].is_fp8 else ("lora", "qlora"):
             yield (
                 f"adapter.kind={kind}",
                 {"adapter.kind": kind},

@@ -30,7 +30,9 @@ from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import SECTIONS, Plan
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.split import balanced_split, estimated_costs, even_split
 
@@ -157,7 +159,7 @@ class Space:
                 continue
             if "parallel.cp" not in self.fixed and cp > 1 and seq_len // cp < LEAST_PIECE:
                 continue
-            if self.precision == "fp8" and seq_len // cp % MULTIPLE:
+            if PRECISIONS[self.precision].is_fp8 and seq_len // cp % MULTIPLE:
                 continue
             if cp == 1:
                 yield 1, self.fixed.get("parallel.cp_kind", "ring")
@@ -251,7 +253,7 @@ class Space:
         """The plainest first: what another one never beats comes before it."""
         on_gpus = self.device == "cuda"
         moved = ("optimizer",) if self.is_whole else ("optimizer", "all")
-        places = ("none", *moved) if on_gpus and not self.job.optimizer.endswith("8bit") else ("none",)
+        places = ("none", *moved) if on_gpus and not OPTIMIZERS[self.job.optimizer].is_low_bit else ("none",)
         asked = self.fixed.get("memory.offload")
         offloads = [{"nvme": "optimizer"}.get(asked, asked)] if asked is not None else list(places)
         if self.goes_to_disk and asked is None:

@@ -31,7 +31,7 @@ def kind_of_job(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: floa
     """Jobs whose predictions are off for the same reasons. On a CPU: as on one node."""
     if model.is_moe:
         return "experts"
-    if plan.precision == "fp8":
+    if plan.formats.is_fp8:
         return "fp8"
     where = "one node" if cluster.nodes == 1 else "few nodes" if cluster.nodes <= FEW_NODES else "many nodes"
     flops = cluster.device.flops

@@ -12,6 +12,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import Prediction
+from shardwise.spec.precisions import PRECISIONS
 
 DAY = 86400.0
 
@@ -32,7 +33,7 @@ def tokens_per_second(job: Job, prediction: Prediction) -> float:
 
 def peak_flops(cluster: ClusterSpec, precision: str) -> float:
     """Of one device, in the format that the products run in."""
-    kind = {"bf16-true": "bf16", "fp16-true": "fp16"}.get(precision, precision)
+    kind = PRECISIONS[precision].matmul
     return cluster.device.flops.get(kind, max(cluster.device.flops.values()))
 
 

@@ -19,6 +19,7 @@ from shardwise.cluster.describe.table import known_devices
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.work import Attention, Product, Work
 from shardwise.spec.cluster import Device
+from shardwise.spec.precisions import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Pricer:
     def __init__(self, device: Device, precision: str, stack: Stack, threads: int = 1):
         self.device, self.stack = device, stack
         self.generation = CPU if device.kind == "cpu" else GENERATIONS.get(device.capability[0], GENERATIONS[9])
-        kind = precision.removesuffix("-true")
+        kind = PRECISIONS[precision].matmul if precision in PRECISIONS else precision  # others' fp4
         exact = "bf16" if kind in ("fp8", "fp4") else kind
         self.eight_bit = kind in ("fp8", "fp4") and kind in device.flops
         self.size = {"fp64": 8, "fp32": 4}.get(kind, 2)

@@ -133,7 +133,7 @@ def _moments(
                 moments[name] = max(moments.get(name, 0), gathered + size)
     else:
         # Stages 0 and 1 of a pipeline reduce in the last backward, when no other micro-batch is in flight.
-        others = before if plan.zero > 1 else 0
+        others = before if plan.stage.reduces_every_microbatch else 0
         moments |= _while_reducing(share, groups, plan, states, activations, parts, held - before, others)
     moments["optimizer step"] = complete + states.stepping
     return moments
@@ -167,7 +167,7 @@ def _while_reducing(
     embedding, *_, block, head = (group.trained for group in groups.blocks)
     gathered, complete = parts["gathered"], parts["gradients"]
     kept = 0.0 if states.accumulated else weight / plan.state_shards  # of a gradient, once its group is reduced
-    dropped = 0 if plan.zero == 3 else compute  # of parameters, then
+    dropped = 0 if plan.stage.drops_parameters else compute  # of parameters, then
     waiting = compute * embedding if share.spec.tied and plan.pp == 1 else 0  # a tied table's gradient by the head
     full = others + one + gathered + (complete if states.accumulated else 0)
     after_head = full + head * (kept - dropped) + waiting
@@ -177,14 +177,14 @@ def _while_reducing(
         sizes = [len(part) for part in segments("sqrt", numbers_of(stages_of_cut(share.cut, plan.split)[0]))]
         count, repeated = sizes[0], repeated * sizes[0] / max(sizes)
     to_come = embedding + count * block
-    left = gathered if plan.zero == 3 else compute * to_come
+    left = gathered if plan.stage.drops_parameters else compute * to_come
     moments = {
         "reduction of the head": full + head * (compute + weight + kept),
         f"backward of layer {last}": after_head + weight * head + again,
         f"reduction of layer {last}": after_head - layer + block * (compute + weight + kept),
         f"backward of layer {first + count - 1}": others + complete - kept * to_come + weight * block + left + layer
         + activations.working + repeated + waiting,
-        END: others + complete + states.reduced + (gathered if plan.zero == 3 else 0),
+        END: others + complete + states.reduced + (gathered if plan.stage.drops_parameters else 0),
     }  # fmt: skip
     return {name: int(size) for name, size in moments.items()}
 
@@ -249,7 +249,7 @@ def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head
     logits = tokens * spec.vocab
     chunk = size * logits // fused_chunks(logits, size, plan.device)
     if (
-        plan.precision == "fp8" and plan.fp8_head
+        plan.formats.is_fp8 and plan.fp8_head
     ):  # weights both ways, unless they are frozen and stay so, and the chunk's gradient in eight bits, and what it adds to that of the weights
         weights = spec.vocab * spec.hidden if trains_head or spec.tied else 0
         chunk += 2 * weights + chunk // size + size * numbers

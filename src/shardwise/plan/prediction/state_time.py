@@ -21,7 +21,9 @@ from shardwise.plan.prediction.rank_share import RankShare
 from shardwise.plan.prediction.stack import Stack
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
+from shardwise.spec.precisions import FORMAT_BYTES
 
 OPTIMIZER_RATE = 0.75
 """Of the rate of plain passes: torch's fused AdamW moves seven numbers at 3.1 to 3.4 TB/s where a sum moves 4.2 (H200, kernels_h200.json)."""
@@ -113,7 +115,7 @@ def state_time(
     if plan.quantize_gradients != "none":
         quantising += pricer.pass_(held.trained * 8.0)
     reduce, gather = reductions(), 0.0 if plan.zero == 0 else gathers()
-    if plan.zero == 3:
+    if plan.stage.drops_parameters:
         again = gathers(plan.secondary_shard) if plan.secondary_shard else gather
         first, last = gather / groups, reduce / groups
         ahead = _hidden(gather - first, forward, stack.overlaps_gather) + first
@@ -126,7 +128,7 @@ def state_time(
         return StateTime(ahead + quantising, behind + quantising, once, casts[0], casts[1], casts[2])
     tail = reduce / max(groups, BUCKETS)
     opened = _hidden(reduce + between - tail, backward, stack.overlaps_reduce) + tail
-    each = opened + quantising if plan.zero == 2 and stack.reduces_each else 0.0
+    each = opened + quantising if plan.stage.reduces_every_microbatch and stack.reduces_each else 0.0
     once = 0.0 if each else opened
     if plan.zero:
         first = gather / groups
@@ -150,7 +152,7 @@ def _experts(network: Network, size: float, plan: Plan, groups: int) -> float:
 
 
 def _reduce_bytes(plan: Plan, weight: int) -> int:
-    return {"auto": weight, "fp32": 4, "bf16": 2, "fp16": 2}[plan.reduce_dtype]
+    return weight if plan.reduce_dtype == "auto" else FORMAT_BYTES[plan.reduce_dtype]
 
 
 def _casts(held: Held, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float, float, float]:
@@ -169,10 +171,14 @@ def _casts(held: Held, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float,
     widening = pricer.pass_(held.trained * (compute + weight) * CAST) + pricer.pass_(
         held.trained / plan.state_shards * 3 * weight
     )
-    adding = pricer.pass_(held.trained * 3 * compute) if plan.num_microbatches > 1 and plan.zero < 2 else 0.0
-    if plan.zero == 3:
+    adding = (
+        pricer.pass_(held.trained * 3 * compute)
+        if plan.num_microbatches > 1 and not plan.stage.reduces_every_microbatch
+        else 0.0
+    )
+    if plan.stage.drops_parameters:
         return rounding, rounding + widening, 0.0
-    if plan.zero == 2:
+    if plan.stage.reduces_every_microbatch:
         return 0.0, widening, rounding
     return 0.0, adding, rounding + widening
 
@@ -190,7 +196,7 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     moved = 2 * weight + gradient + copy + 2 * state_bytes(job.optimizer, plan.precision)
     is_one_pass = plan.copies and plan.device == "cuda" and job.optimizer == "adamw"  # optim/fused_adamw.py
     update = numbers * moved / (COPY_RATE if is_one_pass else OPTIMIZER_RATE)
-    if job.optimizer.endswith("8bit"):  # kernels/triton/low_bit_adamw.py
+    if OPTIMIZERS[job.optimizer].is_low_bit:  # kernels/triton/low_bit_adamw.py
         update = numbers * moved / LOW_BIT_RATE if plan.device == "cuda" else LOW_BIT * update
     update *= 1.0 if stack.fused_optimizer else FOREACH
     if not stack.copies_parameters:

@@ -21,20 +21,22 @@ from shardwise.plan.prediction.adapter_share import Held, apart_by, held_by
 from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
+from shardwise.spec.precisions import FORMAT_BYTES, PRECISIONS
 from shardwise.spec.recompute import segments
 from shardwise.spec.schema import AdapterConfig
 
-WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4, "bf16-true": 2, "fp16-true": 2}
+WEIGHT_BYTES = {name: FORMAT_BYTES[precision.kept] for name, precision in PRECISIONS.items()}
 """Per number of weights, gradients and optimizer state."""
 
-COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "bf16-true": 2, "fp16-true": 2}
+COMPUTE_BYTES = {name: FORMAT_BYTES[precision.computed] for name, precision in PRECISIONS.items()}
 """Per number of activations and of parameters while they are used."""
 
-STATES_PER_PARAMETER = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adamw8bit": 2}
+STATES_PER_PARAMETER = {name: kind.num_states for name, kind in OPTIMIZERS.items()}
 """Extra tensors of the parameter's size that each optimizer keeps."""
 
-STATE_BYTES = WEIGHT_BYTES | {"fp16-true": 4}
+STATE_BYTES = {name: FORMAT_BYTES[precision.states] for name, precision in PRECISIONS.items()}
 """Per number of optimizer state. Adam's second moment would vanish in fp16."""
 
 LOW_BIT_BYTES = 1 + 4 / 256
@@ -80,7 +82,7 @@ def groups_of(cut: Cut, whole: ModelSpec, adapter: AdapterConfig) -> Groups:
 
 def state_bytes(optimizer: str, precision: str) -> float:
     """Of optimizer state per parameter. With adamw8bit, small tensors and odd ones keep four times as much."""
-    size = LOW_BIT_BYTES if optimizer.endswith("8bit") else STATE_BYTES[precision]
+    size = LOW_BIT_BYTES if OPTIMIZERS[optimizer].is_low_bit else STATE_BYTES[precision]
     return STATES_PER_PARAMETER[optimizer] * size
 
 
@@ -101,13 +103,13 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
     own_trained = -(-weight * whole.trained // plan.state_shards) if is_frozen else own
     gathered, accumulated = gathered_bytes(whole, compute), 0
     several = plan.num_microbatches > 1
-    if plan.zero == 0:
+    if not plan.stage.shards_states:
         gathered = compute * whole.trained if compute != weight else 0
         if several and _uses_ddp(plan):  # what micro-batches before the last one left, beside the buckets
             accumulated = own_trained
-    elif plan.zero == 1 and several:
+    elif plan.stage.keeps_gradients and several:
         accumulated = weight * whole.trained
-    elif plan.zero == 3:
+    elif plan.stage.drops_parameters:
         gathered = _two_blocks(share, groups, plan, stack)
     gathered += compute * whole.largest
     reduced = groups.largest * (2 * compute + weight) if plan.uses_fsdp else 0

@@ -253,7 +253,7 @@ def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack)
         -(-model.vocab // plan.tp)
         * model.hidden
         * (stack.reduce_bytes or 4)
-        / (plan.state_shards if plan.zero > 1 else 1)
+        / (plan.state_shards if plan.stage.reduces_every_microbatch else 1)
     )
     return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
 

@@ -13,6 +13,8 @@ from shardwise.config.keys import Origins, where_written
 from shardwise.errors import UserError
 from shardwise.plan.resolve.refusal import Asked
 from shardwise.spec.extras import FLASH4_INSTALL, LOWBIT_INSTALL
+from shardwise.spec.optimizers import OPTIMIZERS
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import Config
 
 FP8_CAPABILITY, BF16_CAPABILITY, FLASH4_CAPABILITY = (8, 9), (8, 0), (9, 0)
@@ -27,11 +29,11 @@ def choose_precision(config: Config, machine: Machine, origins: Origins) -> str:
             fix="memory.precision=fp32",
             where=where_written(origins, "memory.precision"),
         )
-    if asked == "fp8":
+    if asked != "auto" and PRECISIONS[asked].is_fp8:
         _check_fp8(machine, origins)
-    if asked in ("bf16", "bf16-true"):
+    if asked != "auto" and PRECISIONS[asked].matmul == "bf16":
         _check_bf16(machine, origins)
-    if config.optimizer.name == "adamw8bit":
+    if OPTIMIZERS[config.optimizer.name].is_low_bit:
         _check_torchao(origins)
     if asked != "auto":
         return asked

@@ -254,7 +254,7 @@ def micro_batch_sizes(plan: Plan) -> list[int]:
 def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
     """The gradient of a weight multiplies over tokens."""
     tokens = plan.seq_len // plan.cp
-    if plan.precision == "fp8" and tokens % MULTIPLE:
+    if plan.formats.is_fp8 and tokens % MULTIPLE:
         needed = MULTIPLE * plan.cp
         raise UserError(
             f"memory.precision = fp8 needs sequences that divide by {needed}",
@@ -265,8 +265,8 @@ def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
 
 
 def _check_fp8_head(plan: Plan, spec: ModelSpec, origins: Origins) -> None:
-    if plan.fp8_head and (plan.precision != "fp8" or not spec.is_ours):
-        is_mixed = plan.precision != "fp8"
+    if plan.fp8_head and (not plan.formats.is_fp8 or not spec.is_ours):
+        is_mixed = not plan.formats.is_fp8
         raise UserError(
             "memory.fp8_head has nothing to do here",
             why=f"memory.precision is {plan.precision}" if is_mixed else f"the head of {spec.name} is not ours",

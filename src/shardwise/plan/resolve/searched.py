@@ -23,6 +23,7 @@ from shardwise.plan.resolve.hardware import attention_here
 from shardwise.plan.resolve.refusal import Asked
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import job_of
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import Prediction
 
@@ -61,7 +62,9 @@ def possible_savings(asked: Asked) -> list[Saving]:
     recompute = ("none", "selective", "full") if memory.recompute == "auto" else (memory.recompute,)
     offload: tuple[str, ...] = ({"nvme": "optimizer"}.get(memory.offload, memory.offload),)
     if memory.offload == "auto":
-        can_leave = asked.device == "cuda" and not optimizer.endswith("8bit") and asked.config.adapter.kind == "none"
+        can_leave = (
+            asked.device == "cuda" and not OPTIMIZERS[optimizer].is_low_bit and asked.config.adapter.kind == "none"
+        )
         offload = ("none", "optimizer", "all") if can_leave else ("none",)
     return [Saving(again, away) for away in offload for again in recompute]
 

@@ -16,7 +16,8 @@ from shardwise.plan.prediction.stack import OURS, Stack
 from shardwise.plan.prediction.work import norms_have_kernel
 from shardwise.spec.fp8 import WORTH
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.plan import MIXED, Plan
+from shardwise.spec.plan import Plan
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schedules import SCHEDULES, splits_backward
 from shardwise.spec.schema import SpeedConfig
 
@@ -101,7 +102,12 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
 
 def norms_of(kernels: str, spec: ModelSpec, precision: str, ranks: int) -> str:
     """`own` where that is possible. `ranks`: that a block talks to. In fp8 a compiler looks for a gradient's largest number in the pass that makes it."""
-    can = norms_have_kernel(spec) and precision.removesuffix("-true") in ("bf16", "fp16") and ranks == 1
+    can = (
+        norms_have_kernel(spec)
+        and PRECISIONS[precision].is_sixteen_bit
+        and not PRECISIONS[precision].is_fp8
+        and ranks == 1
+    )
     return "torch" if kernels == "own" and not can else kernels
 
 
@@ -109,7 +115,7 @@ def keeps_copies(
     asked: SpeedConfig, device: str, precision: str, spec: ModelSpec, world: int, offload: str, zero: int
 ) -> bool:
     """One rank alone, whose weights are kept in fp32 and used in 16 bits."""
-    can = world == 1 and precision in MIXED and zero == 0 and offload == "none" and spec.is_ours
+    can = world == 1 and PRECISIONS[precision].is_mixed and zero == 0 and offload == "none" and spec.is_ours
     return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
 
 
@@ -154,7 +160,7 @@ def attention_of(asked: str, spec: ModelSpec, precision: str, cp: int, cp_kind: 
     """What a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody measures kernels where sequences are
     cut (parallel/apply.py), and a ring has its own."""
     can = asked != "sdpa" and spec.is_ours and not spec.is_latent and not spec.attention_softcap
-    can = can and spec.head_dim <= WIDEST_FLASH4 and precision not in ("fp32", "fp64")
+    can = can and spec.head_dim <= WIDEST_FLASH4 and PRECISIONS[precision].is_sixteen_bit
     return "flash4" if can and (cp == 1 or (asked == "flash4" and cp_kind == "ulysses")) else "sdpa"
 
 
@@ -177,7 +183,7 @@ def _attending(stack: Stack, kernel: str) -> Stack:
 
 def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:
     """The last words of `our_stack`: the recipe, none without fp8, and whether the head has it too."""
-    return (recipe, head) if precision == "fp8" else ("", False)
+    return (recipe, head) if PRECISIONS[precision].is_fp8 else ("", False)
 
 
 LOSS_PASSES = 1
