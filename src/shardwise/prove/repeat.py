@@ -23,9 +23,6 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
 NUM_STEPS = 3
-LOSS_LIMITS = {"fp64": 1e-9, "fp32": 1e-5} | dict.fromkeys(("bf16", "bf16-true", "fp16", "fp16-true", "fp8"), 5e-3)
-"""How far the losses of the first steps may be from one process, relative to the loss. With 8 bits a rounding that
-falls the other way moves a weight by 0.4 %, and steps multiply that; mistakes are found in fp64 (verify.py)."""
 LIMIT_S = 60.0  # a proof that would take longer than this is left to the user
 
 
@@ -49,7 +46,7 @@ def repeat_first_steps(
         return None, f"proof    left out: a second model needs {needed} of {limit}"
     alone = single_process_losses(session.config, plan, session.spec, session.corpus, session.device, len(steps))
     difference = max(abs(a - losses[step]) for step, a in zip(steps, alone, strict=True))
-    is_same = difference <= LOSS_LIMITS[plan.precision] * max(1.0, *alone)
+    is_same = difference <= plan.formats.proof_limit * max(1.0, *alone)
     text = f"steps 1-{steps[-1]} repeated in one process: largest difference {difference:.1g}"
     if is_same and difference > 1e-5:
         text += f" ({plan.precision} rounds differently in another order; in fp64 this layout is exact)"

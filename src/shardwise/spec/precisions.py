@@ -28,7 +28,8 @@ class Precision:
     matmul: str
     """The rate of a device that its large matmuls run at: fp64 fp32 bf16 fp16 fp8."""
     proof_limit: float
-    """The largest relative difference of losses between a run's first steps and their repetition in one process."""
+    """The largest relative difference of losses between a run's first steps and their repetition in one process. With 16 bits a rounding
+    that falls the other way moves a weight by 0.4 %, and steps multiply that; mistakes are found in fp64 (prove/verify.py)."""
     scales_loss: bool = False
     """Gradients do not fit its range as they are: the loss is multiplied while they are computed."""
     alone: str | None = None

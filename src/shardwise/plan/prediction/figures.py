@@ -11,8 +11,8 @@ from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
-from shardwise.spec.prediction import Prediction
 from shardwise.spec.precisions import PRECISIONS
+from shardwise.spec.prediction import Prediction
 
 DAY = 86400.0
 
