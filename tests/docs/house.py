@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -133,38 +134,30 @@ HEAD = (
     '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     '<path class="head" d="M0 0L8 4L0 8z"/></marker></defs>'
 )
-WIDE, HIGH, GAP_X, GAP_Y, MARGIN = 112, 44, 26, 46, 20
+WIDE, HIGH, LANE, GAP_X, GAP_Y, MARGIN = 112, 44, 10, 22, 50, 20
+Place = dict[str, tuple[float, float]]
+"""Box, or point of an arrow on its way past a layer, -> middle and top."""
 
 
 def picture() -> str:
-    """The rooms as boxes in layers, with the arrows that do not follow from others."""
-    graph, floors = arrows(), layers(arrows())
-    width = max(map(len, floors)) * (WIDE + GAP_X) - GAP_X + 2 * MARGIN
-    height = len(floors) * (HIGH + GAP_Y) - GAP_Y + 2 * MARGIN
-    place: dict[str, tuple[float, float]] = {}
-    for number, rooms in enumerate(floors):
-        left = (width - len(rooms) * (WIDE + GAP_X) + GAP_X) / 2
-        ordered = sorted(rooms, key=lambda room: (_middle(graph[room], place), room))
-        for index, room in enumerate(ordered):
-            place[room] = left + index * (WIDE + GAP_X), height - MARGIN - HIGH - number * (HIGH + GAP_Y)
+    """The rooms as boxes in layers, with the arrows that do not follow from others; an arrow passes between boxes."""
+    graph = arrows()
+    paths = _paths(direct(graph), layers(graph))
+    place, width, height = _placed(layers(graph), paths)
     body = []
-    for room, named in sorted(direct(graph).items()):
-        for other in sorted(named):
-            (x1, y1), (x2, y2) = place[room], place[other]
-            start, end = (x1 + WIDE / 2, y1 + HIGH), (x2 + WIDE / 2, y2 - 3)
-            bend = max(GAP_Y / 2, (end[1] - start[1]) / 2)
-            body.append(
-                f'<path d="M{start[0]:.0f} {start[1]:.0f} C{start[0]:.0f} {start[1] + bend:.0f} '
-                f'{end[0]:.0f} {end[1] - bend:.0f} {end[0]:.0f} {end[1]:.0f}">'
-                f"<title>{room} imports {other}</title></path>"
-            )
-    for room, (x, y) in sorted(place.items()):
-        files, lines = sizes()[room]
+    for path in paths:
+        points = [(place[path[0]][0], place[path[0]][1] + HIGH)]
+        for lane in path[1:-1]:
+            points += [place[lane], (place[lane][0], place[lane][1] + HIGH)]
+        points.append((place[path[-1]][0], place[path[-1]][1] - 3))
+        name = f"<title>{path[0]} imports {path[-1]}</title>"
+        body.append(f'<path d="{_curve(points)}">{name}</path>')
+    for room in ROOMS:
+        (x, y), (files, lines) = place[room], sizes()[room]
         body += [
-            f'<rect x="{x:.0f}" y="{y:.0f}" width="{WIDE}" height="{HIGH}" rx="6"/>',
-            f'<text x="{x + WIDE / 2:.0f}" y="{y + 18:.0f}">{escape(room)}</text>',
-            f'<text class="size" x="{x + WIDE / 2:.0f}" y="{y + 35:.0f}">'
-            f"{files} files, {escape(_rounded(lines))} lines</text>",
+            f'<rect x="{x - WIDE / 2:.0f}" y="{y:.0f}" width="{WIDE}" height="{HIGH}" rx="6"/>',
+            f'<text x="{x:.0f}" y="{y + 18:.0f}">{escape(room)}</text>',
+            f'<text class="size" x="{x:.0f}" y="{y + 35:.0f}">{files} files, {escape(_rounded(lines))} lines</text>',
         ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -175,10 +168,62 @@ def picture() -> str:
     )
 
 
-def _middle(named: frozenset[str], place: dict[str, tuple[float, float]]) -> float:
-    """Where the rooms below stand on average, so that arrows cross little."""
-    below = [place[one][0] for one in named if one in place]
-    return sum(below) / len(below) if below else 0.0
+def _paths(graph: Graph, floors: list[list[str]]) -> list[list[str]]:
+    """Each arrow as its room, a lane in every layer that it passes, and the room that is imported."""
+    level = {room: number for number, rooms in enumerate(floors) for room in rooms}
+    return [
+        [room, *(f"{room} {other} {number}" for number in range(level[room] - 1, level[other], -1)), other]
+        for room in sorted(graph)
+        for other in sorted(graph[room])
+    ]
+
+
+def _placed(floors: list[list[str]], paths: list[list[str]]) -> tuple[Place, float, float]:
+    """Where everything stands, and the size of the picture. Neighbours in a layer are ordered by what they are joined
+    to, in a few sweeps up and down, so that arrows cross little (Sugiyama et al. 1981)."""
+    rows = [list(rooms) for rooms in floors]
+    joined: dict[str, set[str]] = {}
+    for path in paths:
+        for lane in path[1:-1]:
+            rows[int(lane.split()[2])].append(lane)
+        for one, other in pairwise(path):
+            joined.setdefault(one, set()).add(other)
+            joined.setdefault(other, set()).add(one)
+    order = {name: index / max(1, len(row) - 1) for row in rows for index, name in enumerate(sorted(row))}
+    for sweep in range(12):
+        for number in range(len(rows)) if sweep % 2 == 0 else reversed(range(len(rows))):
+            beside = {name for row in rows[max(0, number - 1) : number + 2] for name in row} - {*rows[number]}
+            pull = {
+                name: _mean([order[one] for one in joined.get(name, ()) if one in beside], order[name])
+                for name in rows[number]
+            }
+            rows[number].sort(key=lambda name: (pull[name], name))
+            order |= {name: (index + 0.5) / len(rows[number]) for index, name in enumerate(rows[number])}
+    spans = [sum(LANE if " " in name else WIDE for name in row) + GAP_X * (len(row) - 1) for row in rows]
+    width, height = max(spans) + 2 * MARGIN, len(rows) * (HIGH + GAP_Y) - GAP_Y + 2 * MARGIN
+    place: Place = {}
+    for number, row in enumerate(rows):
+        x = (width - spans[number]) / 2
+        for name in row:
+            wide = LANE if " " in name else WIDE
+            place[name] = x + wide / 2, height - MARGIN - HIGH - number * (HIGH + GAP_Y)
+            x += wide + GAP_X
+    return place, width, height
+
+
+def _mean(values: list[float], otherwise: float) -> float:
+    return sum(values) / len(values) if values else otherwise
+
+
+def _curve(points: list[tuple[float, float]]) -> str:
+    """Straight down through each lane, bent between two layers."""
+    text = "M{:.0f} {:.0f}".format(*points[0])
+    for (x1, y1), (x2, y2) in pairwise(points):
+        middle = (y1 + y2) / 2
+        text += (
+            f" L{x2:.0f} {y2:.0f}" if x1 == x2 else f" C{x1:.0f} {middle:.0f} {x2:.0f} {middle:.0f} {x2:.0f} {y2:.0f}"
+        )
+    return text
 
 
 if __name__ == "__main__":
