@@ -116,7 +116,7 @@ def inside_the_node() -> Finding:
     border = (
         "Most of that is the border"
         if rack_cost < cost / 2
-        else "Much of that is not the border, but thinner matrices and more messages"
+        else "Much of that is not the border, but thinner matrices and more collectives"
     )
     return Finding(
         "Tensor parallelism stays inside the node: tp <= 8",
@@ -168,7 +168,7 @@ def sequence_parallelism() -> Finding:
         + (
             "With tensor parallelism there is no length below which to leave it out."
             if always
-            else "At short lengths its two smaller messages cost more than that is worth, unless memory is short."
+            else "At short lengths its two smaller collectives cost more than that is worth, unless memory is short."
         ),
         tuple(tables),
     )
