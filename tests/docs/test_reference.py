@@ -84,3 +84,18 @@ def test_pages_have_no_word_of_the_workshop(page: Path):
 def test_results_are_named_by_what_they_are():
     names = [path.name for path in (ROOT / "benchmarks/results").iterdir()]
     assert [name for name in names if re.search(r"_(first|second|third|then|new|old)(_|\.)", name)] == []
+
+
+def test_nouns_of_the_map_are_classes():
+    nouns = (DOCS / "architecture.md").read_text(encoding="utf-8").split("## Nouns")[1].split("\n## ")[0]
+    named = set(
+        re.findall(r"`([A-Z]\w+)`", " ".join(row.split("|")[1] for row in nouns.splitlines() if row[:1] == "|"))
+    )
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "src/shardwise").rglob("*.py"))
+    assert len(named) >= 15 and named - set(re.findall(r"^class (\w+)", source, re.MULTILINE)) == set()
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "axes").glob("*.md")), ids=lambda page: page.name)
+def test_the_page_of_an_axis_says_what_is_split_held_and_sent(page: Path):
+    said = set(re.findall(r"\b(split|held|sent)\b", " ".join(re.findall(r"\*([\w ]+):?\*", page.read_text().lower()))))
+    assert said == {"split", "held", "sent"}
