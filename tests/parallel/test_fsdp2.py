@@ -22,6 +22,8 @@ import shardwise
 from shardwise.errors import UserError
 from shardwise.parallel import fsdp2
 from shardwise.parallel.fsdp2 import PRIVATE_NAMES, PrivateName
+from shardwise.parallel.mesh import build_mesh
+from shardwise.spec.plan import Plan
 
 PACKAGE = Path(shardwise.__file__).parent
 SEAM = Path(fsdp2.__file__)
@@ -62,6 +64,17 @@ def test_a_torch_that_lacks_a_name_is_refused_in_three_lines(
     what, why, fix = str(caught.value).splitlines()
     assert torch.__version__ in what and str(gone) in why and gone.why in why
     assert all(version in fix for version in fsdp2.BOTH)
+
+
+def test_it_is_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = PrivateName("_no_such_name", "torch.distributed.fsdp.FSDPModule", "a method that went")
+    plan = Plan.from_layout("dp=1", world=1, precision="fp32", device="cpu")
+    monkeypatch.setattr(fsdp2, "PRIVATE_NAMES", (gone,))
+    fsdp2.check_torch.cache_clear()
+    with pytest.raises(UserError, match="_no_such_name"):
+        build_mesh(plan, None, 0, torch.device("cpu"), fsdp=False)
+    monkeypatch.undo()
+    assert build_mesh(plan, None, 0, torch.device("cpu"), fsdp=False).is_alone
 
 
 def test_an_attribute_that_only_a_constructor_sets_is_found() -> None:
