@@ -29,6 +29,7 @@ class Growth:
     two: Taken | None = None  # without it everything grows with n
 
     def taken(self, size: int) -> Taken:
+        """Bytes of a micro-batch of `size` sequences."""
         if self.two is None:
             return Taken(size * self.one.activations, size * self.one.temporary)
         return Taken(

@@ -58,6 +58,7 @@ class Mesh:
 
     @property
     def is_alone(self) -> bool:
+        """Whether the job has one rank."""
         return self.plan.world == 1
 
     @property

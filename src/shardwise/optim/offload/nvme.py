@@ -13,13 +13,12 @@ import mmap
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim.offload.cpu import on_stream
-from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, ScratchFile, Transfer, aligned, new_buffer
+from shardwise.optim.offload.buffer import Buffer
+from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, ScratchFile, aligned
 from shardwise.optim.offload.optimizer import Build, HeldParameter, OffloadedOptimizer, Piece, UpdateGroup
 
 NUM_BUFFERS = 4  # two that are read, one that is updated, one that is written
@@ -200,6 +199,7 @@ class NvmeOptimizer(OffloadedOptimizer):
         return found | {name: self.read_row(local, name) for name in self.names}
 
     def put_state(self, local: nn.Parameter, key: str, value: Tensor) -> None:
+        """Writes one state of a checkpoint, already cut to this rank's share."""
         if key in self.names:
             self.write_row(local, key, value)
             return
@@ -207,6 +207,7 @@ class NvmeOptimizer(OffloadedOptimizer):
             self._counters[id(piece)][key] = value.detach().clone().cpu()
 
     def read_row(self, local: nn.Parameter, name: str) -> Tensor:
+        """One row of a parameter (a state, or itself) from the file, as a new tensor of its shape."""
         whole = torch.empty(local.shape, dtype=local.dtype)
         for group, piece in self.pieces[local]:
             place, view = self.place(group, piece, name)
@@ -215,6 +216,7 @@ class NvmeOptimizer(OffloadedOptimizer):
         return whole
 
     def write_row(self, local: nn.Parameter, name: str, value: Tensor) -> None:
+        """One row of a parameter into the file."""
         for group, piece in self.pieces[local]:
             place, view = self.place(group, piece, name)
             self._row(self._buffers[0], piece, name).copy_(value.reshape(-1)[piece.start : piece.stop])
@@ -240,40 +242,8 @@ class NvmeOptimizer(OffloadedOptimizer):
         return f"offload  {size / 2**30:.2g} GiB per rank on the disk, {way}; {memory / 2**20:.0f} MiB of buffers"
 
     def close(self) -> None:
+        """Frees the space on the disk."""
         self.file.close()
-
-
-class Buffer:
-    """Memory for one group: its state as the file has it, and behind it room for what comes from a GPU and goes
-    back."""
-
-    def __init__(self, group_bytes: int, scratch_bytes: int, device: torch.device, dtype: torch.dtype):
-        size, on_gpu = group_bytes + scratch_bytes, device.type == "cuda"
-        if on_gpu:  # pinned by torch, which also lets go of it
-            room = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
-            memory = room[-room.data_ptr() % ALIGNMENT :][:size]
-        else:
-            memory = torch.frombuffer(new_buffer(size), dtype=torch.uint8)
-        self.view = memoryview(memory.numpy())[:group_bytes]  # type: ignore[arg-type]
-        self._memory = memory.view(dtype)
-        self.under_way: Transfer = NOTHING
-        self.stream: Any = torch.cuda.Stream(device) if on_gpu else None
-
-    def elements(self, first_byte: int, place: int, piece: Piece) -> Tensor:
-        first = first_byte // self._memory.itemsize + place
-        return self._memory[first : first + piece.stop - piece.start]
-
-    def take(self, target: Tensor, source: Tensor, piece: Piece) -> None:
-        with on_stream(self.stream):
-            target.copy_(source.detach().view(-1)[piece.start : piece.stop], non_blocking=True)
-
-    def bring_back(self, target: Tensor, source: Tensor, piece: Piece) -> None:
-        with on_stream(self.stream):
-            target.detach().view(-1)[piece.start : piece.stop].copy_(source.view(-1), non_blocking=True)
-
-    def wait_for_device(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
 
 
 def state_names(build: Build, dtype: torch.dtype) -> tuple[list[str], list[str]]:
@@ -304,5 +274,6 @@ def on_disk_copy(value: Tensor, directory: str) -> Tensor:
 
 
 def flat_shape(piece: Piece) -> tuple[int, ...]:
+    """The shape of a piece's master: one row, or a vector where the parameter is one."""
     count = piece.stop - piece.start
     return (1, count) if piece.shard.local.ndim > 1 else (count,)

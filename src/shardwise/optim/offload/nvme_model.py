@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.optim.offload.buffer import Buffer
 from shardwise.optim.offload.disk import NOTHING, Transfer, aligned, new_buffer
-from shardwise.optim.offload.nvme import Buffer, NvmeOptimizer, flat_shape
+from shardwise.optim.offload.nvme import NvmeOptimizer, flat_shape
 from shardwise.optim.offload.optimizer import Build, HeldParameter, Piece
 
 NUM_LANDINGS = 2  # gradients on their way to the disk

@@ -97,6 +97,7 @@ class ExactReduceScatter(_Buffers):
             self.complete()
 
     def complete(self) -> None:
+        """Waits for the exchange that is under way and adds its parts up."""
         if self._pending is None:
             return
         work, parts, _, output = self._pending
