@@ -57,8 +57,6 @@ class Variant:
         for mine, theirs in zip(self.model.parameters(), weights.parameters(), strict=True):
             mine.data = theirs.data  # all variants share one set of weights and gradients
             mine.grad = theirs.grad
-        assert self.model.head is not None
-        self.model.head.fused = False  # as when the committed figures were measured; this is about blocks
         blocks = list(self.model.layers.values())
         apply_recompute(blocks, self.mode)
         if "offloaded" in name:

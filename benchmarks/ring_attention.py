@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from shardwise.model.attention import attend
+from shardwise.model.attention_kernels import KERNELS, attend
 from shardwise.model.masking import Mask
 from shardwise.parallel.context.attention_blocks import Score
 from shardwise.parallel.context.ring import Ring, ring_backward, ring_forward
@@ -72,7 +72,7 @@ def pass_through(tensors: list[Tensor], ring: Any, view: AttentionView) -> None:
 
 def whole_attention(tensors: list[Tensor]) -> None:
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    out = attend(q, k, v, Mask(is_causal=True), "sdpa", q.shape[-1] ** -0.5, 0.0)
+    out = attend(q, k, v, Mask(is_causal=True), KERNELS["sdpa"], q.shape[-1] ** -0.5, 0.0)
     torch.autograd.grad(out, (q, k, v), tensors[3])
 
 

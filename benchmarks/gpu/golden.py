@@ -148,7 +148,7 @@ def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: fl
         update(engine, optimizer, norm, lr=lr * min(1.0, number / warm_up), clip=1.0, clock=clock)
         losses.append(float(finish()[0]) / num_targets)
     fp8 = str(engine.float8) if engine.float8 else None
-    kernel = engine.models[0].kernel_reason or engine.models[0].kernel
+    kernel = engine.models[0].kernel_reason or engine.models[0].kernel.name
     return {"contender": RUNS[name], "model": shape.title, "fp8": fp8, "attention": kernel, "losses": losses}
 
 

@@ -27,7 +27,7 @@ RULES = [
         (r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|_mm\b|_mm_|matmul|scaled_mm|grouped", "matmul"),
         (r"softmax|nll|cross_entropy|logsumexp|log_sum_exp|linear_loss", "loss"),
         (
-            r"elementwise|norm|narrow_sum|reduce|vectorized|embedding|index|rope|rotary|silu|swiglu|scatter|gather|sort"
+            r"elementwise|norm|lora_add|reduce|vectorized|embedding|index|rope|rotary|silu|swiglu|scatter|gather|sort"
             r"|triton|elem|cub|scan|topk|histc|bincount|arange",
             "elementwise",
         ),

@@ -111,7 +111,7 @@ def build(case: Case) -> Contender:
     notes: dict[str, Any] = {key: value for key, value in asdict(plan).items() if key in TRICKS}
     notes |= {"precision": plan.precision, "recompute": plan.recompute, "optimizer": values.name}
     notes |= {
-        "attention": engine.models[0].kernel_reason or engine.models[0].kernel,
+        "attention": engine.models[0].kernel_reason or engine.models[0].kernel.name,
         "fp8": str(engine.float8) if engine.float8 else None,
     }
     return Contender(step, case.shape.spec.num_parameters, notes)

@@ -1,4 +1,5 @@
-"""Adapters by themselves: which layers, what is trained, four bits, dropout, and the same logits as peft in both directions."""
+"""Adapters by themselves: which layers, what is trained, four bits, dropout, and the same logits as peft in both
+directions."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.adapters.lora import INVERSE, ODD, AdaptedLinear, Chance, adapt, decoder_adapters, merge
+from shardwise.adapters.dropout import INVERSE, ODD, AdapterDropout
+from shardwise.adapters.lora import AdaptedLinear, adapt, decoder_adapters, merge
 from shardwise.adapters.nf4 import CODE, dequantize, packed_bytes, quantize, table
 from shardwise.errors import UserError
 from shardwise.interop.huggingface.door import read_spec, save_model
@@ -46,7 +48,9 @@ def draw_b(model: nn.Module) -> None:
 # Which layers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "gpt2", "llama3-8b", "gemma2-2b", "qwen3-8b", "mixtral-8x7b", "deepseek-v3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["tiny", "tiny-moe", "gpt2", "llama3-8b", "gemma2-2b", "qwen3-8b", "mixtral-8x7b", "deepseek-v3"]
+)
 def test_the_list_of_linear_layers_is_the_decoders_own(name: str) -> None:
     spec = preset(name)
     spec = spec.with_overrides({"num_layers": min(spec.num_layers, 5)})
@@ -73,10 +77,8 @@ def test_a_pattern_that_matches_nothing_names_what_is_near(key: str) -> None:
     with pytest.raises(UserError) as caught:
         decoder_adapters(SPEC, AdapterConfig(kind="lora", **wrong), 0, "fp32")
     what, why, fix = str(caught.value).splitlines()
-    assert (
-        what
-        == f"error: adapter.{key}: `{wrong[key][0]}` matches no {'linear layer' if key == 'targets' else 'parameter'} of tiny"
-    )
+    kind = "linear layer" if key == "targets" else "parameter"
+    assert what == f"error: adapter.{key}: `{wrong[key][0]}` matches no {kind} of tiny"
     assert "attention.q" in why
     assert ("`q" if key == "targets" else "`embed`") in fix
 
@@ -127,7 +129,8 @@ def test_four_bits_are_those_of_bitsandbytes() -> None:
     packed = quantize(weight_OI, torch.bfloat16)
     theirs, state = codec.quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
     assert torch.equal(packed.codes.view(torch.uint8).flatten(), theirs.flatten())
-    # With our magnitudes, whose second rounding is per row and not per 256 blocks, bitsandbytes reads our numbers to the last bit.
+    # With our magnitudes, whose second rounding is per row and not per 256 blocks, bitsandbytes reads our numbers to
+    # the last bit.
     scale_O2 = packed.scale.view(torch.float32)
     state.absmax = (table()[packed.absmax.view(torch.uint8).int()] * scale_O2[:, :1] + scale_O2[:, 1:]).flatten()
     assert torch.equal(codec.dequantize_4bit(theirs, state), dequantize(packed, 512, torch.float32))
@@ -158,23 +161,23 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 def test_dropout_depends_on_row_position_channel_and_layer_only() -> None:
-    chance, x_BTI = Chance(seed=0, rate=0.25), torch.ones(64, 16, 32)
+    dropout, x_BTI = AdapterDropout(seed=0, rate=0.25), torch.ones(64, 16, 32)
     rows_B, positions_BT = torch.arange(64) + 3 * 2**32, torch.arange(16)[None]
-    chance.begin(rows_B, positions_BT)
-    kept_BTI = chance.drop(x_BTI, chance.salt("q"), 0)
+    dropout.begin(rows_B, positions_BT)
+    kept_BTI = dropout.drop(x_BTI, dropout.salt("q"), 0)
     assert float((kept_BTI == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert float(kept_BTI.max()) == pytest.approx(1 / 0.75)
     for dim in range(3):  # no row, position or channel is favoured
         others = [d for d in range(3) if d != dim]
         assert float((kept_BTI == 0).float().mean(others).sub(0.25).abs().max()) < 0.08
-    chance.begin(rows_B[5:9], positions_BT[:, 4:7])
-    assert torch.equal(chance.drop(x_BTI[5:9, 4:7, 10:20], chance.salt("q"), 10), kept_BTI[5:9, 4:7, 10:20])
-    chance.begin(rows_B, positions_BT)
-    assert not torch.equal(chance.drop(x_BTI, chance.salt("k"), 0), kept_BTI)
-    chance.begin(rows_B + 2**32, positions_BT)
-    assert not torch.equal(chance.drop(x_BTI, chance.salt("q"), 0), kept_BTI)
-    chance.begin(None, positions_BT)
-    assert torch.equal(chance.drop(x_BTI, chance.salt("q"), 0), x_BTI)
+    dropout.begin(rows_B[5:9], positions_BT[:, 4:7])
+    assert torch.equal(dropout.drop(x_BTI[5:9, 4:7, 10:20], dropout.salt("q"), 10), kept_BTI[5:9, 4:7, 10:20])
+    dropout.begin(rows_B, positions_BT)
+    assert not torch.equal(dropout.drop(x_BTI, dropout.salt("k"), 0), kept_BTI)
+    dropout.begin(rows_B + 2**32, positions_BT)
+    assert not torch.equal(dropout.drop(x_BTI, dropout.salt("q"), 0), kept_BTI)
+    dropout.begin(None, positions_BT)
+    assert torch.equal(dropout.drop(x_BTI, dropout.salt("q"), 0), x_BTI)
     assert INVERSE * ODD % 2**64 == 1
 
 
@@ -269,8 +272,15 @@ def test_an_adapter_for_another_model_is_refused(tmp_path: Path, sizes: dict[str
 
 
 @pytest.mark.parametrize(
-    "option", [{"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"q_proj": 8}}, {"init_lora_weights": "pissa"}, {"peft_type": "IA3"}]
-)  # fmt: skip
+    "option",
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"rank_pattern": {"q_proj": 8}},
+        {"init_lora_weights": "pissa"},
+        {"peft_type": "IA3"},
+    ],
+)
 def test_an_option_that_is_not_supported_is_refused_by_its_name(tmp_path: Path, option: dict[str, object]) -> None:
     directory = written(tmp_path / "a", SPEC, **option)
     with pytest.raises(UserError) as caught:

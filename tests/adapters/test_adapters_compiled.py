@@ -1,4 +1,5 @@
-"""Adapted blocks under torch.compile: one graph for all of them, nothing computed or kept for weights that are frozen."""
+"""Adapted blocks under torch.compile: one graph for all of them, nothing computed or kept for weights that are
+frozen."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from shardwise.adapters.dropout import AdapterDropout, apply_dropout
 from shardwise.adapters.lora import adapt, decoder_adapters
 from shardwise.kernels.compiled import apply_compile
 from shardwise.kernels.float8 import apply_float8
@@ -22,22 +24,23 @@ SIZES = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head
 SPEC = preset("tiny").with_overrides(SIZES)
 
 
-def make(kind: str, dropout: float) -> tuple[Decoder, dict[int, Any]]:
+def make(kind: str, rate: float) -> tuple[Decoder, dict[int, Any], AdapterDropout]:
     """`kind`: of adapters, or the recipe of a base in fp8."""
     model = Decoder(SPEC)
     initialize(model, 0)
     in_fp8 = kind in ("rowwise", "tensorwise")
-    adapter = AdapterConfig(kind="lora" if in_fp8 else kind, rank=4, targets=("all-linear",), dropout=dropout)
-    adapt(model, decoder_adapters(SPEC, adapter, 0, "fp32"))
+    adapter = AdapterConfig(kind="lora" if in_fp8 else kind, rank=4, targets=("all-linear",), dropout=rate)
+    dropout = adapt(model, decoder_adapters(SPEC, adapter, 0, "fp32"))
+    assert dropout is not None
     if in_fp8:
-        apply_float8(model, model.layers.values(), kind, emulate=True).round_frozen()
+        apply_float8(model, model.layers.values(), kind, emulate=True).quantize_frozen()
     draw = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
     rows_B, positions_BT = torch.tensor([5, 9]), torch.arange(16)[None]
     inputs = model.prepare_attention(torch.float32, positions_BT, None, None)
-    return model, {n: replace(one, rows_B=rows_B, positions_BT=positions_BT) for n, one in inputs.items()}
+    return model, {n: replace(one, rows_B=rows_B, positions_BT=positions_BT) for n, one in inputs.items()}, dropout
 
 
 def through(model: Decoder, forwards: list[Any], inputs: dict[int, Any]) -> list[Tensor]:
@@ -55,20 +58,25 @@ def through(model: Decoder, forwards: list[Any], inputs: dict[int, Any]) -> list
 def test_all_blocks_are_one_graph_and_compute_what_they_did(kind: str, dropout: float, selective: bool) -> None:
     torch.compiler.reset()
     counters.clear()
-    model, inputs = make(kind, dropout)
-    blocks: list[Any] = list(model.layers.values())
-    expected = through(model, [block.forward for block in blocks], inputs)
-    apply_compile(blocks, "trace", selective=selective, whole=True)
-    found = through(model, [block.forward for block in blocks], inputs)
+    results = []
+    for compiled in (False, True):
+        model, inputs, shared = make(kind, dropout)
+        blocks: list[Any] = list(model.layers.values())
+        if compiled:
+            apply_compile(blocks, "trace", selective=selective, whole=True)
+        apply_dropout(blocks, shared)
+        results.append(through(model, [block.forward for block in blocks], inputs))
+    expected, found = results
     assert counters["stats"]["unique_graphs"] == 1
     assert len(found) == 2 + 2 * 2 * 7
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_four_bits_stay_four_bits_until_backward() -> None:
-    """The compiler chooses what to keep, as it does on a GPU. A weight that was read is not among it, and has no gradient."""
+    """The compiler chooses what to keep, as it does on a GPU. A weight that was read is not among it, and has no
+    gradient."""
     torch.compiler.reset()
-    model, inputs = make("qlora", 0.0)
+    model, inputs, _ = make("qlora", 0.0)
     block: Any = model.layers["0"]
     compiled = torch.compile(block.forward, backend="aot_eager_decomp_partition", fullgraph=True)
     kept: list[tuple[tuple[int, ...], torch.dtype]] = []

@@ -1,4 +1,5 @@
-"""Adapters on one GPU: the same four and eight bits as on a CPU, and the engine against the plain model on the same device."""
+"""Adapters on one GPU: the same four and eight bits as on a CPU, and the engine against the plain model on the same
+device."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.adapters.nf4 import Packed, dequantize, quantize
-from shardwise.kernels.float8_matmul import frozen_product, round_once
+from shardwise.adapters.nf4 import PackedWeight, dequantize, quantize
+from shardwise.kernels.float8_matmul import frozen_linear, quantize_weight
 from shardwise.prove.reference import Trial, train_plain
 from shardwise.prove.trial import build_trial, train_in_layout, trial_plan
 from shardwise.prove.verify import compare
@@ -29,7 +30,7 @@ LIMITS = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-5}
 def test_four_bits_are_read_as_on_a_cpu() -> None:
     """What is rounded may differ where a mean is summed in another order; what is read from the same bits may not."""
     packed = quantize(torch.randn(70, 300, generator=torch.Generator().manual_seed(0)), torch.bfloat16)
-    there = Packed(*(part.cuda() for part in packed))
+    there = PackedWeight(*(part.cuda() for part in packed))
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(dequantize(there, 300, dtype).cpu(), dequantize(packed, 300, dtype))
 
@@ -64,11 +65,11 @@ def test_products_of_frozen_weights_are_those_that_a_cpu_emulates(recipe: str, c
     weight_OI, x, g = (
         torch.randn(shape, generator=draw).bfloat16() for shape in ((48, 1040), (2, 32, 1040), (2, 32, 48))
     )
-    here, there = round_once(weight_OI, recipe), round_once(weight_OI.cuda(), recipe)
+    here, there = quantize_weight(weight_OI, recipe), quantize_weight(weight_OI.cuda(), recipe)
     for one, other in ((here.rows_OI, there.rows_OI), (here.columns_IO, there.columns_IO)):
         assert torch.equal(one.float(), other.cpu().float())
     torch.testing.assert_close(there.columns_scale.cpu(), here.columns_scale)
-    product = frozen_product(recipe)
+    product = frozen_linear(recipe)
     run = torch.compile(product, fullgraph=True, dynamic=False) if compiled else product
     results: list[Any] = []
     for multiply, factor, device in ((product, here, "cpu"), (run, there, "cuda")):

@@ -1,4 +1,5 @@
-"""LoRA and QLoRA in every layout train what one process trains: losses, norms, gradients and trained parameters, in fp64."""
+"""LoRA and QLoRA in every layout train what one process trains: losses, norms, gradients and trained parameters, in
+fp64."""
 
 from __future__ import annotations
 
@@ -75,8 +76,10 @@ FIVE = {name: fields for name, fields in LAYOUTS.items() if name not in ("dp=2",
 
 
 @pytest.mark.parametrize(
-    "kind, dropout, layouts", [("lora", 0.0, LAYOUTS), ("qlora", 0.0, FIVE), ("lora", 0.3, MORE)], ids=["lora", "qlora", "dropout"]
-)  # fmt: skip
+    "kind, dropout, layouts",
+    [("lora", 0.0, LAYOUTS), ("qlora", 0.0, FIVE), ("lora", 0.3, MORE)],
+    ids=["lora", "qlora", "dropout"],
+)
 def test_every_layout_trains_the_same_adapters(kind: str, dropout: float, layouts: Any, ranks: Any) -> None:
     """Dropout too: it follows from the row, wherever that is computed."""
     trial = replace(TRIAL, adapter=replace(LORA, kind=kind, dropout=dropout))
@@ -99,7 +102,8 @@ def test_a_stage_without_anything_to_train_passes_gradients_on(ranks: Any) -> No
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_mixed_precision_rounds_the_same_numbers(kind: str, ranks: Any) -> None:
-    """bf16 through FSDP2 against narrow copies by hand. Same rows in the same order: what differs is the order of two sums in fp32."""
+    """bf16 through FSDP2 against narrow copies by hand. Same rows in the same order: what differs is the order of two
+    sums in fp32."""
     trial = replace(TRIAL, precision="bf16", global_batch=4, adapter=replace(LORA, kind=kind))
     plans = [trial_plan(trial, **fields) for fields in ({"dp": 2}, {"dp": 2, "zero": 3})]
     truth, records = ranks.run(trained_plain, 1, SPEC, trial)[0], ranks.run(trained, 2, SPEC, plans, trial)[0]
@@ -113,7 +117,8 @@ def trained_plain(spec: ModelSpec, trial: Trial) -> Record:
 
 
 def held_bytes(spec: ModelSpec, plan: Plan, trial: Trial) -> tuple[int, int, int]:
-    """Bytes of this rank's parameters; how many numbers the optimizer has states for; frozen parameters with a gradient."""
+    """Bytes of this rank's parameters; how many numbers the optimizer has states for; frozen parameters with a
+    gradient."""
     engine = build_trial(spec, plan, trial, dist.get_rank(), CPU)
     optimizer = build_optimizer(trial.optimizer, engine.locals())
     batch, num_targets = trial_batch(spec, plan, trial, 1, engine.mesh.at.dp)

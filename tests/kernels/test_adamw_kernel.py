@@ -1,4 +1,5 @@
-"""The kernel of one-pass AdamW without a GPU: what it computes and where it writes, by Triton's interpreter; how it rounds, by its code for an H200."""
+"""The kernel of one-pass AdamW without a GPU: what it computes and where it writes, by Triton's interpreter; how it
+rounds, by its code for an H200."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def test_it_computes_what_its_plain_twin_does() -> None:
 
 
 def compare(shape: tuple[int, ...], gradient_dtype: torch.dtype, clips: bool, is_cut: bool) -> None:
-    """fp16 copies, which the interpreter rounds as a GPU does; `is_cut`: pieces of another tensor lie between theirs."""
+    """fp16 copies, which the interpreter rounds as a GPU does; `is_cut`: pieces of another tensor lie between
+    theirs."""
     from shardwise.kernels.triton.adamw import update
     from shardwise.optim.fused_adamw import _scalars, plain_update
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardwise.kernels import choose_attention as attention_choice
-from shardwise.kernels.choose_attention import Shape, candidates, choose
-from shardwise.model.attention import attend
+from shardwise.kernels.choose_attention import AttentionShape, candidates, choose, use_kernels
+from shardwise.model.attention_kernels import KERNELS, AttentionKernel
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.spec.presets import preset
@@ -29,7 +29,7 @@ def test_candidates_follow_from_what_a_layer_sees():
 
 
 def test_the_fastest_of_those_that_run_is_taken():
-    found = choose(LLAMA, LLAMA.layers, Shape(2, 512), torch.float32, CPU, among=("sdpa", "math", "flex"))
+    found = choose(LLAMA, LLAMA.layers, AttentionShape(2, 512), torch.float32, CPU, among=("sdpa", "math", "flex"))
     assert set(found) == {0, 1, 2, 3}
     one = found[0]
     assert set(one.seconds) == {"sdpa", "math"}, "flex has no backward pass on a CPU"
@@ -38,23 +38,28 @@ def test_the_fastest_of_those_that_run_is_taken():
 
 
 def test_a_kernel_that_does_not_run_here_drops_out():
-    found = choose(LLAMA, LLAMA.layers[:1], Shape(1, 32), torch.bfloat16, CPU, among=("flex",))
+    found = choose(LLAMA, LLAMA.layers[:1], AttentionShape(1, 32), torch.bfloat16, CPU, among=("flex",))
     assert (found[0].kernel, found[0].seconds) == ("sdpa", {})
     gemma = preset("gemma2-2b").with_overrides({**SMALL, "query_scale_dim": 16})
-    assert choose(gemma, gemma.layers[:1], Shape(1, 32), torch.float32, CPU, among=("flex",))[0].kernel == "math"
+    assert (
+        choose(gemma, gemma.layers[:1], AttentionShape(1, 32), torch.float32, CPU, among=("flex",))[0].kernel == "math"
+    )
 
 
 def test_a_kernel_that_fails_drops_out_aloud(monkeypatch: pytest.MonkeyPatch):
     """Another one's mistake costs nobody a run, but is not hidden either."""
 
-    def faulty(q, k, v, mask, kernel, scale, softcap):
-        if kernel == "cudnn":
-            raise KeyError("no such\nengine")
-        out = attend(q, k, v, mask, "sdpa", scale, softcap)
-        return 1.1 * out if kernel == "flash" else out
+    def fails(*arguments):
+        raise KeyError("no such\nengine")
 
-    monkeypatch.setattr(attention_choice, "attend", faulty)
-    found = choose(LLAMA, LLAMA.layers[:1], Shape(1, 32), torch.float32, CPU, among=("cudnn", "sdpa", "flash"))[0]
+    def is_wrong(*arguments):
+        return 1.1 * KERNELS["sdpa"].compute(*arguments)
+
+    faulty = {"cudnn": AttentionKernel("cudnn", fails), "flash": AttentionKernel("flash", is_wrong)}
+    monkeypatch.setattr(attention_choice, "_kernel", lambda name: faulty.get(name) or KERNELS[name])
+    found = choose(
+        LLAMA, LLAMA.layers[:1], AttentionShape(1, 32), torch.float32, CPU, among=("cudnn", "sdpa", "flash")
+    )[0]
     assert found.kernel == "sdpa" and set(found.seconds) == {"sdpa"}
     assert "; cudnn dropped out: KeyError: 'no such\\nengine'; flash dropped out: its results are " in str(found)
 
@@ -64,8 +69,9 @@ def test_layers_may_use_different_kernels():
     initialize(model, 0)
     tokens = torch.randint(0, 53, (2, 16))
     before = model(tokens)
-    model.use_kernels({0: "math", 1: "sdpa", 2: "math", 3: "sdpa"})
-    assert model.kernels == {0: "math", 1: "sdpa", 2: "math", 3: "sdpa"}
+    names = {0: "math", 1: "sdpa", 2: "math", 3: "sdpa"}
+    use_kernels(model, names)
+    assert {index: kernel.name for index, kernel in model.kernels.items()} == names
     assert torch.allclose(model(tokens), before, rtol=0, atol=1e-12)
 
 
@@ -75,7 +81,7 @@ def test_kernels_on_a_gpu_agree(name):
     spec = preset(name).with_overrides({"num_layers": 2, "vocab": 512})
     if spec.sliding_window:
         spec = spec.with_overrides({"sliding_window": 256})
-    device, shape = torch.device("cuda"), Shape(2, 1024)
+    device, shape = torch.device("cuda"), AttentionShape(2, 1024)
     chosen = choose(spec, spec.layers, shape, torch.bfloat16, device)
     assert all(choice.seconds for choice in chosen.values()), chosen
     tokens = torch.randint(0, 512, (2, 1024), device=device)
@@ -84,5 +90,5 @@ def test_kernels_on_a_gpu_agree(name):
     model.bfloat16()
     with torch.no_grad():
         truth = model(tokens).float()
-        model.use_kernels({index: choice.kernel for index, choice in chosen.items()})
+        use_kernels(model, {index: choice.kernel for index, choice in chosen.items()})
         assert (model(tokens).float() - truth).abs().max() < 0.05 * truth.abs().max()

@@ -1,4 +1,5 @@
-"""Products by the fastest kernel with the same bits: what they compute, and when nothing is measured. Most of it on a GPU."""
+"""Products by the fastest kernel with the same bits: what they compute, and when nothing is measured. Most of it on a
+GPU."""
 
 from __future__ import annotations
 
@@ -10,27 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.kernels import choose_matmul as measured_products
-from shardwise.kernels import cublas
+from shardwise.kernels import choose_matmul, cublas
 from shardwise.kernels.choose_matmul import (
-    MeasuredProducts,
-    MeasureProducts,
+    MeasuredHeadMatmuls,
+    MeasureMatmuls,
     multiply,
     multiply_into,
     operation,
     summary,
 )
-from shardwise.kernels.fused_loss import Products
+from shardwise.kernels.fused_loss import HeadMatmuls
 
 SIZES = (4096, 2048, 3072)  # rows, inner, columns: 5e10 FLOPs
 
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    measured_products._found.clear()
-    measured_products._zeros.clear()
+    choose_matmul._found.clear()
+    choose_matmul._zeros.clear()
     yield
-    measured_products._found.clear()
+    choose_matmul._found.clear()
 
 
 def factors(
@@ -54,7 +54,7 @@ def test_the_operation_is_a_product_wherever_there_is_no_gpu() -> None:
 
 
 def test_graphs_with_other_passes_are_told_apart_in_torchs_cache() -> None:
-    assert MeasureProducts(1.0).uuid() != MeasureProducts(2.0).uuid()
+    assert MeasureMatmuls(1.0).uuid() != MeasureMatmuls(2.0).uuid()
 
 
 @pytest.mark.parametrize(
@@ -70,28 +70,13 @@ def test_large_products_of_a_graph_are_measured_where_there_is_a_choice(
     a, b = graph.placeholder("a"), graph.placeholder("b")
     a.meta["val"] = b.meta["val"] = torch.empty(size, size, dtype=dtype, device="meta")
     node = graph.call_function(torch.ops.aten.mm.default, (a, b))
-    MeasureProducts()(graph)
+    MeasureMatmuls()(graph)
     assert node.target is (operation() if is_measured else torch.ops.aten.mm.default)
 
 
-class Watch:
-    """Stands in for an event of the device."""
-
-    def __init__(self, enable_timing: bool = False):
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: Watch) -> float:
-        return 1e3 * (end.at - self.at)
-
-
 def test_the_fastest_with_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice alone, among kernels that stand in for the library's: one refuses, one is wrong, one is slow, one is good."""
+    """The choice alone, among kernels that stand in for the library's: one refuses, one is wrong, one is slow, one is
+    good."""
     calls: list[str] = []
 
     def kernel(name: str) -> cublas.Launch:
@@ -111,19 +96,18 @@ def test_the_fastest_with_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch)
     proposals = [kernel(name) for name in ("refuses", "wrong", "slow", "good")]
     monkeypatch.setattr(cublas, "library", lambda: "there")
     monkeypatch.setattr(cublas, "proposals", lambda *asked: proposals)
-    monkeypatch.setattr(torch.cuda, "Event", Watch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(measured_products, "TURN_MS", 1.0)
+    monkeypatch.setattr(choose_matmul, "TURN_S", 1e-3)
     a, b = (torch.randn(256, 256, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
-    out, plain = torch.empty(256, 256, dtype=torch.bfloat16), measured_products._as_torch
+    out, plain = torch.empty(256, 256, dtype=torch.bfloat16), choose_matmul._as_torch
 
     def slowly(*asked: Any) -> None:
         time.sleep(0.005)
         plain(*asked)
 
-    monkeypatch.setattr(measured_products, "_as_torch", slowly)
-    assert measured_products._measure(torch.zeros_like(a), b, out, ("zeros",)) is None
-    found = measured_products._measure(a, b, out, ("some",))
+    monkeypatch.setattr(choose_matmul, "_as_torch", slowly)
+    assert choose_matmul._measure(torch.zeros_like(a), b, out, ("zeros",)) is None
+    found = choose_matmul._measure(a, b, out, ("some",))
     assert found is not None and found.launch is proposals[3] and 0 < found.ms < found.torch_ms
     assert calls.count("refuses") == calls.count("wrong") == 1 and calls.count("good") > 4
 
@@ -131,18 +115,20 @@ def test_the_fastest_with_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch)
 def test_a_head_on_a_cpu_has_its_plain_products() -> None:
     x, weight, gradient = torch.randn(6, 8), torch.randn(10, 8), torch.randn(6, 10)
     sums, inputs = [torch.ones(10, 8) for _ in range(2)], [torch.empty(6, 8) for _ in range(2)]
-    for products, total, dx in zip((Products(), MeasuredProducts()), sums, inputs, strict=True):
+    for products, total, dx in zip((HeadMatmuls(), MeasuredHeadMatmuls()), sums, inputs, strict=True):
         products.weight_gradient(gradient, x, total, False)
         products.input_gradient(gradient, weight, dx)
     assert torch.equal(*sums) and torch.equal(*inputs)
-    assert torch.equal(MeasuredProducts().logits(x, weight), Products().logits(x, weight))
+    assert torch.equal(MeasuredHeadMatmuls().logits(x, weight), HeadMatmuls().logits(x, weight))
 
 
 def test_strides_say_how_a_matrix_lies() -> None:
     matrix = torch.empty(6, 8)
-    assert cublas.turned(matrix) is False and cublas.turned(matrix.t()) is True
-    assert cublas.turned(matrix[:, :4]) is False and cublas.turned(matrix.t()[:4]) is True  # parts of rows
-    assert cublas.turned(matrix[:, ::2]) is None and cublas.turned(torch.empty(1, 8).expand(6, 8)) is None
+    assert cublas.is_transposed(matrix) is False and cublas.is_transposed(matrix.t()) is True
+    assert (
+        cublas.is_transposed(matrix[:, :4]) is False and cublas.is_transposed(matrix.t()[:4]) is True
+    )  # parts of rows
+    assert cublas.is_transposed(matrix[:, ::2]) is None and cublas.is_transposed(torch.empty(1, 8).expand(6, 8)) is None
 
 
 @pytest.mark.cuda
@@ -152,16 +138,16 @@ def test_every_kernel_that_takes_part_gives_torchs_bits(layout: str, dtype: torc
     a, b = factors(layout, dtype)
     truth = torch.mm(a, b)
     assert torch.equal(multiply(a, b), truth)
-    (found,) = measured_products._found.values()
+    (found,) = choose_matmul._found.values()
     assert 0 < found.ms <= found.torch_ms
-    proposals = cublas.proposals(a, b, truth, measured_products.MOST_PROPOSALS)
+    proposals = cublas.proposals(a, b, truth, choose_matmul.MOST_PROPOSALS)
     assert len(proposals) > 1, "there is something to choose from"
     for launch in proposals:  # near at least, or strides were told wrong
         out = torch.full_like(truth, torch.nan)
         launch(a, b, out, 0.0)
         torch.testing.assert_close(out, truth, rtol=2e-2, atol=0.5)
     assert torch.equal(multiply(*factors(layout, dtype)), truth)  # the second time it is only started
-    assert len(measured_products._found) == 1 and "same bits" in (summary() or "")
+    assert len(choose_matmul._found) == 1 and "same bits" in (summary() or "")
 
 
 @pytest.mark.cuda
@@ -186,19 +172,19 @@ def test_parts_of_a_matrix_have_their_own_strides() -> None:
 @pytest.mark.cuda
 def test_what_is_small_or_begins_anywhere_is_torchs() -> None:
     a, b = factors("nn", sizes=(64, 64, 64))
-    assert torch.equal(multiply(a, b), a @ b) and not measured_products._found
+    assert torch.equal(multiply(a, b), a @ b) and not choose_matmul._found
     long = torch.randn(4096 * 2048 + 8, device="cuda").bfloat16()
     a, b = long[8:].view(4096, 2048), factors("nn")[1]
-    assert torch.equal(multiply(a, b), a @ b) and not measured_products._found
+    assert torch.equal(multiply(a, b), a @ b) and not choose_matmul._found
 
 
 @pytest.mark.cuda
 def test_zeros_choose_nobody() -> None:
     a, b = factors("nn")
     multiply(torch.zeros_like(a), b)
-    assert not measured_products._found
+    assert not choose_matmul._found
     multiply(a, b)
-    assert len(measured_products._found) == 1
+    assert len(choose_matmul._found) == 1
 
 
 @pytest.mark.cuda
@@ -209,13 +195,13 @@ def test_compiled_graphs_use_it_both_ways_and_nothing_changes() -> None:
         torch.randn(shape, device="cuda", generator=draw).bfloat16() for shape in ((rows, width), (out, width))
     )
     results = []
-    for options in ({}, {"post_grad_custom_post_pass": MeasureProducts()}):
+    for options in ({}, {"post_grad_custom_post_pass": MeasureMatmuls()}):
         torch._dynamo.reset()
         xs, weights = (tensor.clone().requires_grad_() for tensor in (x, weight))
         run = torch.compile(lambda x, w: torch.nn.functional.silu(x @ w.t()), dynamic=False, options=options)
         y = run(xs, weights)
         y.backward(torch.ones_like(y))
         results.append((y.detach(), xs.grad, weights.grad))
-    assert len(measured_products._found) == 3  # forward, and both gradients
+    assert len(choose_matmul._found) == 3  # forward, and both gradients
     for plain, measured in zip(*results, strict=True):
         assert torch.equal(plain, measured)

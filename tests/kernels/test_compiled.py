@@ -1,4 +1,5 @@
-"""Compiled blocks compute what plain ones do: their graphs, run with plain kernels, in every model and layout; real kernels once."""
+"""Compiled blocks compute what plain ones do: their graphs, run with plain kernels, in every model and layout; real
+kernels once."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ TRIAL = Trial(global_batch=4, micro_batch=2, seq_len=16)
 
 
 def difference(found: Record, truth: Record) -> float:
-    """The largest, of losses and norms over three steps, and of gradients over each tensor's largest. Biases of keys have none but noise."""
+    """The largest, of losses and norms over three steps, and of gradients over each tensor's largest. Biases of keys
+    have none but noise."""
     pairs = zip([*found.losses, *found.norms], [*truth.losses, *truth.norms], strict=True)
     assert found.gradients.keys() == truth.gradients.keys()
     there = {name: g for name, g in truth.gradients.items() if g.abs().max() > 1e-12}
@@ -74,7 +76,13 @@ def in_layout(spec: ModelSpec, plan: Plan) -> Record:
 
 @pytest.mark.parametrize(
     "layout",
-    [{"dp": 2}, {"dp": 2, "zero": 3, "recompute": "full"}, {"pp": 2, "split": (1, 2)}, {"tp": 2, "sequence": True}, {"cp": 2}],
+    [
+        {"dp": 2},
+        {"dp": 2, "zero": 3, "recompute": "full"},
+        {"pp": 2, "split": (1, 2)},
+        {"tp": 2, "sequence": True},
+        {"cp": 2},
+    ],
     ids=str,
 )  # fmt: skip
 def test_layouts(layout: dict[str, Any], ranks: Any) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwise.kernels import flash4
-from shardwise.kernels.choose_attention import Shape, choose
+from shardwise.kernels.choose_attention import AttentionShape, choose
 from shardwise.kernels.compiled import apply_compile
-from shardwise.model.attention import KERNELS, ON_CUDA, attend
+from shardwise.kernels.flash4 import FLASH4, kernel_named
+from shardwise.model.attention_kernels import KERNELS, AttentionKernel
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.masking import Mask
@@ -32,8 +33,14 @@ def results(kernel: str, dtype: torch.dtype, heads: int, kv_heads: int, width: i
         for num in (heads, kv_heads, kv_heads, heads)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(q, k, v, CAUSAL, kernel, width**-0.5, 0.0)
+    out = attend(q, k, v, kernel, width**-0.5)
     return [x.float() for x in (out.detach(), *torch.autograd.grad(out, leaves, grad))]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, name: str, scale: float) -> Tensor:
+    kernel = kernel_named(name)
+    assert isinstance(kernel, AttentionKernel)
+    return kernel.compute(q, k, v, CAUSAL, scale, 0.0)
 
 
 def apart(found: list[Tensor], truth: list[Tensor]) -> float:
@@ -63,7 +70,7 @@ def test_a_repeated_backward_repeats_its_bits_where_that_is_asked_for() -> None:
 
 def gradients(kernel: str, compiled: bool, selective: bool) -> list[Tensor]:
     torch.compiler.reset()
-    model = Decoder(SPEC, kernel).to(DEVICE)
+    model = Decoder(SPEC, kernel_named(kernel)).to(DEVICE)
     initialize(model, 0)
     model.bfloat16()
     if compiled:
@@ -85,19 +92,20 @@ def test_a_model_computes_what_it_does_with_cudnn(compiled: bool, selective: boo
 @pytest.mark.cuda
 @needs_it
 def test_it_takes_part_in_the_choice() -> None:
-    choice = choose(SPEC, SPEC.layers, Shape(2, 4096), torch.bfloat16, DEVICE)[0]
+    choice = choose(SPEC, SPEC.layers, AttentionShape(2, 4096), torch.bfloat16, DEVICE)[0]
     assert {"cudnn", "flash", "flash4"} == set(choice.seconds)
 
 
 def test_one_rule_says_which_kernels_and_cards_these_are() -> None:
     """The planner, which has no torch, has its own words for both."""
     assert flash4.LEAST_CAPABILITY == hardware.FLASH4_CAPABILITY
-    assert ON_CUDA == hardware.CUDA_ATTENTION and {*ON_CUDA} < {*KERNELS}
+    kernels = [*KERNELS.values(), FLASH4]
+    assert tuple(kernel.name for kernel in kernels if kernel.needs_cuda) == hardware.CUDA_ATTENTION
 
 
 def test_without_it_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash4, "can_run", lambda device: False)
-    choice = choose(SPEC, SPEC.layers, Shape(1, 64), torch.float32, DEVICE, among=("sdpa", "flash4"))[0]
+    choice = choose(SPEC, SPEC.layers, AttentionShape(1, 64), torch.float32, DEVICE, among=("sdpa", "flash4"))[0]
     assert set(choice.seconds) == {"sdpa"}
 
 
@@ -145,11 +153,11 @@ def test_its_operations_have_gradients(on_cpu: None) -> None:
     q, k, v = (torch.randn(2, 32, num, 16, requires_grad=True) for num in (4, 2, 2))
     torch.library.opcheck(torch.ops.shardwise.flash.default, (q, k, v, 0.25))
     half, OnCpu.calls = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)], []
-    truth, out = attend(q, k, v, CAUSAL, "math", 0.25, 0.0), attend(*half, CAUSAL, "flash4", 0.25, 0.0)
+    truth, out = attend(q, k, v, "math", 0.25), attend(*half, "flash4", 0.25)
     pairs = zip(torch.autograd.grad(out, half, out), torch.autograd.grad(truth, (q, k, v), truth), strict=True)
     assert max(float((a.float() - b).norm() / b.norm()) for a, b in pairs) < 0.02
     assert OnCpu.calls == ["forward", "backward"]
-    attend(q, k, v, CAUSAL, "flash4", 0.25, 0.0)
+    attend(q, k, v, "flash4", 0.25)
     assert len(OnCpu.calls) == 2, "it is not for fp32"
 
 
@@ -157,7 +165,7 @@ def test_its_operations_have_gradients(on_cpu: None) -> None:
 def test_compiled_blocks_hold_it_as_one_operation(on_cpu: None, selective: bool) -> None:
     def gradients_of(kernel: str) -> list[Tensor]:
         torch.compiler.reset()
-        model = Decoder(preset("tiny").with_overrides({"num_layers": 1, "vocab": 64}), kernel)
+        model = Decoder(preset("tiny").with_overrides({"num_layers": 1, "vocab": 64}), kernel_named(kernel))
         initialize(model, 0)
         model.bfloat16()
         apply_compile(model.layers.values(), "trace", selective=selective, whole=True)

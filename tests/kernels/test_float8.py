@@ -17,10 +17,10 @@ from shardwise.errors import UserError
 from shardwise.kernels.float8 import apply_float8, apply_float8_head, why_not
 from shardwise.kernels.float8_matmul import (
     GRADIENTS,
-    Float8Products,
+    Float8HeadMatmuls,
+    float8_linear,
     float8_mm,
-    float8_product,
-    rounded,
+    quantize_rows,
 )
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
@@ -75,10 +75,10 @@ def test_small_matrices_are_not_worth_it(shape: tuple[int, int], recipe: str, wh
 def test_what_is_one_product_is_judged_as_one() -> None:
     sizes = SHAPE | {"hidden": 2048, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "ffn": 2048}
     found = []
-    for joined in (False, True):
+    for fused in (False, True):
         with torch.device("meta"):
             model = Decoder(preset("tiny").with_overrides(sizes))
-        found.append(apply_float8(model, model.layers.values(), "rowwise", emulate=False, joined=joined))
+        found.append(apply_float8(model, model.layers.values(), "rowwise", emulate=False, fused=fused))
     too_small = "512 x 2048 is too small to gain"
     assert found[0].kept == dict.fromkeys(("layers.*.attention.k", "layers.*.attention.v"), too_small)
     assert found[0].num_converted == 2 * 5 and found[1].num_converted == 2 * 7 and not found[1].kept
@@ -111,7 +111,7 @@ def test_every_bit_is_that_of_torchao(recipe: str) -> None:
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     theirs = Float8Linear.from_float(nn.Linear(64, 48), config)
     results = []
-    for product in (theirs, lambda x: float8_product(recipe)(x, theirs.weight) + theirs.bias):
+    for product in (theirs, lambda x: float8_linear(recipe)(x, theirs.weight) + theirs.bias):
         x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).mul_(3).requires_grad_()
         theirs.zero_grad()
         y = product(x)
@@ -125,14 +125,14 @@ def test_every_bit_is_that_of_torchao(recipe: str) -> None:
 def test_rounding_uses_the_whole_range_and_survives_zeros(recipe: str, dtype: torch.dtype) -> None:
     x = torch.randn(8, 64) * 10.0 ** torch.arange(-20, 20, 5)[:, None]
     x[3] = 0
-    bits, scale = rounded(x, dtype, recipe)
+    bits, scale = quantize_rows(x, dtype, recipe)
     largest = bits.float().abs().amax(-1) if recipe == "rowwise" else bits.float().abs().max()
     used = largest[[0, 1, 2, 4, 5, 6, 7]] if recipe == "rowwise" else largest
     most = torch.finfo(dtype).max
     assert bool((used >= most / 2).all() and (used <= most).all()) and not bits[3].float().any()
     if recipe == "rowwise":
         assert torch.equal(scale.log2(), scale.log2().round())  # nothing is lost by scaling back
-    sides = rounded(x.t(), dtype, recipe)
+    sides = quantize_rows(x.t(), dtype, recipe)
     assert sides[0].is_contiguous() and sides[0].shape == (64, 8)
 
 
@@ -250,7 +250,7 @@ def test_a_head_rounds_its_weights_once_to_what_each_product_would(recipe: str, 
     """53 is no multiple of what the hardware's product takes: padded."""
     draw = torch.Generator().manual_seed(0)
     weight_VD, x_ND, grad_NV = (torch.randn(size, generator=draw) for size in ((vocab, 32), (48, 32), (48, vocab)))
-    products = Float8Products(recipe, compiled=False)
+    products = Float8HeadMatmuls(recipe, compiled=False)
     weight, dx_ND = products.prepared(weight_VD), torch.empty(48, 32)
     products.input_gradient(grad_NV, weight, dx_ND)
     assert torch.equal(products.logits(x_ND, weight), float8_mm(x_ND, weight_VD, recipe))

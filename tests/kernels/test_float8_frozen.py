@@ -1,4 +1,5 @@
-"""fp8 beside adapters: frozen weights are rounded once, only what flows through them is rounded at every step. CUDA: model/test_adapters_cuda.py."""
+"""fp8 beside adapters: frozen weights are rounded once, only what flows through them is rounded at every step. CUDA:
+tests/adapters/test_adapters_cuda.py."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.adapters.dropout import apply_dropout
 from shardwise.adapters.lora import AdaptedLinear, adapt, decoder_adapters
 from shardwise.checkpoint import store
 from shardwise.cluster.describe.machine import Gpu, Machine
@@ -19,7 +21,7 @@ from shardwise.cluster.describe.table import known_cluster
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
 from shardwise.kernels.float8 import apply_float8, apply_float8_head, why_not
-from shardwise.kernels.float8_matmul import float8_product, frozen_product, round_once
+from shardwise.kernels.float8_matmul import float8_linear, frozen_linear, quantize_weight
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.parallel.any_module.parallelize import parallelize
@@ -56,8 +58,8 @@ def test_a_weight_that_is_rounded_before_gives_the_same_product(recipe: str) -> 
     weight_OI = torch.randn(48, 32, generator=draw).bfloat16()
     results = []
     for product, factor in (
-        (float8_product(recipe), weight_OI),
-        (frozen_product(recipe), round_once(weight_OI, recipe)),
+        (float8_linear(recipe), weight_OI),
+        (frozen_linear(recipe), quantize_weight(weight_OI, recipe)),
     ):
         x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
         y = product(x, factor)
@@ -68,14 +70,14 @@ def test_a_weight_that_is_rounded_before_gives_the_same_product(recipe: str) -> 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_bytes_per_weight_and_nothing_of_x_is_kept(recipe: str) -> None:
-    rounded, kept = round_once(torch.randn(48, 32), recipe), []
+    rounded, kept = quantize_weight(torch.randn(48, 32), recipe), []
 
     def note(tensor: Tensor) -> Tensor:
         kept.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        frozen_product(recipe)(torch.randn(16, 32, requires_grad=True), rounded)
+        frozen_linear(recipe)(torch.randn(16, 32, requires_grad=True), rounded)
     assert sum(part.nbytes for part in rounded) == 2 * 48 * 32 + 4 * ((48 + 32) if recipe == "rowwise" else 2)
     assert {part.data_ptr() for part in kept} == {rounded.columns_IO.data_ptr(), rounded.columns_scale.data_ptr()}
 
@@ -119,7 +121,8 @@ class Defined(torch.autograd.Function):
 
 
 class DefinedLinear(nn.Module):
-    """The base of an adapted layer or a plain one, its weight rounded before: along rows for forward, along columns for backward."""
+    """The base of an adapted layer or a plain one, its weight rounded before: along rows for forward, along columns for
+    backward."""
 
     def __init__(self, layer: Any, recipe: str):
         super().__init__()
@@ -131,14 +134,14 @@ class DefinedLinear(nn.Module):
         y = Defined.apply(x, self.rows_OI, self.columns_OI, self.recipe)
         if not isinstance(self.layer, AdaptedLinear):
             return y
-        kept = self.layer.chance.drop(x, self.layer.salt, 0)
+        kept = self.layer.dropout.drop(x, self.layer.salt, 0)
         return y + F.linear(F.linear(kept, self.layer.lora_a), self.layer.lora_b) * self.layer.scale
 
 
 def adapted() -> Decoder:
     model = Decoder(SPEC, "math")
     initialize(model, 0)
-    adapt(model, decoder_adapters(SPEC, LORA, 0, "fp32"))
+    apply_dropout(model.layers.values(), adapt(model, decoder_adapters(SPEC, LORA, 0, "fp32")))
     draw = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -158,10 +161,10 @@ def gradients_of(model: Decoder) -> dict[str, Tensor]:
 def test_a_model_computes_with_its_base_rounded_before_and_its_states_rounded_on_the_way(recipe: str) -> None:
     model, defined, plain = adapted(), adapted(), adapted()
     found = apply_float8(model, model.layers.values(), recipe, emulate=True)
-    found.round_frozen()
+    found.quantize_frozen()
     assert (found.num_converted, found.num_frozen, found.waiting) == (14, 14, [])
     assert str(found).startswith(
-        f"14 matrices (14 of them frozen, rounded once) in fp8, {recipe} scales; in bf16: head, "
+        f"14 matrices (14 of them frozen, quantized once) in fp8, {recipe} scales; in bf16: head, "
     )
     assert not [name for name, p in model.named_parameters() if p.ndim == 2 and "lora" not in name and "layers" in name]
     for block in defined.layers.values():
@@ -223,7 +226,8 @@ TIED = SPEC.with_overrides({"tied": True})
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_frozen_head_is_rounded_once_too(recipe: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a head that rounds at every step, at once and chunk by chunk; on a CPU one divides by a scale where the other multiplies by its inverse."""
+    """As a head that rounds at every step, at once and chunk by chunk; on a CPU one divides by a scale where the other
+    multiplies by its inverse."""
     monkeypatch.setattr("shardwise.model.loss.MAX_LOGITS_BYTES", 4 * 128 * 10 if is_fused else 2**20)
     results = []
     for rounds in (False, True):
@@ -233,8 +237,8 @@ def test_a_frozen_head_is_rounded_once_too(recipe: str, is_fused: bool, monkeypa
         weight = model.head.weight if model.head is not None else None
         if not rounds:
             assert found.waiting.pop() is model.head
-            model.head.product = float8_product(recipe)  # type: ignore[union-attr]
-        found.round_frozen()
+            model.head.matmul = float8_linear(recipe)  # type: ignore[union-attr]
+        found.quantize_frozen()
         assert weight is not None and (getattr(model.head, "weight", None) is None) == rounds
         results.append(gradients_of(model))
     assert results[0].keys() == results[1].keys() and len(results[0]) == 1 + 2 * 2 * 3

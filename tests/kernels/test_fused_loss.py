@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import UserError
-from shardwise.kernels.fused_loss import Way, _cap, _with_passes, fused_cross_entropy, times
+from shardwise.kernels.fused_head import FusedHead, apply_fused_head
+from shardwise.kernels.fused_loss import FusedLossSettings, _cap, _with_passes, fused_cross_entropy, times
 from shardwise.model import loss as loss_module
-from shardwise.model.decoder import IGNORE, Head
+from shardwise.model.decoder import IGNORE
 from shardwise.spec.presets import preset
 
 N, D, V = 23, 12, 37
@@ -35,8 +36,8 @@ def problem(dtype: torch.dtype = torch.float64, size: float = 1.0) -> tuple[Tens
 def fused(x_ND: Tensor, weight: Tensor, targets_N: Tensor, rows: int, softcap: float = 0.0, **more: Any) -> Tensor:
     is_target_N = targets_N != IGNORE
     rows_N = targets_N.masked_fill(~is_target_N, 0)
-    way = Way(rows, more.pop("block", rows), softcap, **more)
-    return fused_cross_entropy(x_ND, weight, rows_N, is_target_N, is_target_N, way)
+    settings = FusedLossSettings(rows, more.pop("block", rows), softcap, **more)
+    return fused_cross_entropy(x_ND, weight, rows_N, is_target_N, is_target_N, settings)
 
 
 def plain(x_ND: Tensor, weight: Tensor, targets_N: Tensor, softcap: float = 0.0) -> Tensor:
@@ -82,7 +83,8 @@ def test_ids_outside_the_vocabulary_fail(target: int) -> None:
 
 
 class Seen(TorchDispatchMode):
-    """Matrix products, the largest tensor that any operation returned, and how many chunks of logits were left when new ones were made."""
+    """Matrix products, the largest tensor that any operation returned, and how many chunks of logits were left when new
+    ones were made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +153,8 @@ def test_a_graph_that_is_kept_gives_the_same_again_and_a_second_derivative_is_re
         torch.autograd.grad(loss, x_ND, create_graph=True)
 
 
-# Rounding ---------------------------------------------------------------------------------------------------------------
+# Rounding
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def distance(found: Tensor, true: Tensor) -> float:
@@ -161,15 +164,17 @@ def distance(found: Tensor, true: Tensor) -> float:
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("softcap", [0.0, 2.5])
 def test_16_bits_are_as_near_to_fp64_as_computing_logits_again(softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The input's gradient is rounded once more, by the factor; the weight's is summed over chunks in fp32, no longer in bf16."""
+    """The input's gradient is rounded once more, by the factor; the weight's is summed over chunks in fp32, no longer
+    in bf16."""
     spec = preset("tiny").with_overrides({"vocab": 512, "hidden": 64, "logit_softcap": softcap})
     monkeypatch.setattr(loss_module, "MAX_LOGITS_BYTES", 4 * 512 * 32)
     draw = torch.Generator().manual_seed(0)
     x_BTD, start = torch.randn(2, 256, 64, generator=draw), torch.randn(512, 64, generator=draw) / 4
     targets_BT = torch.randint(0, 512, (2, 256), generator=draw)
     found: dict[str, list[Tensor]] = {}
-    for name, is_fused, dtype in (("true", True, torch.float64), ("fused", True, torch.bfloat16), ("again", False, torch.bfloat16)):  # fmt: skip
-        head = Head(spec).to(dtype)
+    kinds = (("true", True, torch.float64), ("fused", True, torch.bfloat16), ("again", False, torch.bfloat16))
+    for name, is_fused, dtype in kinds:
+        head = FusedHead(spec).to(dtype)
         head.fused = is_fused
         assert head.weight is not None
         head.weight.data.copy_(start.bfloat16())
@@ -217,10 +222,12 @@ OTHERS = 1.5  # the log-sum-exp of the vocabulary's other part
 def assert_rounded_once(
     run: Any, width: int, dtype: torch.dtype, softcap: float, meets: bool, device: str = "cpu", nearest: bool = True
 ) -> None:
-    """`run` makes losses and gradients of a chunk's logits: what fp64 makes of the same logits, computed in fp32 and rounded to theirs.
+    """`run` makes losses and gradients of a chunk's logits: what fp64 makes of the same logits, computed in fp32 and
+    rounded to theirs.
 
-    Errors of fp32: a logit and a log-sum-exp are off by their own rounding, a capped logit by the cap's, the cap's slope
-    by that of one; an exponential is off by the share by which its exponent is off. `meets`: other ranks have more of the vocabulary, and the targets of two rows."""
+    Errors of fp32: a logit and a log-sum-exp are off by their own rounding, a capped logit by the cap's, the cap's
+    slope by that of one; an exponential is off by the share by which its exponent is off. `meets`: other ranks have
+    more of the vocabulary, and the targets of two rows."""
     draw = torch.Generator().manual_seed(width)
     logits_NV = 3 * torch.randn(8, width, generator=draw)
     rows_N = torch.tensor([0, width - 1, 0, *torch.randint(0, width, (5,), generator=draw).tolist()])
@@ -276,7 +283,7 @@ def assert_rounded_once(
 
 def passes(*arguments: Any) -> None:
     *tensors, softcap, meet, wants = arguments
-    _with_passes(*tensors, Way(8, 3, softcap, meet=meet), wants)
+    _with_passes(*tensors, FusedLossSettings(8, 3, softcap, combine=meet), wants)
 
 
 @pytest.mark.parametrize("meets", [False, True])
@@ -286,7 +293,8 @@ def test_losses_and_gradients_of_logits_are_rounded_once(dtype: torch.dtype, sof
     assert_rounded_once(passes, 301, dtype, softcap, meets)
 
 
-# Whole models -------------------------------------------------------------------------------------------------------------
+# Whole models
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -303,7 +311,7 @@ def test_a_model_learns_the_same_whether_its_logits_fit_or_not(
     for limit in (loss_module.MAX_LOGITS_BYTES, 4 * 64 * 5):
         monkeypatch.setattr(loss_module, "MAX_LOGITS_BYTES", limit)
         model = make(variant)
-        model.head.fused = is_fused  # type: ignore[union-attr]
+        apply_fused_head(model, fused=is_fused)
         model(tokens_BT, targets_BT).cross_entropy.backward()
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     largest = max(float(gradient.abs().max()) for gradient in gradients[0].values())
@@ -317,7 +325,7 @@ def test_logits_that_fit_take_the_plain_path(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*arguments: Any) -> Tensor:
         raise AssertionError("not needed")
 
-    monkeypatch.setattr("shardwise.model.decoder.fused_cross_entropy", refuse)
+    monkeypatch.setattr("shardwise.kernels.fused_head.fused_cross_entropy", refuse)
     make("llama")(some_tokens(), some_tokens()).cross_entropy.backward()
 
 

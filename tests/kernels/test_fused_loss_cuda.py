@@ -1,4 +1,5 @@
-"""The fused loss on a GPU: bf16 against fp64, with its kernel or without, its memory, its products, and that the host never waits."""
+"""The fused loss on a GPU: bf16 against fp64, with its kernel or without, its memory, its products, and that the host
+never waits."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from test_fused_loss import assert_rounded_once
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from shardwise.kernels import fused_head
 from shardwise.kernels.fused_loss import adds_in_place
 from shardwise.model import loss as loss_module
-from shardwise.model.decoder import IGNORE, Head
+from shardwise.model.decoder import IGNORE
 from shardwise.spec.presets import preset
 
 pytestmark = pytest.mark.cuda
@@ -23,7 +25,7 @@ V, D, N = 32000, 512, 4096
 
 def learned(dtype: torch.dtype, softcap: float = 0.0, fused: bool = True, compiled: bool = False) -> list[Tensor]:
     spec = preset("tiny").with_overrides({"vocab": V, "hidden": D, "logit_softcap": softcap})
-    head = Head(spec).to(device="cuda", dtype=dtype)
+    head = fused_head.FusedHead(spec).to(device="cuda", dtype=dtype)
     head.fused, head.compiled = fused, compiled
     draw = torch.Generator().manual_seed(0)
     assert head.weight is not None
@@ -43,7 +45,7 @@ def distances(found: list[Tensor], true: list[Tensor]) -> list[float]:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """700 rows: six chunks of 683 rows, the last one smaller."""
-    monkeypatch.setattr(loss_module, "MAX_LOGITS_BYTES", 2 * V * 700 // loss_module.CUDA_TIMES)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS_BYTES", 2 * V * 700 // fused_head.CUDA_TIMES)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
@@ -85,7 +87,9 @@ def test_only_one_chunk_of_logits_is_there(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = Head(preset("tiny").with_overrides({"vocab": V, "hidden": D})).to(device="cuda", dtype=torch.bfloat16)
+    head = fused_head.FusedHead(preset("tiny").with_overrides({"vocab": V, "hidden": D})).to(
+        device="cuda", dtype=torch.bfloat16
+    )
     head.compiled = True
     torch.nn.init.normal_(head.weight)  # type: ignore[arg-type]
     x_BTD = torch.randn(1, N, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -102,7 +106,8 @@ def test_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# The kernel ---------------------------------------------------------------------------------------------------------------
+# The kernel
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,8 @@ FAILS = """
 import torch
 from shardwise.kernels.triton.loss import cross_entropy
 one = torch.ones(1, dtype=torch.bool, device="cuda")
-cross_entropy(torch.zeros(1, 64, device="cuda"), torch.full((1,), {id}, device="cuda"), one, one, torch.empty(1, device="cuda"), 0.0, None, True)
+logits, targets = torch.zeros(1, 64, device="cuda"), torch.full((1,), {id}, device="cuda")
+cross_entropy(logits, targets, one, one, torch.empty(1, device="cuda"), 0.0, None, True)
 torch.cuda.synchronize()
 """
 

@@ -61,8 +61,9 @@ def test_kernels_round_once(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 
 
 def assert_rounded_once(found: tuple[Tensor, Tensor], y_N2F: Tensor, grad_NF: Tensor) -> None:
-    """Compared with fp64: at most half a unit in the last place, and what fp32 loses in between. That is of the size of the terms, which may cancel. A
-    GPU's exponential and quotient are two units off each, so the sigmoid is five; `gate` times that in 1 + gate (1 - s), as in the exponent's rounding."""
+    """Compared with fp64: at most half a unit in the last place, and what fp32 loses in between. That is of the size of
+    the terms, which may cancel. A GPU's exponential and quotient are two units off each, so the sigmoid is five; `gate`
+    times that in 1 + gate (1 - s), as in the exponent's rounding."""
     gate, up = y_N2F.double().chunk(2, dim=-1)
     s, grad = gate.sigmoid(), grad_NF.double()
     sizes = gate * s * up, torch.cat([grad * up * s * (1 + gate.abs() * (1 - s)), grad * gate * s], -1)

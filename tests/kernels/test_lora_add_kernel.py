@@ -1,4 +1,4 @@
-"""The kernel of narrow_sum.py without a GPU: its numbers by Triton's interpreter, and its code for an H200."""
+"""The kernel of lora_add.py without a GPU: its numbers by Triton's interpreter, and its code for an H200."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_h200_multiplies_in_tensor_cores_and_moves_16_bytes_at_a_time() -> No
     pointers = dict.fromkeys(("y_ptr", "x_ptr", "b_ptr", "out_ptr"), "*bf16")
     sizes = dict.fromkeys(("num_rows", "width", "x_stride"), "i32")
     ptx = ptx_for_h200(
-        kernel._narrow_sum, pointers | sizes, {"num_warps": kernel.WARPS},
+        kernel._lora_add, pointers | sizes, {"num_warps": kernel.WARPS},
         RANK=16, PADDED=16, TALL=kernel.TALL, WIDE=kernel.WIDE,
     )  # fmt: skip
     assert "mma.sync" in ptx and "ld.global.v4" in ptx and "st.global.v4" in ptx

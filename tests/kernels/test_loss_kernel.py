@@ -28,9 +28,10 @@ def test_it_computes_losses_and_gradients() -> None:
 def code(width: int, **flags: bool) -> str:
     rows = {"columns_ptr": "*i64", "is_target_ptr": "*i1", "is_here_ptr": "*i1"}
     numbers = dict.fromkeys(("sums_ptr", "targets_ptr", "losses_ptr"), "*fp32") | {"softcap": "fp32"}
-    constants = {"WIDTH": width, "SUMS": True, "GRADIENT": True, "MEETS": False, "CAPS": False} | flags
+    constants = {"WIDTH": width, "SUMS": True, "GRADIENT": True, "COMBINES": False, "CAPS": False} | flags
     options = {"num_warps": WARPS, "debug": True, "sanitize_overflow": False}
-    return ptx_for_h200(_cross_entropy, {"logits_ptr": "*bf16"} | rows | numbers, options, TALL=TALL, WIDE=WIDE, **constants)  # fmt: skip
+    pointers = {"logits_ptr": "*bf16"} | rows | numbers
+    return ptx_for_h200(_cross_entropy, pointers, options, TALL=TALL, WIDE=WIDE, **constants)
 
 
 def loops(ptx: str) -> list[str]:
@@ -41,7 +42,8 @@ def loops(ptx: str) -> list[str]:
 
 def test_an_h200_goes_over_a_row_twice_16_bytes_at_a_time_and_no_thread_waits_for_another() -> None:
     sums, gradient, zeros = loops(code(128256))
-    for loop, loads, stores in ((sums, NUMBERS // 8, 0), (gradient, NUMBERS // 8, NUMBERS // 8), (zeros, 0, NUMBERS // 8)):  # fmt: skip
+    reads = NUMBERS // 8
+    for loop, loads, stores in ((sums, reads, 0), (gradient, reads, reads), (zeros, 0, reads)):
         assert len(re.findall(r"ld\.global\S*\.v4", loop)) == loop.count("ld.global") == loads
         assert len(re.findall(r"st\.global\S*\.v4", loop)) == loop.count("st.global") == stores
         assert "bar.sync" not in loop and "shared" not in loop
@@ -50,8 +52,8 @@ def test_an_h200_goes_over_a_row_twice_16_bytes_at_a_time_and_no_thread_waits_fo
 
 
 def test_ranks_that_meet_have_a_launch_for_each_loop() -> None:
-    first = loops(code(128256, MEETS=True, GRADIENT=False))
-    second = loops(code(128256, MEETS=True, SUMS=False))
+    first = loops(code(128256, COMBINES=True, GRADIENT=False))
+    second = loops(code(128256, COMBINES=True, SUMS=False))
     assert [loop.count("st.global") for loop in first] == [0]
     assert [loop.count("st.global") for loop in second] == [NUMBERS // 8, NUMBERS // 8]
 

@@ -1,4 +1,5 @@
-"""The kernel of AdamW with 8-bit states: by Triton's interpreter, by its code for an H200, and on a GPU where there is one."""
+"""The kernel of AdamW with 8-bit states: by Triton's interpreter, by its code for an H200, and on a GPU where there is
+one."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.triton
 EPSILON = torch.finfo(torch.float32).eps
 GROUP = {"betas": (0.9, 0.95), "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-8}
 
-# Of the weights: shape, format of weights, gradients and copies; whether clipped; whether another tensor's pieces lie between those of the copy.
+# Of the weights: shape, format of weights, gradients and copies; whether clipped; whether another tensor's pieces lie
+# between those of the copy.
 CASES = [
     ((48, 256), torch.float32, torch.bfloat16, torch.float16, True, False),
     ((17, 256), torch.float32, torch.float32, torch.float16, False, False),  # not a whole number of programs
@@ -61,7 +63,8 @@ def compare(
     is_cut: bool,
     device: str = "cpu",
 ) -> None:
-    """Each step begins with the plain numbers. Gradients of several sizes, some of them zero, so that blocks differ and all codes occur."""
+    """Each step begins with the plain numbers. Gradients of several sizes, some of them zero, so that blocks differ and
+    all codes occur."""
     draw = torch.Generator().manual_seed(0)
     ours, theirs = (torch.randn(shape, generator=draw.manual_seed(1)).to(device, dtype) for _ in range(2))
     beside = torch.full((shape[0], 2, *shape[1:]), 7.0, dtype=copy_dtype or dtype, device=device)
@@ -98,7 +101,8 @@ def _codes(x_ptr, bounds, codes_ptr, size, IS_SIGNED: tl.constexpr):
 
 
 def search(signed: bool, device: str = "cpu") -> None:
-    """At every bound and just below: between them neither the code nor where it is looked for changes but upwards, so all numbers are tried."""
+    """At every bound and just below: between them neither the code nor where it is looked for changes but upwards, so
+    all numbers are tried."""
     values = moments_of((16, 256), device)[0 if signed else 1].qmap
     bounds = bounds_of(values)
     lowest = torch.tensor(-torch.inf, device=device)
@@ -121,7 +125,8 @@ def test_its_code_for_an_h200_rounds_and_reads_as_it_should() -> None:
     flags = {"HAS_FACTOR": True, "HAS_COPY": True, "IS_NARROW": True, "ROWS": ROWS, "BLOCK": BLOCK}
     for is_cut in (False, True):
         ptx = ptx_for_h200(_adamw8bit, types, options={"enable_fp_fusion": False}, IS_CUT=is_cut, **flags)
-        # Eight numbers per thread. Per moment, the exact inverse of a scale, seven lines and a corrected quotient; the rest is the weight's.
+        # Eight numbers per thread. Per moment, the exact inverse of a scale, seven lines and a corrected quotient; the
+        # rest is the weight's.
         assert ptx.count("div.rn.f32") == 2 and ptx.count("div.full.f32") == ptx.count("sqrt.approx") == 8
         assert ptx.count("fma.rn.f32") == 8 * (2 * (7 + 2) + 2)
         assert ptx.count("ld.global.v4") >= 3 and ptx.count("st.global.v4") >= 3  # 16 bytes at a time
@@ -152,7 +157,8 @@ def test_on_a_gpu_every_code_begins_where_it_should(signed: bool) -> None:
 @pytest.mark.needs("torchao")
 def test_a_number_that_is_not_finite_is_not_hidden() -> None:
     """Its block's scale has it, as with plain operations."""
-    weight, gradient, moments = torch.zeros(32, 256, device="cuda"), torch.ones(32, 256, device="cuda"), moments_of((32, 256), "cuda")  # fmt: skip
+    weight, gradient = torch.zeros(32, 256, device="cuda"), torch.ones(32, 256, device="cuda")
+    moments = moments_of((32, 256), "cuda")
     gradient[3, 7] = torch.nan
     update(weight, None, gradient, None, scalars_of(GROUP, 1, weight.device), moments)
     assert all(bool(moment.scale[3].isnan()) and int(moment.scale.isnan().sum()) == 1 for moment in moments)

@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from shardwise.adapters.fused import apply_fused_adapters
 from shardwise.adapters.lora import adapt, decoder_adapters
-from shardwise.kernels.compiled import apply_compile, apply_joined_adapters, apply_norm_gradients
+from shardwise.kernels.compiled import apply_compile
 from shardwise.kernels.graph_passes import GraphPasses
-from shardwise.kernels.norm_gradient import MOST_TERMS, GatherSums, kernel_norm, operation
+from shardwise.kernels.norm_gradient import (
+    MOST_TERMS,
+    GatherSums,
+    KernelNorm,
+    apply_norm_gradients,
+    kernel_norm,
+    operation,
+)
 from shardwise.model.decoder import Decoder
 from shardwise.model.norm import RMSNorm
 from shardwise.prove.reference import Trial
@@ -59,13 +67,15 @@ def test_torch_knows_the_operation() -> None:
         torch.library.opcheck(operation(), (some, around, x, scale_of(x), weight, learns))
 
 
-# What the pass takes ---------------------------------------------------------------------------------------------------
+# What the pass takes
+# ---------------------------------------------------------------------------------------------------
 
 Backward = Callable[..., tuple[Tensor, ...]]
 
 
 def gathered(backward: Backward, *inputs: Tensor) -> tuple[int, bool]:
-    """How many gradients the norm's backward adds after the pass, and whether it adds what goes around. The graph computes the same."""
+    """How many gradients the norm's backward adds after the pass, and whether it adds what goes around. The graph
+    computes the same."""
     operation()
     module: GraphModule = make_fx(backward, tracing_mode="fake")(*inputs)
     truth = module(*inputs)
@@ -162,7 +172,8 @@ def test_only_plain_sums_are_taken() -> None:
     assert gathered(doubled, *inputs(1)) == (1, False)
 
 
-# In blocks ---------------------------------------------------------------------------------------------------------------
+# In blocks
+# ---------------------------------------------------------------------------------------------------------------
 
 SMALL = {"hidden": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "num_layers": 1, "ffn": 256}
 
@@ -201,7 +212,7 @@ def make(dtype: torch.dtype, device: str = "cpu", kind: str = "llama") -> Decode
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
                 nn.init.normal_(parameter, 0.0, 0.05)
-        apply_joined_adapters(model.layers.values())
+        apply_fused_adapters(model.layers.values())
     return model.to(device, dtype)
 
 
@@ -243,7 +254,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def test_norms_of_blocks_and_the_last_one_get_it() -> None:
     model = Decoder(preset("tiny").with_overrides({**SMALL, "qk_norm": True, "num_layers": 2}))
     apply_norm_gradients([*model.layers.values(), model])
-    have = [name for name, module in model.named_modules() if getattr(module, "compute", None) is kernel_norm]
+    have = [name for name, module in model.named_modules() if isinstance(module, KernelNorm)]
     blocks = [f"layers.{index}.{name}_norm" for index in range(2) for name in ("attention", "feedforward")]
     assert have == [*blocks, "norm"], "norms of heads have short rows"
 
@@ -256,7 +267,7 @@ def test_an_engine_has_it_where_its_plan_says_so(watched: list[tuple[int, bool]]
         plan = trial_plan(trial, compile=compiled, kernels=kernels)
         engine = build_trial(spec, plan, trial, 0, torch.device("cpu"))
         norms = [module for module in engine.models[0].modules() if isinstance(module, RMSNorm)]
-        assert {norm.compute for norm in norms} == ({kernel_norm} if kernels == "own" else {None})
+        assert {type(norm) for norm in norms} == ({KernelNorm} if kernels == "own" else {RMSNorm})
         with graphs_from_here():
             records[kernels] = train_in_layout(spec, plan, trial, 0, torch.device("cpu"))
         assert watched == (TAKEN["llama"] if kernels == "own" else [])
@@ -269,8 +280,8 @@ def test_an_engine_has_it_where_its_plan_says_so(watched: list[tuple[int, bool]]
     [("llama", False), ("gemma", True), ("experts", False), ("adapters", False)],
 )
 def test_compiled_blocks_add_all_gradients_in_it(kind: str, selective: bool, watched: list[tuple[int, bool]]) -> None:
-    """Inductor cuts a list of inputs to the length it had when it was traced, unless the operation asks for contiguous ones (torch 2.11, 2.13):
-    gradients of all but the first input would be lost."""
+    """Inductor cuts a list of inputs to the length it had when it was traced, unless the operation asks for contiguous
+    ones (torch 2.11, 2.13): gradients of all but the first input would be lost."""
     truth = gradients(make(torch.float64, kind=kind))
     model = make(torch.float32, kind=kind)
     apply_norm_gradients([*model.layers.values(), model])
@@ -282,7 +293,7 @@ def test_compiled_blocks_add_all_gradients_in_it(kind: str, selective: bool, wat
 
 
 def test_graphs_on_disk_are_told_apart_by_the_passes() -> None:
-    kinds = [GraphPasses(measures_products=m, gathers_sums=g).uuid() for m in (False, True) for g in (False, True)]
+    kinds = [GraphPasses(measures_matmuls=m, gathers_sums=g).uuid() for m in (False, True) for g in (False, True)]
     assert len(set(kinds)) == 4
 
 
@@ -315,5 +326,9 @@ def test_compiled_blocks_on_a_gpu_are_as_near_to_the_truth_as_without() -> None:
             apply_norm_gradients([*model.layers.values(), model])
         apply_compile(model.layers.values(), "blocks", selective=False, whole=True, gathers_sums=own)
         found[own] = distances(gradients(model, "cuda"), truth)
+    # Both are roundings of the same gradients. Over all tensors they are equally far from the truth; in one tensor of
+    # few or small elements the one or the other may be lucky. A gradient that is lost would be off by tens of percents.
+    mean = {own: sum(each.values()) / len(each) for own, each in found.items()}
+    assert mean[True] < 1.1 * mean[False] + 1e-3, mean
     for name in truth:
-        assert found[True][name] < 1.1 * found[False][name] + 1e-3, (name, found[True][name], found[False][name])
+        assert found[True][name] < 2 * found[False][name] + 4e-3, (name, found[True][name], found[False][name])

@@ -89,7 +89,7 @@ def test_every_mode_has_the_same_bits(ranks: Any, name: str) -> None:
     assert ranks.run(differences, 1, name) == [[]]
 
 
-class Chance(nn.Module):
+class RandomFactor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
@@ -107,7 +107,7 @@ class Chance(nn.Module):
 def test_chance_and_autocast_repeat_themselves(mode: str, is_cast: bool) -> None:
     def gradients(mode: str) -> list[Tensor]:
         torch.manual_seed(3)
-        module = Chance()
+        module = RandomFactor()
         apply_recompute(list(module.layers), mode)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
             loss = module(torch.ones(4, 8)).float().square().sum()

@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from shardwise.kernels.fused_experts import fuse_experts
 from shardwise.model.experts import MixtureOfExperts, sorting
 
 SPEC = VARIANTS["moe"].with_overrides({"hidden": 64, "ffn": 96, "num_shared_experts": 1})
@@ -76,7 +77,7 @@ def test_a_compiled_block_asks_no_tensor_for_its_value() -> None:
 def test_gate_and_up_in_one_piece_are_one_product() -> None:
     x_BTD = torch.randn(2, 16, 64).bfloat16()
     layer, apart = make_layer(), make_layer()
-    layer.experts.join()
+    fuse_experts(layer.experts)
     assert torch.equal(layer.experts.gate, apart.experts.gate) and torch.equal(layer.experts.up, apart.experts.up)
     found = results(layer, torch.compile(layer.forward, backend="aot_eager", fullgraph=True), x_BTD)
     expected = results(apart, apart.forward, x_BTD)
@@ -89,14 +90,14 @@ def test_gate_and_up_in_one_piece_are_one_product() -> None:
     assert layer.experts.gate.grad.is_contiguous()  # or it would be copied once more
     with torch.no_grad():
         layer.experts.gate.zero_()
-    assert not layer.experts.joined_E2FD[:, :96].any() and layer.experts.joined_E2FD[:, 96:].any()
+    assert not layer.experts.gate_up_E2FD[:, :96].any() and layer.experts.gate_up_E2FD[:, 96:].any()
 
 
 def test_joined_experts_without_a_compiler_take_the_loop() -> None:
     x_MD, counts_E = torch.randn(8, 64).bfloat16(), torch.tensor([3, 0, 4, 1])
     experts = make_layer().experts
     expected = experts(x_MD, counts_E)
-    experts.join()
+    fuse_experts(experts)
     assert torch.equal(experts(x_MD, counts_E), expected)
 
 

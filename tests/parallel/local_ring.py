@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.model.attention import attend
+from shardwise.model.attention_kernels import KERNELS, attend
 from shardwise.model.masking import MaskBuilder
 from shardwise.parallel.context.attention_blocks import Score
 from shardwise.parallel.context.ring import ring_backward, ring_forward
@@ -73,7 +73,7 @@ def plain(shape: Shape, tensors: list[Tensor], documents: Tensor | None, kernel:
     layer = LayerSpec(0, shape.window, False, 1, 1e4, True)
     builder = MaskBuilder(shape.tokens, 0, q.device, documents)
     mask = builder.build((layer,), flex=False)[builder.key(layer)]
-    out = attend(q, k, v, mask, kernel, shape.score.scale, shape.softcap)
+    out = attend(q, k, v, mask, KERNELS[kernel], shape.score.scale, shape.softcap)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
 

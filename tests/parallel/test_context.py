@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.demo.wire import Wire, of_kind, total
 from shardwise.errors import UserError
+from shardwise.model.attention_kernels import KERNELS
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.initialize import initialize
@@ -226,7 +227,7 @@ def ulysses(shape: Shape, documents: bool) -> tuple[int, int, list[Tensor]]:
     builder = MaskBuilder(shape.tokens, 0, CPU, ids)
     mask = builder.build((layer,), flex=False)[builder.key(layer)]
     kernel = "math" if shape.softcap or shape.value_width != shape.width else "sdpa"
-    out = ulysses_attention(group(), q, k, v, mask, kernel, shape.score.scale, shape.softcap)
+    out = ulysses_attention(group(), q, k, v, mask, KERNELS[kernel], shape.score.scale, shape.softcap)
     return size, index, [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
 

@@ -15,13 +15,20 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule, Node
 
+from shardwise.adapters.fused import (
+    FusedAdaptersAttention,
+    FusedAdaptersFeedForward,
+    apply_fused_adapters,
+    apply_lora_add,
+    project_together,
+)
 from shardwise.adapters.lora import adapt, decoder_adapters
-from shardwise.kernels.compiled import apply_compile, apply_joined_adapters, apply_narrow_sums
+from shardwise.kernels.compiled import apply_compile
 from shardwise.kernels.float8 import apply_float8
-from shardwise.kernels.lora_add import add_narrow
+from shardwise.kernels.lora_add import lora_add
 from shardwise.model.attention import Attention
 from shardwise.model.decoder import Decoder
-from shardwise.model.feedforward import FeedForward, join_adapters
+from shardwise.model.feedforward import FeedForward
 from shardwise.model.initialize import initialize
 from shardwise.prove.reference import Trial, train_plain
 from shardwise.prove.trial import build_trial, train_in_layout, trial_plan
@@ -76,7 +83,11 @@ def apart(found: list[Tensor], truth: list[Tensor]) -> float:
 def joined(model: Decoder) -> list[tuple[bool, bool]]:
     """Attention and feed-forward part of each block."""
     pairs: Any = [(block.attention, block.feedforward) for block in model.layers.values()]
-    return [(attention.joined_adapters, feedforward.joined_adapters) for attention, feedforward in pairs]
+    return [(is_fused(attention), is_fused(feedforward)) for attention, feedforward in pairs]
+
+
+def is_fused(module: Any) -> bool:
+    return isinstance(module, FusedAdaptersAttention | FusedAdaptersFeedForward)
 
 
 @pytest.mark.parametrize("selective", [False, True])
@@ -99,7 +110,7 @@ def test_compiled_blocks_compute_what_they_did(
     counters.clear()
     model = make(adapter(kind, targets), spec)
     truth = through(model)
-    apply_joined_adapters(model.layers.values())
+    apply_fused_adapters(model.layers.values())
     assert joined(model) == [is_joined] * 2
     apply_compile(model.layers.values(), "trace", selective=selective, whole=True)
     assert apart(through(model), truth) < 1e-12
@@ -115,7 +126,7 @@ def test_kernels_compute_what_they_did(kind: str) -> None:
         torch.compiler.reset()
         model = make(adapter(kind)).to("cuda")
         if joins:
-            apply_joined_adapters(model.layers.values())
+            apply_fused_adapters(model.layers.values())
         apply_compile(model.layers.values(), "blocks", selective=False, whole=True)
         results.append(through(model))
     assert apart(*results) < 1e-12
@@ -129,20 +140,20 @@ def test_sums_in_one_kernel_are_the_same_sums(kind: str, joins: bool) -> None:
     model = make(replace(adapter(kind), rank=8))
     truth = through(model)
     if joins:
-        apply_joined_adapters(model.layers.values())
+        apply_fused_adapters(model.layers.values())
     attention: Any = model.layers["0"].attention
-    apply_narrow_sums(model.layers.values(), torch.float32)
-    assert attention.q.add_narrow is None, "it is for 16 bits"
-    apply_narrow_sums(model.layers.values(), torch.bfloat16)
-    assert attention.q.add_narrow is torch.ops.shardwise.add_narrow.default
+    apply_lora_add(model.layers.values(), torch.float32)
+    assert attention.q.lora_add is None, "it is for 16 bits"
+    apply_lora_add(model.layers.values(), torch.bfloat16)
+    assert attention.q.lora_add is torch.ops.shardwise.lora_add.default
     apply_compile(model.layers.values(), "trace", selective=joins, whole=True)
     assert apart(through(model), truth) < 1e-12
 
 
 def test_the_sum_is_an_operation_with_gradients() -> None:
     y, x, b = (torch.randn(size, requires_grad=True, dtype=torch.float64) for size in ((2, 5, 7), (2, 5, 8), (7, 8)))
-    torch.library.opcheck(add_narrow(), (y, x, b))
-    assert torch.autograd.gradcheck(add_narrow(), (y, x, b))
+    torch.library.opcheck(lora_add(), (y, x, b))
+    assert torch.autograd.gradcheck(lora_add(), (y, x, b))
 
 
 @pytest.mark.cuda
@@ -158,21 +169,21 @@ def test_the_kernel_of_the_sum_rounds_once(rank: int, first: int, width: int) ->
     )
     x = wide[..., first : first + rank]
     truth = (y.double() + x.double() @ b.double().t()).bfloat16()
-    out = add_narrow()(y, x, b)
+    out = lora_add()(y, x, b)
     assert (out != truth).float().mean() < 1e-3  # fp32 sums that lie between two numbers
-    assert torch.equal(add_narrow()(y, x, torch.zeros_like(b)), y)
+    assert torch.equal(lora_add()(y, x, torch.zeros_like(b)), y)
 
 
 @pytest.mark.parametrize("base", ["rowwise", "tensorwise"])
 def test_a_base_in_eight_bits_stays_apart(base: str) -> None:
     """One layer deep: further on, the last bit of fp64 may decide how a number is rounded to eight bits. `k` has no adapter."""
     model = make(adapter(targets=("q", "v")))
-    apply_float8(model, model.layers.values(), base, emulate=True).round_frozen()
+    apply_float8(model, model.layers.values(), base, emulate=True).quantize_frozen()
     attention: Any = model.layers["0"].attention
     layers, results = [attention.q, attention.k, attention.v], []
     ways: list[Callable[[Tensor], list[Tensor]]] = [
         lambda x: [layer(x) for layer in layers],
-        lambda x: join_adapters(layers, x),
+        lambda x: project_together(layers, x),
     ]
     for way in ways:
         model.zero_grad()
@@ -189,7 +200,7 @@ def test_a_base_in_eight_bits_stays_apart(base: str) -> None:
 
 def test_what_drops_is_not_joined() -> None:
     model = make(adapter(dropout=0.1))
-    apply_joined_adapters(model.layers.values())
+    apply_fused_adapters(model.layers.values())
     assert joined(model) == [(False, False)] * 2
 
 
@@ -218,7 +229,7 @@ def test_graphs_have_fewer_narrow_products() -> None:
     """Alone, each of 7 layers has x A^T and one with B; then gradients of A, of B, of what is narrow and of x."""
     assert narrow_products(make(adapter())) == [7 + 7, 4 * 7]
     model = make(adapter())
-    apply_joined_adapters(model.layers.values())
+    apply_fused_adapters(model.layers.values())
     assert narrow_products(model) == [4 + 7, 2 * 7 + 2 * 4]  # q k v, o, gate up, down
 
 
@@ -226,7 +237,7 @@ def in_layout(plan: Plan, trial: Trial) -> tuple[Any, list[bool]]:
     torch.compiler.reset()
     rank = dist.get_rank() if dist.is_initialized() else 0
     modules = build_trial(SPEC, plan, trial, rank, CPU).stages[0].model.modules()
-    flags = [module.joined_adapters for module in modules if isinstance(module, Attention | FeedForward)]
+    flags = [is_fused(module) for module in modules if isinstance(module, Attention | FeedForward)]
     return train_in_layout(SPEC, plan, trial, rank, CPU), flags
 
 

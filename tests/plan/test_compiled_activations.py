@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.kernels.compiled import MODES, apply_compile, apply_joined, apply_norm_gradients
+from shardwise.kernels.compiled import MODES, apply_compile
 from shardwise.kernels.float8 import apply_float8
+from shardwise.kernels.fused_projections import apply_fused_projections
+from shardwise.kernels.norm_gradient import apply_norm_gradients
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
@@ -97,7 +99,7 @@ def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool, own: bool
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = Decoder(spec)
-            apply_joined(model.layers.values() if fuse else ())
+            apply_fused_projections(model.layers.values() if fuse else ())
             if own:
                 apply_norm_gradients(model.layers.values())
             apply_compile(model.layers.values(), "graphs alone", selective=mode == "selective", whole=True)
@@ -130,8 +132,8 @@ def test_graphs_in_fp8_keep_what_is_counted(
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = Decoder(spec)
-            apply_float8(model, model.layers.values(), recipe, emulate=False, joined=fuse)
-            apply_joined(model.layers.values() if fuse else ())
+            apply_float8(model, model.layers.values(), recipe, emulate=False, fused=fuse)
+            apply_fused_projections(model.layers.values() if fuse else ())
             apply_compile(model.layers.values(), "graphs alone", selective=False, whole=True)
             two = kept_by(model)
             del model.layers["1"]
@@ -164,7 +166,7 @@ def test_compiled_blocks_keep_what_is_counted() -> None:
     spec = MODELS["llama"]
     model = Decoder(spec)
     initialize(model, 0)
-    apply_joined(model.layers.values())
+    apply_fused_projections(model.layers.values())
     apply_compile(model.layers.values(), "blocks", selective=False, whole=True)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     model(tokens, tokens)

@@ -84,7 +84,7 @@ def test_flops_are_counted_as_the_page_says(trained):
         ("void at::native::multi_tensor_apply_kernel<..., Copy<c10::BFloat16, float>>", "copies"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "elementwise"),
-        ("_narrow_sum", "elementwise"),
+        ("_lora_add", "elementwise"),
         ("_norm_gradient", "elementwise"),
         ("_squares", "optimizer"),
         ("a kernel that nobody knows", "other"),

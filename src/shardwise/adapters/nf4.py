@@ -1,11 +1,11 @@
-"""Weights in four bits: NF4 with double quantisation (QLoRA, arXiv 2305.14314, section 3), as plain tensors that can be cut.
+"""Weights in four bits: NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3), as tensors that can be cut.
 
-Of a row of the matrix, every 64 numbers are divided by their largest magnitude and rounded to one of 16 values; the magnitudes of
-a row, less their mean, are rounded to one of 256 values times one scale. A row is complete in itself: FSDP2 and tensor parallelism take
-rows as they are, and columns in pairs of blocks. The codes and their order are bitsandbytes', bit by bit (a test compares them); its own
-functions take whole tensors, no fp64, and seconds to import on every rank.
-Invariant: the three tensors hold bits, not numbers. They are views in a 16-bit format, because FSDP2 of torch 2.11 takes no bytes;
-they are gathered and copied, never cast, added or trained.
+Of a row of the matrix, every 64 elements are divided by their largest magnitude and quantized to one of 16 values; the
+magnitudes of a row, less their mean, are quantized to one of 256 values times one scale. A row is complete in itself:
+FSDP2 and tensor parallelism take rows as they are, and columns in pairs of blocks. The codes and their order are
+bitsandbytes', bit by bit (a test compares them); its own functions take whole tensors, no fp64, and seconds to import
+on every rank. Invariant: the three tensors hold bits, not values. They are views in a 16-bit format, because FSDP2 of
+torch 2.11 takes no bytes; they are all-gathered and copied, never cast, added or trained.
 
 Shapes: O outputs, I inputs, P inputs padded to pairs of blocks, K = P / 64 blocks of a row.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 BLOCK = 64
-PAIR = 2 * BLOCK  # two magnitudes of 8 bits make one number of 16: columns are cut here
+PAIR = 2 * BLOCK  # two magnitudes of 8 bits make one element of 16: columns are cut here
 LEAVES = ("weight_nf4", "weight_absmax", "weight_scale")
 CHUNK = 2**24  # weights that are read at once: bounds what reading needs beside its result
 
@@ -33,8 +33,8 @@ CODE = (
 )  # fmt: skip
 
 
-class Packed(NamedTuple):
-    """Bits in a 16-bit format."""
+class PackedWeight(NamedTuple):
+    """A weight as bits, in a 16-bit format."""
 
     codes: Tensor  # [O, P / 4]: four codes of 4 bits each
     absmax: Tensor  # [O, K / 2]: two codes of 8 bits each
@@ -51,31 +51,31 @@ def packed_bytes(outputs: int, inputs: int) -> int:
 
 
 @torch.no_grad()
-def quantize(weight_OI: Tensor, container: torch.dtype) -> Packed:
+def quantize(weight_OI: Tensor, container: torch.dtype) -> PackedWeight:
     outputs, inputs = weight_OI.shape
     if weight_OI.is_meta:
         shapes = packed_shapes(outputs, inputs)
-        return Packed(*(torch.empty(shape, dtype=container, device="meta") for shape in shapes))
+        return PackedWeight(*(torch.empty(shape, dtype=container, device="meta") for shape in shapes))
     wide_OP = F.pad(weight_OI.float(), (0, -inputs % PAIR)).contiguous()
-    # 1. Magnitudes of the blocks, and those less their mean, rounded. Padding says nothing about a row.
+    # 1. Magnitudes of the blocks, and those less their mean, quantized. Padding says nothing about a row.
     absmax_OK = wide_OP.unflatten(1, (-1, BLOCK)).abs().amax(-1)
     num_real = -(-inputs // BLOCK)
     mean_O1 = absmax_OK[:, :num_real].double().mean(1, keepdim=True).float()  # the same on every device
     spread_OK = absmax_OK - mean_O1
     scale_O1 = spread_OK[:, :num_real].abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    rounded_OK = _nearest((spread_OK / scale_O1).clamp(-1, 1), table())
-    # 2. The numbers themselves, in blocks along the rows.
+    quantized_OK = _nearest((spread_OK / scale_O1).clamp(-1, 1), table())
+    # 2. The elements themselves, in blocks along the rows.
     smallest = torch.finfo(torch.float32).tiny  # a block of zeros is divided by something
     codes_OP = _nearest(
         wide_OP.unflatten(1, (-1, BLOCK)) / absmax_OK.clamp(min=smallest)[..., None], torch.tensor(CODE)
     )
     upper, lower = codes_OP.view(outputs, -1, 2).unbind(-1)
-    parts = (upper << 4 | lower, rounded_OK, torch.cat([scale_O1, mean_O1], 1).view(torch.uint8))
-    return Packed(*(part.contiguous().view(container) for part in parts))
+    parts = (upper << 4 | lower, quantized_OK, torch.cat([scale_O1, mean_O1], 1).view(torch.uint8))
+    return PackedWeight(*(part.contiguous().view(container) for part in parts))
 
 
 @torch.no_grad()
-def dequantize(packed: Packed, inputs: int, dtype: torch.dtype, first: int = 0) -> Tensor:
+def dequantize(packed: PackedWeight, inputs: int, dtype: torch.dtype, first: int = 0) -> Tensor:
     """`inputs` columns from column `first` on: a slice may begin inside a pair of blocks."""
     columns = slice(first, first + inputs)
     if torch.compiler.is_compiling():  # one kernel, with nothing beside its result
@@ -83,12 +83,12 @@ def dequantize(packed: Packed, inputs: int, dtype: torch.dtype, first: int = 0) 
     outputs, rows = packed.codes.shape[0], max(1, CHUNK // max(4 * packed.codes.shape[1], 1))
     result_OI = torch.empty(outputs, inputs, dtype=dtype, device=packed.codes.device)
     for start in range(0, outputs, rows):
-        part = Packed(*(tensor[start : start + rows] for tensor in packed))
+        part = PackedWeight(*(tensor[start : start + rows] for tensor in packed))
         result_OI[start : start + rows] = _read(part)[:, columns]
     return result_OI
 
 
-def _read(packed: Packed) -> Tensor:
+def _read(packed: PackedWeight) -> Tensor:
     scale_O2 = packed.scale.contiguous().view(torch.float32)
     magnitudes, pairs = tables(packed.codes.device)
     absmax_OK = _look_up(magnitudes, packed.absmax.contiguous().view(torch.uint8)) * scale_O2[:, :1] + scale_O2[:, 1:]
@@ -97,19 +97,19 @@ def _read(packed: Packed) -> Tensor:
     return values_OP
 
 
-def nf4_product(x: Tensor, packed: Packed, first: int) -> Tensor:
-    """x W^T. Backward reads W again, so that nothing but the bits is kept. A compiler would see that it has read W before, and keep it,
-    unless it is told not to."""
+def nf4_linear(x: Tensor, packed: PackedWeight, first: int) -> Tensor:
+    """x W^T. Backward reads W again, so that nothing but the bits is kept. A compiler would see that it has read W
+    before, and keep it, unless it is told not to."""
     if torch.compiler.is_compiling():
         return checkpoint(_linear, x, *packed, first, use_reentrant=False, preserve_rng_state=False)
-    return _Nf4Product.apply(x, *packed, first)
+    return _Nf4Linear.apply(x, *packed, first)
 
 
 def _linear(x: Tensor, codes: Tensor, absmax: Tensor, scale: Tensor, first: int) -> Tensor:
-    return F.linear(x, dequantize(Packed(codes, absmax, scale), x.shape[-1], x.dtype, first))
+    return F.linear(x, dequantize(PackedWeight(codes, absmax, scale), x.shape[-1], x.dtype, first))
 
 
-class _Nf4Product(torch.autograd.Function):
+class _Nf4Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, absmax: Tensor, scale: Tensor, first: int) -> Tensor:
         ctx.save_for_backward(codes, absmax, scale)
@@ -118,7 +118,7 @@ class _Nf4Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        weight_OI = dequantize(Packed(*ctx.saved_tensors), ctx.inputs, ctx.dtype, ctx.first)
+        weight_OI = dequantize(PackedWeight(*ctx.saved_tensors), ctx.inputs, ctx.dtype, ctx.first)
         return gradient @ weight_OI, None, None, None, None
 
 

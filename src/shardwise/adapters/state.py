@@ -1,6 +1,6 @@
-"""What a checkpoint of an adapter run says about the weights that it does not hold: which adapters, beside which base. No torch.
+"""What a checkpoint of an adapter run says about the weights that it does not hold: which adapters, beside which base.
 
-Invariant: adapters are never put beside another base than the one they were trained with.
+No torch here. Invariant: adapters are never put beside another base than the one they were trained with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check_base(checkpoint: Path, state: dict[str, Any], config: Config, spec: Mo
     if state["base"]["digest"] != base_identity(config.model, spec, config.train.seed):
         raise UserError(
             f"the adapters of {checkpoint} were trained beside other weights",
-            why=f"the base was {state['base']['path'] or 'drawn from a seed'}; its weights, or the seed, are not the same any more",
+            why=f"the base was {state['base']['path'] or 'drawn from a seed'}; its weights or the seed have changed",
             fix="bring the base back to where it was, or give its place as model.path",
         )
 

@@ -1,19 +1,21 @@
-"""Matrix products on a GPU, each by the kernel that was fastest for it, here, with the same bits.
+"""Matmuls on a GPU, each by the kernel that was fastest for it, here, with the same bits.
 
-torch takes the kernel that cuBLASLt's rule of thumb puts first. On a card that works at its power limit the first is often not the fastest: 3 to 5 % of all products of a step lie between the two (docs/log.md). So the first time a large product
-is computed, the library's proposals take turns with torch's own and the fastest is kept. Invariant: only kernels whose result equals torch's bit for bit take part, so that what is chosen decides how long a step takes and nothing
+torch takes the kernel that cuBLASLt's rule of thumb puts first. On a card that works at its power limit the first is
+often not the fastest: 3 to 5 % of all matmuls of a step lie between the two (docs/log.md). So the first time a large
+matmul is computed, the library's proposals take turns with torch's own and the fastest is kept. Invariant: only kernels
+whose result equals torch's bit for bit take part, so that what is chosen decides how long a step takes and nothing
 else: not the loss, not whether two ranks or two runs agree.
 
-Three ways lead here: an operation (`shardwise::mm`), a pass that puts it in the place of `aten.mm` in compiled graphs, forward and backward, and the products of a fused head.
+Three ways lead here: an operation (`shardwise::mm`), a pass that puts it in the place of `aten.mm` in compiled graphs,
+forward and backward, and the matmuls of a fused head.
 """
 
 from __future__ import annotations
 
-import statistics
 import threading
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,19 +23,22 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from shardwise.kernels import cublas
-from shardwise.kernels.fused_loss import Products, adds_in_place
+from shardwise.kernels.fused_loss import HeadMatmuls, adds_in_place
+from shardwise.kernels.timing import median_seconds
 
 LEAST_FLOPS = 3e10  # 0.05 ms on an H200: below, choosing saves less than the operation's way through Python costs
 MOST_PROPOSALS, FINALISTS, ROUNDS = 20, 4, 4
-TURN_MS = 25.0  # of a finalist, so that each works at the clock that its own power leaves it: what is fastest for a moment may draw more
-TRIES = 2  # of a product that is all zeros, as gradients can be in a first step
+TURN_S = 0.025
+"""Seconds of a finalist's turn, so that each works at the clock that its own power leaves it: what is fastest for a
+moment may draw more."""
+TRIES = 2  # of a matmul whose result is all zeros, as gradients can be in a first step
 WORTH = 0.99  # of torch's time: less of a gain is within the noise
 
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundKernel:
     """torch's milliseconds and the winner's, which is None where torch's own won."""
 
     torch_ms: float
@@ -41,8 +46,8 @@ class Found:
     launch: cublas.Launch | None
 
 
-TORCH = Found(0.0, 0.0, None)  # not measured
-_found: dict[Key, Found] = {}
+TORCH = FoundKernel(0.0, 0.0, None)  # not measured
+_found: dict[Key, FoundKernel] = {}
 _zeros: Counter[Key] = Counter()
 _lock = threading.Lock()  # backward has a thread of its own
 
@@ -84,12 +89,13 @@ def _launch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> cublas.Launch | None:
     return found.launch
 
 
-def _measure(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, key: Key) -> Found | None:
-    """With the numbers at hand: how long a product takes depends on them. None where this is not the time: there is no memory for a second result, the result is all zeros, which any kernel
-    gets right, or launches are being recorded."""
+def _measure(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, key: Key) -> FoundKernel | None:
+    """Measured with the elements at hand: how long a matmul takes depends on them. None where this is not the time:
+    there is no memory for a second result, the result is all zeros, which any kernel gets right, or launches are being
+    recorded."""
     if torch.cuda.is_current_stream_capturing():
         return None
-    if not can_measure(a_MK.dtype) or any(cublas.turned(matrix) is None for matrix in (a_MK, b_KN, out_MN)):
+    if not can_measure(a_MK.dtype) or any(cublas.is_transposed(matrix) is None for matrix in (a_MK, b_KN, out_MN)):
         return TORCH
     try:
         truth_MN = torch.empty_like(out_MN)
@@ -117,31 +123,19 @@ def _is_same(launch: cublas.Launch, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, 
     return torch.equal(out_MN.view(bits), truth_MN.view(bits))
 
 
-def _fastest(launches: list[cublas.Launch], a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> Found:
-    """The first is torch's. All for a moment, then those that did best and torch's, taking turns: the card slows down and speeds up for all alike."""
-
-    def milliseconds(launch: cublas.Launch, repeats: int = 2) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        launch(a_MK, b_KN, out_MN, 0.0)  # the other's matrices have left the caches
-        start.record()
-        for _ in range(repeats):
-            launch(a_MK, b_KN, out_MN, 0.0)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / repeats
-
-    first = {index: milliseconds(launch) for index, launch in enumerate(launches)}
-    best = sorted((index for index in first if index), key=first.__getitem__)[:FINALISTS]
-    times: dict[int, list[float]] = {index: [] for index in (0, *best)}
-    repeats = max(2, round(TURN_MS / first[0]))
-    for _ in range(ROUNDS):
-        for index, each in times.items():
-            each.append(milliseconds(launches[index], repeats))
-    medians = {index: statistics.median(each) for index, each in times.items()}
-    winner = min(medians, key=medians.__getitem__)
-    if medians[winner] > WORTH * medians[0]:
-        winner = 0
-    return Found(medians[0], medians[winner], launches[winner] if winner else None)
+def _fastest(launches: list[cublas.Launch], a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> FoundKernel:
+    """The first is torch's. All for a moment, then those that did best and torch's, taking turns: the card slows down
+    and speeds up for all alike."""
+    actions = [partial(launch, a_MK, b_KN, out_MN, 0.0) for launch in launches]
+    # The untimed call of each turn: the other's matrices have left the caches.
+    first = median_seconds(actions, out_MN.device, turns=1, calls=2, untimed=1)
+    finalists = [0, *sorted(range(1, len(actions)), key=first.__getitem__)[:FINALISTS]]
+    calls = max(2, round(TURN_S / first[0]))
+    times = median_seconds([actions[i] for i in finalists], out_MN.device, turns=ROUNDS, calls=calls, untimed=1)
+    best = min(range(len(times)), key=times.__getitem__)
+    if times[best] > WORTH * times[0]:
+        best = 0
+    return FoundKernel(1e3 * times[0], 1e3 * times[best], launches[finalists[best]] if best else None)
 
 
 def can_measure(dtype: torch.dtype) -> bool:
@@ -149,13 +143,16 @@ def can_measure(dtype: torch.dtype) -> bool:
 
 
 def summary() -> str | None:
-    """Of what was measured in this process so far: for the log."""
+    """One line for the log about what was measured in this process so far; None where nothing was."""
     measured = [found for found in _found.values() if found.torch_ms]
     if not measured:
         return None
     torch_ms, ms = sum(found.torch_ms for found in measured), sum(found.ms for found in measured)
     won = sum(found.launch is not None for found in measured)
-    return f"products: cuBLASLt's fastest kernel with the same bits, {won} of {len(measured)} shapes by another than torch takes ({torch_ms:.2f} -> {ms:.2f} ms, one of each)"
+    shapes = f"{won} of {len(measured)} shapes by another than torch takes"
+    return (
+        f"matmuls: cuBLASLt's fastest kernel with the same bits, {shapes} ({torch_ms:.2f} -> {ms:.2f} ms, one of each)"
+    )
 
 
 # In compiled graphs ---------------------------------------------------------------------------------------------------
@@ -176,14 +173,12 @@ def _here() -> torch.library.Library:
     return torch.library.Library("shardwise", "FRAGMENT")
 
 
-class MeasureProducts(CustomGraphPass):
-    """Large 16-bit products of a graph go by `shardwise::mm`."""
+class MeasureMatmuls(CustomGraphPass):
+    """Large 16-bit matmuls of a graph go by `shardwise::mm`."""
 
     def __init__(self, least_flops: float = LEAST_FLOPS):
-        self.least_flops, self.operation = (
-            least_flops,
-            operation(),
-        )  # now: a graph from torch's cache is not passed over
+        self.least_flops = least_flops
+        self.operation = operation()  # known to torch now: a graph from its cache is not passed over
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
@@ -194,12 +189,12 @@ class MeasureProducts(CustomGraphPass):
                 node.target = self.operation
 
     def uuid(self) -> Any:
-        """Graphs that torch keeps on disk are told apart by it."""
-        return ("shardwise products", 1, self.least_flops)
+        """What tells graphs apart that torch keeps on disk."""
+        return ("shardwise matmuls", 1, self.least_flops)
 
 
-class MeasuredProducts(Products):
-    """Of a fused head."""
+class MeasuredHeadMatmuls(HeadMatmuls):
+    """The three matmuls of a fused head."""
 
     def logits(self, x_ND: Tensor, weight_VD: Tensor) -> Tensor:
         return multiply(x_ND, weight_VD.t())

@@ -1,7 +1,9 @@
-"""cuBLASLt from Python: the kernels it proposes for a matrix product, and how each is started. torch takes the first proposal and has no way to ask for another.
+"""cuBLASLt from Python: the kernels it proposes for a matmul, and how each is started.
 
-Owns the handful of the library's functions and numbers that this needs (cublasLt.h), by ctypes: torch has loaded the library already. Invariant: a kernel here needs no memory of its own, and matrices begin
-at multiples of `ALIGNMENT` bytes, so that one may be started anywhere, on any stream, any number of times. Read next: measured_products.py, which chooses.
+torch takes the first proposal and has no way to ask for another. Owns the handful of the library's functions and
+constants that this needs (cublasLt.h), by ctypes: torch has loaded the library already. Invariant: a kernel here needs
+no memory of its own, and matrices begin at multiples of `ALIGNMENT` bytes, so that one may be started anywhere, on any
+stream, any number of times. Read next: `choose_matmul.py`, which chooses.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # what the library assumes, unless told otherwise
+ALIGNMENT = 256  # what the library assumes, unless it is said otherwise
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-SUMS_IN_FP32, TURN_A, TURN_B = 68, 3, 4
+SUMS_IN_FP32, TRANSPOSE_A, TRANSPOSE_B = 68, 3, 4
 
 Launch = Callable[[Tensor, Tensor, Tensor, float], None]
 """a, b, out, beta: out = a b + beta out."""
@@ -61,7 +63,7 @@ def _check(status: int) -> None:
         raise RuntimeError(f"cuBLASLt answered {status}")
 
 
-def turned(matrix: Tensor) -> bool | None:
+def is_transposed(matrix: Tensor) -> bool | None:
     """Whether its columns lie in memory one after the other, instead of its rows; None where neither do."""
     rows, columns = matrix.stride()
     if columns == 1 and rows >= matrix.shape[1]:
@@ -70,13 +72,14 @@ def turned(matrix: Tensor) -> bool | None:
 
 
 def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int) -> list[Launch]:
-    """For matrices of these shapes, formats and strides, the library's favourite first. The library counts columns first, so out' = b' a'."""
+    """Kernels for matrices of these shapes, formats and strides, at most `most`, the library's favourite first. The
+    library counts columns first, so out' = b' a'."""
     lt, handle = _library(), _handle(out_MN.device.index)
     operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
     _check(lt.cublasLtMatmulDescCreate(ctypes.byref(operation), SUMS_IN_FP32, TYPES[torch.float32]))
     layouts = [_layout(lt, matrix) for matrix in (b_KN, a_MK, out_MN)]
-    for attribute, matrix in ((TURN_A, b_KN), (TURN_B, a_MK)):
-        flag = ctypes.c_int(int(bool(turned(matrix))))
+    for attribute, matrix in ((TRANSPOSE_A, b_KN), (TRANSPOSE_B, a_MK)):
+        flag = ctypes.c_int(int(bool(is_transposed(matrix))))
         _check(lt.cublasLtMatmulDescSetAttribute(operation, attribute, ctypes.byref(flag), ctypes.c_size_t(4)))
     _check(lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))  # as it is made, it allows no workspace
     found, count = (_Proposal * most)(), ctypes.c_int()
@@ -109,7 +112,7 @@ def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int) -> list[Lau
 
 def _layout(lt: ctypes.CDLL, matrix: Tensor) -> ctypes.c_void_p:
     """As it lies in memory. Kept as long as the process: there is one for each shape."""
-    memory, layout = matrix.t() if turned(matrix) else matrix, ctypes.c_void_p()
+    memory, layout = matrix.t() if is_transposed(matrix) else matrix, ctypes.c_void_p()
     rows, columns = memory.shape
     sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(memory.stride(0))
     _check(lt.cublasLtMatrixLayoutCreate(ctypes.byref(layout), TYPES[matrix.dtype], *sizes))

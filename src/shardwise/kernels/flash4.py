@@ -1,8 +1,9 @@
 """FlashAttention 4 as two operations of torch: attention that compiled blocks take as it is.
 
-The package (flash-attn-4) is optional, and its kernels are for Hopper and newer. On an H200 they need 0.85 to 0.93 of the time of cuDNN's (docs/log.md). torch 2.11 can put them in the place of its own flash
-kernel, but only an older release of them, so they have operations of their own here. Invariant: causal attention in 16 bits with grouped heads, the function of attention.py; results lie in memory as queries, keys and
-values would, densely.
+The package (flash-attn-4) is optional, and its kernels are for Hopper and newer. On an H200 they need 0.85 to 0.93 of
+the time of cuDNN's (docs/log.md). torch 2.11 can put them in the place of its own flash kernel, but only an older
+release of them, so they have operations of their own here. Invariant: causal attention in 16 bits with grouped heads,
+the function of model/attention_kernels.py; results lie in memory as queries, keys and values would, densely.
 
 Shapes: B batch, T tokens, H heads, K key-value heads, C channels of a head.
 """
@@ -16,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardwise.model.attention_kernels import HALVES, KERNELS, AttentionKernel
+from shardwise.model.masking import Mask
 
 LEAST_CAPABILITY = (9, 0)
 INTERFACE = "flash_attn.cute.interface"
@@ -37,8 +41,19 @@ def _interface() -> Any:
     return importlib.import_module(INTERFACE)
 
 
-def attend_causally(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, scale: float) -> Tensor:
-    return torch.ops.shardwise.flash.default(q_BTHC, k_BTKC, v_BTKC, scale)[0]
+def _compute(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, scale: float, softcap: float) -> Tensor:
+    if mask.is_causal and q_BTHC.dtype in HALVES:
+        return torch.ops.shardwise.flash.default(q_BTHC, k_BSKC, v_BSKC, scale)[0]
+    return KERNELS["sdpa"].compute(q_BTHC, k_BSKC, v_BSKC, mask, scale, softcap)
+
+
+FLASH4 = AttentionKernel("flash4", _compute, needs_cuda=True)
+"""Where it cannot compute (a mask, 32 bits) torch's own kernels do."""
+
+
+def kernel_named(attention: str) -> str | AttentionKernel:
+    """The kernel of this name, torch's own or this one; other names (`auto`) are for the decoder to judge."""
+    return {**KERNELS, FLASH4.name: FLASH4}.get(attention, attention)
 
 
 def _forward(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -84,7 +99,8 @@ def _gradients(ctx: Any, grad_BTHC: Tensor, _grad_lse: Any) -> tuple[Tensor | No
 _here = torch.library.Library("shardwise", "FRAGMENT")
 _here.define("flash(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)")
 _here.define(
-    "flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale) -> (Tensor, Tensor, Tensor)"
+    "flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 _here.impl("flash", _forward, "CUDA")
 _here.impl("flash_backward", _backward, "CUDA")

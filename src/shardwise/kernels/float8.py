@@ -1,9 +1,10 @@
-"""fp8: the matrix products of blocks in 8 bits, over bf16 copies of fp32 weights.
+"""fp8: the matmuls of blocks in 8 bits, over bf16 copies of fp32 weights.
 
-Both factors of every product, forward and backward, are rounded to fp8 (`float8_product.py`); everything else is as with bf16. Layers that
-would lose stay in bf16 and are named: those whose sides no fp8 kernel takes, and small ones, where rounding costs more than the product
-saves. Weights, names and shapes stay what they are, so ZeRO, tensor parallelism and checkpoints see plain linears.
-What is frozen beside adapters is rounded once instead, as soon as it is there, and the weight is let go (`Float8Layers.round_frozen`): only replicas hold it.
+Both factors of every matmul, forward and backward, are quantized to fp8 (`float8_matmul.py`); everything else is as
+with bf16. Layers that would lose stay in bf16 and are named: those whose sides no fp8 kernel takes, and small ones,
+where quantizing costs more than the matmul saves. Weights, names and shapes stay what they are, so ZeRO, tensor
+parallelism and checkpoints see plain linears. What is frozen beside adapters is quantized once instead, as soon as it
+is there, and the weight is let go (`Float8Layers.quantize_frozen`): only replicas hold it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from shardwise.kernels.float8_matmul import Float8Products, float8_product, frozen_product, round_once
-from shardwise.kernels.quantized_weight import factor, hold
+from shardwise.kernels.float8_matmul import Float8HeadMatmuls, float8_linear, frozen_linear, quantize_weight
+from shardwise.kernels.fused_head import FusedHead
+from shardwise.kernels.quantized_weight import hold_quantized, weight_of
 from shardwise.model.decoder import Decoder, Head
+from shardwise.model.replacement import become
 from shardwise.spec.fp8 import why_not
 
-JOINED = (("q", "k", "v"), ("gate", "up"))  # children that `speed.fuse` makes one product of
+FUSED = (("q", "k", "v"), ("gate", "up"))  # children that `speed.fuse` makes one matmul of
 
 
 @dataclass
@@ -28,7 +31,7 @@ class Float8Layers:
 
     recipe: str
     num_converted: int = 0
-    num_frozen: int = 0  # of those, rounded once
+    num_frozen: int = 0  # of those, quantized once
     waiting: list[nn.Linear | Head] = field(default_factory=list)  # frozen ones whose weights are not there yet
     kept: dict[str, str] = field(default_factory=dict)  # name, layers as *: why it stays in bf16
     has_head: bool = False  # in fp8
@@ -38,16 +41,16 @@ class Float8Layers:
         lists = [f"{', '.join(n for n, why in self.kept.items() if why == reason)} ({reason})" for reason in reasons]
         always = "embeddings, norms, routers and experts (always)"
         bf16 = "; ".join([always if self.has_head or "head" in self.kept else f"head, {always}", *lists])
-        frozen = f" ({self.num_frozen} of them frozen, rounded once)" if self.num_frozen else ""
+        frozen = f" ({self.num_frozen} of them frozen, quantized once)" if self.num_frozen else ""
         matrices = f"{self.num_converted} matrices{frozen}{' and the head' if self.has_head else ''}"
         return f"{matrices} in fp8, {self.recipe} scales; in bf16: {bf16}"
 
-    def round_frozen(self) -> None:
-        """Once the weights are there."""
+    def quantize_frozen(self) -> None:
+        """Quantizes frozen weights, once they are there."""
         while self.waiting:
             layer = self.waiting.pop()
             assert layer.weight is not None, "it is let go once"
-            hold(layer, round_once(layer.weight, self.recipe))
+            hold_quantized(layer, quantize_weight(layer.weight, self.recipe))
 
 
 def apply_float8(
@@ -56,11 +59,12 @@ def apply_float8(
     recipe: str,
     *,
     emulate: bool,
-    joined: bool = False,
+    fused: bool = False,
     found: Float8Layers | None = None,
 ) -> Float8Layers:
-    """In place, on `meta` or with weights; frozen ones wait for `round_frozen`. `emulate`: the same roundings where the hardware has no fp8;
-    slow, for tests, whatever the size. `joined`: q, k and v are one product and gate and up another, so that it is their sum which has a size."""
+    """In place, on `meta` or with weights; frozen ones wait for `quantize_frozen`. `emulate`: the same quantization
+    where the hardware has no fp8; slow, for tests, whatever the size. `fused`: q, k and v are one matmul and gate and
+    up another, so that it is their sum which has a size. Returns what became of each linear layer."""
     found = found or Float8Layers(recipe)
     names = {id(module): name for name, module in model.named_modules()}
     for block in blocks:
@@ -70,8 +74,8 @@ def apply_float8(
                     continue
                 outputs, inputs = linear.weight.shape
                 together, is_frozen = outputs, not linear.weight.requires_grad
-                if joined and not is_frozen:
-                    group = next((group for group in JOINED if child in group), (child,))
+                if fused and not is_frozen:
+                    group = next((group for group in FUSED if child in group), (child,))
                     parts = [getattr(parent, name, None) for name in group]
                     together = sum(part.weight.shape[0] for part in parts if isinstance(part, nn.Linear))
                 why = why_not(outputs, inputs, recipe, together=None if emulate else together, is_frozen=is_frozen)
@@ -79,9 +83,9 @@ def apply_float8(
                     found.kept.setdefault(re.sub(r"\.\d+\.", ".*.", f"{names[id(parent)]}.{child}"), why)
                     continue
                 found.num_converted += 1
-                if not hasattr(linear, "product"):  # a slice by input has one, and what comes after it stays
-                    linear.__class__ = Float8Linear
-                linear.product = (frozen_product if is_frozen else float8_product)(recipe)  # type: ignore[assignment]
+                matmul = (frozen_linear if is_frozen else float8_linear)(recipe)
+                # A slice by input and a layer with an adapter have a matmul; what comes after it stays theirs.
+                become(linear, type(linear) if hasattr(linear, "matmul") else Float8Linear, matmul=matmul)
                 if is_frozen:
                     found.num_frozen += 1
                     found.waiting.append(linear)
@@ -89,8 +93,9 @@ def apply_float8(
 
 
 def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) -> None:
-    """The head's products too, on whatever part of a model has one; before `round_frozen`, which takes a frozen one too, if the embedding is another.
-    `compiled`: it is outside of the blocks, so its roundings are kernels of their own."""
+    """The head's matmuls too, on whatever part of a model has one; before `quantize_frozen`, which takes a frozen one
+    too, if the embedding is another. `compiled`: it is outside of the blocks, so its quantization is a kernel of its
+    own."""
     if model.head is None:
         return
     weight = model.embed.weight if model.head.weight is None and model.embed is not None else model.head.weight
@@ -101,18 +106,18 @@ def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) ->
         found.kept["head"] = why
         return
     found.has_head = True
-    model.head.product = float8_product(found.recipe, compiled=compiled)
-    model.head.products = Float8Products(found.recipe, compiled=compiled)
-    if model.head.weight is not None and not weight.requires_grad:
-        model.head.product = frozen_product(found.recipe, compiled=compiled)
-        found.waiting.append(model.head)
+    matmuls = Float8HeadMatmuls(found.recipe, compiled=compiled)
+    head = become(model.head, FusedHead, matmuls=matmuls, matmul=float8_linear(found.recipe, compiled=compiled))
+    if head.weight is not None and not weight.requires_grad:
+        head.matmul = frozen_linear(found.recipe, compiled=compiled)
+        found.waiting.append(head)
 
 
 class Float8Linear(nn.Linear):
-    """An nn.Linear whose product is in fp8."""
+    """An nn.Linear whose matmul is in fp8."""
 
-    product: Callable[..., Tensor]
+    matmul: Callable[..., Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.product(x, factor(self))
+        y = self.matmul(x, weight_of(self))
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -7,15 +7,15 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from shardwise.kernels.choose_matmul import MeasureProducts
+from shardwise.kernels.choose_matmul import MeasureMatmuls
 from shardwise.kernels.norm_gradient import GatherSums
 
 
 class GraphPasses(CustomGraphPass):
-    def __init__(self, *, measures_products: bool, gathers_sums: bool):
-        self.passes: list[MeasureProducts | GatherSums] = []
-        if measures_products:
-            self.passes.append(MeasureProducts())
+    def __init__(self, *, measures_matmuls: bool, gathers_sums: bool):
+        self.passes: list[MeasureMatmuls | GatherSums] = []
+        if measures_matmuls:
+            self.passes.append(MeasureMatmuls())
         if gathers_sums:
             self.passes.append(GatherSums())
 
@@ -24,5 +24,5 @@ class GraphPasses(CustomGraphPass):
             one(graph)
 
     def uuid(self) -> Any:
-        """Graphs that torch keeps on disk are told apart by it."""
+        """What tells graphs apart that torch keeps on disk."""
         return tuple(one.uuid() for one in self.passes)

@@ -1,7 +1,8 @@
-"""What an adapter adds, as one operation in compiled blocks: `shardwise::add_narrow`, y + x B^T, with x of a few columns.
+"""What an adapter adds, as one operation in compiled blocks: `shardwise::lora_add`, y + x B^T, with x of a few columns.
 
-Apart, the product is written as wide as y, and whoever wants the sum reads both, again and again. On a GPU one kernel (narrow_sum_kernel.py) reads y, multiplies and
-writes the sum: one pass, and one rounding where two operations round twice.
+Apart, the matmul's result is written as wide as y, and whoever wants the sum reads both, again and again. On a GPU one
+kernel (`triton/lora_add.py`) reads y, multiplies and writes the sum: one pass, and one rounding where two operations
+round twice.
 
 Shapes: N tokens, R the rank, O outputs.
 """
@@ -17,14 +18,14 @@ from torch import Tensor
 
 
 @cache
-def add_narrow() -> Any:
+def lora_add() -> Any:
     """(y, x, B) -> y + x B^T, known to torch from the first call on."""
-    torch.library.define("shardwise::add_narrow", "(Tensor y, Tensor x, Tensor b) -> Tensor", lib=_here())
-    torch.library.impl("shardwise::add_narrow", "CUDA", _add, lib=_here())
-    torch.library.impl("shardwise::add_narrow", "CPU", lambda y, x, b: y + F.linear(x, b), lib=_here())
-    torch.library.register_fake("shardwise::add_narrow", lambda y, x, b: y.new_empty(y.shape), lib=_here())
-    torch.library.register_autograd("shardwise::add_narrow", _gradients, setup_context=_keep, lib=_here())
-    return torch.ops.shardwise.add_narrow.default
+    torch.library.define("shardwise::lora_add", "(Tensor y, Tensor x, Tensor b) -> Tensor", lib=_here())
+    torch.library.impl("shardwise::lora_add", "CUDA", _add, lib=_here())
+    torch.library.impl("shardwise::lora_add", "CPU", lambda y, x, b: y + F.linear(x, b), lib=_here())
+    torch.library.register_fake("shardwise::lora_add", lambda y, x, b: y.new_empty(y.shape), lib=_here())
+    torch.library.register_autograd("shardwise::lora_add", _gradients, setup_context=_keep, lib=_here())
+    return torch.ops.shardwise.lora_add.default
 
 
 def _add(y: Tensor, x: Tensor, b_OR: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The 8-bit codes of optimizer states: how a block of elements is scaled and which code each element gets.
 
-A map holds the values of its 256 codes in ascending order (torchao's). The kernel (triton/low_bit_adamw.py) and the plain
-update that it is compared with (optim/low_bit_update.py) both ask here.
+A map holds the values of its 256 codes in ascending order (torchao's). The kernel (triton/low_bit_adamw.py) and the
+plain update that it is compared with (optim/low_bit_update.py) both ask here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def nearest(x: Tensor, values: Tensor) -> Tensor:
 
 
 def bounds_of(values: Tensor) -> Tensor:
-    """For each code the least number for which `nearest` finds it: comparing with it decides as `nearest` does, to the last
-    bit."""
+    """For each code the least number for which `nearest` finds it: comparing with it decides as `nearest` does, to the
+    last bit."""
     low, half = values[:-1], (values[1:] - values[:-1]) * 0.5
     bounds = low + half
     for _ in range(3):  # of roundings, there and below

@@ -1,24 +1,51 @@
-"""The backward pass of RMSNorm as one operation in compiled blocks, with the sums before and after it: `shardwise::norm_gradient`.
+"""The backward pass of RMSNorm and the sums around it as one operation in compiled blocks: `shardwise::norm_gradient`.
 
-What a norm's result is used for (q, k, v; gate, up) sends back one gradient each, and the residual stream one more around the norm. A compiler adds all of them in one kernel with the norm's own backward, but that kernel also sums the weight's gradient over all
-rows, and runs at half of the memory's speed. On a GPU one kernel (norm_gradient_kernel.py) reads each gradient and x once and writes one. Forward is torch's own, in operations that a compiler fuses with what is around.
+What a norm's result is used for (q, k, v; gate, up) sends back one gradient each, and the residual stream one more
+around the norm. A compiler adds all of them in one kernel with the norm's own backward, but that kernel also sums the
+weight's gradient over all rows, and runs at half of the memory's speed. On a GPU one kernel (`triton/norm_gradient.py`)
+reads each gradient and x once and writes one. Forward is torch's own, in operations that a compiler fuses with what is
+around.
 
-    s = 1 / rms(x)      d = sum of gradients      dx = s (d w - x s mean(d w x s)) + what goes around      dw = sum of d x s over rows
+    s = 1 / rms(x)     d = sum of gradients
+    dx = s (d w - x s mean(d w x s)) + what goes around     dw = sum of d x s over rows
 
-The operation starts with one gradient and none around; `GatherSums`, a pass over the graph, hands it the additions next to it.
+The operation starts with one gradient and none around; `GatherSums`, a pass over the graph, hands it the additions next
+to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, Node
+
+from shardwise.model.norm import RMSNorm
+from shardwise.model.replacement import become
 
 MOST_TERMS = 4  # of the sum that arrives; adapters' gradient beside q, k, v
 SCHEMA = "(Tensor[] grads, Tensor? around, Tensor x, Tensor scale, Tensor weight, bool learns) -> (Tensor, Tensor)"
+
+
+def apply_norm_gradients(modules: Iterable[nn.Module]) -> None:
+    """In place, for the norms that are children of the given modules: of blocks, and of the model itself for its last
+    one. The norms of heads, deeper inside, have short rows."""
+    operation()
+    for module in modules:
+        for norm in module.children():
+            if isinstance(norm, RMSNorm):
+                become(norm, KernelNorm)
+
+
+class KernelNorm(RMSNorm):
+    """An RMSNorm whose backward is one operation, which adds what is around it where a pass over the graph says so
+    (`GatherSums`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernel_norm(x, self.factor(), self.eps)
 
 
 def kernel_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -43,7 +70,7 @@ class _KernelNorm(torch.autograd.Function):
 
 @cache
 def operation() -> Any:
-    """Known to torch from the first call on."""
+    """`shardwise::norm_gradient`, known to torch from the first call on."""
     contiguous = torch.Tag.needs_contiguous_strides
     torch.library.define("shardwise::norm_gradient", SCHEMA, lib=_here(), tags=(contiguous,))
     torch.library.impl("shardwise::norm_gradient", "CUDA", _with_kernel, lib=_here())
@@ -83,7 +110,8 @@ def _here() -> torch.library.Library:
 
 
 class GatherSums:
-    """Additions whose result only a norm's backward reads, and the one that alone reads its result, become part of it."""
+    """Additions whose result only a norm's backward reads, and the one that alone reads its result, become part of
+    it."""
 
     def __init__(self) -> None:
         self.operation = operation()
@@ -111,12 +139,12 @@ class GatherSums:
             total.replace_all_uses_with(last)
 
     def uuid(self) -> Any:
-        """Graphs that torch keeps on disk are told apart by it."""
+        """What tells graphs apart that torch keeps on disk."""
         return ("shardwise norm sums", 1)
 
 
 def _terms(value: Node) -> list[Node]:
-    """What is added up to `value`, in that order; itself where that is no sum, or one of too many."""
+    """The terms that are added up to `value`, in that order; itself where it is no sum, or one of too many."""
     source = value
     while len(source.users) == 1 and source.target in _views():
         source = source.args[0]  # type: ignore[assignment]
@@ -127,7 +155,7 @@ def _terms(value: Node) -> list[Node]:
 
 
 def _is_sum(node: Node) -> bool:
-    """Of two tensors, element by element, in the format of both."""
+    """Whether it adds two tensors, element by element, in the format of both."""
     if (
         node.target is not torch.ops.aten.add.Tensor
         or node.kwargs

@@ -1,5 +1,6 @@
-"""What is trained: one decoder described by a `ModelSpec`, its presets, its first weights, and Hugging Face in and out.
+"""The decoder in plain single-device PyTorch, described by a `ModelSpec`, and nothing else.
 
-Single-device code that knows nothing of parallelism and imports nothing above it. `spec.py`, `presets.py` and the `hf_*`
-modules except `hf_weights.py` do not import torch. Start reading at `spec.py`, then `decoder.py`.
+Nothing here knows of kernels, adapters or other ranks; this room imports `spec`, `errors` and torch. Start reading at
+`decoder.py`, then `attention.py`, `feedforward.py` and `experts.py`. What other rooms replace, they replace by the one
+function of `replacement.py`; the list of replacements is in parallel/transforms.py.
 """

@@ -16,8 +16,8 @@ from shardwise.errors import UserError
 class KeyValueCache:
     """Tensors per layer, tokens along dim 1: keys and values, or latents and rotated keys.
 
-    Room for `max_len` tokens is made when a layer first stores something, in the shape and format it comes in: a slice of
-    the heads or a part of the layers needs no more than that.
+    Room for `max_len` tokens is made when a layer first stores something, in the shape and format it comes in: a slice
+    of the heads or a part of the layers needs no more than that.
     """
 
     def __init__(self, max_len: int):

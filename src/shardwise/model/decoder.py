@@ -1,33 +1,32 @@
 """The decoder: every model of this package is this one class, described by a `ModelSpec`.
 
-Plain single-device PyTorch; nothing here knows about parallelism. Invariant: parameter names are global (layers are keyed
-by their index in the whole model), so a part of the model keeps the names of the whole, and parts one after another compute
-what the whole computes. Read from top to bottom: the decoder, its head, then one block. Read next: `attention.py`,
-`feedforward.py`, `experts.py`.
+Plain single-device PyTorch; nothing here knows about parallelism. Invariant: parameter names are global (layers are
+keyed by their index in the whole model), so a part of the model keeps the names of the whole, and parts one after
+another compute what the whole computes. Read from top to bottom: the decoder, its head, then one block. Read next:
+`attention.py`, `feedforward.py`, `experts.py`.
 
 Shapes: B batch, T tokens, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.kernels.fused_loss import Meet, Products, Way, fused_cross_entropy
-from shardwise.kernels.quantized_weight import Rounded, factor
-from shardwise.model.attention import Attention, AttentionInputs, check_kernel_device, choose_kernel
+from shardwise.model.attention import Attention, AttentionInputs
+from shardwise.model.attention_kernels import AttentionKernel, check_kernel_device, choose_kernel
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.experts import MixtureOfExperts, Routing
 from shardwise.model.feedforward import FeedForward
 from shardwise.model.latent_attention import LatentAttention
-from shardwise.model.loss import IGNORE, cross_entropy_sum, fused_rows, rows_at_once
+from shardwise.model.loss import IGNORE, cross_entropy_sum
 from shardwise.model.masking import MaskBuilder
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, make_rotation
@@ -53,10 +52,11 @@ class Hidden(NamedTuple):
 class Decoder(nn.Module):
     """The whole model, or the part of it with the given layers: the first part embeds, the last one predicts.
 
-    `kernel_reason` is a line to print when attention cannot use the usual kernel, else empty.
+    `attention` is the name of one of torch's kernels, or a kernel. `kernel_reason` is a line to print when attention
+    cannot use the usual kernel, else empty.
     """
 
-    def __init__(self, spec: ModelSpec, attention: str = "auto", layers: range | None = None):
+    def __init__(self, spec: ModelSpec, attention: str | AttentionKernel = "auto", layers: range | None = None):
         super().__init__()
         layers = range(spec.num_layers) if layers is None else layers
         self.spec = spec
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         positions_BT  where each token stands; default 0, 1, 2 ... (after what the cache holds)
         documents_BT  integer ids: a token sees only tokens with its own id. Positions are not restarted by it
         x_BTD         what the part before this one returned; the first part has none
-        rows_B        a number for every row of every step: with it, adapters drop what [adapter] says
+        rows_B        a number for every row of every step, for layers that draw random numbers; here none does
         """
         positions_BT = self.default_positions(tokens_BT, cache) if positions_BT is None else positions_BT
         target_counts_B = None if targets_BT is None else self.count_targets(targets_BT)
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         return x_BTD
 
     def count_targets(self, targets_BT: Tensor) -> Tensor:
-        """Of each sequence."""
+        """The number of targets of each sequence, of shape (B,)."""
         return (targets_BT != IGNORE).sum(1)
 
     def prepare_attention(
@@ -159,8 +159,9 @@ class Decoder(nn.Module):
         num_past = 0 if cache is None else cache.length
         builder = MaskBuilder(positions_BT.shape[1], num_past, positions_BT.device, documents_BT)
         layers = tuple(self.spec.layers[int(index)] for index in self.layers)
-        # Flex skips blocks of long sequences; a cache grows by one token, which has none and would compile at each step.
-        flex = {index for index, kernel in self.kernels.items() if kernel == "flex" and cache is None}
+        # Flex skips blocks of long sequences; a cache grows by one token, which has none and would compile at each
+        # step.
+        flex = {index for index, kernel in self.kernels.items() if kernel.name == "flex" and cache is None}
         inputs: dict[int, AttentionInputs] = {}
         for is_flex in (False, True):
             some = tuple(layer for layer in layers if (layer.index in flex) == is_flex)
@@ -169,12 +170,12 @@ class Decoder(nn.Module):
         return inputs
 
     @property
-    def kernels(self) -> dict[int, str]:
-        """Of attention, by layer."""
+    def kernels(self) -> dict[int, AttentionKernel]:
+        """The attention kernel of each layer, by layer index."""
         return {int(index): cast(Attention, block.attention).kernel for index, block in self.layers.items()}
 
-    def use_kernels(self, kernels: Mapping[int, str]) -> None:
-        """Of attention, by layer index."""
+    def use_kernels(self, kernels: Mapping[int, AttentionKernel]) -> None:
+        """Set the attention kernel of each layer, by layer index."""
         for index, block in self.layers.items():
             cast(Attention, block.attention).kernel = kernels[int(index)]
 
@@ -194,14 +195,8 @@ class Decoder(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores over the vocabulary, or the summed cross-entropy of their targets. A tied head has no weight of its own."""
-
-    fused = (
-        True  # where logits are too many at once, forward takes their gradients too; else backward computes them again
-    )
-    compiled = False  # fused, on a GPU: one kernel makes losses and gradients of logits
-    products = Products()  # fused: how the three products are computed
-    product: Callable[..., Tensor] = staticmethod(F.linear)  # otherwise
+    """Scores over the vocabulary, or the summed cross-entropy of their targets. A tied head has no weight of its
+    own."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -209,42 +204,26 @@ class Head(nn.Module):
         self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab, spec.hidden))
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        weight = factor(self) if tied is None else tied
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head is given the embedding's weight"
         if targets_BT is None:
             return self.logits(x_BTD, weight)
-        x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
-        if not self.fused or x_ND.shape[0] <= rows_at_once(self.vocab):
-            return cross_entropy_sum(partial(self.logits, weight=weight), x_ND, targets_N, self.vocab)
-        is_target_N = targets_N != IGNORE
-        rows_N = targets_N.masked_fill(~is_target_N, 0)
-        return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_target_N, self.vocab)
+        logits_of = partial(self.logits, weight=weight)
+        return cross_entropy_sum(logits_of, x_BTD.flatten(0, 1), targets_BT.flatten(), self.vocab)
 
-    def fused_loss(
-        self,
-        x_ND: Tensor,
-        weight: Tensor | Rounded,
-        rows_N: Tensor,
-        is_target_N: Tensor,
-        is_here_N: Tensor,
-        num_logits: int,
-        meet: Meet | None = None,
-    ) -> Tensor:
-        rows, block = fused_rows(x_ND, num_logits), rows_at_once(num_logits)
-        way = Way(rows, block, self.softcap or 0.0, self.products, self.compiled and x_ND.is_cuda, meet)
-        return fused_cross_entropy(x_ND, weight, rows_N, is_target_N, is_here_N, way)
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Scores of normalised hidden states of any leading shape."""
+        return self.cap(F.linear(x, weight))
 
-    def logits(self, x: Tensor, weight: Tensor | Rounded) -> Tensor:
-        """From normalised hidden states of any leading shape."""
-        logits = self.product(x, weight)
+    def cap(self, logits: Tensor) -> Tensor:
+        """Softly capped, as Gemma 2 does it: large scores approach the cap and never reach it."""
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x)); Gemma normalises the results as well."""
 
-    chance: Any = None  # of adapters with dropout
-
-    def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: str):
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: AttentionKernel):
         super().__init__()
         self.attention_norm = make_norm(spec, spec.hidden)
         self.attention = (LatentAttention if spec.is_latent else Attention)(spec, layer, kernel)
@@ -256,8 +235,6 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, inputs: AttentionInputs, target_counts_B: Tensor | None = None
     ) -> tuple[Tensor, Routing | None]:
-        if self.chance is not None and not torch.compiler.is_compiling():  # who compiles says it before
-            self.chance.begin(inputs.rows_B, inputs.positions_BT)
         x_BTD = x_BTD + self.attention_post_norm(self.attention(self.attention_norm(x_BTD), inputs))
         normed_BTD, routing = self.feedforward_norm(x_BTD), None
         if isinstance(self.feedforward, MixtureOfExperts):

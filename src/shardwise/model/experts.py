@@ -4,7 +4,7 @@ Owns routing, the experts' stacked weights, the balancing losses and DeepSeek's 
 counts are per sequence and weighted by its target tokens, so they do not depend on how sequences are grouped into
 batches, and padding sequences (no target tokens) add nothing. Read next: `decoder.py`, which sums them up.
 
-Shapes: B batch, T tokens, N = B*T, D model width, F expert width, E experts, K experts per token, M = N*K routed copies.
+Shapes: B batch, T tokens, N = B*T, D model width, F expert width, E experts, K experts per token, M = N*K routed rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kernels.gated import gated
 from shardwise.model.feedforward import ACTIVATIONS, FeedForward
 from shardwise.spec.model import ModelSpec
 
@@ -38,8 +37,6 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(spec)
         self.experts = Experts(spec)
         self.shared = FeedForward(spec, spec.expert_ffn * spec.num_shared_experts) if spec.num_shared_experts else None
-        # Ranks may have parts of the same sequences: adds up counts over them. On one device a rank has it all.
-        self.sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
         # Tokens each expert got since the last optimizer step, over sequences that have targets.
         self.tokens_per_expert: Tensor
         self.register_buffer("tokens_per_expert", torch.zeros(spec.num_experts, dtype=torch.int64), persistent=False)
@@ -63,10 +60,15 @@ class MixtureOfExperts(nn.Module):
             out_BTD = out_BTD + self.shared(x_BTD)
         return out_BTD, None if target_counts_B is None else self._report(choice, counts_BE, target_counts_B)
 
+    def count_whole_sequences(self, counts_BE: Tensor) -> Tensor:
+        """Tokens per expert of whole sequences, given those of the tokens that are here: on one device all of them
+        are."""
+        return counts_BE
+
     def _report(self, choice: Choice, counts_BE: Tensor, target_counts_B: Tensor) -> Routing:
         """`target_counts_B` is that of whole sequences. The losses are the part of them that these tokens bring in."""
         batch = target_counts_B.shape[0]
-        counts_whole_BE = self.sum_over_sequence(counts_BE)
+        counts_whole_BE = self.count_whole_sequences(counts_BE)
         probabilities_BTE = choice.probabilities_NE.unflatten(0, (batch, -1))
         logits_BTE = choice.logits_NE.unflatten(0, (batch, -1))
         weight_B = target_counts_B.to(probabilities_BTE.dtype)
@@ -144,8 +146,6 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """E feed-forward networks as stacked weights. Rows come sorted by expert, `counts_E` says how many each has."""
 
-    joined_E2FD: Tensor | None = None  # gate and up in one piece of memory, see `join`
-
     def __init__(self, spec: ModelSpec):
         super().__init__()
         shape = (spec.num_experts, spec.expert_ffn, spec.hidden)
@@ -170,43 +170,17 @@ class Experts(nn.Module):
         return F.linear(self.activation(F.linear(x, gate)) * F.linear(x, up), down)
 
     def _grouped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """One kernel for all experts: no loop, and no wait for the counts to reach the CPU. Rows need no padding: in bf16 an
-        expert's may begin anywhere, because what is read in pieces of 16 bytes are the rows themselves."""
+        """One kernel for all experts: no loop, and no wait for the counts to reach the CPU. Rows need no padding: in
+        bf16 an expert's may begin anywhere, because what is read in pieces of 16 bytes are the rows themselves."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(self.grouped_hidden(x_MD, ends_E), self.down.transpose(1, 2), offs=ends_E)
+
+    def grouped_hidden(self, x_MD: Tensor, ends_E: Tensor) -> Tensor:
+        """The hidden channels of every row, of shape (M, F). `ends_E`: the row after each expert's last."""
+        up_MF = F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E)
         if self.gate is None:
-            h_MF = self.activation(F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E))
-        elif self.joined_E2FD is not None:
-            h_MF = gated(_GateAndUp.apply(x_MD, self.gate, self.up, self.joined_E2FD, ends_E), self.activation)
-        else:
-            up_MF = F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E)
-            h_MF = self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * up_MF
-        return F.grouped_mm(h_MF, self.down.transpose(1, 2), offs=ends_E)
-
-    @torch.no_grad()
-    def join(self) -> None:
-        """Move gate and up into one piece of memory, of which both are views from then on, so that one product reads both.
-        For whoever keeps the weights that are computed with: joining them anew in every pass would copy more than it saves."""
-        if self.gate is not None:
-            self.joined_E2FD = torch.cat([self.gate, self.up], 1)
-            self.gate.data, self.up.data = self.joined_E2FD.chunk(2, dim=1)
-
-
-class _GateAndUp(torch.autograd.Function):
-    """Both products of gated experts as one, over weights that lie together. Their gradients are two products, because what
-    comes of one would have to be cut apart, which is a copy; the input's is one, and nothing has to be added."""
-
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, gate: Tensor, up: Tensor, joined_E2FD: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x_MD, joined_E2FD, ends_E)
-        return F.grouped_mm(x_MD, joined_E2FD.transpose(1, 2), offs=ends_E)
-
-    @staticmethod
-    def backward(ctx: Any, grad_M2F: Tensor) -> tuple[Tensor | None, ...]:
-        x_MD, joined_E2FD, ends_E = ctx.saved_tensors
-        grad_x_MD = F.grouped_mm(grad_M2F, joined_E2FD, offs=ends_E) if ctx.needs_input_grad[0] else None
-        halves = zip(grad_M2F.chunk(2, dim=1), ctx.needs_input_grad[1:3], strict=True)
-        weights = [F.grouped_mm(half_MF.t(), x_MD, offs=ends_E) if needed else None for half_MF, needed in halves]
-        return grad_x_MD, *weights, None, None
+            return self.activation(up_MF)
+        return self.activation(F.grouped_mm(x_MD, self.gate.transpose(1, 2), offs=ends_E)) * up_MF
 
 
 def sorting(experts_M: Tensor, num_experts: int) -> Tensor:
@@ -225,8 +199,8 @@ def arrange(x_ND: Tensor, order_M: Tensor, back_M: Tensor, copies: int = 1) -> T
 
 
 class _Arrange(torch.autograd.Function):
-    """Backward takes the rows back and adds the copies in a fixed order; an index's own would add them one by one, and on a GPU
-    in the order threads arrive."""
+    """Backward takes the rows back and adds the copies in a fixed order; an index's own would add them one by one, and
+    on a GPU in the order threads arrive."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, back_M: Tensor, copies: int) -> Tensor:
@@ -242,8 +216,8 @@ class _Arrange(torch.autograd.Function):
 
 
 def can_group(x: Tensor) -> bool:
-    """torch's grouped matmul is for bf16 on CUDA; elsewhere (and in fp64) the loop is exact and plain. On a CPU it is that loop, which
-    a compiler cannot see through: the lengths of its slices are numbers in memory."""
+    """torch's grouped matmul is for bf16 on CUDA; elsewhere (and in fp64) the loop is exact and plain. On a CPU it is
+    that loop, which a compiler cannot see through: the lengths of its slices are values in memory."""
     return x.dtype == torch.bfloat16 and (x.is_cuda or torch.compiler.is_compiling()) and hasattr(F, "grouped_mm")
 
 

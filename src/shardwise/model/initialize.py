@@ -1,4 +1,5 @@
-"""First weights: each parameter is drawn from (seed, its name), so every layout of the model starts from the same numbers.
+"""Initial weights: each parameter is drawn from (seed, its name), so every layout of the model starts from the same
+ones.
 
 Owns the distribution by name and the draw. Invariant: a value depends on seed, name and shape only; never on the order
 of drawing, the device, the dtype or which other parameters exist. Read next: `decoder.py` for the names.
@@ -20,7 +21,7 @@ STD = 0.02
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
-    """Fill a model that has memory (a `meta` model first needs `to_empty`), buffers included."""
+    """Initialize a model that has memory (a `meta` model first needs `to_empty`), buffers included."""
     for name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{name} is on meta: call model.to_empty(device=...) before initialize"
         parameter.copy_(initial_value(model.spec, name, tuple(parameter.shape), seed))
@@ -31,7 +32,8 @@ def initialize(model: Decoder, seed: int) -> None:
 
 
 def initial_value(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """One parameter at full shape, fp32, on CPU. GPT-2's rule: N(0, 0.02), smaller where a result joins the residual."""
+    """One parameter at full shape, fp32, on CPU. GPT-2's rule: N(0, 0.02), smaller where a result joins the
+    residual."""
     if len(shape) == 1:
         is_scale = name.endswith("norm.weight") and not spec.norm_plus_one
         return torch.ones(shape, device="cpu") if is_scale else torch.zeros(shape, device="cpu")

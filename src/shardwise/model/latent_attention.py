@@ -1,7 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values live in one small latent.
 
-Owns the down- and up-projections around it; the kernels are those of `attention.py`. Invariant: what the cache stores
-per token is the normalised latent and the rotated shared key, nothing per head. The paper's symbols are in comments.
+Owns the down- and up-projections around it; the kernels are those of `attention_kernels.py`. Invariant: what the cache
+stores per token is the normalised latent and the rotated shared key, nothing per head. The paper's symbols are in
+comments.
 
 Shapes: B batch, T query tokens, S key tokens, D model width, H heads, N unrotated and R rotated channels of a head,
 L latent width, V value channels.
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.attention import AttentionInputs
+from shardwise.model.attention_kernels import AttentionKernel
 from shardwise.model.norm import RMSNorm
 from shardwise.model.rope import rotate, softmax_scale
 from shardwise.spec.model import LayerSpec, ModelSpec
@@ -22,7 +24,7 @@ LATENT_NORM_EPS = 1e-6  # fixed in DeepSeek's code, whatever the model's own nor
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: str):
+    def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: AttentionKernel):
         super().__init__()
         self.index, self.kernel = layer.index, kernel
         self.softcap, self.scale = spec.attention_softcap, softmax_scale(spec)
@@ -60,7 +62,7 @@ class LatentAttention(nn.Module):
         k_rope_BSHR = k_rope_BSR.unsqueeze(2).expand(-1, -1, k_nope_BSHN.shape[2], -1)
         k_BSHQ = torch.cat((k_nope_BSHN, k_rope_BSHR), dim=-1)
         # 4. Attention. Fused kernels want values as wide as queries: pad with zeros, cut the result.
-        padding = 0 if self.kernel == "math" else max(0, q_BTHQ.shape[-1] - self.value_dim)
+        padding = 0 if self.kernel.name == "math" else max(0, q_BTHQ.shape[-1] - self.value_dim)
         out_BTHV = inputs.attend(
             q_BTHQ, k_BSHQ, F.pad(v_BSHV, (0, padding)), inputs.mask, self.kernel, self.scale, self.softcap
         )

@@ -1,8 +1,8 @@
 """Cross-entropy as a sum over target tokens, in fp32 or better, without ever holding all logits of a large batch.
 
-Owns IGNORE and the chunking rule: few logits are computed at once, many in chunks, which either leave their gradients
-behind (`fused_loss.py`) or are computed again in backward (`sum_in_chunks`). Invariant: the sum is over targets that are
-not IGNORE; nobody divides here, because only the training loop knows the step's global count. Read next: `decoder.py`.
+Owns IGNORE and the chunking rule: few logits are computed at once, many in chunks, which backward computes again.
+Invariant: the sum is over targets that are not IGNORE; nobody divides here, because only the training loop knows the
+step's global count. Read next: `decoder.py`.
 
 Shapes: N = batch * tokens, D model width, V vocabulary.
 """
@@ -19,32 +19,21 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100
 MAX_LOGITS_BYTES = 256 * 2**20  # of fp32 logits alive at once; a 128k vocabulary reaches it at 512 tokens
-CUDA_TIMES = 8
-"""So many times as many bytes has a fused chunk on a GPU, of logits in their own format: each chunk reads and writes the
-whole gradient of the weight. A 128k vocabulary in bf16 has up to 8,372 tokens in a chunk."""
 
 
 def rows_at_once(num_logits: int) -> int:
-    """Rows of so many logits that fit at once in fp32."""
+    """How many rows of so many logits each are computed at once: as many as fit into MAX_LOGITS_BYTES in fp32."""
     return max(1, MAX_LOGITS_BYTES // (4 * num_logits))
 
 
-def fused_rows(x_ND: Tensor, num_logits: int) -> int:
-    """Rows of a chunk whose logits exist once. Chunks are as even as can be: one shape for compiled kernels."""
-    most = rows_at_once(num_logits)
-    if x_ND.is_cuda:
-        most = max(1, CUDA_TIMES * MAX_LOGITS_BYTES // (x_ND.element_size() * num_logits))
-    num_chunks = -(-x_ND.shape[0] // most)
-    return -(-x_ND.shape[0] // num_chunks)
-
-
 def cross_entropy_sum(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, vocab: int) -> Tensor:
-    """Sum of -log p(target)."""
+    """The sum of -log p(target) over targets that are not IGNORE. `head` computes logits of rows."""
     return sum_in_chunks(partial(_cross_entropy, head), x_ND, targets_N, vocab)
 
 
 def sum_in_chunks(loss: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, num_logits: int) -> Tensor:
-    """A loss that makes `num_logits` logits per token. Large batches go in chunks whose logits backward computes again."""
+    """The sum of a loss that makes `num_logits` logits per token. Large batches go in chunks whose logits backward
+    computes again (activation checkpointing)."""
     rows = rows_at_once(num_logits)
     if x_ND.shape[0] <= rows:
         return loss(x_ND, targets_N)

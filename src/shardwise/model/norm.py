@@ -5,8 +5,6 @@ Owns nothing but their arithmetic. Both compute in at least fp32 inside torch's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,18 +15,17 @@ from shardwise.spec.model import ModelSpec
 class RMSNorm(nn.Module):
     """x / rms(x), scaled by `weight`, or by 1 + `weight` as Gemma does so that weight decay pulls the scale to one."""
 
-    compute: Callable[[Tensor, Tensor, float], Tensor] | None = None  # where another way than torch's is faster
-
     def __init__(self, dim: int, eps: float, plus_one: bool = False):
         super().__init__()
         self.dim, self.eps, self.plus_one = dim, eps, plus_one
         self.weight = nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
 
+    def factor(self) -> Tensor:
+        """What the normalised elements are multiplied by."""
+        return 1 + self.weight if self.plus_one else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        weight = 1 + self.weight if self.plus_one else self.weight
-        return (
-            F.rms_norm(x, (self.dim,), weight, self.eps) if self.compute is None else self.compute(x, weight, self.eps)
-        )
+        return F.rms_norm(x, (self.dim,), self.factor(), self.eps)
 
 
 def make_norm(spec: ModelSpec, dim: int) -> nn.Module:

@@ -40,7 +40,7 @@ def rotate(x_BTHR: Tensor, rotation: Rotation) -> Tensor:
     """Turn each pair of dimensions by its angle.
 
     A pair is (i, i + R/2) in most models and (2i, 2i + 1) when interleaved. The result always has the first layout:
-    queries and keys are permuted alike, so their products do not change, and no second shuffle is needed.
+    queries and keys are permuted alike, so their dot products do not change, and no second shuffle is needed.
     """
     if rotation.interleaved:
         first, second = x_BTHR[..., 0::2], x_BTHR[..., 1::2]
@@ -65,7 +65,8 @@ def inverse_frequencies(spec: ModelSpec, layer: LayerSpec, device: torch.device)
 
 
 def _llama3(spec: ModelSpec, plain_R: Tensor) -> Tensor:
-    """Llama 3.1: slow pairs (few turns within the original length) are slowed by the factor, fast ones kept, blend between."""
+    """Llama 3.1: slow pairs (few turns within the original length) are slowed by the factor, fast ones kept, blend
+    between."""
     turns_R = spec.rope_original_max_seq_len * plain_R / (2 * math.pi)
     low, high = spec.rope_low_freq_factor, spec.rope_high_freq_factor
     keep_R = ((turns_R - low) / (high - low)).clamp(0, 1)
@@ -73,7 +74,8 @@ def _llama3(spec: ModelSpec, plain_R: Tensor) -> Tensor:
 
 
 def _yarn(spec: ModelSpec, plain_R: Tensor, theta: float, dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions from kept (beta_fast turns) to slowed (beta_slow)."""
+    """YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions from kept (beta_fast turns) to slowed
+    (beta_slow)."""
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(spec.rope_original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,23 +1,15 @@
-"""How one model becomes many: the transforms, in the order they apply. One file per axis.
+"""How one model becomes many: where this rank stands, the transforms in their order, memory, weights, the engine.
 
-    mesh.py       where this rank stands, and with whom it talks
-    pipeline.py   which layers this rank has                              (mailbox.py, deferred.py)
-    liger.py      norms and activations by liger-kernel, where asked for
-    context.py    which tokens of every sequence                          (ring.py, blocks.py, ulysses.py)
-    expert.py     which experts
-    tensor.py     which slices of them, sequence parallelism included     (regions.py, vocab.py)
-    float8        which products are in fp8                               (kernels/float8.py)
-    compiled.py   which operations are one kernel
-    recompute.py  what backward computes again                            (in memory/; selective.py, activation_offload.py)
-    zero.py       which rows of those; number formats                     (ZeRO 1, 2, 3, hybrid)
-    data.py       replicas with summed gradients
-    copies.py     16-bit copies of fp32 weights, on one rank
-    any_module.py the last two for modules that are not ours              (split_module.py)
-    shards.py     the table of what came out of it
-    traffic.py    how each collective of all of them is timed
+    1. mesh.py            where this rank stands, and with whom it talks
+    2. pipeline/          which layers this rank has
+    3. transforms.py      what becomes of the plain decoder: adapters, kernels, context, expert and tensor parallelism,
+                          fp8, compiled blocks, recomputation
+    4. zero/              which rows of each parameter; number formats       (ZeRO 1, 2, 3, hybrid)
+    5. weights            drawn or read at full shape and cut to what this rank holds, one layer at a time
+    6. data/              replicas with summed gradients, or low-precision weights on one rank
+    7. shards.py          the table of what came out of it
 
-Every transform takes the plain single-device module of `model/` and leaves it computing the same numbers. Weights
-come last: each is drawn or read at full shape and cut to what this rank holds, one layer at a time.
+any_module/ does 4 and 6 for modules that are not ours; traffic.py times the collectives of all of them.
 """
 
 from __future__ import annotations
@@ -31,33 +23,22 @@ import torch
 from shardwise.adapters.lora import Adapters, adapt, adapt_whole, decoder_adapters
 from shardwise.interop.transformers.model import TransformersModel
 from shardwise.interop.transformers.spec import TransformersSpec
-from shardwise.kernels.choose_attention import Shape, choose
-from shardwise.kernels.compiled import (
-    apply_compile,
-    apply_joined,
-    apply_joined_adapters,
-    apply_narrow_sums,
-    apply_norm_gradients,
-)
-from shardwise.kernels.float8 import Float8Layers, apply_float8, apply_float8_head
-from shardwise.kernels.liger import apply_liger
-from shardwise.memory.activation_offload import apply_activation_offload
-from shardwise.memory.recompute import apply_recompute
+from shardwise.kernels.flash4 import kernel_named
+from shardwise.kernels.float8 import Float8Layers
 from shardwise.model.decoder import Decoder
 from shardwise.model.dtypes import COMPUTED, KEPT
 from shardwise.model.experts import moe_layers
 from shardwise.parallel.any_module.split_module import float8_in_place, split_in_place
-from shardwise.parallel.context.sequence_split import ContextParallel, apply_context_parallel
 from shardwise.parallel.data.low_precision_weights import LowPrecisionWeights
 from shardwise.parallel.data.replicas import BUCKET_BYTES, DataParallelWrapper, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
-from shardwise.parallel.expert.dispatch import apply_expert_parallel
 from shardwise.parallel.fsdp2 import fix_memory
 from shardwise.parallel.mesh import Mesh, build_mesh
 from shardwise.parallel.pipeline.execute import Stage
 from shardwise.parallel.shards import shards_of
-from shardwise.parallel.tensor.slices import TensorParallel, apply_tensor_parallel
+from shardwise.parallel.tensor.collectives import TensorParallel
 from shardwise.parallel.traffic import Traffic
+from shardwise.parallel.transforms import ModelPart, transform
 from shardwise.parallel.zero.sharding import Sharded, buffers_to, decoder_groups
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -97,57 +78,11 @@ def parallelize_decoder(
         if owners[index] != mesh.at.pp:
             continue
         with torch.device("meta"):
-            model = Decoder(spec, attention, layers).to(KEPT[plan.precision])
-        adapt(model, adapters)
-        if plan.kernels == "liger":
-            apply_liger(model)
+            model = Decoder(spec, kernel_named(attention), layers).to(KEPT[plan.precision])
         tp = TensorParallel(mesh.tp, plan.sequence, traffic.on("tp")) if plan.tp > 1 else None
-        if plan.cp > 1:
-            apply_context_parallel(model, ContextParallel(mesh.cp, plan.cp_kind, traffic.on("cp")))
-        if plan.ep > 1:
-            apply_expert_parallel(model, mesh, tp, traffic)
-        if tp is not None:
-            apply_tensor_parallel(model, tp)
-        if model.head is not None:
-            model.head.fused, model.head.compiled = plan.loss == "fused", plan.compile != "none"
-            if plan.products == "measured":
-                from shardwise.kernels.choose_matmul import MeasuredProducts  # takes a second to load
-
-                model.head.products = MeasuredProducts()
-        if plan.formats.is_fp8:
-            blocks, emulate = model.layers.values(), device.type == "cpu"
-            float8 = apply_float8(model, blocks, plan.fp8_recipe, emulate=emulate, joined=plan.fuse, found=float8)
-            if plan.fp8_head:
-                apply_float8_head(model, float8, compiled=plan.compile != "none" and not emulate)
-        if plan.fuse:
-            apply_joined(model.layers.values())
-        if attention == "auto" and device.type == "cuda" and plan.cp == 1:
-            shape = Shape(plan.micro_batch, plan.seq_len, plan.tp)
-            chosen = choose(spec, spec.layers[layers.start : layers.stop], shape, COMPUTED[plan.precision], device)
-            model.use_kernels({index: choice.kernel for index, choice in chosen.items()})
-            model.kernel_reason = "; ".join(sorted({str(choice) for choice in chosen.values()}))
-        recompute = plan.recompute
-        if plan.compile != "none":
-            if plan.tp == 1:
-                apply_joined_adapters(model.layers.values())
-                if device.type == "cuda":
-                    apply_narrow_sums(model.layers.values(), COMPUTED[plan.precision])
-            whole = plan.tp == plan.cp == plan.ep == 1
-            selective, measured, own = recompute == "selective", plan.products == "measured", plan.kernels == "own"
-            if own:
-                apply_norm_gradients([*model.layers.values(), model])
-            apply_compile(
-                model.layers.values(),
-                plan.compile,
-                selective=selective,
-                whole=whole,
-                measured=measured,
-                gathers_sums=own,
-            )
-            recompute = "none" if recompute == "selective" else recompute
-        apply_recompute(list(model.layers.values()), recompute, layers.start)
-        if plan.activation_offload:
-            apply_activation_offload(list(model.layers.values()), device)
+        part = ModelPart(model, layers, mesh, attention, traffic, adapters, tp, float8)
+        transform(part)
+        float8 = part.float8
         sums = None
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head
@@ -158,7 +93,7 @@ def parallelize_decoder(
             fix_memory(sums.root)
         fill_stage(model, mesh, fill, layers, adapters)
         if float8 is not None:
-            float8.round_frozen()
+            float8.quantize_frozen()
         stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
     return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic, float8)
 

@@ -19,6 +19,7 @@ from shardwise.data.loader import TensorBatch, cut_microbatches, number_rows
 from shardwise.data.sequences import IGNORE
 from shardwise.interop.transformers.model import TransformersModel
 from shardwise.interop.transformers.spec import TransformersSpec
+from shardwise.kernels.flash4 import kernel_named
 from shardwise.kernels.float8 import apply_float8, apply_float8_head
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.dtypes import COMPUTED, KEPT
@@ -83,7 +84,7 @@ def train_plain(spec: ModelSpec, trial: Trial, device: torch.device = CPU) -> Re
         found = apply_float8(model, model.layers.values(), trial.fp8_recipe, emulate=device.type == "cpu")
         if trial.fp8_head:
             apply_float8_head(model, found, compiled=False)
-        found.round_frozen()
+        found.quantize_frozen()
     optimizer = build_optimizer(trial.optimizer, model.parameters())
     scaler = plain_scaler(trial.precision, trial.loss_scale)
     record = Record()
@@ -106,7 +107,7 @@ def _plain_model(spec: ModelSpec, trial: Trial) -> Decoder:
             Decoder, TransformersModel(spec, trial.attention, KEPT[trial.precision])
         )  # it has the decoder's calls
     else:
-        model = Decoder(spec, trial.attention).to(KEPT[trial.precision])
+        model = Decoder(spec, kernel_named(trial.attention)).to(KEPT[trial.precision])
     fill_trial(model, trial)
     adapt_whole(model, trial.adapter, trial.seed, trial.precision)
     return model

@@ -61,10 +61,10 @@ def single_process_losses(
     model = adapted_model(config, spec, plan.precision, KEPT[plan.precision], device)
     if plan.formats.is_fp8:
         blocks = model.blocks() if isinstance(model, TransformersModel) else model.layers.values()
-        found = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", joined=plan.fuse)
+        found = apply_float8(model, blocks, plan.fp8_recipe, emulate=device.type == "cpu", fused=plan.fuse)
         if plan.fp8_head:
             apply_float8_head(model, found, compiled=False)
-        found.round_frozen()
+        found.quantize_frozen()
     optimizer = build_optimizer(config.optimizer, model.parameters())
     scaler = plain_scaler(plan.precision, plan.loss_scale)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)

@@ -7,18 +7,19 @@ no rank waits for another in here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.cluster.measure.blocks import BlockTimes
-from shardwise.model.decoder import Decoder, Head
+from shardwise.kernels.flash4 import kernel_named
+from shardwise.kernels.fused_head import FusedHead
+from shardwise.kernels.timing import median_seconds
+from shardwise.model.decoder import Decoder
 from shardwise.model.dtypes import COMPUTED, KEPT
 from shardwise.optim.build import TakesFactor, build_optimizer
 from shardwise.spec.model import LayerSpec, ModelSpec
@@ -29,7 +30,7 @@ from shardwise.spec.split import estimated_costs, tensor_slice
 
 MAX_BLOCKS = {"cpu": 8, "cuda": 1}  # on a GPU caches make no difference, and memory may be short
 MAX_ELEMENTS = 2**23  # that the optimizer updates
-BUDGET_S, LEAST = 0.7, 3  # of each measurement: seconds, and repetitions besides the first
+BUDGET_S, TURNS = 0.7, 3  # of each measurement: seconds, and turns at least
 
 
 def block_times(
@@ -42,7 +43,9 @@ def block_times(
     spread = (round(n * (part.num_layers - 1) / max(1, count - 1)) for n in range(count))
     chosen = sorted({kinds.index(kind) for kind in kinds} | (set(spread) if count > 1 else set()))
     chain = _Chain(part, alone, attention, chosen, device)
-    long, short = _seconds([partial(chain.run, chosen), partial(chain.run, [])], device)
+    long, short = median_seconds(
+        [partial(chain.run, chosen), partial(chain.run, [])], device, turns=TURNS, budget_s=BUDGET_S
+    )
     costs = estimated_costs(part, alone.seq_len)[0]
     blocks = max(0.0, long - short) * sum(costs) / sum(costs[index] for index in chosen)
     shapes = [parameter.shape for parameter in chain.block(chosen[0]).parameters()]
@@ -87,11 +90,13 @@ class _Chain:
         self.parts: dict[LayerSpec, tuple[nn.Module, Any]] = {}  # one of each kind stands for all of them
         positions = torch.arange(plan.seq_len, device=device)[None]
         for kind, index in {kind: index for index, kind in self.kinds.items()}.items():
-            decoder = _filled(Decoder, spec, attention, range(index, index + 1), dtype=dtype, device=device)
+            decoder = _filled(
+                Decoder, spec, kernel_named(attention), range(index, index + 1), dtype=dtype, device=device
+            )
             inputs = decoder.prepare_attention(dtype, positions, None, None)[index]
             self.parts[kind] = decoder.layers[str(index)], inputs
         self.embedding = _filled(nn.Embedding, spec.vocab, spec.hidden, dtype=dtype, device=device)
-        self.head = _filled(Head, spec.with_overrides({"tied": False}), dtype=dtype, device=device)
+        self.head = _filled(FusedHead, spec.with_overrides({"tied": False}), dtype=dtype, device=device)
         self.tokens_BT = torch.randint(0, spec.vocab, shape, device=device)
         self.targets_B = torch.full(shape[:1], plan.seq_len, device=device)
 
@@ -143,19 +148,5 @@ def _optimizer_seconds(shapes: list[torch.Size], plan: Plan, config: OptimizerCo
             torch._foreach_mul_(gradients, factor)  # clipping
         optimizer.step()
 
-    whole, without = _seconds([once, gradients_only], device)
+    whole, without = median_seconds([once, gradients_only], device, turns=TURNS, budget_s=BUDGET_S)
     return max(whole - without, 1e-9)
-
-
-def _seconds(actions: list[Callable[[], object]], device: torch.device) -> list[float]:
-    """The median of each, taken in turns: what else the machine does meets all of them alike."""
-    found: list[list[float]] = [[] for _ in actions]
-    ends = time.perf_counter() + BUDGET_S
-    while len(found[0]) <= LEAST or (time.perf_counter() < ends and len(found[0]) < 50):
-        for action, times in zip(actions, found, strict=True):
-            began = time.perf_counter()
-            action()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - began)
-    return [median(times[1:]) for times in found]

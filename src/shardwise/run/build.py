@@ -121,13 +121,16 @@ def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device
     """The decoder with memory for its weights and nothing in it yet."""
     import torch
 
+    from shardwise.kernels.flash4 import kernel_named
+    from shardwise.kernels.fused_head import apply_fused_head
     from shardwise.model.decoder import Decoder
 
     check_attention(config, device.type)
     if isinstance(spec, TransformersSpec):
         return _foreign_model(config, spec, dtype, device, None)
     with torch.device("meta"):
-        model = Decoder(spec, config.attention)
+        model = Decoder(spec, kernel_named(config.attention))
+    apply_fused_head(model)
     return model.to(dtype).to_empty(device=device)
 
 

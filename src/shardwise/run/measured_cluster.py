@@ -7,10 +7,8 @@ planner scales the device's rates until its prediction of the blocks is what the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
 from types import MappingProxyType
 
 import torch
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from shardwise.cluster.describe.here import this_cluster
 from shardwise.cluster.describe.machine import this_machine
 from shardwise.cluster.measure.blocks import BlockTimes
+from shardwise.kernels.timing import median_seconds
 from shardwise.model.dtypes import COMPUTED
 from shardwise.parallel.fsdp2 import all_gather_single, reduce_scatter_single
 from shardwise.run.block_times import block_times
@@ -27,7 +26,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
-REPEATS = 7
+TURNS = 7  # of each measurement
 
 
 def measured_cluster(
@@ -105,12 +104,4 @@ def _mean(values: list[float], plan: Plan, device: torch.device) -> list[float]:
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """The median of a few tries; the first one warms up."""
-    found = []
-    for _ in range(1 + REPEATS):
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return median(found[1:])
+    return median_seconds([action], device, turns=TURNS)[0]

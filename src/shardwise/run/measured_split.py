@@ -5,7 +5,6 @@ Every rank measures at once, as busy as they will be, and all take the average, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.model.decoder import Decoder, Head
+from shardwise.kernels.flash4 import kernel_named
+from shardwise.kernels.fused_head import FusedHead
+from shardwise.kernels.timing import median_seconds
+from shardwise.model.decoder import Decoder
 from shardwise.model.dtypes import COMPUTED
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.split import balanced_split
 
-REPEATS = 3
+TURNS = 5
 
 
 def measured_split(spec: ModelSpec, plan: Plan, attention: str, device: torch.device) -> tuple[int, ...]:
@@ -38,7 +40,7 @@ def measured_split(spec: ModelSpec, plan: Plan, attention: str, device: torch.de
 
 
 def _layer_seconds(spec: ModelSpec, index: int, plan: Plan, attention: str, device: torch.device) -> float:
-    part = _ready(Decoder, spec, attention, range(index, index + 1), plan=plan, device=device)
+    part = _ready(Decoder, spec, kernel_named(attention), range(index, index + 1), plan=plan, device=device)
     positions = torch.arange(plan.seq_len, device=device)[None]
     inputs = part.prepare_attention(COMPUTED[plan.precision], positions, None, None)[index]
     targets = torch.full((plan.micro_batch,), plan.seq_len, device=device)
@@ -47,19 +49,19 @@ def _layer_seconds(spec: ModelSpec, index: int, plan: Plan, attention: str, devi
         out, _ = part.layers[str(index)](_hidden(spec, plan, device), inputs, targets)
         out.sum().backward()
 
-    return _best(once, device)
+    return _seconds(once, device)
 
 
 def _embedding_seconds(spec: ModelSpec, plan: Plan, device: torch.device) -> float:
     table = _ready(torch.nn.Embedding, spec.vocab, spec.hidden, plan=plan, device=device)
     tokens = torch.zeros(plan.micro_batch, plan.seq_len, dtype=torch.long, device=device)
-    return _best(lambda: table(tokens).sum().backward(), device)
+    return _seconds(lambda: table(tokens).sum().backward(), device)
 
 
 def _head_seconds(spec: ModelSpec, plan: Plan, device: torch.device) -> float:
-    head = _ready(Head, spec.with_overrides({"tied": False}), plan=plan, device=device)
+    head = _ready(FusedHead, spec.with_overrides({"tied": False}), plan=plan, device=device)
     targets = torch.zeros(plan.micro_batch, plan.seq_len, dtype=torch.long, device=device)
-    return _best(lambda: head(_hidden(spec, plan, device), targets).backward(), device)
+    return _seconds(lambda: head(_hidden(spec, plan, device), targets).backward(), device)
 
 
 def _hidden(spec: ModelSpec, plan: Plan, device: torch.device) -> torch.Tensor:
@@ -78,13 +80,7 @@ def _ready(kind: Callable, *arguments: object, plan: Plan, device: torch.device)
     return module
 
 
-def _best(action: Callable[[], object], device: torch.device) -> float:
-    """The best of a few: what the machine can do, not what else it was doing. The first one warms up."""
-    seconds = []
-    for _ in range(1 + REPEATS):
-        began = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """The median of a few turns, after one that warms up. More turns than the best of them would need: the median of five
+    leaves out two that met somebody else's work."""
+    return median_seconds([action], device, turns=TURNS)[0]

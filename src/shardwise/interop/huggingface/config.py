@@ -1,7 +1,8 @@
 """config.json of the Hugging Face world, read into a `ModelSpec`. No torch.
 
 Owns what each supported architecture means. Invariant: a field that would change the computed function is either
-represented in the spec or refused by name. Read next: `hf_reader.py` for what they share, `hf_export.py` for the way out.
+represented in the spec or refused by name. Read next: `reader.py` for what they share, `export.py` for the way
+out.
 """
 
 from __future__ import annotations

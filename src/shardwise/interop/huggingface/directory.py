@@ -1,7 +1,7 @@
 """Finding a Hugging Face model on this machine and reading its config.json. No torch, no network.
 
 Owns the lookup order: a directory as given, then the local hub cache. Invariant: nothing is ever downloaded; what is
-absent is answered with the command that fetches it. Read next: `hf_config.py`.
+absent is answered with the command that fetches it. Read next: `config.py`.
 """
 
 from __future__ import annotations

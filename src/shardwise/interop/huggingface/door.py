@@ -1,7 +1,7 @@
 """The door to the Hugging Face world: find a model here, read its config, move weights in and out.
 
-Owns nothing itself; the parts are `hf_directory.py` (finding), `hf_config.py` (config to spec), `hf_export.py` (spec to
-config), `hf_names.py` (tensor names) and `hf_weights.py` (data). Importing this module does not import torch.
+Owns nothing itself; the parts are `directory.py` (finding), `config.py` (config to spec), `export.py` (spec to
+config), `names.py` (tensor names) and `weights.py` (data). Importing this module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A `ModelSpec` written as the config.json that transformers loads. No torch.
 
 Owns the choice of architecture and the field names on the way out. Invariant: what is written is read back with
-`spec_from_config` and must give the same function, else it is refused. Read next: `hf_config.py`, the way in.
+`spec_from_config` and must give the same function, else it is refused. Read next: `config.py`, the way in.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
     if wrong:
         raise UserError(
             f"{spec.name} has no Hugging Face form",
-            why=f"the nearest architecture, {kind}, cannot say {', '.join(f'{k} = {getattr(spec, k)!r}' for k in wrong)}",
+            why=f"the nearest architecture, {kind}, cannot say "
+            + ", ".join(f"{key} = {getattr(spec, key)!r}" for key in wrong),
             fix="export a model with the shape of a supported family, or keep it as a shardwise checkpoint",
         )
     return config
@@ -197,7 +198,8 @@ def _sparse(spec: ModelSpec) -> dict[str, dict[str, Any]]:
 
 
 def _rope(spec: ModelSpec, kind: str) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for version 4 and others."""
+    """Both spellings: `rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for version 4 and
+    others."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if spec.rope_scaling != "none":
         scaling = {"rope_type": spec.rope_scaling, "factor": spec.rope_factor}

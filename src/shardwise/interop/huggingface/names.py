@@ -1,7 +1,7 @@
 """How our parameters are called, cut and laid out in a Hugging Face checkpoint. No torch.
 
 Owns the table of names. Invariant: the table covers every parameter (and router bias) of the spec exactly once.
-Read next: `hf_weights.py`, which moves the data along it.
+Read next: `weights.py`, which moves the data along it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)$"
 
 
 def tensor_table(spec: ModelSpec, fused_experts: bool = False) -> list[TheirTensor]:
-    """Every tensor of the checkpoint. Published ones have a tensor per expert; `fused_experts` is transformers' memory layout."""
+    """Every tensor of the checkpoint. Published ones have a tensor per expert; `fused_experts` is transformers' memory
+    layout."""
     kind = choose_architecture(spec)
     if kind == "gpt2":
         return list(_gpt2(spec))

@@ -1,7 +1,8 @@
-"""One config.json, read with care: gaps filled by defaults, shared parts understood once, every complaint names the field.
+"""One config.json, read with care: defaults for what is missing, shared parts read once, every complaint names the
+field.
 
-Owns what the architectures have in common (sizes, activations, rotary scaling, windows). No torch. Read next: `hf_config.py`,
-which says what each architecture adds.
+Owns what the architectures have in common (sizes, activations, rotary scaling, windows). No torch. Read next:
+`config.py`, which says what each architecture adds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ACTIVATION_NAMES = {
 
 
 class Reader:
-    """A config with its gaps filled by the architecture's own defaults; every complaint names the field."""
+    """A config with the architecture's own defaults for what is missing; every complaint names the field."""
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = config

@@ -2,7 +2,7 @@
 
 Owns reading (headers first, so a wrong checkpoint is refused before anything changes) and writing (complete or not at
 all). Invariant: besides the model, at most one shard is in memory.
-Read next: `hf_names.py`, the table both directions follow.
+Read next: `names.py`, the table both directions follow.
 """
 
 from __future__ import annotations

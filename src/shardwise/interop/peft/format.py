@@ -1,7 +1,8 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, in and out. torch is loaded only to move data.
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, in and out.
 
-Owns their names and what of their options we can say. Invariants: an adapter that is read computes what `peft` would compute with it, or is
-refused by the name of the option; one that is written is complete or not there at all. Read next: adapters.py, hf_names.py.
+torch is loaded only to move data. Owns their names and what of their options we can say. Invariants: an adapter that is
+read computes what `peft` would compute with it, or is refused by the name of the option; one that is written is
+complete or not there at all. Read next: targets.py, interop/huggingface/names.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LORA = {".lora_A.weight": ".lora_a", ".lora_B.weight": ".lora_b"}
 REFUSED = (
-    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters", "use_qalora",
-    "alora_invocation_tokens", "arrow_config", "use_bdlora", "layer_replication", "corda_config", "loftq_config", "eva_config",
+    "use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters",
+    "use_qalora", "alora_invocation_tokens", "arrow_config", "use_bdlora", "layer_replication", "corda_config",
+    "loftq_config", "eva_config",
 )  # fmt: skip
 FIRST_VALUES = (True, False, "gaussian", "orthogonal", "eva", None)
 """Of `init_lora_weights`: those that leave the base as it is. PiSSA, OLoRA and LoftQ change it."""
@@ -72,7 +74,7 @@ def open_adapter(path: str | Path, spec: ModelSpec) -> PeftAdapter:
             why=f"no place for {', '.join(unknown[:3])}" + (" …" if len(unknown) > 3 else "")
             if unknown
             else f"half of a pair is missing: {', '.join(incomplete[:3]) or 'all of them'}",
-            fix=f"the model it was made for, which it calls {config.get('base_model_name_or_path')!r}, or another adapter.path",
+            fix=f"the model it was made for ({config.get('base_model_name_or_path')!r}), or another adapter.path",
         )
     root = math.sqrt(rank) if config.get("use_rslora") else 1.0
     return PeftAdapter(rank, float(config["lora_alpha"]) * root, tuple(targets), tuple(others), tensors)
@@ -123,7 +125,8 @@ def write_adapter(
         write_tensors(scratch / TENSORS, named, {"format": "pt"})
 
 
-# Names ------------------------------------------------------------------------------------------------------------------
+# Names
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _our_modules(spec: ModelSpec) -> dict[str, str]:
@@ -139,7 +142,7 @@ def _their_modules(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, 
     if fused:
         raise UserError(
             f"{fused[0]} has no adapter in PEFT's format",
-            why=f"Hugging Face's {spec.name} has this layer joined with others, so an adapter of its own has no name there",
+            why=f"Hugging Face's {spec.name} has this layer fused with others, so its own adapter has no name there",
             fix="`--merge-lora` writes the whole model",
         )
     if spec.tied and "embed" in modules:
@@ -168,7 +171,8 @@ def _fits(spec: ModelSpec, module: str, leaf: str, rank: int, shape: tuple[int, 
     return shape == ((rank, inputs) if leaf == ".lora_A.weight" else (outputs, rank))
 
 
-# Files ------------------------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -202,7 +206,7 @@ def _refuse_options(config: dict[str, Any], directory: Path) -> None:
     if wrong:
         raise UserError(
             f"the adapter in {directory} has {wrong[0]}, which is not supported",
-            why="it would compute something else here than in peft; plain LoRA and rsLoRA, with modules_to_save, are read",
+            why="it would compute something else here than in peft; plain LoRA, rsLoRA and modules_to_save are read",
             fix="merge it in peft (`merge_and_unload`) and give the result as model.path, or another adapter.path",
         )
 

@@ -1,8 +1,9 @@
 """Which layers an adapter is for: names and wildcards matched against a model's linear layers. No torch.
 
-Owns the linear layers of a `ModelSpec` by name and shape, the patterns, and the errors of patterns that match nothing. A layer is known
-by our name, by its Hugging Face name, and by the last part of either (`q`, `q_proj`, `attention.q`, `layers.3.*`, `all-linear`).
-Invariant: `linears_of` lists exactly the nn.Linear modules inside the decoder's blocks. Read next: adapters.py.
+Owns the linear layers of a `ModelSpec` by name and shape, the patterns, and the errors of patterns that match nothing.
+A layer is known by our name, by its Hugging Face name, and by the last part of either (`q`, `q_proj`, `attention.q`,
+`layers.3.*`, `all-linear`). Invariant: `linears_of` lists exactly the nn.Linear modules inside the decoder's blocks.
+Read next: adapters/lora.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """transformers' own modelling code behind our decoder's interface: tokens and targets in, summed losses or logits out.
 
-Owns building, reading and writing of such a model. Invariant: dropout and other chance are off, as in our own decoder, so that every
-layout computes the same numbers; and no code of a model directory is run. Needs memory for the whole model on the CPU while it is
-read. Router losses of mixtures of experts are not added.
+Owns building, reading and writing of such a model. Invariant: dropout and other random choices are off, as in our own
+decoder, so that every layout computes the same numbers; and no code of a model directory is run. Needs memory for the
+whole model on the CPU while it is read. Router losses of mixtures of experts are not added.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TransformersModel(nn.Module):
         return list(self.get_submodule(f"inner.{self.spec.blocks}").children())
 
     def train(self, mode: bool = True) -> TransformersModel:
-        """The inner model is never in training mode: it would drop values, or layers, by chance."""
+        """The inner model is never in training mode: it would drop values, or layers, at random."""
         super().train(mode)
         self.inner.eval()
         return self
@@ -88,8 +88,9 @@ class TransformersModel(nn.Module):
 
     @cached_property
     def remembers(self) -> bool:
-        """Does transformers' cache work here? Tried once, on a few tokens: caches of some kinds of models are called otherwise, or
-        need to be made by hand, and a wrong one would only be seen in the text. Every rank of a layout tries at the same time."""
+        """Does transformers' cache work here? Tried once, on a few tokens: caches of some kinds of models are called
+        otherwise, or need to be made by hand, and a wrong one would only be seen in the text. Every rank of a layout
+        tries at the same time."""
         if "past_key_values" not in inspect.signature(self.inner.forward).parameters:
             return False
         tokens_BT = torch.arange(8, device=next(self.parameters()).device)[None] % self.spec.vocab

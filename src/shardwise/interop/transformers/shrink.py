@@ -1,7 +1,8 @@
 """A small model of the same architecture as one that only transformers knows: what a proof of a layout trains.
 
-Only sizes go down. Invariant: every kind of block stays (by its number of parameters, and by what the config lists per layer), and what
-comes out has been trained for a moment: a guess that transformers cannot build or run is never handed on. Loads torch.
+Only sizes go down. Invariant: every kind of block stays (by its number of parameters, and by what the config lists per
+layer), and what comes out has been trained for a moment: a guess that transformers cannot build or run is never handed
+on. Loads torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A model that our decoder does not describe: transformers builds it, and the planner still gets its numbers. No torch here.
+"""A model that our decoder does not describe: transformers builds it, and the planner still gets its sizes.
 
-Parameters are counted on the real modules, built without memory. What else the planner asks for (widths, heads) is read from the
-config where it has a usual name and guessed where it has not: predictions are rougher than for our own models. Invariant: nothing of
-a model directory is ever executed; a model that comes with its own code is refused. Read next: transformers_model.py.
+No torch here. Parameters are counted on the real modules, built without memory. What else the planner asks for (widths,
+heads) is read from the config where it has a usual name and guessed where it has not: predictions are rougher than for
+our own models. Invariant: nothing of a model directory is ever executed; a model that comes with its own code is
+refused. Read next: model.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ INSTALL = 'pip install "transformers>=5.0"'
 
 @dataclass(frozen=True)
 class TransformersSpec(ModelSpec):
-    """`tied` is always set: everything outside of the blocks stays together, as a tied embedding does in our own decoder."""
+    """`tied` is always set: everything outside of the blocks stays together, as a tied embedding does in our own
+    decoder."""
 
     config_json: str = "{}"  # all of config.json: enough to build the model again
     blocks: str = ""  # where the list of blocks is
@@ -69,7 +71,7 @@ class TransformersSpec(ModelSpec):
 
 
 def spec_from_transformers(config: Mapping[str, Any]) -> TransformersSpec:
-    """The numbers of a model that only transformers knows. Loads torch and transformers."""
+    """The sizes of a model that only transformers knows. Loads torch and transformers."""
     check_native(config)
     if config.get("quantization_config"):
         raise refused("quantization_config", config["quantization_config"], "only plain numbers are trained")
@@ -130,7 +132,8 @@ def check_native(config: Mapping[str, Any]) -> None:
     if config.get("auto_map"):
         raise UserError(
             f"config.json: model_type {kind!r} is not supported, it comes with code of its own",
-            why=f"`auto_map` names Python files of the model directory, which are never run; transformers {__version__} has no {kind!r}",
+            why="`auto_map` names Python files of the model directory, which are never run; "
+            f"transformers {__version__} has no {kind!r}",
             fix="a model whose code is part of transformers, or a newer transformers that has it",
         )
     raise UserError(

@@ -3,8 +3,8 @@
     w <- w - lr decay w        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g g
     w <- w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)        copy <- w, rounded
 
-Invariant: torch's fused AdamW rounds at the same places, so one continues what the other began: constants are fp32 as well, 1 - b of a number is
-x - b x in one rounding, and division and root are the exact ones.
+Invariant: torch's fused AdamW rounds at the same places, so one continues what the other began: constants are fp32 as
+well, 1 - b of a number is x - b x in one rounding, and division and root are the exact ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # numbers of one program: two reads of 16 bytes per thread and fp32 tensor
+BLOCK = 1024  # elements of one program: two reads of 16 bytes per thread and fp32 tensor
 
 
 def update(
@@ -30,7 +30,7 @@ def update(
     gradient, size = gradient.contiguous(), master.numel()
     if not size:
         return
-    # Pieces of it may lie between pieces of another (`join` in model/experts.py).
+    # Pieces of it may lie between pieces of another (kernels/fused_experts.py).
     is_cut = not low_precision.is_contiguous()
     assert not is_cut or low_precision[0].is_contiguous(), low_precision.stride()
     piece, stride = (low_precision[0].numel(), low_precision.stride(0)) if is_cut else (size, size)

@@ -2,7 +2,8 @@
 
     s = sigmoid(gate)        h = gate s up        dup = dh gate s        dgate = dh up s (1 + gate (1 - s))
 
-One program has BLOCK columns of one row: 16 bytes per thread and tensor in 16 bits. Everything is computed in fp32 and rounded when it is stored.
+One program has BLOCK columns of one row: 16 bytes per thread and tensor in 16 bits. Everything is computed in fp32 and
+rounded when it is stored.
 """
 
 from __future__ import annotations

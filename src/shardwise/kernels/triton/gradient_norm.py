@@ -1,4 +1,7 @@
-"""The kernel of squares.py, in Triton. Imported only where there is CUDA. Each program has every so-many-th piece of a tensor and adds up its squares in fp32."""
+"""The kernel of optim/gradient_norm.py, in Triton. Imported only where there is CUDA.
+
+Each program has every so-many-th piece of a tensor and adds up its squares in fp32.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The kernel of narrow_sum.py, in Triton: out = y + x B^T. Imported only where there is CUDA.
+"""The kernel of lora_add.py, in Triton: out = y + x B^T. Imported only where there is CUDA.
 
-One program has TALL rows and WIDE columns of the result. The product is of 16-bit numbers with an fp32 sum; y is added to that, and the sum is rounded once.
+One program has TALL rows and WIDE columns of the result. The matmul is of 16-bit elements with an fp32 sum; y is added
+to that, and the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 TALL, WIDE, WARPS = 32, 128, 4  # of nine, the fastest on an H200: as fast as a copy
-LEAST_RANK = 16  # of a tensor core's product
+LEAST_RANK = 16  # of a tensor core's matmul
 
 
 def add(y_NO: Tensor, x_NR: Tensor, b_OR: Tensor) -> Tensor:
@@ -23,14 +24,14 @@ def add(y_NO: Tensor, x_NR: Tensor, b_OR: Tensor) -> Tensor:
     padded = max(LEAST_RANK, triton.next_power_of_2(rank))
     if out_NO.numel():
         grid = (triton.cdiv(width, WIDE) * triton.cdiv(num_rows, TALL),)
-        _narrow_sum[grid](
+        _lora_add[grid](
             y_NO, x_NR, b_OR, out_NO, num_rows, width, x_NR.stride(0), rank, padded, TALL, WIDE, num_warps=WARPS
         )
     return out_NO
 
 
 @triton.jit
-def _narrow_sum(
+def _lora_add(
     y_ptr, x_ptr, b_ptr, out_ptr, num_rows, width, x_stride,
     RANK: tl.constexpr, PADDED: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip

@@ -1,11 +1,14 @@
-"""The kernel of fused_loss.py, in Triton: what lies between a chunk's logits and their gradient, in one launch. Imported only where there is CUDA.
+"""The kernel of fused_loss.py, in Triton: from a chunk's logits to their gradient in one launch. Only where there is
+CUDA.
 
     s = sum of exp(x)        loss = log s - x_target        dx = exp(x) / s, less one at the target
 
-One program has one row and goes over it twice. The second time it goes backwards and finds the row in the L2 cache: logits are read from memory once and
-written once. Where ranks have parts of the vocabulary, each loop is a launch of its own, and ranks meet in between. Each of a row's WIDE lanes has a largest
-number and a sum of its own, so that threads wait for each other only at the row's end. Invariant: everything is fp32 and is rounded when it is stored; exponents
-are of two, and every sum is relative to a number that is subtracted exactly. Rows without a target are not read.
+One program has one row and goes over it twice. The second time it goes backwards and finds the row in the L2 cache:
+logits are read from memory once and written once. Where ranks have parts of the vocabulary, each loop is a launch of
+its own, and ranks combine theirs in between. Each of a row's WIDE lanes has a largest element and a sum of its own, so
+that threads wait for each other only at the row's end. Invariant: everything is fp32 and is rounded when it is stored;
+exponents are of two, and every sum is relative to a number that is subtracted exactly. Rows without a target are not
+read.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A thread reads 16 bytes of each of a tile's lines, in 16 bits; 64 registers let a multiprocessor have two rows at once.
+# A thread reads 16 bytes of each of a tile's lines, in 16 bits; 64 registers let a multiprocessor have two rows at
+# once.
 TALL, WIDE, WARPS = 4, 4096, 16
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -33,7 +37,7 @@ def cross_entropy(
     is_here_N: Tensor,
     loss_N: Tensor,
     softcap: float,
-    meet: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+    combine: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
     wants_gradient: bool,
 ) -> None:
     """Losses into `loss_N`; where it is wanted, the gradient of their sum into the place of the logits."""
@@ -44,22 +48,23 @@ def cross_entropy(
     def launch(sums: bool, gradient: bool) -> None:
         _cross_entropy[(len(logits_NV),)](
             logits_NV, columns_N, is_target_N, is_here_N, sums_N, targets_N, loss_N, softcap, logits_NV.shape[1],
-            sums, gradient, meet is not None, softcap != 0, TALL, WIDE, num_warps=WARPS,
+            sums, gradient, combine is not None, softcap != 0, TALL, WIDE, num_warps=WARPS,
             debug=True, sanitize_overflow=False,  # only what is asserted below
         )  # fmt: skip
 
-    if meet is None:
+    if combine is None:
         return launch(sums=True, gradient=wants_gradient)
     sums_N, targets_N = torch.empty_like(loss_N), torch.empty_like(loss_N)
     launch(sums=True, gradient=False)
-    sums_N, targets_N = (met_N.contiguous() for met_N in meet(sums_N, targets_N))
+    sums_N, targets_N = (all_N.contiguous() for all_N in combine(sums_N, targets_N))
     launch(sums=False, gradient=wants_gradient)
 
 
 @triton.jit(do_not_specialize=PER_ROW)
 def _cross_entropy(
-    logits_ptr, columns_ptr, is_target_ptr, is_here_ptr, sums_ptr, targets_ptr, losses_ptr, softcap, WIDTH: tl.constexpr,
-    SUMS: tl.constexpr, GRADIENT: tl.constexpr, MEETS: tl.constexpr, CAPS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    logits_ptr, columns_ptr, is_target_ptr, is_here_ptr, sums_ptr, targets_ptr, losses_ptr, softcap,
+    WIDTH: tl.constexpr, SUMS: tl.constexpr, GRADIENT: tl.constexpr, COMBINES: tl.constexpr, CAPS: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * WIDTH  # may pass 2^31
@@ -77,16 +82,17 @@ def _cross_entropy(
             shift, total = _sum(logits_ptr, softcap, inside_tile, WIDTH, NUM_TILES, CAPS, TALL, WIDE)
             loss = tl.log(total) - LN2 * tl.fma(target, LOG2E, -shift)
             shift += tl.log2(total)
-            if MEETS:
+            if COMBINES:
                 tl.store(sums_ptr + row, shift * LN2)
                 tl.store(targets_ptr + row, target)  # 0 where another rank has it
         else:
             total = tl.load(sums_ptr + row)
             loss = total - tl.load(targets_ptr + row)
             shift = total * LOG2E
-        if not (SUMS and MEETS):
+        if not (SUMS and COMBINES):
             tl.store(losses_ptr + row, loss)
-        # 2. Probabilities, less one at the target. That is computed apart: near 1, a 16-bit probability less one has lost its digits.
+        # 2. Probabilities, less one at the target. That is computed apart: near 1, a 16-bit probability less one has
+        # lost its digits.
         if GRADIENT:
             tl.debug_barrier()  # all threads have read the target's logit: it may be written over
             for tile in range(NUM_TILES):
@@ -102,7 +108,7 @@ def _cross_entropy(
             tl.debug_barrier()  # whoever wrote the target's probability is done
             tl.store(logits_ptr + column, (_expm1(-loss) * slope).to(logits_ptr.dtype.element_ty), mask=is_here)
     else:
-        if SUMS and MEETS:
+        if SUMS and COMBINES:
             tl.store(sums_ptr + row, 0.0)
             tl.store(targets_ptr + row, 0.0)
         else:
@@ -119,7 +125,8 @@ def _sum(
     logits_ptr, softcap, inside_tile,
     WIDTH: tl.constexpr, NUM_TILES: tl.constexpr, CAPS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(shift, total): the row's exponentials are 2^shift total together. A lane without a finite number yet has the shift -inf and the total 0."""
+    """(shift, total): the row's exponentials are 2^shift total together. A lane without a finite number yet has the
+    shift -inf and the total 0."""
     shifts = tl.full([WIDE], float("-inf"), tl.float32)
     totals = tl.zeros([WIDE], tl.float32)
     for tile in range(NUM_TILES):

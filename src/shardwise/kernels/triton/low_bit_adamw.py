@@ -1,12 +1,14 @@
 """The kernel of low_bit_update.py, in Triton: one pass over memory. Imported only where there is CUDA.
 
-A block of 256 numbers is one warp's. A code's value is looked up in its map. The code of a number x = moment / scale, |x| <= 1, is found by arithmetic and
-one look into a table of bounds. The values of a map lie evenly within a decade: 2^i of them from 10^(i-7) to 10^(i-6), i = 0 ... 6, on either side of
-zero, or twice as many without a sign. So how many are below |x| is a line in each decade, but for one. The lines meet where decades do, each less
-steep than the one before: the lowest of them is the one that counts.
+A block of 256 elements is one warp's. A code's value is looked up in its map. The code of x = moment / scale,
+|x| <= 1, is found by arithmetic and one look into a table of bounds. The values of a map lie evenly within a decade:
+2^i of them from 10^(i-7) to 10^(i-6), i = 0 ... 6, on either side of zero, or twice as many without a sign. So how many
+are below |x| is a line in each decade, but for one. The lines meet where decades do, each less steep than the one
+before: the lowest of them is the one that counts.
 
-Invariant: moments are rounded where plain operations round, and so codes and scales are theirs. Nothing is contracted but what says so
-(`enable_fp_fusion`), and x is the exact quotient, rounded. A weight's change is right to ten roundings.
+Invariant: moments are rounded where plain operations round, and so codes and scales are theirs. Nothing is contracted
+but what says so (`enable_fp_fusion`), and x is the exact quotient, rounded. A weight's change is right to ten
+roundings.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from shardwise.kernels.low_bit_codes import BLOCK, bounds_of
 
-ROWS = 4  # blocks of one program: each of 128 threads has 8 numbers, two reads of 16 bytes per fp32 tensor
+ROWS = 4  # blocks of one program: each of 128 threads has 8 elements, two reads of 16 bytes per fp32 tensor
 
 
 def update(
@@ -41,15 +43,14 @@ def update(
     assert all(tensor.is_contiguous() for tensor in (weight, *states))
     piece = stride = size
     is_apart = False
-    if (
-        low_precision is not None and not low_precision.is_contiguous()
-    ):  # it lies between pieces of another (`join` in model/experts.py)
+    # It may lie between pieces of another (kernels/fused_experts.py).
+    if low_precision is not None and not low_precision.is_contiguous():
         piece, stride = low_precision[0].numel(), low_precision.stride(0)
         is_apart = piece % BLOCK + stride % BLOCK != 0 or not low_precision[0].is_contiguous()
     has_copy, has_factor = low_precision is not None and not is_apart, factor is not None
     _adamw8bit[(triton.cdiv(size, ROWS * BLOCK),)](
-        weight, low_precision if has_copy else weight, gradient, factor if has_factor else scalars, scalars, *states, size, piece, stride,
-        has_factor, has_copy, piece != size, is_quantized, ROWS, BLOCK, enable_fp_fusion=False,
+        weight, low_precision if has_copy else weight, gradient, factor if has_factor else scalars, scalars, *states,
+        size, piece, stride, has_factor, has_copy, piece != size, is_quantized, ROWS, BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     if low_precision is not None and is_apart:
         low_precision.copy_(weight)
@@ -75,8 +76,9 @@ def _quotient(x, by, inverse):
 
 @triton.jit
 def nearest(x, bounds, IS_SIGNED: tl.constexpr):
-    """The code of x, or the one above; which of them, `bounds` knows. Adding 0.3 makes it never less: the last value is 1, a quarter of a distance nearer
-    than the others. It is never two more either: between decades bounds are a fifth of a distance late."""
+    """The code of x, or the one above; which of them, `bounds` knows. Adding 0.3 makes it never less: the last value is
+    1, a quarter of a distance nearer than the others. It is never two more either: between decades bounds are a fifth
+    of a distance late."""
     SIDES: tl.constexpr = 1 if IS_SIGNED else 2
     MORE: tl.constexpr = 0.3 if IS_SIGNED else 0.3 - 1
     size = tl.abs(x)
@@ -92,7 +94,7 @@ def nearest(x, bounds, IS_SIGNED: tl.constexpr):
 
 @triton.jit
 def _spread(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A number per block for each of the block's numbers, in a row: a table is looked into along one dimension."""
+    """A value per block for each of the block's elements, in a row: a table is looked into along one dimension."""
     return tl.reshape(tl.broadcast_to(x[:, None], (ROWS, BLOCK)), (ROWS * BLOCK,))
 
 

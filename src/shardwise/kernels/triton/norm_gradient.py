@@ -1,6 +1,8 @@
 """The kernel of norm_gradient.py, in Triton. Imported only where there is CUDA.
 
-A program goes over every so-many-th row: it holds a row at a time, and the weight's gradient of its rows, in fp32; the programs' shares of that are added at the end, in the same order every time. A few programs per processor, so that one computes while others wait for memory.
+A program goes over every so-many-th row: it holds a row at a time, and the weight's gradient of its rows, in fp32; the
+programs' shares of that are added at the end, in the same order every time. A few programs per processor, so that one
+computes while others wait for memory.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PER_THREAD = 16  # numbers of a row
+PER_THREAD = 16  # elements of a row
 MOST_WARPS = 16
 STAGES = 3  # rows in shared memory at once: one is computed with while the next ones arrive
-FROZEN = 8  # programs per processor where no share is kept from row to row: there it is them that wait for each other's memory
+# Programs per processor where no share is kept from row to row: there it is them that wait for each other's memory.
+FROZEN = 8
 
 
 def backward(
@@ -28,8 +31,9 @@ def backward(
     shares = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=x.device)
     if num_rows:
         _norm_gradient[(programs,)](
-            *(given + [x] * 4)[:4], x if around is None else around.contiguous(), x, scale.contiguous(), weight_D, out, shares, num_rows,
-            width, len(given), around is not None, learns, triton.cdiv(num_rows, programs), wide, stages, num_warps=warps(wide),
+            *(given + [x] * 4)[:4], x if around is None else around.contiguous(), x, scale.contiguous(), weight_D, out,
+            shares, num_rows, width, len(given), around is not None, learns, triton.cdiv(num_rows, programs), wide,
+            stages, num_warps=warps(wide),
         )  # fmt: skip
     return out, (shares.sum(0) if learns else shares.new_empty(0)).to(weight_D.dtype)
 
@@ -39,7 +43,8 @@ def warps(wide: int) -> int:
 
 
 def schedule(num_tensors: int, width: int, like: Tensor) -> tuple[int, int]:
-    """Programs, and stages of each, where so many tensors are read. On an H200 one program with three stages for 4096 numbers is fastest, two for 2048."""
+    """Programs, and stages of each, where so many tensors are read. On an H200 one program with three stages for 4096
+    elements is fastest, two for 2048."""
     processors, shared = _properties(like.device)
     row_bytes = num_tensors * triton.next_power_of_2(width) * like.element_size()
     stages = max(1, min(STAGES, shared // row_bytes))

@@ -248,7 +248,7 @@ def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Laye
         return None
     blocks = [block for group in groups for block in group]
     found = apply_float8(module, blocks, mesh.plan.fp8_recipe, emulate=mesh.device.type == "cpu")
-    found.round_frozen()
+    found.quantize_frozen()
     return found
 
 

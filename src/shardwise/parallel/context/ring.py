@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.model.attention_kernels import AttentionKernel
 from shardwise.model.masking import Mask
 from shardwise.parallel.context.attention_blocks import Score, attend_block, attend_block_backward, merge, work_dtype
 from shardwise.parallel.context.zigzag import AttentionView, QueryKeyBlock
@@ -63,12 +64,12 @@ def ring_attention(
     k_BtKC: Tensor,
     v_BtKC: Tensor,
     _: Mask,
-    kernel: str,
+    kernel: AttentionKernel,
     scale: float,
     cap: float,
 ) -> Tensor:
     """`model.attention.attend` for the tokens of one rank: same arguments, same result."""
-    score = Score(scale, cap, kernel == "math")
+    score = Score(scale, cap, kernel.name == "math")
     return RingAttention.apply(q_BtHC, k_BtKC, v_BtKC, ring, view, score)
 
 

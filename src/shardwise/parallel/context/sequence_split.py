@@ -22,14 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.model.attention import AttentionInputs, check_kernel_device
+from shardwise.model.attention import AttentionInputs
+from shardwise.model.attention_kernels import check_kernel_device
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.model.masking import Mask
+from shardwise.model.replacement import become
 from shardwise.parallel.context.ring import Ring, ring_attention
 from shardwise.parallel.context.ulysses import ulysses_attention
 from shardwise.parallel.context.zigzag import AttentionView, Zigzag
+from shardwise.parallel.expert.dispatch import SplitMixture
 from shardwise.parallel.tensor.collectives import all_gather, all_reduce
 from shardwise.parallel.traffic import Wait, unseen
 
@@ -74,28 +77,32 @@ class WholeRow:
 def apply_context_parallel(model: Decoder, cp: ContextParallel) -> None:
     """In place, before tensor parallelism: no parameter is cut. The model may be a part, or on `meta`."""
     model.register_forward_pre_hook(partial(_begin_pass, cp), with_kwargs=True)
-    whole_masks, whole_counts = model.prepare_masks, model.count_targets
+    become(model, ContextDecoder, cp=cp)
+    for layer in moe_layers(model):
+        become(layer, SplitMixture, sum_counts=partial(all_reduce, group=cp.group, wait=cp.wait))
+
+
+class ContextDecoder(Decoder):
+    """A decoder on a rank that has a part of the tokens of every sequence."""
+
+    cp: ContextParallel
 
     def prepare_masks(
-        positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
+        self, positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
     ) -> dict[int, AttentionInputs]:
+        cp = self.cp
         if cp.row is None:
-            return whole_masks(positions_BT, documents_BT, cache)
+            return super().prepare_masks(positions_BT, documents_BT, cache)
         if cp.kind == "ring":
-            return _ring_inputs(model, cp, cp.row)
-        inputs = whole_masks(cp.row.positions_BT, cp.row.documents_BT, None)
+            return _ring_inputs(self, cp, cp.row)
+        inputs = super().prepare_masks(cp.row.positions_BT, cp.row.documents_BT, None)
         return {
             index: replace(one, attend=partial(ulysses_attention, cp.group, wait=cp.wait))
             for index, one in inputs.items()
         }
 
-    def count_targets(targets_BT: Tensor) -> Tensor:
-        return whole_counts(targets_BT if cp.row is None else cp.row.targets_BT)
-
-    model.prepare_masks = prepare_masks  # type: ignore[method-assign]
-    model.count_targets = count_targets  # type: ignore[method-assign]
-    for layer in moe_layers(model):
-        layer.sum_over_sequence = partial(all_reduce, group=cp.group, wait=cp.wait)
+    def count_targets(self, targets_BT: Tensor) -> Tensor:
+        return super().count_targets(targets_BT if self.cp.row is None else self.cp.row.targets_BT)
 
 
 def _ring_inputs(model: Decoder, cp: ContextParallel, row: WholeRow) -> dict[int, AttentionInputs]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.model.attention import attend
+from shardwise.model.attention_kernels import AttentionKernel, attend
 from shardwise.model.masking import Mask
 from shardwise.parallel.traffic import Wait, unseen
 
@@ -31,13 +31,13 @@ def ulysses_attention(
     k_BtKC: Tensor,
     v_BtKC: Tensor,
     mask: Mask,
-    kernel: str,
+    kernel: AttentionKernel,
     scale: float,
     cap: float,
     wait: Wait = unseen,
 ) -> Tensor:
-    """`model.attention.attend` for the tokens of one rank: same arguments, same result. The mask is that of the whole
-    row."""
+    """`model.attention_kernels.attend` for the tokens of one rank: same arguments, same result. The mask is that of the
+    whole row."""
     size = group.size()
     repeats = lcm(k_BtKC.shape[2], size) // k_BtKC.shape[2]
     if repeats > 1:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.kernels.fused_experts import fuse_experts
 from shardwise.model.experts import moe_layers
 from shardwise.parallel.data.replicas import DataParallelWrapper
 
@@ -35,7 +36,7 @@ class LowPrecisionWeights(DataParallelWrapper):
             parameter.data = master.detach().to(dtype, copy=True)
             parameter.master = master  # type: ignore[attr-defined]
         for layer in moe_layers(model) if join else ():
-            layer.experts.join()
+            fuse_experts(layer.experts)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

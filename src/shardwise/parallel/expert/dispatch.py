@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import Experts, MixtureOfExperts, Routing, arrange, inverse, moe_layers
+from shardwise.model.replacement import become
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.tensor.collectives import TensorParallel, all_reduce, share
 from shardwise.parallel.traffic import Traffic, Wait, unseen
@@ -50,6 +51,15 @@ class SpreadExperts(Experts):
         return exchange(out_RD, trip.sent, trip.received, self.group, self.wait)
 
 
+class SplitMixture(MixtureOfExperts):
+    """A mixture of experts on a rank that has a part of the tokens of its sequences."""
+
+    sum_counts: Callable[[Tensor], Tensor]  # over the ranks that have the other parts
+
+    def count_whole_sequences(self, counts_BE: Tensor) -> Tensor:
+        return self.sum_counts(counts_BE)
+
+
 def _own_experts(weight: nn.Parameter, group: Group) -> nn.Parameter:
     start, stop = share(weight.shape[0], group.size(), group.rank())
     return nn.Parameter(weight.detach()[start:stop].clone(), requires_grad=weight.requires_grad)
@@ -60,7 +70,7 @@ def apply_expert_parallel(model: Decoder, mesh: Mesh, tp: TensorParallel | None,
     assert mesh.expert is not None
     for layer in moe_layers(model):
         layer.experts = SpreadExperts(layer.experts, mesh.expert.group, traffic.on("ep"))
-        layer.sum_over_sequence = sequence_sum(mesh, tp, traffic.on("ep"))
+        become(layer, SplitMixture, sum_counts=sequence_sum(mesh, tp, traffic.on("ep")))
         if tp is not None:
             layer.register_forward_hook(_part_of_losses(tp))
 

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.adapters.lora import product as adapted_product
+from shardwise.adapters.lora import adapted_linear
 from shardwise.adapters.nf4 import LEAVES, PAIR
 from shardwise.errors import UserError
-from shardwise.kernels.quantized_weight import factor
+from shardwise.kernels.quantized_weight import weight_of
 from shardwise.model.decoder import Block, Decoder
 from shardwise.model.experts import MixtureOfExperts, Routing
 from shardwise.parallel.expert.dispatch import SpreadExperts
@@ -224,7 +224,7 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
 class RowLinear(nn.Linear):
     """The end of a region: the sum of all ranks' products, and the bias once."""
 
-    product = staticmethod(F.linear)  # fp8 has its own
+    matmul = staticmethod(F.linear)  # fp8 has its own
 
     def __init__(self, linear: nn.Linear, tp: TensorParallel):
         super().__init__(linear.in_features, linear.out_features, device="meta")
@@ -232,8 +232,8 @@ class RowLinear(nn.Linear):
         self.tp = tp
 
     def forward(self, x_BTF: Tensor) -> Tensor:
-        is_adapted = hasattr(self, "chance")
-        part = adapted_product(self, x_BTF) if is_adapted else self.product(x_BTF, factor(self))
+        is_adapted = hasattr(self, "dropout")
+        part = adapted_linear(self, x_BTF) if is_adapted else self.matmul(x_BTF, weight_of(self))
         x_BTD = leave(part, self.tp)
         return x_BTD if self.bias is None else x_BTD + self.bias
 

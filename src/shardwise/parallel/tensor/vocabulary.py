@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.kernels.quantized_weight import Rounded, factor
-from shardwise.model.decoder import Head
+from shardwise.kernels.fused_head import FusedHead
+from shardwise.kernels.quantized_weight import QuantizedWeight, weight_of
 from shardwise.model.loss import IGNORE, rows_at_once, sum_in_chunks
 from shardwise.parallel.tensor.collectives import TensorParallel, all_gather, all_reduce, enter, leave, share
 from shardwise.spec.model import ModelSpec
@@ -43,7 +43,7 @@ class VocabEmbedding(nn.Embedding):
         return leave(x_BTD, self.tp)
 
 
-class VocabHead(Head):
+class VocabHead(FusedHead):
     """Scores for this rank's rows of the vocabulary; only evaluation and generation bring them together."""
 
     def __init__(self, spec: ModelSpec, weight: nn.Parameter | None, tp: TensorParallel):
@@ -52,7 +52,7 @@ class VocabHead(Head):
         self.weight, self.tp = weight, tp
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        weight = factor(self) if tied is None else tied
+        weight = weight_of(self) if tied is None else tied
         x_BTD = enter(x_BTD, self.tp)
         if targets_BT is None:
             return _GatherLogits.apply(self.logits(x_BTD, weight), self.vocab, self.tp)
@@ -63,14 +63,14 @@ class VocabHead(Head):
         is_target_N = targets_N != IGNORE
         rows_N, is_elsewhere_N = find_rows(targets_N.masked_fill(~is_target_N, 0), self.vocab, self.tp)
         is_here_N = is_target_N & ~is_elsewhere_N
-        return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_here_N, most_rows, self._meet)
+        return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_here_N, most_rows, self._combine)
 
-    def _meet(self, sums_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _combine(self, sums_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         """One message: every rank's log-sum-exp, and the target's logit, which one of them has."""
         all_P2N = all_gather(torch.stack((sums_N, target_N)), self.tp.group, self.tp.wait)
         return torch.logsumexp(all_P2N[:, 0], 0), all_P2N[:, 1].sum(0)
 
-    def _loss(self, weight: Tensor | Rounded, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+    def _loss(self, weight: Tensor | QuantizedWeight, x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return _CrossEntropy.apply(self.logits(x_ND, weight), targets_N, self.vocab, self.tp)
 
 
