@@ -16,8 +16,6 @@ RUNTIME = ("model", "kernels", "adapters", "memory", "optim", "parallel", "run",
 """What trains. It is told a plan, and does not import who makes plans."""
 
 STILL_WRONG: set[tuple[str, str]] = {
-    ("kernels", "adapters"),
-    ("model", "kernels"),
     ("parallel", "config"),
     ("spec", "config"),
 }

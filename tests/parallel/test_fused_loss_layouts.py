@@ -70,19 +70,19 @@ def in_chunks(limit: int, function: Any, *arguments: Any) -> Any:
 def train_in_chunks(spec: ModelSpec, plan: Plan) -> tuple[Record, int]:
     """Also how often a head's fused loss ran, forward."""
     calls = 0
-    plain = vocab_module.Head.fused_loss
+    plain = vocab_module.FusedHead.fused_loss
 
     def counted(*arguments: Any) -> Tensor:
         nonlocal calls
         calls += 1
         return plain(*arguments)
 
-    vocab_module.Head.fused_loss = counted  # type: ignore[method-assign]
+    vocab_module.FusedHead.fused_loss = counted  # type: ignore[method-assign]
     try:
         # Five rows of twelve tokens, or seven of them where a rank has half of the words.
         return in_chunks(4 * 53 * 5, train_in_layout, spec, plan, TRIAL, dist.get_rank(), CPU), calls
     finally:
-        vocab_module.Head.fused_loss = plain  # type: ignore[method-assign]
+        vocab_module.FusedHead.fused_loss = plain  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("model", SPECS)
