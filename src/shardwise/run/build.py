@@ -106,9 +106,9 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
 def check_attention(config: ModelConfig, device_type: str) -> None:
     """Refuse a kernel that this kind of device does not have."""
-    from shardwise.model.attention import ON_CUDA
+    from shardwise.kernels.flash4 import kernel_named
 
-    if config.attention in ON_CUDA and device_type != "cuda":
+    if getattr(kernel_named(config.attention), "needs_cuda", False) and device_type != "cuda":
         why = "FlexAttention has no backward pass on a CPU" if config.attention == "flex" else "it is a kernel of CUDA"
         raise UserError(
             f"model.attention = {config.attention} needs a CUDA GPU",
