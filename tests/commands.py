@@ -1,7 +1,7 @@
 """The small text, a tiny model, and the real command: in processes of its own as a user starts it, or in warm ones.
 
-A process of its own imports torch for seconds. It is for tests of processes: signals, kills, what listens, what is left. A test of
-what a command computes or says takes a warm one.
+A process of its own imports torch for seconds. It is for tests of processes: signals, kills, what listens, what is
+left. A test of what a command computes or says takes a warm one.
 """
 
 from __future__ import annotations
@@ -78,15 +78,17 @@ def run_command(*words: object, cwd: Path, timeout: float = 180.0) -> subprocess
 def warm_command(
     ranks: RankPool, *words: object, cwd: Path, nproc: int = 1, timeout: float = 180.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a verb in a fresh process of the pool, which is the launcher if the verb wants several ranks: it forks them. With `nproc`
-    the pool stands for torchrun: every process of it runs the verb as one rank, and what rank 0 said comes back."""
+    """Run a verb in a fresh process of the pool, which is the launcher if the verb wants several ranks: it forks them.
+    With `nproc` the pool stands for torchrun: every process of it runs the verb as one rank, and what rank 0 said comes
+    back."""
     listed = [str(word) for word in words]
     code, out, err = ranks.run(be_command, nproc, listed, str(cwd), timeout=timeout, fresh=nproc == 1)[0]
     return subprocess.CompletedProcess(["shardwise", *listed], code, out, err)
 
 
 class WarmProcess:
-    """A verb in a fresh process of the pool, while the test looks at it and sends it signals. Has what is used of a Popen here."""
+    """A verb in a fresh process of the pool, while the test looks at it and sends it signals. Has what is used of a
+    Popen here."""
 
     def __init__(self, ranks: RankPool, *words: object, cwd: Path):
         [self.pid] = ranks.run(os.getpid, 1, fresh=True)
@@ -157,7 +159,8 @@ def caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
 
 
 def finish(process: subprocess.Popen[str] | WarmProcess, timeout: float = 180.0) -> str:
-    """The output of a process that was told to stop; one that does not is killed, and the test fails with what it said."""
+    """The output of a process that was told to stop; one that does not is killed, and the test fails with what it
+    said."""
     try:
         return process.communicate(timeout=timeout)[0]
     except subprocess.TimeoutExpired:
@@ -166,7 +169,8 @@ def finish(process: subprocess.Popen[str] | WarmProcess, timeout: float = 180.0)
 
 
 def losses_of(run: Path, key: str = "loss") -> dict[int, float]:
-    """The loss (or another metric) of each step, the later line winning. A line that is just being written does not count."""
+    """The loss (or another metric) of each step, the later line winning. A line that is just being written does not
+    count."""
     found = {}
     for line in (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines():
         values = json.loads(line)

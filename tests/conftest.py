@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # By default it spins, and on a busy machine a training step of milliseconds takes seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The same examples every time, so that a change fails by what it changed; `make explore` looks for new ones. How long an
-# example takes, or its making, depends on who else uses the cores.
+# The same examples every time, so that a change fails by what it changed; `make explore` looks for new ones. How long
+# an example takes, or its making, depends on who else uses the cores.
 settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", settings.get_profile("tests"), derandomize=False, print_blob=True)
 settings.load_profile("tests")

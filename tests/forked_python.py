@@ -1,7 +1,9 @@
-"""`python -m MODULE ...` without the start of a Python: what a warm command starts is forked from it, with torch imported already.
+"""`python -m MODULE ...` without the start of a Python: what a warm command starts is forked from it, with torch
+imported already.
 
-Everything else is as if it had been started: its parent, its session, its output, its environment, its signals. Invariant: who
-forks has not used torch yet (a fresh process of the pool); autograd refuses to work in a fork of a process that has.
+Everything else is as if it had been started: its parent, its session, its output, its environment, its signals.
+Invariant: who forks has not used torch yet (a fresh process of the pool); autograd refuses to work in a fork of a
+process that has.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     pytest --lane 1 --lanes-at FOLDER &  pytest --lane 2 --lanes-at FOLDER
 
-A file is taken by creating its name in FOLDER, which only one process can. Odd lanes go through the files from the first to
-the last and even ones from the last to the first, so that they do different work and meet somewhere: no lane waits for
-another longer than a file takes. A file is the unit because its tests share fixtures; each lane has its own pool of ranks.
+A file is taken by creating its name in FOLDER, which only one process can. Odd lanes go through the files from the
+first to the last and even ones from the last to the first, so that they do different work and meet somewhere: no lane
+waits for another longer than a file takes. A file is the unit because its tests share fixtures; each lane has its own
+pool of ranks.
 """
 
 from __future__ import annotations

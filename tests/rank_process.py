@@ -1,7 +1,7 @@
 """The processes behind ranks.py: the template, which forks ranks and reaps them, and the rank, which runs jobs.
 
-Invariant: the template runs no job and starts no thread, so what is forked from it is always the same clean state: torch
-and shardwise imported, nothing used. It ends when the pool's end of its socket closes, and its ranks end with it.
+Invariant: the template runs no job and starts no thread, so what is forked from it is always the same clean state:
+torch and shardwise imported, nothing used. It ends when the pool's end of its socket closes, and its ranks end with it.
 """
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ def _trouble_of(error: BaseException) -> Trouble:
 
 
 def _forget() -> None:
-    """What torch keeps beyond a process group. Meshes of one shape compare equal, so caches would hand out dead ones."""
+    """What torch keeps beyond a process group. Meshes of one shape compare equal, so caches would hand out dead
+    ones."""
     import torch
     from torch.distributed.device_mesh import _mesh_resources
     from torch.distributed.tensor import _random, debug

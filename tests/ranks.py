@@ -1,11 +1,13 @@
-"""Warm rank processes for tests: `RankPool.run` calls one function on every rank of a gloo job; results come in rank order.
+"""Warm rank processes for tests: `RankPool.run` calls one function on every rank of a gloo job; results come in rank
+order.
 
-Three kinds of process. The pool lives in pytest. It starts one template, which imports torch and shardwise and never runs a job. Ranks are
-forked from the template in milliseconds, where an import of torch takes seconds: more ranks, or new ones after a failure, are
-cheap. A rank stays and takes one job after another. The other two processes are in rank_process.py.
+Three kinds of process. The pool lives in pytest. It starts one template, which imports torch and shardwise and never
+runs a job. Ranks are forked from the template in milliseconds, where an import of torch takes seconds: more ranks, or
+new ones after a failure, are cheap. A rank stays and takes one job after another. The other two processes are in
+rank_process.py.
 
-Invariant: when `run` returns, its ranks are as good as new: no process group, no mesh, torch's default settings. When `run`
-raises, all ranks are dead and the next job gets fresh ones. No rank outlives the pool, whichever way pytest ends.
+Invariant: when `run` returns, its ranks are as good as new: no process group, no mesh, torch's default settings. When
+`run` raises, all ranks are dead and the next job gets fresh ones. No rank outlives the pool, whichever way pytest ends.
 """
 
 from __future__ import annotations
@@ -58,9 +60,10 @@ class RankHang(Exception):
 class RankPool:
     """Runs functions of test or product modules on ranks; they find `torch.distributed` initialised.
 
-    A rank works in the test's current directory, but does not see environment variables that the test sets. A job may set torch's
-    switches, variables, signal handlers: nothing of it is left for the next one. What it patches in a module it must restore
-    itself. Compare in the test rather than in the rank, where pytest does not explain a failed `assert`.
+    A rank works in the test's current directory, but does not see environment variables that the test sets. A job may
+    set torch's switches, variables, signal handlers: nothing of it is left for the next one. What it patches in a
+    module it must restore itself. Compare in the test rather than in the rank, where pytest does not explain a failed
+    `assert`.
     """
 
     def __init__(self) -> None:
@@ -72,8 +75,8 @@ class RankPool:
     def run(
         self, function: Callable, world: int, *args: Any, timeout: float = 120.0, fresh: bool = False, **kwargs: Any
     ) -> list[Any]:
-        """`function(*args, **kwargs)` on each of `world` ranks; `fresh`: that have run nothing before, so that it may fork. The start
-        of new ranks does not count as time of the job."""
+        """`function(*args, **kwargs)` on each of `world` ranks; `fresh`: that have run nothing before, so that it may
+        fork. The start of new ranks does not count as time of the job."""
         module, name = function.__module__, function.__qualname__
         if "<" in name or module == "__main__":
             raise TypeError(f"{name} cannot be found by its name: give a function at the top of a module")
@@ -288,7 +291,8 @@ class _Template:
             rank.exit_code = int(code)
 
     def _ask(self, request: str, *descriptors: int) -> list[str]:
-        """The template's answer; nothing if it is dead. What it answers to a question that Ctrl-C cut short is dropped."""
+        """The template's answer; nothing if it is dead. What it answers to a question that Ctrl-C cut short is
+        dropped."""
         self._num_asked += 1
         with suppress(OSError):
             socket.send_fds(self._control, [f"{self._num_asked} {request}".encode()], descriptors)

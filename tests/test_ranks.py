@@ -1,4 +1,5 @@
-"""The pool of rank processes itself: what comes back, what a failure or a hang says, and that nothing is left behind."""
+"""The pool of rank processes itself: what comes back, what a failure or a hang says, and that nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -327,7 +328,8 @@ def test_no_setting_survives_a_job(ranks):
 
 
 def reduce_over_mesh(num_earlier_groups: int) -> list[float]:
-    """The names of a mesh's groups depend on how many there were: a mesh of an earlier job would reduce over other ranks."""
+    """The names of a mesh's groups depend on how many there were: a mesh of an earlier job would reduce over other
+    ranks."""
     for _ in range(num_earlier_groups):
         dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -9,7 +9,8 @@ from typing import Any
 
 
 def interpret(file: str) -> None:
-    """Run a test file as a program in which kernels are Python: Triton decides that when it is loaded. It rounds bf16 towards zero, unlike any GPU."""
+    """Run a test file as a program in which kernels are Python: Triton decides that when it is loaded. It rounds bf16
+    towards zero, unlike any GPU."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,7 +40,8 @@ def ptx_for_h200(kernel: Any, types: dict[str, str], options: dict[str, Any] | N
 def _compiled(
     kernel: Any, types: dict[str, str], options: dict[str, Any] | None, capability: int, constants: dict[str, Any]
 ) -> Any:
-    """`types`: of the arguments, as Triton writes them; addresses and sizes divide by 16, as those of most tensors do."""
+    """`types`: of the arguments, as Triton writes them; addresses and sizes divide by 16, as those of most tensors
+    do."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 

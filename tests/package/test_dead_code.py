@@ -1,7 +1,7 @@
 """No function, class, constant or field of the package is there for its tests alone.
 
-A name counts as used when something in the package reads it, wherever. Two things of one name hide each other, so this finds
-less than there may be; what it finds is dead.
+A name counts as used when something in the package reads it, wherever. Two things of one name hide each other, so this
+finds less than there may be; what it finds is dead.
 """
 
 from __future__ import annotations
