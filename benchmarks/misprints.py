@@ -11,11 +11,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from stacks.foreign import ForeignStack
 
 from shardwise.plan.prediction.activations import layer_activations
 from shardwise.plan.prediction.memory import predict_memory
-from shardwise.plan.prediction.stack import OURS, Stack
+from shardwise.plan.prediction.stack import OURS
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
@@ -23,7 +26,7 @@ from shardwise.spec.schedules import schedule_actions, stage_owners
 from shardwise.spec.timeline import peak_in_flight, simulate
 
 PAGE = Path(__file__).resolve().parent / "results" / "misprints.md"
-PAPER = Stack(name="paper", half_weights=True, gradient_bytes=2)
+PAPER = ForeignStack(name="paper", half_weights=True, gradient_bytes=2)
 """bf16 weights and gradients, fp32 masters and moments, as the ZeRO paper counts."""
 
 
@@ -60,7 +63,9 @@ def states_gb(gpus: int, zero: int) -> float:
 
 def scores() -> Misprint:
     spec, seq = preset("gpt3-175b"), 2048
-    kept = [layer_activations(spec, spec.layers[:1], seq, stack=stack) for stack in (Stack(attention="math"), OURS)]
+    kept = [
+        layer_activations(spec, spec.layers[:1], seq, stack=stack) for stack in (ForeignStack(attention="math"), OURS)
+    ]
     right, printed = (kept[0] - kept[1]) * seq * 2, 5 * seq**2 * spec.hidden
     return Misprint(
         "Attention keeps `5bs²h` bytes per layer",

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from stacks.foreign import ForeignStack, check_fields, load_stack
+
 from accuracy.process import USUAL, outside_bytes
 from accuracy.run import Run, Skip
 from accuracy.shape import shape_of
 from shardwise.cluster.describe.table import known_cluster, known_devices
-from shardwise.errors import UserError
-from shardwise.plan.prediction.stack import Stack
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
@@ -26,7 +26,6 @@ from shardwise.spec.schema import AdapterConfig
 from shardwise.spec.split import even_split
 
 HERE = Path(__file__).resolve().parent
-STACKS = HERE.parent / "stacks"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Question:
     cluster: ClusterSpec
     job: Job
     plan: Plan
-    stack: Stack
+    stack: ForeignStack
     assumed: tuple[str, ...]  # what the row does not say
     memory_comparable: bool = True
     outside_bytes: int = 0  # of the process, besides torch's memory
@@ -55,26 +54,6 @@ class Question:
 @cache
 def table() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads((HERE / "machines.toml").read_text(encoding="utf-8"))
-
-
-@cache
-def load_stack(name: str) -> Stack:
-    path = STACKS / f"{name}.toml"
-    values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    _check_fields(values, path.name)
-    return Stack(**values)
-
-
-def _check_fields(values: Mapping[str, Any], where: str) -> None:
-    names = [field.name for field in fields(Stack)]
-    for name in values:
-        if name not in names:
-            raise UserError(
-                f"unknown key `{name}`",
-                why=f"a Stack has: {', '.join(names)}",
-                fix="correct the key",
-                where=where,
-            )
 
 
 def _entry(kind: str, text: str, gpu: str = "") -> dict[str, Any] | None:
@@ -98,7 +77,7 @@ def question_of(run: Run) -> Question:
     return Question(run, model, cluster, job, plan, stack, tuple(assumed), comparable, outside)
 
 
-def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], Stack]:
+def _stack_of(run: Run, assumed: list[str]) -> tuple[dict[str, Any], ForeignStack]:
     about = _entry("stack", f"{run.text('stack')} {run.text('source')}") or _entry("stack", run.note)
     if about is None:
         name = "torchtitan" if run.text("zero")[-1:] in ("2", "3") else "megatron-core"
@@ -122,7 +101,7 @@ def _stack_named(name: str) -> dict[str, Any]:
 def _facts() -> list[dict[str, Any]]:
     facts = tomllib.loads((HERE / "facts.toml").read_text(encoding="utf-8")).get("fact", [])
     for fact in facts:
-        _check_fields(fact["set"], "facts.toml")
+        check_fields(fact["set"], "facts.toml")
     return facts
 
 

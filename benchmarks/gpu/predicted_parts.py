@@ -49,9 +49,9 @@ def predicted_parts(case: Case, kind: str = "h200") -> dict[str, float]:
         several = [(work.forward, False), (work.inputs, True), (work.weights, False)]
         several += [(work.forward, False)] if work is layer and plan.recompute == "full" else []
         for part, backward in several:
-            found["products"] += count * sum(map(price.product, part.products))
+            found["products"] += count * sum(map(price.product, part.matmuls))
             found["attention"] += count * sum(price.attention(one, backward) for one in part.attention)
-            gaps = len(part.products) + len(part.attention) + len(part.passes)
+            gaps = len(part.matmuls) + len(part.attention) + len(part.passes)
             found["idle"] += count * price.gap * gaps
     step = step_seconds(spec, cluster, job, plan, stack)
     found["optimizer"], found["idle"] = step["optimizer"], found["idle"] + step.get("launch", 0.0)

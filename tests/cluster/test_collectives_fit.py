@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.cluster.describe.table import known_cluster
 from shardwise.cluster.measure.collectives import (
-    Timed,
+    CollectiveTime,
     fit,
     fit_collectives,
     measure_collectives,
@@ -23,7 +23,7 @@ def test_one_line_fits_all_numbers_of_ranks(alpha, rate):
         for ranks in (2, 3, 8):
             for size in (4096, 2**20, 2**26):
                 steps = times * (ranks - 1)
-                points.append(Timed(name, ranks, size, steps * alpha + steps / ranks * size / rate))
+                points.append(CollectiveTime(name, ranks, size, steps * alpha + steps / ranks * size / rate))
     found = fit_collectives(points)
     assert set(found) == {"all-reduce", "all-gather"}
     for line in (*found.values(), fit(points)):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.cluster.describe.table import known_cluster
-from shardwise.plan.prediction.kernels import CHOSEN, IN_STEPS, Pricer, interpolate, power_share
+from shardwise.plan.prediction.kernels import CHOSEN, GENERATIONS, Pricer, interpolate, power_share
 from shardwise.plan.prediction.stack import OURS
-from shardwise.plan.prediction.work import Attention, Product, Work
+from shardwise.plan.prediction.work import AttentionCore, Matmul, Work
 from shardwise.plan.resolve.speed import our_stack
 
 H200 = known_cluster("h200", 1, 1).device
@@ -29,7 +29,7 @@ A100_PRODUCTS = [
 def test_products_on_an_a100_reach_their_published_share():
     pricer = Pricer(known_cluster("a100-pcie", 1, 1).device, "bf16", OURS)
     errors = [
-        Product(*shape).flops / pricer.product(Product(*shape)) / 312e12 / share - 1 for shape, share in A100_PRODUCTS
+        Matmul(*shape).flops / pricer.matmul(Matmul(*shape)) / 312e12 / share - 1 for shape, share in A100_PRODUCTS
     ]
     assert statistics.median(map(abs, errors)) < 0.08 and max(map(abs, errors)) < 0.25, errors
 
@@ -38,7 +38,7 @@ def test_large_products_on_an_h200_take_what_was_measured():
     """Bursts of one product run a little faster than the same inside a training step, where the card is warm: at most 20 % too slow."""
     pricer = Pricer(H200, "bf16", OURS)
     large = [one for one in MEASURED["matmuls"] if one["seconds"] > 3e-4]
-    errors = [pricer.product(Product(one["m"], one["n"], one["k"])) / one["seconds"] - 1 for one in large]
+    errors = [pricer.matmul(Matmul(one["m"], one["n"], one["k"])) / one["seconds"] - 1 for one in large]
     assert len(large) > 50 and -0.02 < statistics.median(errors) < 0.12
     assert max(map(abs, errors)) < 0.30
 
@@ -51,7 +51,7 @@ def test_attention_on_an_h200_takes_what_was_measured(kernel):
         if one["kernel"] != kernel:
             continue
         t = one["tokens"]
-        shape = Attention(one["batch"], one["heads"], one["kv_heads"], t, t, t / 2, one["width"], one["width"])
+        shape = AttentionCore(one["batch"], one["heads"], one["kv_heads"], t, t, t / 2, one["width"], one["width"])
         errors += [pricer.attention(shape, b) / one[k] - 1 for b, k in ((False, "forward_s"), (True, "backward_s"))]
     assert statistics.median(map(abs, errors)) < 0.12 and max(map(abs, errors)) < 0.45, errors
 
@@ -70,7 +70,7 @@ FLASH4 = {
 def test_flash4_is_as_much_faster_than_cudnn_as_was_measured(shape):
     """Of both passes within 3 %, of each within 5 %."""
     (rows, tokens, heads, kv_heads, width), (cudnn, flash) = shape, FLASH4[shape]
-    work = Attention(rows, heads, kv_heads, tokens, tokens, tokens / 2, width, width)
+    work = AttentionCore(rows, heads, kv_heads, tokens, tokens, tokens / 2, width, width)
     usual, other = (
         [Pricer(H200, "bf16", replace(OURS, attention=kernel)).attention(work, backward) for backward in (False, True)]
         for kernel in ("sdpa", "flash4")
@@ -81,7 +81,7 @@ def test_flash4_is_as_much_faster_than_cudnn_as_was_measured(shape):
 
 
 def test_measured_curves_are_of_torchs_own_attention():
-    curve, work = ((1e9, 4e14), (1e14, 4e14)), Attention(8, 32, 8, 4096, 4096, 2048.0, 128, 128)
+    curve, work = ((1e9, 4e14), (1e14, 4e14)), AttentionCore(8, 32, 8, 4096, 4096, 2048.0, 128, 128)
     device = replace(H200, curves={"attention/bf16": curve})
     usual, other = (Pricer(device, "bf16", replace(OURS, attention=kernel)) for kernel in ("sdpa", "flash4"))
     assert usual.attention(work) == pytest.approx(work.flops / 4e14)
@@ -92,7 +92,7 @@ def test_measured_curves_are_of_torchs_own_attention():
 @pytest.mark.parametrize("kind", ["a100-80", "h200", "b200"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_flash4_is_never_priced_slower_than_what_it_would_replace(kind, width):
-    device, work = known_cluster(kind, 1, 1).device, Attention(4, 32, 8, 4096, 4096, 2048.0, width, width)
+    device, work = known_cluster(kind, 1, 1).device, AttentionCore(4, 32, 8, 4096, 4096, 2048.0, width, width)
     usual, other = (Pricer(device, "bf16", replace(OURS, attention=kernel)) for kernel in ("sdpa", "flash4"))
     assert all(other.attention(work, backward) <= usual.attention(work, backward) for backward in (False, True))
 
@@ -108,21 +108,21 @@ def test_passes_on_an_h200_take_what_was_measured():
 def test_whole_waves():
     """132 multiprocessors, tiles of 128 x 256: one tile more than a wave takes longer than a wave."""
     pricer = Pricer(H200, "bf16", OURS)
-    full, more = (pricer.product(Product(128 * n, 256, 8192)) for n in (132, 133))
+    full, more = (pricer.matmul(Matmul(128 * n, 256, 8192)) for n in (132, 133))
     assert 1.1 * full < more < 2 * full
-    assert pricer.product(Product(64, 64, 64)) > 0
+    assert pricer.matmul(Matmul(64, 64, 64)) > 0
 
 
 def test_a_vocabulary_of_odd_size_is_slow():
     pricer = Pricer(H200, "bf16", OURS)
-    assert pricer.product(Product(8192, 50257, 768)) > 4 * pricer.product(Product(8192, 50304, 768))
+    assert pricer.matmul(Matmul(8192, 50257, 768)) > 4 * pricer.matmul(Matmul(8192, 50304, 768))
 
 
 def test_eight_bits_are_faster_where_the_card_has_them():
-    large = Product(8192, 8192, 8192)
-    assert Pricer(H200, "fp8", OURS).product(large) < 0.7 * Pricer(H200, "bf16", OURS).product(large)
+    large = Matmul(8192, 8192, 8192)
+    assert Pricer(H200, "fp8", OURS).matmul(large) < 0.7 * Pricer(H200, "bf16", OURS).matmul(large)
     a100 = known_cluster("a100-80", 1, 1).device
-    assert Pricer(a100, "fp8", OURS).product(large) == Pricer(a100, "bf16", OURS).product(large)
+    assert Pricer(a100, "fp8", OURS).matmul(large) == Pricer(a100, "bf16", OURS).matmul(large)
 
 
 def test_a_capped_card_sustains_less():
@@ -133,8 +133,8 @@ def test_a_capped_card_sustains_less():
 def test_measured_curves_replace_the_formula():
     curve = ((1e9, 1e12), (1e12, 4e14))
     device = replace(H200, curves={"matmul/bf16": curve, "elementwise": ((1e6, 1e11), (1e9, 4e12))})
-    pricer, product = Pricer(device, "bf16", OURS), Product(8192, 8192, 8192)
-    assert pricer.product(product) == pytest.approx(product.flops / 4e14)
+    pricer, product = Pricer(device, "bf16", OURS), Matmul(8192, 8192, 8192)
+    assert pricer.matmul(product) == pytest.approx(product.flops / 4e14)
     assert pricer.pass_(1e9) == pytest.approx(1e9 / 4e12)
     assert interpolate(curve, 1e9**0.5 * 1e12**0.5) == pytest.approx((1e12 * 4e14) ** 0.5)
     assert interpolate(curve, 1.0) == 1e12
@@ -142,10 +142,9 @@ def test_measured_curves_replace_the_formula():
 
 def test_the_host_needs_its_time_for_every_operation():
     pricer = Pricer(H200, "bf16", OURS)
-    assert pricer.host_seconds(Work((Product(1, 1, 1),), (), (1.0,), 3)) == pytest.approx(
+    assert pricer.host_seconds(Work((Matmul(1, 1, 1),), (), (1.0,), 3)) == pytest.approx(
         5 * pricer.host_seconds(Work(passes=(1.0,)))
     )
-    assert Pricer(H200, "bf16", replace(OURS, host_share=0.0)).host_seconds(Work(passes=(1.0,))) == 0.0
 
 
 def test_products_of_compiled_steps_end_at_what_power_allows():
@@ -153,14 +152,14 @@ def test_products_of_compiled_steps_end_at_what_power_allows():
     compiled, chosen = (our_stack(True, False, True, word) for word in (False, True))
     one, other = (Pricer(H200, "bf16", stack) for stack in (compiled, chosen))
     for k in (2048, 8192):
-        product = Product(32768, 8192, k)
-        assert product.flops / one.product(product) == pytest.approx(IN_STEPS * 0.8 * 989e12)
-        assert one.product(product) / other.product(product) == pytest.approx(CHOSEN, rel=0.01)
-        assert one.product(product) < Pricer(H200, "bf16", OURS).product(product)
-    assert one.product(Product(64, 64, 64)) > Product(64, 64, 64).flops / (IN_STEPS * 0.8 * 989e12) * 10
+        product = Matmul(32768, 8192, k)
+        assert product.flops / one.matmul(product) == pytest.approx(GENERATIONS[9].in_steps * 0.8 * 989e12)
+        assert one.matmul(product) / other.matmul(product) == pytest.approx(CHOSEN, rel=0.01)
+        assert one.matmul(product) < Pricer(H200, "bf16", OURS).matmul(product)
+    assert one.matmul(Matmul(64, 64, 64)) > Matmul(64, 64, 64).flops / (GENERATIONS[9].in_steps * 0.8 * 989e12) * 10
     tensor, row = (Pricer(H200, "fp8", our_stack(True, False, True, True, recipe)) for recipe in ("tensorwise", "rowwise"))  # fmt: skip
-    assert tensor.product(Product(32768, 8192, 8192)) == pytest.approx(
-        0.8 * row.product(Product(32768, 8192, 8192)), rel=1e-3
+    assert tensor.matmul(Matmul(32768, 8192, 8192)) == pytest.approx(
+        0.8 * row.matmul(Matmul(32768, 8192, 8192)), rel=1e-3
     )
-    experts = Product(2048, 1024, 2048, 64)
-    assert one.product(experts) == other.product(experts)  # no choice among grouped ones
+    experts = Matmul(2048, 1024, 2048, 64)
+    assert one.matmul(experts) == other.matmul(experts)  # no choice among grouped ones

@@ -18,7 +18,7 @@ from shardwise.plan.prediction.activations import kept_activations, layer_activa
 from shardwise.plan.prediction.lifetimes import APART, RESERVED_SHARE, activations_of
 from shardwise.plan.prediction.memory import predict_memory, predict_stages
 from shardwise.plan.prediction.rank_share import rank_share
-from shardwise.plan.prediction.stack import OURS, Stack
+from shardwise.plan.prediction.stack import OURS
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu.prediction import adapter_of, spec_of
 from gpu.shapes import case_of
 from gpu.with_ours import predicted
+from stacks.foreign import ForeignStack
 
 LLAMA = preset("llama3-8b")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -63,7 +64,7 @@ def test_parts_add_up_and_the_fullest_rank_is_found_without_looking_at_all(
         return
     here = plan(dp=dp, zero=zero, global_batch=8 * dp, pp=pp, schedule=word, virtual_stages=stages, recompute=recompute, precision=precision,
                 split=even_split(spec.num_layers, pp * stages) if pp > 1 else ())  # fmt: skip
-    stack = Stack(half_weights=True, gradient_bytes=4, logit_bytes=8.0, published="reserved") if others else OURS
+    stack = ForeignStack(half_weights=True, gradient_bytes=4, logit_bytes=8.0, published="reserved") if others else OURS
     found = predict_stages(spec, here, "adamw", stack=stack)
     assert len(found) == pp
     for stage in found:
@@ -232,10 +233,10 @@ def test_gpipe_would_keep_a_gradient_of_the_heads_weights_for_each_micro_batch()
 
 # What other frameworks keep ----------------------------------------------------------------------------------------
 
-MEGATRON = Stack(half_weights=True, gradient_bytes=4, gathers_again=True, logit_bytes=8.0)
+MEGATRON = ForeignStack(half_weights=True, gradient_bytes=4, gathers_again=True, logit_bytes=8.0)
 
 
-def states(spec: ModelSpec, here: Plan, stack: Stack) -> float:
+def states(spec: ModelSpec, here: Plan, stack: ForeignStack) -> float:
     memory = predict_memory(spec, here, "adamw", stack=stack)
     return (memory["weights"] + memory["gradients"] + memory["optimizer"]) / spec.num_parameters
 
@@ -282,7 +283,7 @@ def test_buffers_of_regions_are_as_large_as_all_tokens_whatever_is_cut() -> None
 def test_scores_by_definition_take_five_bytes_per_head_and_pair_of_tokens() -> None:
     """Korthikanti and others, 2022: 5 a s^2 b, which recomputing the attention core saves; 34 s b h without them."""
     spec = preset("gpt2").with_overrides({"vocab": 512})
-    stack = Stack(attention="math", dropout=True, selective="attention")
+    stack = ForeignStack(attention="math", dropout=True, selective="attention")
     tokens, sbh = 1024, 1024 * spec.hidden
     full, core = (2 * tokens * kept_activations(spec, spec.layers, mode, tokens, stack=stack).between / spec.num_layers
                   for mode in ("none", "selective"))  # fmt: skip

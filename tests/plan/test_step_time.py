@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,8 +14,8 @@ import pytest
 
 from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.stack import OURS, Stack
-from shardwise.plan.prediction.state_time import COPY_RATE, NORM_RATE, OPTIMIZER_RATE
-from shardwise.plan.prediction.step_time import layer_times, step_bound, step_seconds
+from shardwise.plan.prediction.state_time import MASTER_UPDATE_RATE, NORM_RATE, OPTIMIZER_RATE
+from shardwise.plan.prediction.step_time import layer_times, step_seconds
 from shardwise.spec.cluster import ClusterSpec, Device, Link
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
@@ -22,6 +23,10 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import AdapterConfig
 from shardwise.spec.split import even_split
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from stacks.foreign import ForeignStack
 
 LLAMA = preset("llama2-7b")
 H100 = known_cluster("h100", 1, 8)
@@ -59,7 +64,7 @@ def test_copies_that_stay_save_casts_and_the_pass_that_clips():
     """Bytes per number that are not moved. FSDP2 rounds (6), copies out (4), widens (6, at half the rate) and puts away (12). Clipping reads and writes
     fp32 (8), the norm reads 4 instead of 2, and the update of 28 runs at another rate. With several micro-batches both add up in fp32."""
     here = plan(micro_batch=8)
-    moved = 6 + 4 + 2 * 6 + 12 + 8 + (4 - 2) / NORM_RATE + 28 / OPTIMIZER_RATE - 28 / COPY_RATE
+    moved = 6 + 4 + 2 * 6 + 12 + 8 + (4 - 2) / NORM_RATE + 28 / OPTIMIZER_RATE - 28 / MASTER_UPDATE_RATE
     before, after = (seconds(replace(here, copies=copies)) for copies in (False, True))
     saved = before["compute"] + before["optimizer"] - after["compute"] - after["optimizer"]
     about = Job(here.seq_len, here.global_batch, None, here.precision)
@@ -91,7 +96,7 @@ def test_tensor_parallelism_costs_messages_and_more_between_nodes():
     inside = seconds(plan(tp=8, sequence=True))["tensor-parallel"]
     across = seconds(plan(tp=16, sequence=True), cluster=known_cluster("h100", 2, 8))["tensor-parallel"]
     assert 0 < inside < across / 2
-    hidden = seconds(plan(tp=8, sequence=True), stack=replace(OURS, overlaps_tensor=True))["tensor-parallel"]
+    hidden = seconds(plan(tp=8, sequence=True), stack=ForeignStack(overlaps_tensor=True))["tensor-parallel"]
     assert hidden < 0.6 * inside
 
 
@@ -114,7 +119,7 @@ def test_hybrid_sharding_keeps_gathers_inside_a_node():
 
 
 def test_messages_hide_behind_computing():
-    apart = replace(OURS, overlaps_reduce=False, overlaps_gather=False)
+    apart = ForeignStack(overlaps_reduce=False, overlaps_gather=False)
     assert 2 * seconds(plan(dp=8, zero=3))["data-parallel"] < seconds(plan(dp=8, zero=3), stack=apart)["data-parallel"]
 
 
@@ -248,18 +253,12 @@ def random_plan(draw: random.Random) -> tuple[ModelSpec, ClusterSpec, Plan]:
     return spec, known_cluster(draw.choice(["h100", "a100-80", "b200"]), nodes, 8), here
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_no_bound_is_above_the_prediction(seed):
+@pytest.mark.parametrize("seed", range(30))
+def test_no_part_of_a_step_is_negative(seed):
     spec, cluster, here = random_plan(random.Random(seed))
     job = Job(here.seq_len, here.global_batch, None, here.precision)
     parts = step_seconds(spec, cluster, job, here)
-    assert 0 < step_bound(spec, cluster, job, here) <= sum(parts.values()) * (1 + 1e-9)
-    assert all(value >= 0 for value in parts.values())
-
-
-def test_without_a_pipeline_the_bound_is_most_of_the_step():
-    here = plan(dp=8, global_batch=64)
-    assert step_bound(LLAMA, H100, Job(4096, 64, None, "bf16"), here) > 0.9 * total(here)
+    assert sum(parts.values()) > 0 and all(value >= 0 for value in parts.values())
 
 
 # What was measured --------------------------------------------------------------------------------------------------------
@@ -322,13 +321,13 @@ def test_compiled_steps_on_an_h200_take_what_was_measured():
     assert max(map(abs, errors.values())) < 0.05 and statistics.median(map(abs, errors.values())) < 0.03, errors
 
 
-MEGATRON = Stack(attention="math", joined=True, fused_activation=True, dropout=True, logits_again=False, selective="attention", stops_early=False,
+MEGATRON = ForeignStack(attention="math", joined=True, fused_activation=True, dropout=True, logits_again=False, selective="attention", stops_early=False,
                  gradient_passes=8, reduce_bytes=2, gather_bytes=2, copies_parameters=False, overlaps_reduce=False, overlaps_gather=False,
                  gathers_again=True, overlaps_tensor_backward=True, scatters_messages=True, overlaps_pipeline=False, pads_vocab=128,
-                 batch_first=False, sharded_loss=True)  # fmt: skip
-NANOTRON = Stack(attention="flash2", joined=True, logits_again=False, gradient_passes=10, reduce_bytes=4, gather_bytes=2, copies_parameters=False,
+                 batch_first=False, split_loss=True)  # fmt: skip
+NANOTRON = ForeignStack(attention="flash2", joined=True, logits_again=False, gradient_passes=10, reduce_bytes=4, gather_bytes=2, copies_parameters=False,
                  overlaps_reduce=False, overlaps_gather=False, overlaps_pipeline=False, batch_first=False, complex_rope=True,
-                 sharded_loss=True)  # fmt: skip
+                 split_loss=True)  # fmt: skip
 GPT = dict(norm="layer", gated=False, activation="gelu", positions="learned", tied=True, mlp_bias=True)
 MODELS = {
     "22b": ModelSpec(name="22b", num_layers=48, hidden=6144, num_heads=64, ffn=24576, vocab=51200, **GPT),

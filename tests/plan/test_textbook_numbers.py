@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.collectives import Network
 from shardwise.plan.prediction.memory import predict_memory
-from shardwise.plan.prediction.stack import Stack
 from shardwise.spec.cluster import ClusterSpec, Link
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -17,7 +18,11 @@ from shardwise.spec.presets import preset
 from shardwise.spec.schedules import schedule_actions, stage_owners
 from shardwise.spec.timeline import simulate
 
-TEXTBOOK = Stack(name="textbook", half_weights=True, gradient_bytes=2)
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from stacks.foreign import ForeignStack
+
+TEXTBOOK = ForeignStack(name="textbook", half_weights=True, gradient_bytes=2)
 """bf16 weights and gradients, fp32 masters and moments: 2 + 2 + 12 bytes per parameter, cut as the ZeRO paper cuts them."""
 
 

@@ -18,7 +18,7 @@ from shardwise.cluster.describe.here import this_cluster
 from shardwise.cluster.describe.machine import this_machine
 from shardwise.cluster.describe.toml import cluster_from_toml, write_toml
 from shardwise.cluster.measure.collectives import (
-    Timed,
+    CollectiveTime,
     fit_collectives,
     measure_collectives,
     with_collectives,
@@ -141,7 +141,7 @@ def _collectives(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _timed_line(point: Timed, fitted: float) -> str:
+def _timed_line(point: CollectiveTime, fitted: float) -> str:
     size = format_bytes(point.size)
     return f"{point.collective:<16}{point.ranks:>6}{size:>10}{point.seconds * 1e3:>9.3f} ms{fitted * 1e3:>9.3f} ms"
 

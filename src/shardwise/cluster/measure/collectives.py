@@ -23,7 +23,7 @@ TIMES = {"all-reduce": 2}  # how often a ring goes round
 
 
 @dataclass(frozen=True)
-class Timed:
+class CollectiveTime:
     collective: str
     ranks: int
     size: int
@@ -46,7 +46,7 @@ class Fit:
     alpha: float  # seconds per step
     rate: float  # bytes per second and rank
 
-    def seconds(self, timed: Timed) -> float:
+    def seconds(self, timed: CollectiveTime) -> float:
         return timed.steps * self.alpha + timed.moved / self.rate
 
 
@@ -56,7 +56,7 @@ def worlds_of(machine: Machine) -> tuple[int, ...]:
     return tuple(sorted({2**power for power in range(1, most.bit_length())} | {most})) if most > 1 else ()
 
 
-def measure_collectives(worlds: Sequence[int], backend: str, timeout_s: float = 100.0) -> list[Timed]:
+def measure_collectives(worlds: Sequence[int], backend: str, timeout_s: float = 100.0) -> list[CollectiveTime]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if interface := loopback_interface():
         environment["GLOO_SOCKET_IFNAME"] = interface
@@ -66,22 +66,22 @@ def measure_collectives(worlds: Sequence[int], backend: str, timeout_s: float = 
             common = [str(Path(folder) / "store"), backend]
             arguments = [[*common, str(rank), str(world), sizes] for rank in range(world)]
             answer = run_ranks("shardwise.cluster.measure.collective_rank", arguments, environment, timeout_s)
-        found += [Timed(*point) for point in json.loads(answer)]
+        found += [CollectiveTime(*point) for point in json.loads(answer)]
     return found
 
 
-def fit_collectives(points: Sequence[Timed]) -> dict[str, Fit]:
+def fit_collectives(points: Sequence[CollectiveTime]) -> dict[str, Fit]:
     return {
         name: fit([point for point in points if point.collective == name]) for name in {p.collective: 0 for p in points}
     }
 
 
-def fit(points: Sequence[Timed]) -> Fit:
+def fit(points: Sequence[CollectiveTime]) -> Fit:
     alpha, beta = fit_line([(point.moved / point.steps, point.seconds / point.steps) for point in points])
     return Fit(alpha, 1 / beta if beta > 0 else float("inf"))
 
 
-def with_collectives(cluster: ClusterSpec, points: Sequence[Timed]) -> ClusterSpec:
+def with_collectives(cluster: ClusterSpec, points: Sequence[CollectiveTime]) -> ClusterSpec:
     """The cluster with its fast link as measured: one line for all collectives."""
     line = fit(points)
     fast = replace(cluster.tiers[0], bandwidth=line.rate, alpha=line.alpha, share=1.0, half=0.0, summing=1.0, mesh=0)

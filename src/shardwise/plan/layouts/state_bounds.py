@@ -12,7 +12,7 @@ from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.pipeline_bounds import Turns
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.layouts.work_bounds import FASTEST, SLOWEST, Works
-from shardwise.plan.prediction.adapter_share import Held
+from shardwise.plan.prediction.adapter_share import HeldParameters
 from shardwise.plan.prediction.collectives import Network, network_of, odd_world
 from shardwise.plan.prediction.offloaded import offload_seconds
 from shardwise.plan.prediction.rank_share import RankShare, rank_shares
@@ -33,7 +33,7 @@ class Sharings:
         self.space, self.works, self.turns = space, works, turns
         self._messages: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._updates: dict[tuple[object, ...], float] = {}
-        self._shares: dict[tuple[int, int, bool], tuple[RankShare, Held]] = {}
+        self._shares: dict[tuple[int, int, bool], tuple[RankShare, HeldParameters]] = {}
 
     def of(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
         """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers differ, of all ranks
@@ -107,7 +107,7 @@ class Sharings:
         update = optimizer_seconds(mine, 1, pricer, plan, space.job, stack)
         return update + offload_seconds(mine, plan, space.cluster.per_node)
 
-    def _share(self, plan: Plan, layers_only: bool = False) -> tuple[RankShare, Held]:
+    def _share(self, plan: Plan, layers_only: bool = False) -> tuple[RankShare, HeldParameters]:
         """Of a rank that has all layers."""
         key = (plan.tp, plan.ep, layers_only)
         if key not in self._shares:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardwise.plan.prediction.stack import OURS, Stack
 from shardwise.spec.fp8 import gains
@@ -48,7 +49,7 @@ def layer_activations(
     count = _selected if selective else _layer
     found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
     again = selective and stack.compiled  # all that is neither a product nor attention
-    if not stack.windows and not spec.attention_softcap and not again:
+    if not stack.knows_masks and not spec.attention_softcap and not again:
         # The mask as numbers, and what heads are repeated for it.
         masked = sum(layer.window is not None and layer.window < seq_len for layer in layers)
         repeated = 0 if selective else 2 * (spec.num_heads - spec.num_kv_heads) * spec.head_dim
@@ -92,15 +93,6 @@ def last_norm_bytes(
     return num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_number
 
 
-def loss_bytes(
-    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int, is_cut: bool, stack: Stack
-) -> int:
-    """The last norm and the logits of others, who compute them all at once. `is_cut`: a rank has a part of the vocabulary."""
-    per_logit = stack.cut_logit_bytes if is_cut and stack.cut_logit_bytes else stack.logit_bytes
-    norm = last_norm_bytes(spec, num_tokens, bytes_per_number, token_parts, stack)
-    return norm + int(per_logit * num_tokens * spec.vocab)
-
-
 def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int) -> int:
     """Of one chunk, in fp32 or wider."""
     size = max(4, bytes_per_number)
@@ -130,13 +122,10 @@ def _layer(
         attention = 4 * spec.num_heads * spec.head_dim + 2 * spec.num_heads * (1 + seq_len)
     elif spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
         attention += 4 * spec.num_heads * seq_len
-    elif stack.attention == "math":
-        attention += _scores(spec, seq_len)
-    masks = spec.hidden // token_parts if stack.dropout else 0  # two, of half a number each
     rest = _experts(spec, routed_parts, stack) if is_moe else _feedforward(spec, ffn, stack)
     if stack.compiled and stack.fp8_least and not spec.is_latent:
         rest -= _made_again(spec, is_moe, ffn, token_parts, stack)
-    return norms + attention + masks + rest
+    return norms + attention + rest + stack.more_kept(spec, seq_len, token_parts)
 
 
 def _made_again(spec: ModelSpec, is_moe: bool, ffn: int, token_parts: int, stack: Stack) -> int:
@@ -166,8 +155,6 @@ def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
 def _attention(spec: ModelSpec, stack: Stack) -> int:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     normed = (2 if spec.norm == "rms" else 1) * (queries + keys) if spec.qk_norm else 0
-    if stack.keys_twice and queries == keys:
-        normed += 2 * keys
     return queries + 2 * keys + normed + queries + spec.num_heads + _beside_view(spec, stack)
 
 
@@ -188,11 +175,6 @@ def _joined_weights(spec: ModelSpec, is_moe: bool, ffn: int, stack: Stack) -> in
     if "gate up" in stack.side_by_side and spec.gated:
         rows += 2 * (spec.expert_ffn * spec.num_shared_experts if is_moe else ffn)
     return rows * spec.hidden
-
-
-def _scores(spec: ModelSpec, seq_len: int) -> int:
-    """The softmax, a byte of its dropout's mask, and what is left of it: 5 bytes per head and pair of tokens in 16 bits."""
-    return 5 * spec.num_heads * seq_len // 2
 
 
 def _latent_attention(spec: ModelSpec) -> int:
@@ -226,13 +208,10 @@ def _selected(
     sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region reads: that stays as well. A
     compiled block also makes again: the tokens' copies in the order of experts, keys and values that are put together and padded."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if stack.selective == "attention":  # of the scores nothing, of the rest everything
-        whole = _layer(spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
-        return whole - (_scores(spec, seq_len) if stack.attention == "math" else 0)
-    # torchtitan's list: every second product (queries, values, gate, and the end, which a compiler drops), attention and the input.
-    if stack.selective == "per-op":
-        end = 0 if stack.compiled else spec.hidden
-        return spec.hidden // token_parts + 2 * queries + keys + spec.num_heads + ffn + end
+    whole = partial(_layer, spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
+    others = stack.selected(spec, ffn, seq_len, token_parts, whole)
+    if others is not None:
+        return others
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
     gathered = 2 * spec.hidden if token_parts > 1 else 0
     if spec.is_latent:

@@ -18,7 +18,7 @@ PAIR, PAIR_BYTES, ROW_BYTES = 128, 66, 8
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameters:
     """Of one block, or one end of the model."""
 
     trained: int  # numbers with a gradient and optimizer state
@@ -26,8 +26,8 @@ class Held:
     packed_bytes: int = 0  # four-bit weights
     largest: int = 0  # numbers of the largest four-bit weight: read into a temporary tensor when it is used
 
-    def __add__(self, other: Held) -> Held:
-        return Held(
+    def __add__(self, other: HeldParameters) -> HeldParameters:
+        return HeldParameters(
             self.trained + other.trained,
             self.frozen + other.frozen,
             self.packed_bytes + other.packed_bytes,
@@ -35,22 +35,25 @@ class Held:
         )
 
 
-def held_by(share: RankShare | Cut, whole: ModelSpec, adapter: AdapterConfig) -> list[Held]:
+def held_by(share: RankShare | Cut, whole: ModelSpec, adapter: AdapterConfig) -> list[HeldParameters]:
     """The embedding, every layer, the head. `whole`: the model that the share is a slice of."""
     sizes = [share.embedding, *share.layer_parameters, share.head]
     if adapter.kind == "none":
-        return [Held(size, 0) for size in sizes]
+        return [HeldParameters(size, 0) for size in sizes]
     if not whole.is_ours:  # whose layers are not known here: square matrices as wide as the model, in every block
         added = 2 * adapter.rank * whole.hidden * len(adapter.targets)
         in_blocks = range(1, len(sizes) - 1)
         if adapter.kind == "lora":
-            return [Held(added * (i in in_blocks), size) for i, size in enumerate(sizes)]
-        return [Held(added, 0, size * 66 // 128) if i in in_blocks else Held(0, size) for i, size in enumerate(sizes)]
+            return [HeldParameters(added * (i in in_blocks), size) for i, size in enumerate(sizes)]
+        return [
+            HeldParameters(added, 0, size * 66 // 128) if i in in_blocks else HeldParameters(0, size)
+            for i, size in enumerate(sizes)
+        ]
     targets, trained = _chosen(whole, adapter)
-    ends = [Held(sizes[0], 0) if "embed" in trained else Held(0, sizes[0])]
+    ends = [HeldParameters(sizes[0], 0) if "embed" in trained else HeldParameters(0, sizes[0])]
     for layer, size in zip(share.layers, sizes[1:-1], strict=True):
         ends.append(_layer(f"layers.{layer.index}.", size, targets, trained, share.spec, adapter))
-    ends.append(Held(sizes[-1], 0) if "head" in trained else Held(0, sizes[-1]))
+    ends.append(HeldParameters(sizes[-1], 0) if "head" in trained else HeldParameters(0, sizes[-1]))
     return ends
 
 
@@ -87,14 +90,16 @@ def _by_layer(spec: ModelSpec) -> dict[str, Linears]:
     return found
 
 
-def _layer(prefix: str, size: int, targets: Names, trained: Names, spec: ModelSpec, adapter: AdapterConfig) -> Held:
+def _layer(
+    prefix: str, size: int, targets: Names, trained: Names, spec: ModelSpec, adapter: AdapterConfig
+) -> HeldParameters:
     mine = _by_layer(spec)[prefix]
     also = sum(out * inputs for name, (out, inputs) in mine.items() if name in trained)
     also += spec.hidden * sum(name.startswith(prefix) and name not in mine for name in trained)  # norms
     added = adapter.rank * sum(out + inputs for name, (out, inputs) in mine.items() if name in targets)
     packed = [shape for name, shape in mine.items() if name not in trained] if adapter.kind == "qlora" else []
     numbers = sum(out * inputs for out, inputs in packed)
-    return Held(
+    return HeldParameters(
         trained=added + also,
         frozen=size - also - numbers,
         packed_bytes=sum(out * (-(-inputs // PAIR) * PAIR_BYTES + ROW_BYTES) for out, inputs in packed),

@@ -12,10 +12,10 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardwise.plan.prediction.calibration import measured
 from shardwise.spec.cluster import ClusterSpec, Link
 
-TREE = 1.1
-"""Bytes of a tree over those of a ring: it fills its links less evenly."""
+TREE = measured("tree_bytes")
 
 
 class Path(NamedTuple):

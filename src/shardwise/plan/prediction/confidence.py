@@ -11,15 +11,13 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
+from shardwise.plan.prediction.calibration import measured
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 
-FEW_NODES = 16
-"""Up to here published runs behave; beyond, clusters have troubles of their own."""
-
-BUSY = 0.25
-"""Predicted share of the 16-bit peak below which a step mostly waits: for messages, for a pipeline, for Python. Waiting is predicted worse."""
+FEW_NODES = measured("few_nodes")
+BUSY = measured("busy_share")
 
 
 @lru_cache(256)

@@ -16,114 +16,55 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.cluster.describe.table import known_devices
+from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.work import Attention, Product, Work
+from shardwise.plan.prediction.work import AttentionCore, Matmul, Work
 from shardwise.spec.cluster import Device
 from shardwise.spec.precisions import PRECISIONS
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What data sheets do not say."""
+    """What data sheets do not say of a generation of GPUs. The figures and where they are from: calibration.toml."""
 
-    sustained: float  # of the achievable rate, by large products in a step that keeps the card busy
+    sustained: float  # of the achievable rate, by large matmuls in a step that keeps the card busy
     tiles: tuple[tuple[int, int, float], ...]  # rows, columns, rate of that tile
     ramp: int  # columns of k that a tile's start and end cost
     wave: float  # how much of an unfilled last wave is lost; what is idle leaves power and bandwidth to others
-    grouped: float  # grouped products over plain ones
-    attention: dict[
-        str, tuple[float, float]
-    ]  # kernel -> share of the peak in forward and backward, heads of 128, long sequences
-    watts: float = (
-        0.0  # at which `sustained` holds; with more power more is sustained. 0: all cards of the generation have enough
-    )
-    eight_bit: float = 0.98  # share of the peak that fp8 reaches over what bf16 does (calib_mamf_stas.csv)
+    grouped: float  # rate of grouped matmuls over plain ones
+    attention: dict[str, tuple[float, float]]  # kernel -> share of the peak, forward and backward
+    watts: float = 0.0  # at which `sustained` holds; with more power more is sustained. 0: all cards have enough
+    eight_bit: float = measured("fp8_share")  # share of the peak that fp8 reaches over what bf16 does
     rows: float = 1.0  # of that, with a scale for every row
-    in_steps: float = 0.0  # by products of our compiled steps, a ceiling: what a tile's ends leave idle, power gives to the rest. 0: unknown
-    beside: float = 0.0  # bytes per number of queries that kernels beside the backward of `BESIDE` move
+    in_steps: float = 0.0  # a ceiling for matmuls of our compiled steps: what a tile's ends leave idle, power gives to the rest. 0: unknown
+    beside: float = 0.0  # bytes per element of queries that kernels beside the backward of `BESIDE` move
 
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.86), (128, 64, 0.7), (64, 128, 0.7), (64, 64, 0.45))
-HOPPER_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.0), (128, 64, 0.73), (64, 128, 0.73), (64, 64, 0.4))
+def _generation(name: str) -> Generation:
+    values = dict(measured(f"generation_{name}"))
+    tiles = tuple(tuple(tile) for tile in measured("tiles")[values.pop("tiles")])
+    shares = {kernel: tuple(both) for kernel, both in values.pop("attention").items()}
+    return Generation(tiles=tiles, attention=shares, **values)
 
-IN_STEPS = 0.87
-"""688 TFLOP/s on an H200 with 700 W. Profiles of our steps have 683 to 721 (1.5 B, 8 B, 32k and 128k tokens), with torch's choice of cuBLAS kernels."""
 
-CHOSEN = 1.01
-"""Of that, by the fastest of the library's kernels. One by one and in turns, the products of a step are 1.05 times as fast (benchmarks/gpu/matmuls.py);
-in steps, at the power limit, 1.02 (1.5 B), 1.014 (8 layers of 8 B) and 1.0 (8 B) times."""
-
-# Ampere: 195 products and 24 attentions on an A100-PCIe (calib_op_efficiency_simumax.csv; mean error of a product 4 %).
-# Blackwell: 622 products and 64 attentions on a B200, same file. Hopper: H200 runs of this package, and the published H100 runs as a whole.
-# Its `sdpa`: cuDNN in our steps, 2,048 to 131,072 tokens, where the card is warm; `beside` is out times its gradient, the queries' gradient
-# from fp32, and those of keys added up over heads. `flash4`: as much faster than that as it is than cuDNN alone, on an H200 at sustained power,
-# 2,048 to 32,768 tokens: 482 to 643 TFLOP/s for 473 to 592 in forward, 399 to 599 for 366 to 530 in backward. Long and short sequences of as
-# many tokens say what lies beside: 28 bytes for 27. Nobody measured it on Blackwell, where it has cuDNN's shares.
-GENERATIONS = {
-    7: Generation(0.90, TILES, 160, 0.75, 0.8, {"flash1": (0.35, 0.30), "flash2": (0.35, 0.30)}),
-    8: Generation(
-        0.91, TILES, 160, 0.75, 0.93, {"flash1": (0.38, 0.31), "flash2": (0.62, 0.52), "cudnn": (0.62, 0.52)}
-    ),
-    9: Generation(
-        0.82,
-        HOPPER_TILES,
-        165,
-        0.35,
-        0.85,
-        {
-            "flash1": (0.25, 0.18),
-            "flash2": (0.36, 0.31),
-            "flash3": (0.68, 0.53),
-            "cudnn": (0.68, 0.53),
-            "sdpa": (0.56, 0.53),
-            "flash4": (0.60, 0.60),
-        },
-        eight_bit=0.9,
-        rows=0.8,
-        in_steps=IN_STEPS,
-        beside=20.0,
-    ),
-    10: Generation(
-        0.59,
-        TILES,
-        110,
-        0.5,
-        0.75,
-        {
-            "flash2": (0.20, 0.16),
-            "flash3": (0.44, 0.38),
-            "cudnn": (0.44, 0.38),
-            "sdpa": (0.44, 0.38),
-            "flash4": (0.44, 0.38),
-        },
-        watts=1000.0,
-    ),
-}
-CPU = Generation(0.85, ((1, 1, 1.0),), 16, 0.0, 0.7, {"flash2": (0.5, 0.4)})
-"""One core: no tiles to wait for."""
+GENERATIONS = {number: _generation(str(number)) for number in (7, 8, 9, 10)}
+CPU = _generation("cpu")
 
 FLASH_TILE = 128
 """Queries that one multiprocessor of a flash kernel works on."""
 
-FLASH_TAIL = (0.7, 1.4)
-"""Times of the longest tile that are lost at the end, forward and backward: from cuDNN and flash 2 on an H200 with 1024 to 32768 tokens."""
-
-NARROW = {"flash3": 0.58, "cudnn": 0.58, "sdpa": 0.58, "flash4": 0.5}
-"""How much faster kernels lose to heads narrower than 128: 391 of 596 TFLOP/s with 64 for cuDNN, 277 of 296 for flash 2 (H200). FlashAttention 4 gains
-more over cuDNN with 64 than with 128: 0.91 and 0.83 of its time in forward and backward, for 0.93 and 0.91."""
-
 BESIDE = ("sdpa", "flash4")
 """Kernels whose backward has others beside it: out times its gradient before, gradients from fp32 after."""
 
-GAP = 0.12
-"""Pause of a GPU between two kernels, over what the host takes to start one: 3 microseconds where that takes 25."""
-
-PASS_HALF = {"cuda": 1.5e7, "cpu": 3e4}
-"""Bytes at which a pass over memory reaches half of the memory's rate: below, a kernel ends before all multiprocessors have begun."""
-
-UNALIGNED = {1: 8.0, 2: 1.6, 4: 1.25}
-"""Matrices are read 16 bytes at a time where their sides divide by 8; by the largest power of two that divides all sides else. Odd: GPT-2's 50257 tokens
-on an H200. The others: assumed, between; heads of 150 in BigScience's sweep are such a case."""
+CHOSEN = measured("chosen_matmul")
+FLASH_TAIL = measured("flash_tail")
+NARROW = measured("narrow_heads")
+GAP = measured("kernel_gap")
+PASS_HALF = measured("pass_half")
+UNALIGNED = dict(
+    zip((1, 2, 4), measured("unaligned"), strict=True)
+)  # by the largest power of two that divides all sides
+POWER = measured("power_exponent")
 
 
 class Pricer:
@@ -157,26 +98,26 @@ class Pricer:
         self.faster = (
             tuple(a / b for a, b in zip(shares["flash4"], shares["sdpa"], strict=True)) if is_faster else (1.0, 1.0)
         )
-        self._products: dict[Product, float] = {}  # a layer has many twice, and so have layouts
+        self._matmuls: dict[Matmul, float] = {}  # a layer has many twice, and so have layouts
 
     def seconds(self, work: Work, backward: bool = False) -> float:
         """On the device, one operation after the other."""
-        total = sum([self.product(p) for p in work.products])
+        total = sum([self.matmul(p) for p in work.matmuls])
         total += sum([self.attention(a, backward) for a in work.attention])
         total += sum([self.pass_(size) for size in work.passes])
-        return total + self.gap * (len(work.products) + len(work.attention) + len(work.passes))
+        return total + self.gap * (len(work.matmuls) + len(work.attention) + len(work.passes))
 
     def host_seconds(self, work: Work) -> float:
         """What starting it takes, while the device may be busy."""
-        return work.launches * self.launch * self.stack.host_share
+        return work.launches * self.launch
 
-    def product(self, p: Product) -> float:
-        found = self._products.get(p)
+    def matmul(self, p: Matmul) -> float:
+        found = self._matmuls.get(p)
         if found is None:
-            found = self._products[p] = self._product(p)
+            found = self._matmuls[p] = self._matmul(p)
         return found
 
-    def _product(self, p: Product) -> float:
+    def _matmul(self, p: Matmul) -> float:
         generation, peak = self.generation, self.peak if p.in_eight else self.exact_peak
         size = 1 if self.eight_bit and p.in_eight else self.size
         moved = p.groups * (size * (p.m * p.k + p.k * p.n) + (8 if p.adds else self.size) * p.m * p.n)
@@ -202,7 +143,7 @@ class Pricer:
             computed = max(computed, p.flops / (rate * self.ceiling * faster))
         return max(computed, moved / self.bandwidth)
 
-    def attention(self, a: Attention, backward: bool = False) -> float:
+    def attention(self, a: AttentionCore, backward: bool = False) -> float:
         flops = a.flops * (2.5 if backward else 1.0)
         curve = self.curves.get(f"attention{'-backward' * backward}/{self.name}")
         if curve:
@@ -217,7 +158,7 @@ class Pricer:
         )  # torch's memory-efficient kernel, the one that takes masks
         share = known.get(kernel, known["flash2"])[backward]
         # Narrow heads leave the units of the softmax busier than those of the products.
-        width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(kernel, 0.1)
+        width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(kernel, NARROW["other"])
         rate = self.exact_peak * share * width
         # Tiles on the diagonal are computed whole. The last rows see all keys and end last, when most units have nothing left to do.
         diagonal = (a.context + FLASH_TILE / 2) / a.context
@@ -241,9 +182,6 @@ def power_share(device: Device) -> float:
     400 W does (calib_mamf_stas.csv), which is the fourth root."""
     usual = known_devices().get(device.name, {}).get("watts", 0.0)
     return min(1.0, device.watts / usual) ** POWER if usual and device.watts else 1.0
-
-
-POWER = 0.25
 
 
 def peak_flops(device: Device, kind: str) -> float:

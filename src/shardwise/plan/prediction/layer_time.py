@@ -7,32 +7,22 @@ counted. Read next: step_time.py, which adds layers up to stages and stages to a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
+from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.collectives import Network
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.operations import embedding_work, head_work, layer_work, num_tensors
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.work import Product, Shape, Training, Work
+from shardwise.plan.prediction.work import RankShape, Training
 from shardwise.spec.job import Job
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.plan import Plan
 
-SLOWED = 0.2
-"""Computing time lost per second of messages that run beside it: NCCL's kernels take a tenth of the multiprocessors and some of the memory's rate."""
-
-FSDP_LAUNCHES = (18, 3.5)
-"""Operations by which FSDP2's hooks and copies keep the host busy, per block and pass, and per tensor of the block: smollm2 (9 tensors) and GPT-2 (16)
-on an H200."""
-
-
-CHECKPOINT_LAUNCHES = 24
-"""Operations by which a layer that is computed again as a whole keeps the host busy: the graph is cut, random states are kept and put back."""
-
-MESSAGE_LAUNCHES = {"sum": 3, "gather": 9}
-"""Operations that one collective inside a layer costs the host: a sum in place; buffers, views, the call and waiting for it. The second from the nanotron
-sweep, whose small micro-batches take 4.4 ms per layer with tensor parallelism and 2.9 without."""
+SLOWED = measured("slowed_by_collectives")
+FSDP_LAUNCHES = measured("fsdp_launches")
+CHECKPOINT_LAUNCHES = measured("checkpoint_launches")
+COLLECTIVE_LAUNCHES = measured("collective_launches")
 
 
 class LayerTime(NamedTuple):
@@ -64,7 +54,7 @@ class LayerTimes:
     def __init__(self, model: ModelSpec, network: Network, pricer: Pricer, job: Job, plan: Plan, stack: Stack):
         self.model, self.plan, self.stack, self.network, self.pricer = model, plan, stack, network, pricer
         tokens = -(-plan.seq_len // plan.cp)
-        self.shape = Shape(
+        self.shape = RankShape(
             rows=plan.micro_batch,
             tokens=tokens,
             seq_len=plan.seq_len,
@@ -128,13 +118,8 @@ class LayerTimes:
             work = layer_work(self.model, layer, self.shape, self.stack)
             self._once[kind] = work, self._compute(work, num_tensors(self.model, layer))
         work, time = self._once[kind]
-        repeated = Work()
-        if again:
-            repeated = replace(work.forward, products=_but_last(work.forward.products, self.stack))
-        elif self.plan.recompute == "selective":
-            half = Work(work.forward.products[::2]) if self.stack.selective.startswith("per-op") else Work()
-            repeated = work.attention if self.stack.selective == "attention" else work.cheap + half
-        one = price.launch * self.stack.host_share
+        repeated = self.stack.repeated(work, again, self.plan.recompute == "selective")
+        one = price.launch
         host = self._calls(layer) * one
         more = price.host_seconds(repeated) + (2 * host + CHECKPOINT_LAUNCHES * one if again else host)
         time = time._replace(
@@ -146,15 +131,15 @@ class LayerTimes:
 
     def _calls(self, layer: LayerSpec) -> int:
         """Operations around the messages of a forward pass."""
-        plan, gather = self.plan, MESSAGE_LAUNCHES["gather"]
+        plan, gather = self.plan, COLLECTIVE_LAUNCHES["gather"]
         ring = 2 if plan.cp_kind == "ulysses" else plan.cp - 1
-        tensor = 0 if plan.tp == 1 else 4 * gather if plan.sequence else 2 * MESSAGE_LAUNCHES["sum"]
+        tensor = 0 if plan.tp == 1 else 4 * gather if plan.sequence else 2 * COLLECTIVE_LAUNCHES["sum"]
         return tensor + gather * ((plan.cp > 1) * ring + 2 * (plan.ep > 1 and layer.is_moe))
 
     def _compute(self, work: Training, tensors: int = 1) -> LayerTime:
         price = self.pricer
         hooks = (
-            (FSDP_LAUNCHES[0] + FSDP_LAUNCHES[1] * tensors) * price.launch * self.stack.host_share
+            (FSDP_LAUNCHES[0] + FSDP_LAUNCHES[1] * tensors) * price.launch
             if self.plan.uses_fsdp and self.stack.copies_parameters
             else 0.0
         )
@@ -171,29 +156,19 @@ class LayerTimes:
         found: dict[str, float] = {}
         if plan.tp > 1:
             regions = 1 if layer.is_moe and plan.ep > 1 else 2
-            forward = regions * self._region()
-            backward = forward
-            if plan.sequence and stack.gathers_again:
-                backward += forward / 2
+            forward, repeated = regions * self._region(), 0.0
             if again:
-                backward += forward * (2 * regions - 1) / (2 * regions) if stack.stops_early else forward
-            products = sum(self.pricer.product(p) for p in work.forward.products)
-            if stack.overlaps_tensor:
-                forward = _exposed(forward, products, TENSOR_PIECES)
-                backward = _exposed(backward, 2 * products, TENSOR_PIECES)
-            elif stack.overlaps_tensor_backward:
-                backward = _exposed(backward, time.weights, 1)
-            found |= {"tensor_forward": forward, "tensor_backward": backward}
+                repeated = forward * (2 * regions - 1) / (2 * regions) if stack.stops_early else forward
+            matmuls = sum(self.pricer.matmul(p) for p in work.forward.matmuls)
+            both_ways = stack.tensor_seconds(forward, repeated, matmuls, time.weights, plan.sequence)
+            found |= {"tensor_forward": both_ways[0], "tensor_backward": both_ways[1]}
         if plan.cp > 1:
             forward, backward = self._context(time, work)
             found |= {"context_forward": forward, "context_backward": backward + (forward if again else 0.0)}
         if plan.ep > 1 and layer.is_moe:
             copies = self.shape.outside * self.model.experts_per_token
             one = self.network.all_to_all(copies * self.model.hidden * self.shape.size, plan.ep)
-            both = 2 * one
-            if stack.overlaps_experts:
-                both = _exposed(both, time.forward, 2)
-            found |= {"expert_forward": both, "expert_backward": both * (2 if again else 1)}
+            found |= {"expert_forward": 2 * one, "expert_backward": 2 * one * (2 if again else 1)}
         return time._replace(**found)
 
     def _region(self) -> float:
@@ -227,25 +202,6 @@ class LayerTimes:
         backward = sum(self.pricer.attention(a, True) for a in work.forward.attention) / plan.cp
         steps = plan.cp - 1
         return steps * max(0.0, hop - attention), steps * max(0.0, back - backward)
-
-
-TENSOR_PIECES = 4
-"""Pieces into which overlapped tensor-parallel messages are cut: the first one is never hidden."""
-
-
-def _but_last(products: tuple[Product, ...], stack: Stack) -> tuple[Product, ...]:
-    """Attention by definition has its products behind the layer's own, which end with the one that nobody needs."""
-    if not stack.stops_early:
-        return products
-    last = max(index for index, p in enumerate(products) if not p.exact)
-    return products[:last] + products[last + 1 :]
-
-
-def _exposed(messages: float, beside: float, pieces: int) -> float:
-    """What messages add to computing that runs beside them."""
-    first = messages / pieces if pieces > 1 else 0.0
-    hidden = min(messages - first, beside)
-    return messages - hidden + SLOWED * hidden
 
 
 def adapted(job: Job) -> tuple[int, ...]:

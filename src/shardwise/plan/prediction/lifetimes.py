@@ -21,28 +21,20 @@ from shardwise.plan.prediction.activations import (
     kept_activations,
     last_norm_bytes,
     logit_bytes,
-    loss_bytes,
     segments,
 )
+from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.offloaded import offloaded, pinned_share
 from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of_cut
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, States, states_of
+from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, RankStates, states_of
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import StageMemory
 from shardwise.spec.schedules import SCHEDULES
 
-PROCESS_BYTES = {"cpu": 345 * 2**20, "cuda": 0}
-"""What a rank holds besides tensors: interpreter, torch 2.13 and its math libraries, gloo; two ranks of `tiny`. On CUDA only tensors are counted."""
-
-ALLOCATOR_SHARE = {"cpu": 0.45, "cuda": 0.0}
-"""On a CPU, backward's own temporaries and what malloc keeps in holes, as a share of the activations; fitted to `tiny` with micro-batches of 1
-and 8 on one machine. On CUDA temporaries are counted one by one."""
-
-RESERVED_SHARE = 0.06
-"""What torch's caching allocator holds beyond what is allocated at the peak: blocks that are free but of the wrong size. The middle of what 245
-published runs of two frameworks reserve beyond the bytes of their tensors."""
+PROCESS_BYTES = measured("process_bytes")
+ALLOCATOR_SHARE = measured("allocator_share")
 
 LOSS_TEMPORARIES = {"cpu": 0, "cuda": 2}
 """Copies of a chunk's logits that the loss has besides the one it keeps: gradients on both sides of the softmax. On a CPU the share above
@@ -94,10 +86,7 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
     moment = max(moments, key=lambda name: moments[name])
     parts["allocator"] = max(0, moments[moment] - passing)
     parts[APART] = min(0, moments[moment] - passing)
-    parts["gathered"] += _region_buffers(share, plan, stack)
-    if stack.published != "allocated":
-        parts["allocator"] += int(RESERVED_SHARE * (sum(parts.values()) - parts["process"]))
-    return StageMemory(parts, moment)
+    return StageMemory(stack.reserved(parts, share.spec, plan, COMPUTE_BYTES[plan.precision]), moment)
 
 
 def beside_adapters(stack: Stack, groups: Groups) -> Stack:
@@ -107,14 +96,8 @@ def beside_adapters(stack: Stack, groups: Groups) -> Stack:
     return replace(stack, fp8_least=0) if stack.fp8_least and groups.whole.frozen else stack
 
 
-def _region_buffers(share: RankShare, plan: Plan, stack: Stack) -> int:
-    """There at every moment. Sequence parallelism cuts tokens, not these."""
-    tokens = plan.micro_batch * plan.seq_len // plan.cp
-    return stack.region_buffers * tokens * share.spec.hidden * COMPUTE_BYTES[plan.precision] if plan.sequence else 0
-
-
 def _moments(
-    share: RankShare, groups: Groups, plan: Plan, states: States, activations: Activations, parts: dict[str, int]
+    share: RankShare, groups: Groups, plan: Plan, states: RankStates, activations: Activations, parts: dict[str, int]
 ) -> dict[str, int]:
     """Gathered parameters, gradients, activations and temporaries, by moment."""
     gathered, complete, held = parts["gathered"], parts["gradients"], activations.held
@@ -155,7 +138,7 @@ def _while_reducing(
     share: RankShare,
     groups: Groups,
     plan: Plan,
-    states: States,
+    states: RankStates,
     activations: Activations,
     parts: dict[str, int],
     one: int,
@@ -225,10 +208,13 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
         return Activations(held, 0, repeated, working, most.at, away)
     losses = plan.num_microbatches if plan.pp > 1 and SCHEDULES[plan.schedule].holds_all else 1
     spec = _as_saved(share.cut, plan.device)
-    if stack.logit_bytes:
-        head = losses * loss_bytes(spec, tokens, size, token_parts, plan.tp > 1, stack)
+    norm, whole = (
+        last_norm_bytes(spec, tokens, size, token_parts, stack),
+        stack.loss_bytes(tokens, spec.vocab, plan.tp > 1),
+    )
+    if whole is not None:
+        head = losses * (norm + whole)
     elif is_fused(spec, plan, tokens):
-        norm = last_norm_bytes(spec, tokens, size, token_parts, stack)
         waiting, passing = _fused_loss(spec, plan, tokens, size, trains_head)
         head = losses * (norm + waiting) + passing
     else:

@@ -5,6 +5,7 @@ Invariant: where the device is a CPU, nothing leaves its memory but what goes to
 
 from __future__ import annotations
 
+from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.rank_share import RankShare
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.plan import Plan
@@ -50,15 +51,9 @@ def pinned_share(share: RankShare, plan: Plan, column: int) -> float:
     return sum(1 << (size - 1).bit_length() for size in tensors) / sum(tensors)
 
 
-HOST_LINK = {"optimizer": 22e9, "all": 11e9}
-"""Bytes per second between a GPU and CPU memory, the update there included: what 1.1 B parameters on one H200 came to. Assumed for others."""
-
-DISK = 2e9
-"""Bytes per second: one virtual disk on which states were read and written at once. Assumed for others."""
-
-
-CPU_MEMORY = 400e9
-"""Bytes per second that the CPUs of a node read and write, for all of its cards together: two sockets. Assumed."""
+HOST_LINK = measured("offload_link")
+DISK = measured("disk_rate")
+CPU_MEMORY = measured("cpu_memory_rate")
 
 TOUCHED = {"optimizer": 36 / 8, "all": 44 / 12}
 """Bytes of CPU memory that are read or written for each byte on the link: Adam's pass over four numbers, and both copies."""

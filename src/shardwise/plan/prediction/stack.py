@@ -1,104 +1,286 @@
-"""`Stack`: how a framework executes a layout. Ours is the default; the planner knows no other.
+"""`Stack`: how our runtime executes a plan, as far as its price and its memory depend on it. No torch.
 
-Physics is the same for everybody: bytes, FLOPs, links. What differs is which states are kept in which format, which kernels run and what is
-hidden behind computing. These facts are fields here, so that predictions can be tested on runs of others (benchmarks/stacks). A field says
-how a framework works. None of them is fitted to runs.
+Physics is the same for everybody: bytes, FLOPs, links. Fields are what a plan decides (resolve/speed.py's `stack_of`). Methods and properties are
+the points where another framework's step costs something else; each says what ours does. They are the only way in for others:
+benchmarks/stacks/foreign.py overrides them, so that predictions can be tested on runs that somebody published. Passes are bytes that one
+kernel reads and writes; a pass that runs below the memory's rate is counted longer. Read next: operations.py, which asks for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardwise.plan.prediction.calibration import measured
+from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, Training, Work
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.precisions import FORMAT_BYTES
+
+if TYPE_CHECKING:
+    from shardwise.plan.prediction.rank_share import RankShare
+    from shardwise.plan.prediction.states import Groups, RankStates
+
+Passes = tuple[float, ...]
+
+SHORT_ROW = measured("short_row")
+NORM = measured("norm_pass")
+CAST = measured("cast_pass")
+LOOK, ROUND, TRANSPOSE = measured("fp8_look"), measured("fp8_round"), measured("fp8_transpose")
+EAGER_CAST = measured("fp8_eager_cast")
+LOSS_PASSES = int(measured("fused_loss_passes"))
+PLAIN_SOFTMAX = measured("plain_softmax")
+EXPERT_IMBALANCE = measured("expert_imbalance")
+
+
+class StateTraffic(NamedTuple):
+    """How parameters and gradients travel between the ranks that share them."""
+
+    reduce_bytes: int  # per element of a gradient
+    gather_bytes: int  # per element of a parameter
+    overlaps_reduce: bool  # gradients travel while backward computes
+    overlaps_gather: bool  # parameters travel while the layer before computes
 
 
 @dataclass(frozen=True)
 class Stack:
-    name: str = "shardwise"
-
-    # Kernels: how often memory is read and written, and how often the host starts something.
-    # math (scores in memory) | flash1 | flash2 | flash3 | cudnn | sdpa (cuDNN's, as torch calls it) | flash4
-    attention: str = "sdpa"
-    windows: bool = False  # its kernel skips keys outside of a window and knows soft caps; else all pairs are computed
-    joined: bool = False  # queries, keys and values are one product; gate and up another
-    # Of `qkv`, `gate up`: joined, but their weights lie apart and are copied in every pass.
-    side_by_side: tuple[str, ...] = ()
+    attention: str = "sdpa"  # the kernel: sdpa (cuDNN's, as torch calls it) | flash4
+    joined: bool = False  # queries, keys and values are one matmul; gate and up another
+    side_by_side: tuple[
+        str, ...
+    ] = ()  # of `qkv`, `gate up`: joined, but their weights lie apart and are copied in every pass
     compiled: bool = False  # elementwise chains are one kernel each
-    fused_norm: bool = True  # a norm is one kernel; else a chain of passes in fp32
-    fused_rope: bool = False
-    complex_rope: bool = False  # positions are turned as complex numbers in fp32
-    fused_activation: bool = False  # gate, activation and product in one kernel
-    fused_softmax: bool = True  # of attention = math: scale, mask and softmax in one kernel
-    sharded_loss: bool = False  # the loss goes the way of a cut vocabulary on one rank too
-    fused_loss: bool = False  # softmax, loss and its gradient in one or two passes over the logits
-    loss_passes: int = 2  # of a fused loss, each reads and writes the logits
+    fused_activation: bool = (
+        False  # gate, activation and their product are one kernel; compiled blocks have that anyway
+    )
+    fused_loss: bool = False  # softmax, loss and its gradient are one kernel over the logits
     logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
-    pads_vocab: int = 1  # a rank's slice of the vocabulary is filled up to a multiple of this
-    dropout: bool = False
-    measured: bool = False  # our compiled blocks: products, casts and passes as profiles of them on an H200 say
-    chosen: bool = False  # of the library's kernels for a product the fastest (kernels/choose_matmul.py)
-    fp8_least: int = 0  # products with less of outputs * inputs / (outputs + inputs), and experts, stay in 16 bits
+    chosen: bool = False  # of the library's kernels for a matmul the fastest (kernels/choose_matmul.py)
+    fp8_least: int = 0  # matmuls with less of outputs * inputs / (outputs + inputs), and experts, stay in 16 bits
     fp8_rows: bool = False  # a scale per row; else one per tensor
-    fp8_head: bool = False  # the head's products too
-    fused_cast: bool = False  # fp8: finding the largest number, scaling and turning around are one kernel
-    host_share: float = 1.0  # of the usual host time per operation; 0: replayed graphs
+    fp8_head: bool = False  # the head's matmuls too
 
-    # What selective recomputation runs again: cheap (everything but products and attention) | attention (scores to values) |
-    # per-op (every second product too).
-    selective: str = "cheap"
-    stops_early: bool = True  # a layer that is computed again stops before its last product, whose result nobody needs
+    @property
+    def measured(self) -> bool:
+        """Whether matmuls, casts and passes are priced as profiles of our compiled blocks on an H200 say."""
+        return self.compiled
 
-    # Gradients and the optimizer. Bytes per number.
-    gradient_passes: int = (
-        0  # read and written to add a micro-batch's weight gradient to the sum; 0: as autograd does it
-    )
-    reduce_bytes: int = 0  # of gradients on their way between data-parallel ranks; 0: from the plan
-    gather_bytes: int = 0  # of parameters on their way; 0: from the plan
-    fused_optimizer: bool = True  # one pass over all states; else one per operation
-    copies_parameters: bool = True  # FSDP: parameters are rounded and copied when they are gathered
-    reduces_each: bool = True  # ZeRO-2 and 3 reduce after every micro-batch
+    @property
+    def stops_early(self) -> bool:
+        """Whether a layer that is computed again stops before its last matmul, whose result nobody needs. A compiled block is one graph."""
+        return not self.compiled
 
-    # What is hidden behind computing.
-    overlaps_reduce: bool = True  # gradients travel while the last backward runs
-    overlaps_gather: bool = True  # parameters travel while the layer before computes
-    overlaps_tensor: bool = False  # tensor-parallel messages are cut up and travel during the products
-    overlaps_tensor_backward: bool = False  # in backward, while the weight gradients are computed
-    batch_first: bool = (
-        True  # tensors are [batch, tokens, width]: what sequence parallelism gathers must be put in order
-    )
-    gathers_again: bool = False  # a region's input is kept in parts and gathered once more for backward
-    overlaps_experts: bool = False
-    scatters_messages: bool = False  # tensor-parallel ranks share a message between stages and gather it after
-    overlaps_pipeline: bool = True  # messages between stages travel while others compute; else both ranks wait
+    # Kernels --------------------------------------------------------------------------------------------------------
 
-    # Memory: states. Ours are those of FSDP2: weights in fp32, cast as they are gathered.
-    half_weights: bool = False  # weights lie there in the format of the computation, fp32 masters beside the moments
-    gradient_bytes: int = 0  # per parameter, where gradients add up; 0: as wide as the weights that are kept
-    bucket_bytes: int = 0  # per parameter of buckets beside the gradients, where replicas add them up
-    stand_ins: bool = (
-        False  # a 16-bit tensor in each shape of a weight, for gradients that were added inside the product
-    )
-    step_bytes: int = 0  # per parameter that a rank updates: copies of the gradients that the update makes
-    ends_stay_gathered: bool = False  # ZeRO-3: embedding and head are one group, dropped only after backward
+    @property
+    def knows_masks(self) -> bool:
+        """Whether the attention kernel skips keys outside of a window and knows soft caps. Ours computes all pairs then."""
+        return False
 
-    # Memory: what is kept for backward.
-    region_buffers: int = 0  # that stay, each as large as a region's whole input: what travels is gathered into them
-    lingers: bool = False  # what was gathered is not reused until the GPU has passed it: reserved, not needed
-    expert_load: float = (
-        1.2  # copies of tokens at the fullest rank's experts, over the mean: assumed; 1: forced to be even
-    )
-    wide_router: bool = True  # scores of experts are computed in fp32, and so is what they are computed from
-    keys_twice: bool = False  # keys and values are kept a second time, where there are as many as queries
-    logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
-    cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other
+    def score_passes(self, core: AttentionCore, size: int, capped: bool) -> tuple[Passes, Passes] | None:
+        """Passes over attention's scores, forward and backward; None: a fused kernel has none. `capped`: softly, by model/attention.py: scaled,
+        divided, tanh, multiplied, masked, softmax in fp32, rounded."""
+        if not capped:
+            return None
+        elements = float(core.rows * core.heads * core.queries * core.keys)
+        forward = (2 * size,) * 5 + (size + 4, 4 + size)
+        backward = (4 + size, 12, 4 + size, 2 * size, 2 * size, 3 * size, 2 * size, 2 * size)
+        return tuple(b * elements for b in forward), tuple(b * elements for b in backward)
 
-    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (reserved, and what the device gave to others: context
-    # and NCCL, which are not in a prediction)
-    published: str = "allocated"
-    published_rank: str = "fullest"  # of the pipeline; or first
+    def block_passes(self, spec: ModelSpec, elements: float, size: int) -> tuple[Passes, Passes]:
+        """The norms of a block and its two residual sums. x + y reads two tensors and writes one; in backward the two gradients that meet at
+        a branch are added."""
+        if self.measured:
+            # Norm; sum and norm; sum, made anew from all of its parts. Backward reads them again for the norms' weights.
+            return (9.0 * elements * size,), (16.0 * elements * size,)
+        norm, plus = self.norm_passes(spec, elements, size), 3.0 * elements * size
+        norms = 4 if spec.post_norms else 2
+        return norm[0] * norms + (plus, plus), norm[1] * norms + (plus, plus)
+
+    def norm_passes(self, spec: ModelSpec, elements: float, size: int, width: int = 0) -> tuple[Passes, Passes]:
+        """A norm is one kernel; backward has another for the gradient of its weight. `width`: elements of a row."""
+        slow = NORM * max(1.0, SHORT_ROW / (width or spec.hidden))
+        return (2.0 * elements * size * slow,), (3.0 * elements * size * slow, elements * size)
+
+    def rope_passes(self, rotated: float, size: int) -> Passes:
+        """x1 cos - x2 sin, x2 cos + x1 sin, side by side: four products and two sums of halves, one copy. For queries and keys."""
+        if self.compiled:
+            return (2.0 * rotated,)
+        return tuple(part * rotated / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
+
+    def activation_passes(self, spec: ModelSpec, elements: float, size: int) -> tuple[Passes, Passes]:
+        """The activation of a feed-forward layer, gated or not."""
+        one, is_one = elements * size, self.fused_activation or self.compiled
+        bias = (2.0 * one,) if spec.mlp_bias and not is_one else ()
+        if not spec.gated:
+            return (*bias, 2.0 * one), (3.0 * one,)
+        if is_one:
+            return (3.0 * one,), (5.0 * one,)
+        return (2.0 * one, 3.0 * one), (3.0 * one, 3.0 * one, 3.0 * one)
+
+    def cast_passes(self, parts: tuple[tuple[Matmul, ...], ...], shape: RankShape) -> tuple[Passes, Passes, Passes]:
+        """fp8: both factors of each matmul are quantized: their largest element is found, they are scaled and rounded. Forward, gradients of
+        inputs, gradients of weights. Our compiled blocks quantize what several matmuls read once; elsewhere each matmul quantizes its own.
+        Frozen weights were quantized before. `parts`: matmuls of attention and of the rest, of which all but the last read the same input."""
+        if not shape.eight_bit:
+            return (), (), ()
+        wide = [p for part in parts for p in part if p.in_eight]
+        x, w, g = ([float(p.groups * elements) for p in wide for elements in (f(p),)] for f in (
+            lambda p: p.m * p.k, lambda p: p.k * p.n, lambda p: p.m * p.n))  # fmt: skip
+        if self.measured:
+            readers = [[p for p in some if p.in_eight] for *several, last in parts for some in (several, [last])]
+            read = [float(some[0].m * some[0].k) for some in readers if some]
+            if shape.trains == "lora":  # nothing is transposed
+                return tuple(ROUND * one for one in read), tuple(ROUND * one for one in g), ()
+            both = (*(ROUND * one for one in read), *((LOOK + ROUND) * one for one in w))
+            transposed = tuple(
+                TRANSPOSE * ROUND * a + (LOOK + TRANSPOSE * ROUND) * b for a, b in zip(g, w, strict=True)
+            )
+            return both, transposed, tuple(TRANSPOSE * ROUND * one for one in read)
+        if shape.trains == "lora":
+            return tuple(EAGER_CAST * a for a in x), tuple(EAGER_CAST * a for a in g), ()
+        pairs = ((x, w), (g, w), (g, x))
+        forward, inputs, weights = (tuple(EAGER_CAST * (a + b) for a, b in zip(*pair, strict=True)) for pair in pairs)
+        return forward, inputs, weights
+
+    def weight_gradients(self, forward: tuple[Matmul, ...], shape: RankShape) -> Work:
+        """One matmul for each of forward's, added to what other micro-batches left as autograd does it. Frozen weights have none."""
+        if shape.trains != "all":
+            return Work()
+        return Work(tuple(Matmul(p.n, p.k, p.m, p.groups, False, p.exact, p.small) for p in forward))
+
+    def embedding_passes(self, x: float, table: int) -> tuple[Passes, Passes]:
+        """Beside the lookup of `x` bytes and its gradient: passes over a table of so many elements. Forward, backward."""
+        return (), (2.0 * table,)
+
+    def padded_vocab(self, vocab: int, tp: int) -> int:
+        """Rows of the head that a tensor-parallel rank multiplies."""
+        return -(-vocab // tp)
+
+    def loss_passes(self, logits: int, size: int, tp: int) -> tuple[Passes, Passes]:
+        """Written by the matmul; then: widened to fp32, softmax, loss. Backward: the softmax's gradient, rounded to the logits' format."""
+        if self.fused_loss:
+            passes = (logits * 2.0 * size,) * LOSS_PASSES
+            return passes[:1], passes[1:]
+        if self.compiled:
+            return (logits * (size + 4.0),), (logits * (4.0 + size),)
+        if tp > 1:
+            return sharded_loss(logits, size)
+        forward = tuple(logits * b for b in (CAST * (size + 4.0), PLAIN_SOFTMAX * 8.0))
+        return forward, tuple(logits * b for b in (4.0, 12.0, CAST * (4.0 + size)))
+
+    # What is computed again, what travels, what waits -----------------------------------------------------------------
+
+    def repeated(self, work: Training, again: bool, selective: bool) -> Work:
+        """What backward computes of forward once more. `again`: the whole layer; `selective`: all but matmuls and attention."""
+        if again:
+            return Work(
+                self.but_last(work.forward.matmuls), work.forward.attention, work.forward.passes, work.forward.views
+            )
+        return work.cheap if selective else Work()
+
+    def but_last(self, matmuls: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
+        """Attention by definition has its matmuls behind the layer's own, which end with the one that nobody needs."""
+        if not self.stops_early:
+            return matmuls
+        last = max(index for index, p in enumerate(matmuls) if not p.exact)
+        return matmuls[:last] + matmuls[last + 1 :]
+
+    def tensor_seconds(
+        self, forward: float, again: float, matmuls: float, weights: float, sequence: bool
+    ) -> tuple[float, float]:
+        """Exposed seconds of a layer's tensor-parallel collectives, forward and backward. `forward`: of one pass; `again`: of what is computed
+        again; `matmuls`, `weights`: seconds of forward's matmuls and of those for weight gradients, which others hide some of it behind."""
+        return forward, forward + again
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether tensors are [batch, tokens, width]: then what sequence parallelism gathers must be put in order."""
+        return True
+
+    @property
+    def copies_parameters(self) -> bool:
+        """Whether parameters are cast and copied when they are gathered, as FSDP2 does it."""
+        return True
+
+    def traffic(self, plan: Plan, compute_bytes: int, weight_bytes: int) -> StateTraffic:
+        """On a CPU, gloo's threads and those that compute have the same cores: nothing is hidden."""
+        hides = plan.device != "cpu"
+        reduced = weight_bytes if plan.reduce_dtype == "auto" else FORMAT_BYTES[plan.reduce_dtype]
+        return StateTraffic(reduced, compute_bytes, hides, hides)
+
+    def tied_bytes(self) -> int:
+        """Per element of a tied table's gradient between the two ends of a pipeline."""
+        return 4
+
+    def update_bytes(self, update: float, elements: float) -> float:
+        """Bytes of an optimizer's pass over `elements` parameters, given those of the fused one."""
+        return update
+
+    def stage_message(self, size: float, tp: int, sequence: bool) -> float:
+        """Bytes that a rank sends to the next stage of `size` bytes of activations."""
+        return size
+
+    @property
+    def overlaps_pipeline(self) -> bool:
+        """Whether activations travel between stages while others compute; else both ranks wait."""
+        return True
+
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    def rank_states(self, share: RankShare, groups: Groups, plan: Plan, optimizer: str) -> RankStates | None:
+        """States of a framework that keeps them in other formats than ours; None: as states.py has them."""
+        return None
+
+    def ends_stay(self, tied: bool) -> bool:
+        """ZeRO-3: whether embedding and head stay gathered until the end of backward."""
+        return tied
+
+    @property
+    def step_bytes(self) -> int:
+        """Per parameter that a rank updates: copies of the gradients that the update makes."""
+        return 0
+
+    @property
+    def expert_load(self) -> float:
+        """Tokens' copies at the experts of the fullest rank, over the mean of all ranks."""
+        return EXPERT_IMBALANCE
+
+    @property
+    def wide_router(self) -> bool:
+        """Whether scores of experts are computed in fp32, and so is what they are computed from."""
+        return True
 
     @property
     def holds_gathered(self) -> bool:
-        """Whether a region's whole input counts until backward."""
-        return not self.gathers_again or (self.lingers and self.published == "reserved")
+        """Whether a tensor-parallel region's whole input counts until backward."""
+        return True
+
+    def more_kept(self, spec: ModelSpec, seq_len: int, token_parts: int) -> int:
+        """Elements per token that a layer keeps for backward beside what is counted for ours."""
+        return 0
+
+    def selected(
+        self, spec: ModelSpec, ffn: int, seq_len: int, token_parts: int, whole: Callable[[], int]
+    ) -> int | None:
+        """Elements per token that selective recomputation keeps of a layer that keeps `whole()` without; None: as ours does."""
+        return None
+
+    def loss_bytes(self, num_tokens: int, vocab: int, is_cut: bool) -> int | None:
+        """Bytes while the loss is computed, where all logits are there at once; None: in chunks, as ours. `is_cut`: a rank has a part of the
+        vocabulary."""
+        return None
+
+    def reserved(self, parts: dict[str, int], spec: ModelSpec, plan: Plan, size: int) -> dict[str, int]:
+        """A rank's memory by part, as it is reported. Ours reports what tensors hold. `size`: bytes of an element."""
+        return parts
+
+
+def sharded_loss(logits: int, size: int) -> tuple[Passes, Passes]:
+    """Where ranks have parts of the vocabulary: the largest, the difference, exp, its sum and the division are passes of their own, in fp32."""
+    forward = tuple(logits * b for b in (CAST * (size + 4.0), 4.0, 8.0, 8.0, 4.0, 8.0))
+    return forward, tuple(logits * b for b in (8.0, CAST * (4.0 + size)))
 
 
 OURS = Stack()

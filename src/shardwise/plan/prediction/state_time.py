@@ -9,45 +9,31 @@ as docs/axes/zero.md has it. Messages run beside computing where the stack lets 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from shardwise.plan.prediction.adapter_share import Held
+from shardwise.plan.prediction.adapter_share import HeldParameters
+from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.collectives import Network
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import SLOWED
 from shardwise.plan.prediction.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, gradient_bytes, state_bytes
 from shardwise.plan.prediction.rank_share import RankShare
-from shardwise.plan.prediction.stack import Stack
+from shardwise.plan.prediction.stack import CAST, Stack
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
-from shardwise.spec.precisions import FORMAT_BYTES
 
-OPTIMIZER_RATE = 0.75
-"""Of the rate of plain passes: torch's fused AdamW moves seven numbers at 3.1 to 3.4 TB/s where a sum moves 4.2 (H200, kernels_h200.json)."""
-
-COPY_RATE = 1.0
-"""The same of AdamW's one pass over masters, moments and copies: 28 bytes per number at 4.05 to 4.14 TB/s on an H200 (1.5 to 6.9 B numbers)."""
-
-FOREACH = 2.7
-"""Passes of an optimizer that runs operation by operation, over the fused one: same file."""
-
-LOW_BIT = 2.5
-"""Time of an update on a CPU whose states are unpacked and packed again, over what its bytes take."""
-
-LOW_BIT_RATE = 0.7
-"""Of the rate of plain passes: the same as one kernel on a GPU. Finding codes takes more than moving bytes: about 115 instructions per number, at three
-quarters of what an H200 can issue. 45 ms for 8 B, of which that gives 44."""
-
-NORM_RATE = 0.6
-"""Of the rate of plain passes: the norm of all gradients, same file."""
+OPTIMIZER_RATE = measured("optimizer_rate")
+MASTER_UPDATE_RATE = measured("master_update_rate")
+LOW_BIT_CPU = measured("low_bit_cpu")
+LOW_BIT_RATE = measured("low_bit_rate")
+NORM_RATE = measured("grad_norm_rate")
 
 BUCKETS = 8
 """Least number of parts in which a sum of gradients travels: the last one begins when backward is over."""
 
-QUANTIZED = {"none": 1.0, "int8": 0.5, "int4": 0.25}
+QUANTIZED = {"none": 1, "int8": 1 / 2, "int4": 1 / 4}
 """Bytes on the way over those of bf16."""
 
 
@@ -62,7 +48,7 @@ class StateTime(NamedTuple):
 
 def state_time(
     share: RankShare,
-    blocks: Sequence[Held],
+    blocks: Sequence[HeldParameters],
     forward: float,
     backward: float,
     cluster: ClusterSpec,
@@ -73,16 +59,14 @@ def state_time(
 ) -> StateTime:
     """`forward`, `backward`: of all layers of the rank and one micro-batch; messages can hide behind them."""
     held = sum(blocks[1:], blocks[0])
-    if plan.device == "cpu":  # gloo's threads and the computing ones have the same cores
-        stack = replace(stack, overlaps_gather=False, overlaps_reduce=False)
     compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
+    traffic = stack.traffic(plan, compute, weight)
     casts = _casts(held, plan, stack, pricer)
     if plan.dp * plan.cp == 1:
         return StateTime(casts_forward=casts[0], casts_backward=casts[1], casts_once=casts[2])
     is_frozen = held.trained < share.num_parameters
     experts = 0 if is_frozen else share.spread_parameters
-    reduced = stack.reduce_bytes or _reduce_bytes(plan, weight)
-    gathered_size = stack.gather_bytes or compute
+    reduced, gathered_size = traffic.reduce_bytes, traffic.gather_bytes
     gather_all = (gathered_bytes(held, compute) - experts * compute) * gathered_size / compute
     reduce_all = float((held.trained - experts) * reduced)
     gather_all *= QUANTIZED[plan.quantize_weights]
@@ -118,21 +102,18 @@ def state_time(
     if plan.stage.drops_parameters:
         again = gathers(plan.secondary_shard) if plan.secondary_shard else gather
         first, last = gather / groups, reduce / groups
-        ahead = _hidden(gather - first, forward, stack.overlaps_gather) + first
-        both = again + (reduce if stack.reduces_each else 0.0)  # replicas meet beside the last backward
-        behind = _hidden(both, backward, stack.overlaps_gather and stack.overlaps_reduce) + (
-            last if stack.reduces_each else 0.0
-        )
-        left = max(0.0, backward - both) if stack.reduces_each else backward
-        once = _hidden(between + (0.0 if stack.reduces_each else reduce), left, stack.overlaps_reduce)
+        ahead = _hidden(gather - first, forward, traffic.overlaps_gather) + first
+        both = again + reduce  # replicas meet beside the last backward
+        behind = _hidden(both, backward, traffic.overlaps_gather and traffic.overlaps_reduce) + last
+        once = _hidden(between, max(0.0, backward - both), traffic.overlaps_reduce)
         return StateTime(ahead + quantising, behind + quantising, once, casts[0], casts[1], casts[2])
     tail = reduce / max(groups, BUCKETS)
-    opened = _hidden(reduce + between - tail, backward, stack.overlaps_reduce) + tail
-    each = opened + quantising if plan.stage.reduces_every_microbatch and stack.reduces_each else 0.0
+    opened = _hidden(reduce + between - tail, backward, traffic.overlaps_reduce) + tail
+    each = opened + quantising if plan.stage.reduces_every_microbatch else 0.0
     once = 0.0 if each else opened
     if plan.zero:
         first = gather / groups
-        once += _hidden(gather - first, forward, stack.overlaps_gather) + first
+        once += _hidden(gather - first, forward, traffic.overlaps_gather) + first
     return StateTime(0.0, each, once, casts[0], casts[1], casts[2])
 
 
@@ -151,11 +132,7 @@ def _experts(network: Network, size: float, plan: Plan, groups: int) -> float:
     return groups * network.all_gather(size / groups, plan.expert_shards, plan.ep)
 
 
-def _reduce_bytes(plan: Plan, weight: int) -> int:
-    return weight if plan.reduce_dtype == "auto" else FORMAT_BYTES[plan.reduce_dtype]
-
-
-def _casts(held: Held, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float, float, float]:
+def _casts(held: HeldParameters, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float, float, float]:
     """FSDP2's copies: parameters are rounded into a send buffer and copied out of the receive buffer, gradients are widened into a buffer and
     added to what is there. Per forward, per backward, per step. Other frameworks keep a 16-bit copy, which the optimizer writes, and so do we
     with `Plan.copies`: then several micro-batches are added up in fp32, and that is all."""
@@ -183,10 +160,6 @@ def _casts(held: Held, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float,
     return 0.0, adding, rounding + widening
 
 
-CAST = 2.0
-"""A pass that changes the width of numbers moves half of what others do: kernels_h200.json, bf16 to fp32 at 2.1 TB/s."""
-
-
 def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan, job: Job, stack: Stack) -> float:
     """The norm, clipping and the update of what a rank owns."""
     weight = WEIGHT_BYTES[plan.precision]
@@ -195,11 +168,9 @@ def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan,
     copy = COMPUTE_BYTES[plan.precision] if plan.copies else 0
     moved = 2 * weight + gradient + copy + 2 * state_bytes(job.optimizer, plan.precision)
     is_one_pass = plan.copies and plan.device == "cuda" and job.optimizer == "adamw"  # optim/fused_adamw.py
-    update = numbers * moved / (COPY_RATE if is_one_pass else OPTIMIZER_RATE)
+    update = numbers * moved / (MASTER_UPDATE_RATE if is_one_pass else OPTIMIZER_RATE)
     if OPTIMIZERS[job.optimizer].is_low_bit:  # kernels/triton/low_bit_adamw.py
-        update = numbers * moved / LOW_BIT_RATE if plan.device == "cuda" else LOW_BIT * update
-    update *= 1.0 if stack.fused_optimizer else FOREACH
-    if not stack.copies_parameters:
-        update += numbers * 6  # the 16-bit copy
+        update = numbers * moved / LOW_BIT_RATE if plan.device == "cuda" else LOW_BIT_CPU * update
+    update = stack.update_bytes(update, numbers)
     norm = numbers * gradient / NORM_RATE + (0 if plan.copies else numbers * 2 * weight)  # the update itself clips
     return pricer.pass_(update) + pricer.pass_(norm) if numbers else 0.0

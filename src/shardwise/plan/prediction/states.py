@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.plan.prediction.adapter_share import Held, apart_by, held_by
+from shardwise.plan.prediction.adapter_share import HeldParameters, apart_by, held_by
 from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.spec.model import ModelSpec
@@ -42,10 +42,8 @@ STATE_BYTES = {name: FORMAT_BYTES[precision.states] for name, precision in PRECI
 LOW_BIT_BYTES = 1 + 4 / 256
 """Per number of 8-bit state: a code, and a block's share of its scale."""
 
-MASTER_BYTES = 4
 
-
-class States(NamedTuple):
+class RankStates(NamedTuple):
     """Bytes of a rank."""
 
     weights: int
@@ -62,8 +60,8 @@ class States(NamedTuple):
 class Groups:
     """What a rank's blocks hold, and all together."""
 
-    blocks: list[Held]  # the embedding, every layer, the head
-    whole: Held
+    blocks: list[HeldParameters]  # the embedding, every layer, the head
+    whole: HeldParameters
     largest: int  # trained numbers of the largest block
     apart: tuple[str, ...] = ()  # of Stack.side_by_side, what adapters keep from being joined
 
@@ -71,7 +69,7 @@ class Groups:
 @lru_cache(4096)
 def groups_of(cut: Cut, whole: ModelSpec, adapter: AdapterConfig) -> Groups:
     blocks = held_by(cut, whole, adapter)
-    together = Held(
+    together = HeldParameters(
         sum(block.trained for block in blocks),
         sum(block.frozen for block in blocks),
         sum(block.packed_bytes for block in blocks),
@@ -86,13 +84,14 @@ def state_bytes(optimizer: str, precision: str) -> float:
     return STATES_PER_PARAMETER[optimizer] * size
 
 
-def gathered_bytes(held: Held, compute: int) -> int:
+def gathered_bytes(held: HeldParameters, compute: int) -> int:
     return compute * (held.trained + held.frozen) + held.packed_bytes
 
 
-def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> States:
-    if stack.half_weights and plan.zero < 3:
-        return _with_masters(share, groups, plan, optimizer, stack)
+def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> RankStates:
+    others = stack.rank_states(share, groups, plan, optimizer)
+    if others is not None:
+        return others
     if plan.copies:
         return _with_copies(groups.whole, plan, optimizer)
     weight, compute, whole = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], groups.whole
@@ -113,7 +112,7 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
         gathered = _two_blocks(share, groups, plan, stack)
     gathered += compute * whole.largest
     reduced = groups.largest * (2 * compute + weight) if plan.uses_fsdp else 0
-    return States(
+    return RankStates(
         weights=own,
         gathered=gathered,
         gradients=own_trained + accumulated,
@@ -124,11 +123,11 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
     )
 
 
-def _with_copies(whole: Held, plan: Plan, optimizer: str) -> States:
+def _with_copies(whole: HeldParameters, plan: Plan, optimizer: str) -> RankStates:
     """On one rank: both formats of every trained weight. A gradient is as wide as the copy until several have to be added up."""
     weight, compute, several = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], plan.num_microbatches > 1
     gradients = whole.trained * gradient_bytes(plan)
-    return States(
+    return RankStates(
         weights=(weight + compute) * whole.trained + compute * whole.frozen + whole.packed_bytes,
         gathered=compute * whole.largest,
         gradients=gradients,
@@ -151,27 +150,7 @@ def _uses_ddp(plan: Plan) -> bool:
 def _two_blocks(share: RankShare, groups: Groups, plan: Plan, stack: Stack) -> int:
     sizes = [gathered_bytes(block, COMPUTE_BYTES[plan.precision]) for block in groups.blocks]
     first, *layers, last = sizes
-    stays = first + last if share.spec.tied or stack.ends_stay_gathered else 0
+    stays = first + last if stack.ends_stay(share.spec.tied) else 0
     # Blocks that are computed again together stay gathered until their backward.
     together = [len(part) for stage in stages_of(share, plan) for part in segments(plan.recompute, numbers_of(stage))]
     return stays + sum(sorted(layers if stays else sizes)[-max([2, *together]) :])
-
-
-def _with_masters(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> States:
-    """Weights whole in 16 bits, a buffer for all gradients, fp32 masters with the moments. Stage 1 shares the last out, stage 2 the buffer too."""
-    compute, whole = COMPUTE_BYTES[plan.precision], groups.whole.trained
-    experts = share.spread_parameters
-    sharded = (whole - experts) / plan.state_shards + experts / plan.expert_shards if plan.zero else whole
-    stand_ins = compute * (max(share.layer_parameters) + share.head) if stack.stand_ins and not share.spec.is_moe else 0
-    buffer = int((stack.gradient_bytes or compute) * (sharded if plan.zero > 1 else whole))
-    replicas = plan.dp * plan.cp > 1
-    return States(
-        weights=compute * whole,
-        gathered=stand_ins,
-        gradients=buffer + (stack.bucket_bytes * whole if replicas else 0),
-        accumulated=buffer + (stack.bucket_bytes * whole if replicas else 0),
-        optimizer=int(sharded * (MASTER_BYTES + state_bytes(optimizer, "fp32"))),
-        reduced=0,
-        arriving=compute * whole if stack.bucket_bytes else 0,
-        stepping=int(stack.step_bytes * sharded),
-    )

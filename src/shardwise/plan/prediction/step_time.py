@@ -1,7 +1,6 @@
 """Time of a step: what every stage computes and sends, put through the schedule that the runtime executes. No torch.
 
     step_seconds(model, cluster, job, plan)   seconds by part; their sum is the step
-    step_bound(...)                           at most that, in a fraction of the time: for the search
 
 A stage's forward and backward are as long as the device computes, or as the host needs to start it, whichever takes longer; on top come messages that
 nothing hides. Without a pipeline a step is the sum over its micro-batches; with one, the simulated schedule says how long ranks wait.
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from shardwise.plan.prediction.activations import layer_activations
+from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.collectives import network_of, odd_world, usual_span
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
@@ -32,17 +32,13 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import splits_backward, stage_owners
 
-STRAGGLER = 0.01
-"""Share of a step that is lost per doubling of nodes: the slowest of many sets the pace. Repeated runs of the published sweeps differ by as much."""
+STRAGGLER = measured("straggler_share")
+STEP_HOST = measured("step_host_seconds")
 
 
 def straggler_share(cluster: ClusterSpec, world: int) -> float:
     """Of a step that so many ranks take."""
     return STRAGGLER * ((-(-world // cluster.per_node)).bit_length() - 1)
-
-
-STEP_HOST = 2e-3
-"""Host seconds around a step that nothing hides: the batch goes to the device, the loss and the norm come back."""
 
 
 @dataclass(frozen=True)
@@ -94,25 +90,9 @@ def step_seconds(
         parts["offload"] += plan.num_microbatches * _paging_seconds(
             shares[slowest], mine[slowest], cluster, plan, times
         )
-    parts["launch"] += STEP_HOST * stack.host_share if plan.device == "cuda" else 0.0
+    parts["launch"] += STEP_HOST if plan.device == "cuda" else 0.0
     parts["straggler"] = straggler_share(cluster, plan.world) * sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
-
-
-def step_bound(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None) -> float:
-    """The busiest rank computes at least the mean of all. What waits, what travels between ranks and what is computed again in parts of a
-    pipeline come on top."""
-    stack = stack or stack_of(plan)
-    times = layer_times(model, cluster, job, plan, stack)
-    again: set[int] = set()
-    if plan.pp == 1 or plan.recompute == "full":
-        again = {index for part in segments(plan.recompute, range(model.num_layers)) for index in part}
-    total = times.stage([(layer, layer.index in again) for layer in model.layers])
-    work = plan.num_microbatches * _length(add((total, *times.ends()))) / plan.pp
-    if job.adapter.kind != "none":
-        return work
-    shards = max(plan.tp, plan.ep) * max(plan.state_shards, plan.expert_shards)
-    return work + optimizer_seconds(model.num_parameters / plan.pp, shards, times.pricer, plan, job, stack)
 
 
 def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
@@ -120,10 +100,6 @@ def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
     trained = groups_of(share.cut, model, job.adapter).whole.trained
     experts = share.spread_parameters if job.adapter.kind == "none" else 0
     return (trained - experts) / plan.state_shards + experts / plan.expert_shards
-
-
-def _length(time: LayerTime) -> float:
-    return time.forward + time.backward + time.again + sum(time[6:])
 
 
 Owners = tuple[ModelSpec, ClusterSpec, Stack]
@@ -249,12 +225,8 @@ def _paging_seconds(
 
 def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> float:
     """Both ends of a pipeline have the table, and add up its gradients: of what a rank owns, where ZeRO has shared it out."""
-    size = (
-        -(-model.vocab // plan.tp)
-        * model.hidden
-        * (stack.reduce_bytes or 4)
-        / (plan.state_shards if plan.stage.reduces_every_microbatch else 1)
-    )
+    shards = plan.state_shards if plan.stage.reduces_every_microbatch else 1
+    size = -(-model.vocab // plan.tp) * model.hidden * stack.tied_bytes() / shards
     return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
 
 
@@ -269,8 +241,7 @@ def transfers(times: LayerTimes, world: int, pp: int, stack: Stack) -> tuple[flo
     """Of a message to the nearest stage, and of one that crosses a border between domains, if the pipeline has one."""
     shape, plan, distance, inside = times.shape, times.plan, world // pp, times.network.tiers[0].span
     size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
-    if stack.scatters_messages and not plan.sequence:
-        size /= plan.tp
+    size = stack.stage_message(size, plan.tp, plan.sequence)
     near = times.network.send(size, distance)
     return near, near if world <= inside else times.network.send(size, max(distance, inside))
 

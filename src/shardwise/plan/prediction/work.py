@@ -1,4 +1,5 @@
-"""What a rank computes, in numbers: `Product`, `Attention`, passes over memory; and the `Shape` of what it has of a micro-batch. No torch.
+"""What a rank computes, counted: `Matmul`, `AttentionCore`, passes over memory; and `RankShape`, what it has of a micro-batch. No
+torch.
 
 Counted by operations.py and passes.py, priced by kernels.py.
 """
@@ -11,8 +12,8 @@ from typing import NamedTuple
 from shardwise.spec.model import ModelSpec
 
 
-class Product(NamedTuple):
-    """`groups` products of (m x k) by (k x n). `adds`: its result is added to a sum in fp32."""
+class Matmul(NamedTuple):
+    """`groups` matrix products of (m x k) by (k x n). `adds`: its result is added to a sum in fp32."""
 
     m: int
     n: int
@@ -32,7 +33,7 @@ class Product(NamedTuple):
         return 2.0 * self.m * self.n * self.k * self.groups
 
 
-class Attention(NamedTuple):
+class AttentionCore(NamedTuple):
     """Causal attention of `queries` tokens per row, each over `context` keys on average of at most `keys`."""
 
     rows: int
@@ -47,20 +48,20 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of forward. Backward has five products for these two."""
+        """Of forward. Backward has five matmuls for these two."""
         return 2.0 * self.rows * self.heads * self.queries * self.context * (self.width + self.value_width)
 
 
 @dataclass(frozen=True)
 class Work:
-    products: tuple[Product, ...] = ()
-    attention: tuple[Attention, ...] = ()
+    matmuls: tuple[Matmul, ...] = ()
+    attention: tuple[AttentionCore, ...] = ()
     passes: tuple[float, ...] = ()  # bytes read and written, one number per kernel
     views: int = 0  # operations that only the host notices
 
     def __add__(self, other: Work) -> Work:
         return Work(
-            self.products + other.products,
+            self.matmuls + other.matmuls,
             self.attention + other.attention,
             self.passes + other.passes,
             self.views + other.views,
@@ -68,11 +69,11 @@ class Work:
 
     @property
     def flops(self) -> float:
-        return sum(p.flops for p in self.products) + sum(a.flops for a in self.attention)
+        return sum(p.flops for p in self.matmuls) + sum(a.flops for a in self.attention)
 
     @property
     def launches(self) -> int:
-        return len(self.products) + len(self.attention) + len(self.passes) + self.views
+        return len(self.matmuls) + len(self.attention) + len(self.passes) + self.views
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Training:
     attention: Work  # the part that `attention` repeats
 
 
-class Shape(NamedTuple):
+class RankShape(NamedTuple):
     """What of a micro-batch a rank has."""
 
     rows: int  # sequences
@@ -96,10 +97,10 @@ class Shape(NamedTuple):
     sequence: bool = False
     ep: int = 1
     ulysses: int = 1  # context-parallel ranks that exchange heads for tokens
-    size: int = 2  # bytes per number
-    eight_bit: bool = False  # large products in fp8
+    size: int = 2  # bytes per element
+    eight_bit: bool = False  # large matmuls in fp8
     trains: str = "all"  # all | lora | qlora
-    adapters: tuple[int, ...] = ()  # products of a layer that have them
+    adapters: tuple[int, ...] = ()  # matmuls of a layer that have them
     rank: int = 0  # of the adapters
     drops: bool = False  # their inputs have dropout
 

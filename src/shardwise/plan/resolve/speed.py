@@ -186,10 +186,6 @@ def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:
     return (recipe, head) if PRECISIONS[precision].is_fp8 else ("", False)
 
 
-LOSS_PASSES = 1
-"""Each reads and writes the logits once: kernels/triton/loss.py keeps a row near by until it has its gradient. Two compiled passes were 2."""
-
-
 @cache
 def our_stack(
     compiled: bool, fuse: bool, fused_loss: bool, chosen: bool = False, recipe: str = "", fp8_head: bool = False
@@ -199,14 +195,11 @@ def our_stack(
     return replace(
         OURS,
         compiled=compiled,
-        measured=compiled,
         chosen=chosen,
-        stops_early=not compiled,  # one graph, which ends at its end
         joined=fuse,
         side_by_side=("qkv", "gate up") if fuse else (),
         logits_again=not fused_loss,
         fused_loss=compiled and fused_loss,
-        loss_passes=LOSS_PASSES,
         fp8_least=WORTH.get(recipe, 0),
         fp8_rows=recipe == "rowwise",
         fp8_head=fp8_head,
