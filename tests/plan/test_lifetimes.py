@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.plan.prediction.activations import kept_activations, layer_activations
-from shardwise.plan.prediction.lifetimes import APART, RESERVED_SHARE, activations_of
+from shardwise.plan.prediction.lifetimes import APART, activations_of
 from shardwise.plan.prediction.memory import predict_memory, predict_stages
 from shardwise.plan.prediction.rank_share import rank_share
 from shardwise.plan.prediction.stack import OURS
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu.prediction import adapter_of, spec_of
 from gpu.shapes import case_of
 from gpu.with_ours import predicted
-from stacks.foreign import ForeignStack
+from stacks.foreign import RESERVED_SHARE, ForeignStack
 
 LLAMA = preset("llama3-8b")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
