@@ -68,7 +68,6 @@ class ForeignStack(Stack):
     selective: str = "cheap"
     """What selective recomputation runs again: cheap (everything but matmuls and attention) | attention (scores to values) | per-op (every second
     matmul too)."""
-    stops_early: bool = True
     measured: bool = False  # never as our compiled blocks
 
     # Gradients and the optimizer. Bytes per element.

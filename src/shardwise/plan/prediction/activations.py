@@ -208,8 +208,8 @@ def _selected(
     sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region reads: that stays as well. A
     compiled block also makes again: the tokens' copies in the order of experts, keys and values that are put together and padded."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    whole = partial(_layer, spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
-    others = stack.selected(spec, ffn, seq_len, token_parts, whole)
+    everything = partial(_layer, spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
+    others = stack.selected(spec, ffn, seq_len, token_parts, everything)
     if others is not None:
         return others
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts

@@ -56,6 +56,7 @@ class Stack:
     )
     fused_loss: bool = False  # softmax, loss and its gradient are one kernel over the logits
     logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
+    stops_early: bool = True  # a layer that is computed again stops before its last matmul; compiled, it is one graph
     chosen: bool = False  # of the library's kernels for a matmul the fastest (kernels/choose_matmul.py)
     fp8_least: int = 0  # matmuls with less of outputs * inputs / (outputs + inputs), and experts, stay in 16 bits
     fp8_rows: bool = False  # a scale per row; else one per tensor
@@ -65,11 +66,6 @@ class Stack:
     def measured(self) -> bool:
         """Whether matmuls, casts and passes are priced as profiles of our compiled blocks on an H200 say."""
         return self.compiled
-
-    @property
-    def stops_early(self) -> bool:
-        """Whether a layer that is computed again stops before its last matmul, whose result nobody needs. A compiled block is one graph."""
-        return not self.compiled
 
     # Kernels --------------------------------------------------------------------------------------------------------
 

@@ -195,6 +195,7 @@ def our_stack(
     return replace(
         OURS,
         compiled=compiled,
+        stops_early=not compiled,
         chosen=chosen,
         joined=fuse,
         side_by_side=("qkv", "gate up") if fuse else (),
