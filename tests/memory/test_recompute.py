@@ -1,4 +1,4 @@
-"""Recomputation: the same bits in one process, the same training in every layout, and no more messages than it says."""
+"""Recomputation: the same bits in one process, the same training in every layout, and no more collectives than it says."""
 
 from __future__ import annotations
 

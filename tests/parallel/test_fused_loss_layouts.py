@@ -141,7 +141,7 @@ def test_a_backward_in_two_halves_has_all_gradients(family: str, ranks: Any) -> 
     check_same(spec, ranks.run(learn_in_chunks_and_halves, 2, spec, batch(), 4 * 34 * 7), alone(family), False)
 
 
-def messages(spec: ModelSpec, inputs: dict[str, Tensor], limit: int) -> list[list[tuple[str, int]]]:
+def collectives(spec: ModelSpec, inputs: dict[str, Tensor], limit: int) -> list[list[tuple[str, int]]]:
     """Of the head, forward and backward."""
     model = make_parallel(spec, False)
     seen: list[tuple[str, int]] = []
@@ -162,7 +162,7 @@ def messages(spec: ModelSpec, inputs: dict[str, Tensor], limit: int) -> list[lis
 
 def test_ranks_meet_once_per_chunk_and_in_backward_only_for_the_input(ranks: Any) -> None:
     """Two numbers per token of each rank, in fp64 here."""
-    for forward, backward in ranks.run(messages, 2, FAMILIES["llama"], batch(), 4 * 34 * 7):
+    for forward, backward in ranks.run(collectives, 2, FAMILIES["llama"], batch(), 4 * 34 * 7):
         assert forward == [("all-gather", 2 * 2 * 6 * 8)] * 4
         assert backward == [("all-reduce", 24 * 24 * 8)]
 

@@ -1,4 +1,4 @@
-"""Recomputation under what gathers parameters, and in modules that are not ours: messages, numbers, kept bytes."""
+"""Recomputation under what gathers parameters, and in modules that are not ours: collectives, losses, kept bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between stages: in the order of the sender, whatever the receiver asks for first."""
+"""Sends and receives between stages: in the order of the sender, whatever the receiver asks for first."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_everything_that_is_sent_is_expected_in_the_same_order(schedule: str, pp
         expected = incoming(table, owners, here)
         waited_for = {needed_by(action, len(owners)) for action in table[here]} - {None}
         from_itself = {sent_by(action, len(owners)) for action in table[here]}
-        assert set(expected) == {message for message in waited_for if message not in from_itself}
+        assert set(expected) == {tensor for tensor in waited_for if tensor not in from_itself}
         for sender in range(pp):
             sent = [sent_by(action, len(owners)) for action in table[sender] if sender != here]
-            sent = [message for message in sent if message and owners[message.stage] == here]
-            assert [message for message, (who, _) in expected.items() if who == sender] == sent
+            sent = [tensor for tensor in sent if tensor and owners[tensor.stage] == here]
+            assert [tensor for tensor, (who, _) in expected.items() if who == sender] == sent
 
 
 def exchange() -> dict[str, float]:
-    """Rank 1 asks for the last message first; rank 0 gets gradients while its activations are still under way."""
+    """Rank 1 asks for the last tensor first; rank 0 gets gradients while its activations are still under way."""
     spec = preset("tiny").with_overrides({"num_layers": 2})
     plan = trial_plan(Trial(), pp=2, split=(1, 1))
     mesh = build_mesh(plan, spec, dist.get_rank(), torch.device("cpu"), fsdp=False)
@@ -72,14 +72,14 @@ def exchange() -> dict[str, float]:
     return found
 
 
-def test_asking_out_of_order_gets_the_right_message(ranks: Any) -> None:
+def test_asking_out_of_order_gets_the_right_tensor(ranks: Any) -> None:
     assert ranks.run(exchange, 2) == [
         {"g0": 20.0, "g1": 21.0, "g2": 22.0},
         {"x0": 10.0, "x1": 11.0, "x2": 12.0},
     ]
 
 
-def leave_mail() -> None:
+def leave_unused() -> None:
     spec = preset("tiny").with_overrides({"num_layers": 2})
     mesh = build_mesh(trial_plan(Trial(), pp=2, split=(1, 1)), spec, dist.get_rank(), torch.device("cpu"), fsdp=False)
     table = ((Action("F", 0, 0),), (Action("F", 1, 0),))
@@ -91,14 +91,14 @@ def leave_mail() -> None:
     p2p.flush()
 
 
-def test_a_message_that_nobody_used_is_a_bug(ranks: Any) -> None:
+def test_a_tensor_that_nobody_used_is_a_bug(ranks: Any) -> None:
     from ranks import RankFailure
 
-    with pytest.raises(RankFailure, match="messages that nobody used"):
-        ranks.run(leave_mail, 2)
+    with pytest.raises(RankFailure, match="tensors that nobody used"):
+        ranks.run(leave_unused, 2)
 
 
-def test_a_message_to_oneself_stays_here() -> None:
+def test_a_tensor_for_oneself_stays_here() -> None:
     """The V of zbv: the last stage of the way down and the first of the way up are on one rank."""
     plan = trial_plan(Trial(), pp=2, schedule="zbv", virtual_stages=2, split=(1, 1, 1, 1))
     from shardwise.parallel.mesh import Mesh

@@ -127,7 +127,7 @@ def gathers_of_zero_3(plan: Plan, rank: int, stage: int, tied: bool) -> int:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_bytes_of_a_step(zero: int, observed: Any) -> None:
-    """Sizes divide, so nothing is padded: P parameters of four bytes travel as often as messages say."""
+    """Sizes divide, so nothing is padded: P parameters of four bytes travel as often as collectives say."""
     _, ranks = observed(zero, "none", 1)
     size = 4 * SPEC.num_parameters
     # Gathered once for both passes: embedding, last block, last norm and head.

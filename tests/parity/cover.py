@@ -20,7 +20,7 @@ COST_OF_TP = {
     1: 1.0,
     2: 1.2,
     4: 4.0,
-}  # hundreds of small messages, each waiting for the slowest of four processes on few cores
+}  # hundreds of small collectives, each waiting for the slowest of four processes on few cores
 COST_OF_MICROBATCH = 0.1  # each is another forward and backward in every step
 MOST_RANKS = 4
 
