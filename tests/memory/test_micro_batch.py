@@ -14,12 +14,13 @@ from commands import SMALL
 from shardwise.config.load import load_config
 from shardwise.launch.start import new_run, plan_run
 from shardwise.launch.worker import run_worker
-from shardwise.memory.micro_batch import HEADROOM, Growth, Taken, largest_that_fits
+from shardwise.memory.micro_batch import FRAGMENTS, Growth, Taken, largest_that_fits
 from shardwise.plan.prediction.measured_memory import measured_need
 from shardwise.plan.prediction.memory import PROCESS_BYTES
 from shardwise.plan.resolve.fit import needed_memory
 from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
+from shardwise.spec.cluster import HEADROOM
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 
@@ -37,7 +38,7 @@ WORDS = [*SMALL, "train.seq_len=512", "train.steps=3", "train.sample_tokens=0", 
 
 
 def found(room: float, growth: Growth, plan: Plan = PLAN, pp_rank: int = 0) -> int:
-    limit = int((1000 + room) / HEADROOM) + 2
+    limit = int((1000 + room) * (1 + FRAGMENTS) / HEADROOM) + 2
 
     def needed_bytes(size: int, taken: Taken) -> int:
         cut = replace(plan, micro_batch=size)
@@ -80,7 +81,7 @@ def test_the_largest_that_fits_is_taken_and_the_run_stays_below(
     job = plan_run(load_config(None, words), 2, progress=False)
     spec, config = job.spec, job.config
     fits, more = (needed_memory(spec, replace(job.plan, micro_batch=n), config) for n in (size, 2 * size))
-    limit = int((fits + more) / 2 / HEADROOM)
+    limit = int((fits + more) / 2 * (1 + FRAGMENTS) / HEADROOM)
     run = new_run(plan_run(load_config(None, [*words, f"memory.limit={limit}"]), 2, progress=False))
     assert ranks.run(train_rank, 2, str(run.path.resolve()), timeout=120) == [0, 0]
     assert json.loads(run.plan.read_text())["micro_batch"] == size

@@ -8,8 +8,9 @@ from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.keys import all_keys
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
-from shardwise.plan.resolve.fit import Way, needed_memory, rank_memory_limit, ways_to_fit
-from shardwise.plan.resolve.refusal import Asked, typed
+from shardwise.plan.layouts.remedies import Remedy
+from shardwise.plan.resolve.fit import needed_memory, rank_memory_limit, ways_to_fit
+from shardwise.plan.resolve.refusal import Asked
 from shardwise.plan.resolve.resolve import plan_of, resolve
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
@@ -38,7 +39,7 @@ JOBS: list[tuple[ModelSpec, Machine, list[str]]] = [
 ]
 
 
-def ways(spec: ModelSpec, machine: Machine, words: list[str]) -> list[Way]:
+def ways(spec: ModelSpec, machine: Machine, words: list[str]) -> list[Remedy]:
     asked = Asked(load_config(None, words).config, spec, machine, None)
     return ways_to_fit(asked, plan_of(asked, 1000), lambda other: plan_of(other, 1000))
 
@@ -51,10 +52,10 @@ def test_every_way_works_when_it_is_typed(spec: ModelSpec, machine: Machine, wor
     assert 2 <= len(found) <= 3
     for way in found:
         # A later word wins over an earlier one, as on the command line.
-        loaded = load_config(None, [*words, *typed(way.fix).split()])
+        loaded = load_config(None, [*words, *way.what.split()])
         plan = resolve(loaded.config, spec, machine, None, 1000).plan
         offered = plan_of(Asked(loaded.config, spec, machine, None), 1000)
-        assert needed_memory(spec, offered, loaded.config) == way.memory
+        assert needed_memory(spec, offered, loaded.config) == way.memory_bytes
         # What is left open the planner may fill otherwise, such as the schedule; that fits as well.
         assert needed_memory(spec, plan, loaded.config) <= rank_memory_limit(loaded.config, machine, plan)
 
@@ -64,7 +65,7 @@ def test_the_cheapest_comes_first_and_what_changes_the_losses_last(
     spec: ModelSpec, machine: Machine, words: list[str]
 ) -> None:
     found = ways(spec, machine, words)
-    order = [(not way.same_losses, len(way.fix) > 2, way.slower) for way in found]
+    order = [(not way.same_losses, len(way.change) > 2, way.slower) for way in found]
     assert order == sorted(order)
 
 
@@ -74,13 +75,15 @@ def test_a_job_that_takes_more_than_predicted_needs_a_larger_change() -> None:
     plan = plan_of(asked, 1000)
     mild = ways_to_fit(asked, plan, lambda other: plan_of(other, 1000))
     strong = ways_to_fit(asked, plan, lambda other: plan_of(other, 1000), scale=1.1, without=("memory.precision",))
-    assert mild[0].fix == {"train.micro_batch": 1}
-    assert strong and all(len(way.fix) > 1 and "memory.precision" not in way.fix for way in strong if way.same_losses)
+    assert mild[0].change == {"train.micro_batch": 1}
+    assert strong and all(
+        len(way.change) > 1 and "memory.precision" not in way.change for way in strong if way.same_losses
+    )
 
 
 def test_only_what_the_schema_offers_is_told() -> None:
     for job in JOBS:
         for way in ways(*job):
-            for name, value in way.fix.items():
+            for name, value in way.change.items():
                 key = all_keys()[name]
                 assert not key.later and (key.available is None or value in key.available)

@@ -14,7 +14,8 @@ from shardwise.config.write import resolved_text
 from shardwise.errors import UserError
 from shardwise.plan.resolve.fit import needed_memory
 from shardwise.plan.resolve.reopen import planner_origins, reopen
-from shardwise.plan.resolve.resolve import HEADROOM, Resolved, resolve
+from shardwise.plan.resolve.resolve import Resolved, resolve
+from shardwise.spec.cluster import HEADROOM
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset

@@ -127,52 +127,52 @@ def test_no_lower_bound_is_above_the_prediction():
         space = Space(model, cluster, job, fixed)
         every = layouts(space)
         if every:
-            no_floor_is_above(space, random.sample(every, min(len(every), 60)))
+            no_bound_is_above(space, random.sample(every, min(len(every), 60)))
             compared += 1
 
     hold()
     assert compared >= 15, "too few questions had layouts to compare"
 
 
-def test_floors_know_how_few_ranks_lie_together():
+def test_bounds_know_how_few_ranks_lie_together():
     """Three of the four cards of a node: no message leaves it."""
     model = ModelSpec(num_layers=2, hidden=1024, num_heads=4, num_kv_heads=2, ffn=3072, vocab=32000)
     fixed = {"memory.recompute": "none", "parallel.zero": 0, "parallel.pp": 1}
     space = Space(model, read_cluster("2x4xh100"), Job(seq_len=512, global_batch=11), fixed)
-    no_floor_is_above(space, layouts(space) or [])
+    no_bound_is_above(space, layouts(space) or [])
 
 
-def test_floors_know_that_states_in_cpu_memory_have_no_copies():
+def test_bounds_know_that_states_in_cpu_memory_have_no_copies():
     model = ModelSpec(num_layers=2, hidden=4096, num_heads=4, num_kv_heads=2, ffn=12288, vocab=500)
     fixed = {"memory.recompute": "none", "memory.offload": "optimizer"}
     space = Space(model, read_cluster("1x1xl40s"), Job(seq_len=512, global_batch=11), fixed)
-    no_floor_is_above(space, layouts(space) or [])
+    no_bound_is_above(space, layouts(space) or [])
 
 
-def test_floors_do_not_depend_on_what_was_asked_before():
+def test_bounds_do_not_depend_on_what_was_asked_before():
     """One rank has wider gradients where it adds up several micro-batches."""
     model = ModelSpec(num_layers=2, hidden=4096, num_heads=4, num_kv_heads=2, ffn=12288, vocab=500)
     fixed = {"memory.recompute": "none", "memory.offload": "none", "parallel.zero": 0, "parallel.pp": 1}
     space = Space(model, read_cluster("1x4xl40s"), Job(seq_len=512, global_batch=11), fixed)
     for some in (layouts(space) or [], (layouts(space) or [])[::-1]):
-        no_floor_is_above(space, some)
+        no_bound_is_above(space, some)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("compiled", ["none", "blocks"])
-def test_floors_know_what_joined_products_keep(compiled: str, mode: str) -> None:
+def test_bounds_know_what_joined_products_keep(compiled: str, mode: str) -> None:
     """A joined gate and up keep no activated gate, plain ones that are computed again no product either."""
     model = preset("tiny").with_overrides({"num_layers": 4})
     fixed = {"memory.recompute": mode, "parallel.zero": 0, "speed.fuse": True, "speed.compile": compiled}
     space = Space(model, read_cluster("1x2xh100"), Job(seq_len=512, global_batch=4), fixed)
     every = layouts(space)
     assert every
-    no_floor_is_above(space, every)
+    no_bound_is_above(space, every)
 
 
 @pytest.mark.parametrize("attention", ["measured", "flash4"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_floors_know_which_layouts_have_flash_attention(attention: str, schedule: str) -> None:
+def test_bounds_know_which_layouts_have_flash_attention(attention: str, schedule: str) -> None:
     """A ring has its own attention, and where sequences are cut nobody measures, so layouts of one question differ."""
     model = ModelSpec(num_layers=4, hidden=512, num_heads=4, num_kv_heads=4, ffn=1024, vocab=500)
     fixed = {"memory.recompute": "none", "memory.offload": "none", "parallel.schedule": schedule}
@@ -183,11 +183,11 @@ def test_floors_know_which_layouts_have_flash_attention(attention: str, schedule
     found = {(grid.cp > 1, grid.cp_kind, space.attention(grid)) for grid, *_ in every}
     ulysses = "flash4" if attention == "flash4" else "sdpa"
     assert found == {(False, "ring", "flash4"), (True, "ring", "sdpa"), (True, "ulysses", ulysses)}
-    no_floor_is_above(space, every)
+    no_bound_is_above(space, every)
     assert [c.plan for c in BestFirst(space, 2**40).best(1)] == [min(all_predicted(space, every), key=rank_of).plan]
 
 
-def no_floor_is_above(space: Space, some: list[Layout]) -> None:
+def no_bound_is_above(space: Space, some: list[Layout]) -> None:
     """The prediction."""
     assert some
     engine = BestFirst(space, 0)
@@ -199,7 +199,7 @@ def no_floor_is_above(space: Space, some: list[Layout]) -> None:
             candidate.prediction.memory_bytes + 1,  # which is rounded down
         )
         sharing = time.of_states(grid, pace.micro_batch, states, saving.offload)
-        assert time.of_gpus(grid.gpus) <= seconds, said
+        assert time.of_grid(grid) <= seconds, said
         assert time.of_size(grid, pace.micro_batch) <= seconds, said
         assert time.of_saving(grid, pace.micro_batch, saving, sharing) <= seconds, said
         room = engine.within(candidate.prediction.memory_bytes).branches

@@ -10,7 +10,8 @@ from shardwise.cluster.describe.read import read_cluster
 from shardwise.errors import UserError
 from shardwise.plan.layouts.candidate import rank_of
 from shardwise.plan.layouts.pareto import measures, pareto
-from shardwise.plan.layouts.search import HEADROOM, explore, memory_limit, search
+from shardwise.plan.layouts.search import explore, memory_limit, search
+from shardwise.spec.cluster import HEADROOM
 from shardwise.spec.job import Job
 from shardwise.spec.presets import preset
 
@@ -79,7 +80,7 @@ def test_what_does_not_fit_is_told_with_the_closest_miss_and_what_would():
     assert "without memory.offload=none" in told
     assert any(what.endswith("GPUs") for what in told)
     assert not told["adapter.kind=lora"].same_losses
-    assert all(remedy.candidate.prediction.memory_bytes <= result.limit for remedy in result.remedies)
+    assert all(remedy.memory_bytes <= result.limit for remedy in result.remedies)
 
 
 def test_constraints_that_exclude_each_other_are_named():

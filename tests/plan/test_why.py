@@ -57,7 +57,7 @@ def test_what_does_not_fit_has_remedies_that_do(base):
     question = ask("llama3-8b", "2xh100", seq="2k", batch="32k")
     made = why_not(answer(question, 1, detail=False), "dp=2 zero=0 offload=none recompute=none")
     assert not made.fits and made.row.candidate.prediction.memory_bytes > made.limit
-    assert made.remedies and all(one.candidate.prediction.memory_bytes <= made.limit for one in made.remedies)
+    assert made.remedies and all(one.memory_bytes <= made.limit for one in made.remedies)
 
 
 def test_a_layout_that_cannot_be_is_refused_like_any_constraint(base):

@@ -10,9 +10,10 @@ from shardwise.cluster.describe.machine import this_machine
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.memory.points import OverLimit
+from shardwise.plan.layouts.remedies import Remedy
 from shardwise.plan.prediction.memory import predict_memory
-from shardwise.plan.resolve.fit import Way, needed_memory, ways_to_fit
-from shardwise.plan.resolve.refusal import Asked, typed
+from shardwise.plan.resolve.fit import needed_memory, ways_to_fit
+from shardwise.plan.resolve.refusal import Asked
 from shardwise.plan.resolve.resolve import plan_of
 from shardwise.run.rundir import FREE_TO_CHANGE, RunDir
 from shardwise.spec.model import ModelSpec
@@ -63,8 +64,8 @@ def _seen(error: OverLimit, rank: int) -> tuple[str, str]:
     return f"out of memory on rank {rank}{where}: {over}", f"it held {held}; largest: {largest}"
 
 
-def _command(run: RunDir, way: Way) -> str:
+def _command(run: RunDir, way: Remedy) -> str:
     """As it is typed. What changes the run's own numbers needs to be allowed."""
-    guarded = [key for key in way.fix if key.partition(".")[0] not in FREE_TO_CHANGE and not key.startswith("--")]
+    guarded = [key for key in way.change if key.partition(".")[0] not in FREE_TO_CHANGE and not key.startswith("--")]
     allow = "".join(f" --allow {key}" for key in guarded)
-    return f"`shardwise resume {run.path}{allow} {typed(way.fix)}` ({way.cost()})"
+    return f"`shardwise resume {run.path}{allow} {way.what}` ({way.cost})"

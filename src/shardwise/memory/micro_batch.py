@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-HEADROOM = 0.9  # of the limit; the rest is for fragmentation and what torch allocates on the side
+from shardwise.spec.cluster import HEADROOM
+
+FRAGMENTS = 0.03
+"""Of what tensors take: blocks of the allocator that are free, but of the wrong size for what comes next. Measured bytes do not have them."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,6 @@ def largest_that_fits(
     """The first of `sizes` (largest first) that fits; 1 if none does. `needed_bytes`: all that a rank needs with
     micro-batches of this size, which take so much."""
     for size in sizes:
-        if needed_bytes(size, growth.taken(size)) <= HEADROOM * limit:
+        if needed_bytes(size, growth.taken(size)) * (1 + FRAGMENTS) <= HEADROOM * limit:
             return size
     return 1

@@ -16,6 +16,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+HEADROOM = 0.93
+"""Share of a device's memory, or of a limit, that predictions may fill where there is a choice: the rest is the driver's and the communication
+library's. The planner, a run's own choices and its micro-batch search all keep it."""
+
 Curve = tuple[tuple[float, float], ...]
 
 

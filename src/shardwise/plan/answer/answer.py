@@ -162,7 +162,7 @@ def nothing_fits(question: Question, result: SearchResult) -> UserError:
     miss, asked = result.closest_miss, question.fixed
     under = f" with {asked}" if asked else ""
     where = f"{question.spec.name} does not fit on {question.cluster.name}{under}"
-    ways = [f"{remedy.what} ({_cost(remedy.candidate)})" for remedy in result.remedies[:3]]
+    ways = [f"{remedy.what} ({remedy.cost})" for remedy in result.remedies[:3]]
     if miss is None:
         words = asked.replace(" ", " and ") or "the model and the cluster"
         return UserError(
@@ -179,10 +179,6 @@ def nothing_fits(question: Question, result: SearchResult) -> UserError:
         f"{format_bytes(miss.prediction.memory_bytes)} of {format_bytes(result.limit)}, {format_bytes(over)} too much: {held}",
         fix=" or ".join(ways) or "more GPUs, a smaller model or shorter sequences",
     )
-
-
-def _cost(candidate: Candidate) -> str:
-    return f"{format_bytes(candidate.prediction.memory_bytes)}, {step_text(candidate.prediction.step_s)} per step"
 
 
 # As files and as JSON ----------------------------------------------------------------------------------------------------

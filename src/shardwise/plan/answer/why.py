@@ -235,7 +235,7 @@ def why_not_lines(made: WhyNot, winner: Row) -> list[tuple[str, str]]:
         held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size > 0)
         needs = f"{format_bytes(prediction.memory_bytes)} of {format_bytes(made.limit)}"
         lines.append(("", f"does not fit: {needs}; {held}"))
-        ways = [f"{way.what} ({step_text(way.candidate.prediction.step_s)} per step)" for way in made.remedies]
+        ways = [f"{way.what} ({step_text(way.step_s)} per step)" for way in made.remedies]
         ways += [f"{change} ({step_text(row.step_s)} per step)" for change, row in made.nearest]
         lines += [("would fit", way) for way in ways]
         return lines

@@ -25,12 +25,12 @@ from typing import Any
 from shardwise.plan.layouts.branches import Branches, Place
 from shardwise.plan.layouts.candidate import Candidate, Counts, Group, family, plainness, rank_of
 from shardwise.plan.layouts.effort import MOST_EFFORT, effort
-from shardwise.plan.layouts.memory_bounds import MemoryFloors
+from shardwise.plan.layouts.memory_bounds import MemoryBounds
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States, never_faster
 from shardwise.plan.layouts.priced import Layouts
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.layouts.state_bounds import Sharing
-from shardwise.plan.layouts.time_bounds import TimeFloors
+from shardwise.plan.layouts.time_bounds import TimeBounds
 from shardwise.plan.prediction.stack import Stack
 from shardwise.spec.plan import Plan
 
@@ -77,9 +77,9 @@ class _Question:
     def is_told(self, grid: Grid, states: States) -> bool:
         return self.group(grid, states.zero) in self.told
 
-    def is_too_slow(self, bound: float, what: int | Grid) -> bool:
-        """A region whose layouts take, times their effort, at least `bound` seconds. `what`: its grid, or number of GPUs."""
-        return bound > MOST_EFFORT * self.longest(what if isinstance(what, int) else what.gpus)
+    def is_too_slow(self, bound: float, grid: Grid) -> bool:
+        """Whether no layout of a region is fast enough that takes, times its effort, at least `bound` seconds."""
+        return bound > MOST_EFFORT * self.longest(grid.gpus)
 
 
 class BestFirst:
@@ -88,7 +88,7 @@ class BestFirst:
     def __init__(self, space: Space, limit: int, stack: Stack | None = None):
         self.space, self.limit = space, limit
         self.counts = Counts()
-        self.time, self.memory = TimeFloors(space, stack), MemoryFloors(space, stack or space.fastest)
+        self.time, self.memory = TimeBounds(space, stack), MemoryBounds(space, stack or space.fastest)
         self.branches = Branches(space, limit, self.time, self.memory, self.counts)
         self.layouts = Layouts(space, stack, self.counts)
 
@@ -118,9 +118,11 @@ class BestFirst:
             number += 1
             heappush(heap, (bound, order, number, opens, what))
 
-        for gpus in self.space.gpu_counts if counts is None else counts:
-            push(self.time.of_gpus(gpus), (), self._open_gpus, gpus)
         ask = _Question(push, accept, longest, group)
+        for grid in (grid for gpus in counts or self.space.gpu_counts for grid in self.space.grids(gpus)):
+            self.counts.considered += self.space.size(grid)
+            if accept(grid, None, None, None):
+                push(self.time.of_grid(grid), (), self._open_grid, grid)
         while heap and len(found) < top:
             bound, _, _, opens, what = heappop(heap)
             if opens is not None:
@@ -134,12 +136,6 @@ class BestFirst:
         return found
 
     # Regions, from large to small ----------------------------------------------------------------------------------
-
-    def _open_gpus(self, ask: _Question, bound: float, gpus: int) -> None:
-        for grid in self.space.grids(gpus):
-            self.counts.considered += self.space.size(grid)
-            if ask.accept(grid, None, None, None):
-                ask.push(bound, (), self._open_grid, grid)
 
     def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
         for floor, size, place in self.branches.sizes(grid):

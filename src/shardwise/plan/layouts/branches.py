@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from shardwise.plan.layouts.candidate import Counts
 from shardwise.plan.layouts.effort import effort, effort_of
-from shardwise.plan.layouts.memory_bounds import MemoryFloors
+from shardwise.plan.layouts.memory_bounds import MemoryBounds
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.layouts.state_bounds import Sharing
-from shardwise.plan.layouts.time_bounds import TimeFloors
+from shardwise.plan.layouts.time_bounds import TimeBounds
 from shardwise.plan.prediction.memory import WEIGHT_BYTES, state_bytes
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import SCHEDULES
@@ -42,7 +42,7 @@ class Shared(NamedTuple):
 
 
 class Branches:
-    def __init__(self, space: Space, limit: int, time: TimeFloors, memory: MemoryFloors, counts: Counts):
+    def __init__(self, space: Space, limit: int, time: TimeBounds, memory: MemoryBounds, counts: Counts):
         self.space, self.limit, self.time, self.memory, self.counts = space, limit, time, memory, counts
         self.places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
         self.order = {saving: place for place, saving in enumerate(space.savings)}
@@ -163,7 +163,7 @@ class Branches:
                 self.counts.too_large += (len(modes) - len(fitting)) * each
             sharing = self.time.of_states(grid, size, states, place[0])
             chain = [
-                ((course.floor(sharing) + paging) * slow, order, saving) for _, order, saving, course, paging in fitting
+                ((course.bound(sharing) + paging) * slow, order, saving) for _, order, saving, course, paging in fitting
             ]
             chain.sort(reverse=True)
             found.append(Shared(states, sharing, chain))
@@ -180,7 +180,7 @@ class Branches:
         if found is None:
             place, courses = saving[1:], self.time.courses(grid, size, saving.recompute)
             slow = {name: effort_of(grid, *place, name) for name in SCHEDULES}
-            floors = [(course.floor(sharing) * slow[pace.schedule], pace) for pace, course in courses.items()]
+            floors = [(course.bound(sharing) * slow[pace.schedule], pace) for pace, course in courses.items()]
             found = self._paces[key] = sorted(floors, reverse=True)
         return found
 

@@ -55,7 +55,7 @@ class Counted(NamedTuple):
 NOTHING = Weights(0.0, 0.0, 0.0)
 
 
-class MemoryFloors:
+class MemoryBounds:
     def __init__(self, space: Space, stack: Stack):
         # Whether products are joined depends on the adapters; what is sure is that nothing keeps an activated gate. Joined, all may be
         # large enough for fp8.

@@ -1,6 +1,6 @@
 """Which ranks of a pipeline may be its slowest, and what a micro-batch passes before it reaches them. No torch.
 
-Counts of layers, from schedules and splits alone. Read next: bounds.py, which puts seconds to them.
+Counts of layers, from schedules and splits alone. Read next: time_bounds.py, which puts seconds to them.
 """
 
 from __future__ import annotations

@@ -24,14 +24,11 @@ from shardwise.plan.layouts.regions import Region, regions
 from shardwise.plan.layouts.remedies import Remedy, remedies
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.prediction.stack import Stack
-from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.cluster import HEADROOM, ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 
 __all__ = ["Candidate", "Counts", "Region", "Remedy", "SearchResult", "explore", "memory_limit", "search"]
-
-HEADROOM = 0.93
-"""Of a device's memory: the rest is the driver's, the communication library's and the allocator's."""
 
 SEVERAL, FEWER = 64, 16
 """Beyond so many GPUs, numbers of them that are so many times smaller than all are not told beside the ranking; inverse.py looks at all."""

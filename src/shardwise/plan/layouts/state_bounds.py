@@ -1,6 +1,6 @@
 """What sharing the weights out, summing their gradients and updating them adds to a step at least. No torch.
 
-Read next: state_time.py, which predicts it; bounds.py, which adds it to computing.
+Read next: state_time.py, which predicts it; time_bounds.py, which adds it to computing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from shardwise.plan.prediction.offloaded import offload_seconds
 from shardwise.plan.prediction.rank_share import RankShare, rank_shares
 from shardwise.plan.prediction.state_time import optimizer_seconds, state_time
 from shardwise.plan.prediction.states import groups_of
+from shardwise.plan.prediction.step_time import trained_parameters
 from shardwise.spec.plan import Plan
 
 
@@ -88,26 +89,23 @@ class Sharings:
         )
         times = self.works.times(grid, size, "full")
         longest = self.works.of(grid, size, "full", SLOWEST if grid.pp > 1 else FASTEST, plan.uses_fsdp)
-        share, whole = self._share(plan, by_layer)
-        forward, backward = longest.all_forward, longest.all_backward
-        if by_layer:
-            forward, backward = longest.layers_forward, longest.layers_backward
-        stack = self.works.stack_for()
-        found = state_time(share, [whole], forward, backward, space.cluster, network, times.pricer, plan, stack)
+        share, whole = self.share(plan, by_layer)
+        beside, stack = longest.layers if by_layer else longest.whole, self.works.stack_for()
+        found = state_time(
+            share, [whole], beside.forward, beside.backward, space.cluster, network, times.pricer, plan, stack
+        )
         casts = found.casts_forward + found.casts_backward
         return found.each_forward + found.each_backward + casts, casts, found.once
 
     def _update(self, grid: Grid, size: int, states: States, offload: str) -> float:
         space = self.space
         plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("none", offload, False))
-        share, whole = self._share(plan)
-        experts = share.spread_parameters if space.job.adapter.kind == "none" else 0
-        mine = ((whole.trained - experts) / plan.state_shards + experts / plan.expert_shards) / grid.pp
+        mine = trained_parameters(self.share(plan)[0], space.model, space.job, plan) / grid.pp
         pricer, stack = self.works.times(grid, size, "none").pricer, self.works.stack_for()
         update = optimizer_seconds(mine, 1, pricer, plan, space.job, stack)
         return update + offload_seconds(mine, plan, space.cluster.per_node)
 
-    def _share(self, plan: Plan, layers_only: bool = False) -> tuple[RankShare, HeldParameters]:
+    def share(self, plan: Plan, layers_only: bool = False) -> tuple[RankShare, HeldParameters]:
         """Of a rank that has all layers."""
         key = (plan.tp, plan.ep, layers_only)
         if key not in self._shares:

@@ -1,6 +1,6 @@
-"""Seconds of one micro-batch through the whole model: what floors of step time are made of. No torch.
+"""Seconds of one micro-batch through the whole model: what lower bounds of step time are made of. No torch.
 
-Layouts that cut layers alike share them. Invariant: no layout with these degrees computes faster. Read next: bounds.py.
+Layouts that cut layers alike share them. Invariant: no layout with these degrees computes faster. Read next: time_bounds.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from shardwise.plan.layouts.parts import Grid
 from shardwise.plan.layouts.space import Space
-from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes
+from shardwise.plan.prediction.layer_time import LayerTimes, add
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.step_time import layer_times
+from shardwise.plan.prediction.step_time import StageTime, layer_times, stage_time
 from shardwise.plan.resolve.speed import attending, kernels_of, loss_of, our_stack
 from shardwise.spec.model import LayerSpec
 from shardwise.spec.plan import Plan
@@ -23,19 +23,24 @@ FASTEST, SPLIT, SLOWEST = "fastest", "split", "slowest"
 
 
 class Work(NamedTuple):
-    """Seconds of one micro-batch."""
+    """Seconds of one micro-batch, by the prices of a step."""
 
-    total: float  # through the whole model, forward and backward
-    path: float  # of that, all but the gradients of the weights: what one micro-batch cannot do side by side
-    forward: float  # of the quickest layer
+    whole: StageTime  # all layers and both ends, as one stage
+    layers: StageTime  # all layers without the ends
+    forward: float  # of the quickest layer, without waiting for the host
     backward: float
     more: float  # of a layer that is computed again, where others are not
     first: float  # embedding
     last: float  # head
-    all_forward: float  # of all layers and both ends, and no less than the host takes to start it
-    all_backward: float
-    layers_forward: float  # the same without the ends
-    layers_backward: float
+
+    @property
+    def total(self) -> float:
+        return self.whole.forward + self.whole.backward
+
+    @property
+    def path(self) -> float:
+        """All but the gradients of the weights: what one micro-batch cannot do side by side."""
+        return self.whole.forward + self.whole.inputs
 
 
 class Works:
@@ -116,26 +121,18 @@ class Works:
         return len(kinds) == 1 and self.space.job.adapter.kind == "none"
 
     def _add_up(self, times: LayerTimes, mode: str) -> Work:
-        found = [(times.layer(layer, again), count) for layer, again, count in self._kinds(mode)]
-        ends = times.ends()
-        device = sum(count * _length(one) for one, count in found) + sum(map(_length, ends))
-        forward, backward = (sum(count * part(one) for one, count in found) for part in (_forward, _backward))
-        host_forward = sum(count * one.host_forward for one, count in found)
-        host_backward = sum(count * one.host_backward for one, count in found)
+        found = [times.layer(layer, again) for layer, again, _ in self._kinds(mode)]
+        layers = times.stage((layer, again) for layer, again, count in self._kinds(mode) for _ in range(count))
+        first, last = times.ends()
+        lengths = [one.device_forward + one.device_backward for one in (*found, first, last)]
         return Work(
-            total=max(device, host_forward + host_backward),
-            path=device - sum(count * one.weights for one, count in found) - sum(end.weights for end in ends),
-            forward=min(_forward(one) for one, _ in found),
-            backward=min(_backward(one) for one, _ in found),
-            more=abs(_length(found[0][0]) - _length(found[1][0])) if self.are_alike and len(found) == 2 else 0.0,
-            first=_length(ends[0]),
-            last=_length(ends[1]),
-            all_forward=max(forward + sum(map(_forward, ends)), host_forward + sum(end.host_forward for end in ends)),
-            all_backward=max(
-                backward + sum(map(_backward, ends)), host_backward + sum(end.host_backward for end in ends)
-            ),
-            layers_forward=max(forward, host_forward),
-            layers_backward=max(backward, host_backward),
+            whole=stage_time(add((layers, first, last))),
+            layers=stage_time(layers),
+            forward=min(one.device_forward for one in found),
+            backward=min(one.device_backward for one in found),
+            more=abs(lengths[0] - lengths[1]) if self.are_alike and len(found) == 2 else 0.0,
+            first=lengths[-2],
+            last=lengths[-1],
         )
 
     def _kinds(self, mode: str) -> list[tuple[LayerSpec, bool, int]]:
@@ -149,19 +146,3 @@ class Works:
                 counted.setdefault(key, []).append(layer)
             self._layers[mode] = [(same[0], same[0].index in again, len(same)) for same in counted.values()]
         return self._layers[mode]
-
-
-def _backward(time: LayerTime) -> float:
-    return _length(time) - _forward(time)
-
-
-def _forward(time: LayerTime) -> float:
-    return time.forward + time.tensor_forward + time.context_forward + time.expert_forward
-
-
-def _length(time: LayerTime) -> float:
-    return (
-        _forward(time)
-        + (time.inputs + time.weights + time.again)
-        + (time.tensor_backward + time.context_backward + time.expert_backward)
-    )

@@ -43,6 +43,16 @@ class LayerTime(NamedTuple):
     def backward(self) -> float:
         return self.inputs + self.weights
 
+    @property
+    def device_forward(self) -> float:
+        """Seconds that a forward pass takes where the device never waits for the host."""
+        return self.forward + (self.tensor_forward + self.context_forward + self.expert_forward)
+
+    @property
+    def device_backward(self) -> float:
+        """Seconds that a backward pass takes where the device never waits for the host."""
+        return self.backward + self.again + (self.tensor_backward + self.context_backward + self.expert_backward)
+
 
 def add(times: Iterable[LayerTime]) -> LayerTime:
     return LayerTime(*map(sum, zip(*times, strict=True)))

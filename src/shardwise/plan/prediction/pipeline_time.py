@@ -6,13 +6,18 @@ The same simulation as timeline.py, on numbers instead of actions, because a sea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
-from shardwise.spec.schedules import schedule_actions, stage_owners
+from shardwise.plan.prediction.rank_share import stages_in_flight
+from shardwise.spec.schedules import schedule_actions, splits_backward, stage_owners
 
 ENOUGH = 4
 """Times pp: micro-batches that are simulated one by one. After so many, every further group takes as long as the one before."""
+
+Simulate = Callable[[str, int, int, int, Sequence[float], float], float]
+"""Schedule, pp, stages per rank, micro-batches, prices, seconds of a send -> seconds of a step."""
 
 Step = tuple[int, int, int, int, bool, int]
 """rank, price, own result, needed result, whether it comes from another rank, second needed result on the same rank (-1: none)"""
@@ -65,6 +70,38 @@ def pipeline_seconds(
 ) -> float:
     """`prices`: seconds of F, B, I and W of every stage, one after another. `transfer`: of a message between ranks."""
     return _simulated(schedule, pp, virtual_stages, num_microbatches, tuple(prices), transfer)
+
+
+def least_pipeline_seconds(
+    schedule: str, pp: int, virtual_stages: int, num_microbatches: int, prices: Sequence[float], transfer: float
+) -> float:
+    """At most `pipeline_seconds` of the same prices, in a fraction of the time: the longest that any rank takes at least."""
+    forward, backward, inputs = prices[::4], prices[1::4], prices[2::4]
+    owners, is_split = stage_owners(schedule, pp, virtual_stages), splits_backward(schedule)
+    busy = [0.0] * pp
+    for owner, ahead, behind in zip(owners, forward, backward, strict=True):
+        busy[owner] += ahead + behind
+    around = (
+        forward[:pp] if is_split else [ahead + behind for ahead, behind in zip(forward[:pp], backward, strict=False)]
+    )
+    hops = 1 if is_split else 2
+    longest = 0.0
+    for rank, before in enumerate(accumulate(around[:-1], initial=0.0)):
+        longest = max(longest, least_rank_seconds(num_microbatches, busy[rank], before + rank * hops * transfer))
+    if is_split and owners[-1] == pp - 1:
+        # Until its first backward the first rank has nothing but forwards, and room for few: those of the schedule's limit.
+        after = len(owners) - pp + 1
+        until = sum(forward) + sum(inputs[after:]) + (len(owners) - 1 + pp - 1) * transfer
+        room = stages_in_flight(schedule, pp, virtual_stages, num_microbatches, 0)
+        waits = until - room * max(forward[::pp])
+        longest = max(longest, least_rank_seconds(num_microbatches, busy[0], max(0.0, waits)))
+    return longest
+
+
+def least_rank_seconds(num_microbatches: int, busy: float, around: float) -> float:
+    """Seconds that a rank takes at least: it is busy with every micro-batch, and `around` passes before its first or after its last. That is
+    what the stages before its first one take for one micro-batch: their forwards, and where backward is not split their backwards too."""
+    return num_microbatches * busy + around
 
 
 @lru_cache(1024)

@@ -1,6 +1,7 @@
 """Time of a step: what every stage computes and sends, put through the schedule that the runtime executes. No torch.
 
     step_seconds(model, cluster, job, plan)   seconds by part; their sum is the step
+    least_step_seconds(...)                   at most that, without the simulation of the pipeline: for the search
 
 A stage's forward and backward are as long as the device computes, or as the host needs to start it, whichever takes longer; on top come messages that
 nothing hides. Without a pipeline a step is the sum over its micro-batches; with one, the simulated schedule says how long ranks wait.
@@ -19,8 +20,8 @@ from shardwise.plan.prediction.collectives import network_of, odd_world, usual_s
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
 from shardwise.plan.prediction.offloaded import host_rate, offload_seconds
-from shardwise.plan.prediction.pipeline_time import pipeline_seconds
-from shardwise.plan.prediction.rank_share import RankShare, rank_shares
+from shardwise.plan.prediction.pipeline_time import Simulate, least_pipeline_seconds, pipeline_seconds
+from shardwise.plan.prediction.rank_share import RankShare, cuts_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.state_time import StateTime, optimizer_seconds, state_time
 from shardwise.plan.prediction.states import groups_of
@@ -57,19 +58,23 @@ class StageTime:
 
 
 def step_seconds(
-    model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None, apart: bool = True
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    job: Job,
+    plan: Plan,
+    stack: Stack | None = None,
+    apart: bool = True,
+    simulate: Simulate = pipeline_seconds,
 ) -> dict[str, float]:
-    """Seconds by part; their sum is the step. `apart`: tells waiting for messages between stages from waiting, which takes as long again."""
+    """Seconds by part; their sum is the step. `apart`: tells waiting for sends between stages from waiting, which takes as long again.
+    `simulate`: how long the pipeline takes, from the prices of its stages."""
     stack = stack or stack_of(plan)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times)
-    shares = rank_shares(model, plan)
+    shares = [RankShare(cut, 1, 0) for cut in cuts_of(model, plan)]
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages) if plan.pp > 1 else (0,)
     mine = [[stage for stage, owner in zip(stages, owners, strict=True) if owner == rank] for rank in range(plan.pp)]
-    states = [
-        rank_state(share, model, rank_stages, cluster, job, plan, stack, times)
-        for share, rank_stages in zip(shares, mine, strict=True)
-    ]
+    states = _rank_states(shares, model, mine, cluster, job, plan, stack, times)
     busy = [
         sum(stage.forward + stage.backward for stage in rank_stages) + state.each_forward + state.each_backward
         for rank_stages, state in zip(mine, states, strict=True)
@@ -77,25 +82,30 @@ def step_seconds(
     slowest = max(range(plan.pp), key=busy.__getitem__)
     parts = _rank_parts(mine[slowest], states[slowest], plan)
     if plan.pp > 1:
-        parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack, apart)
+        parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack, apart, simulate)
     state = states[slowest]
     parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
     if plan.pp > 1 and model.tied:
         parts["data-parallel"] += _tied_seconds(model, plan, times, stack)
     parts["compute"] += state.casts_once
-    trained = max(_trained(share, model, job, plan) for share in shares)
+    trained = max(trained_parameters(share, model, job, plan) for share in shares)
     parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
     parts["offload"] = offload_seconds(trained, plan, cluster.per_node)
     if plan.activation_offload:
-        parts["offload"] += plan.num_microbatches * _paging_seconds(
-            shares[slowest], mine[slowest], cluster, plan, times
-        )
+        parts["offload"] += plan.num_microbatches * paging_seconds(shares[slowest], mine[slowest], cluster, plan, times)
     parts["launch"] += STEP_HOST if plan.device == "cuda" else 0.0
     parts["straggler"] = straggler_share(cluster, plan.world) * sum(parts.values())
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
 
 
-def _trained(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
+def least_step_seconds(
+    model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None
+) -> float:
+    """The step's own price with the least that its pipeline can take in place of the simulation. Without a pipeline it is the step."""
+    return sum(step_seconds(model, cluster, job, plan, stack, False, least_pipeline_seconds).values())
+
+
+def trained_parameters(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
     """Parameters that a rank updates."""
     trained = groups_of(share.cut, model, job.adapter).whole.trained
     experts = share.spread_parameters if job.adapter.kind == "none" else 0
@@ -162,16 +172,14 @@ def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes) -> list[StageTi
         if key not in known:
             again = {index for part in parts for index in part}
             total = times.stage([(model.layers[index], index in again) for index in layers])
-            known[key] = _stage(add((total, *ends)))
+            known[key] = stage_time(add((total, *ends)))
         found.append(known[key])
     times.stages[plan.split, plan.recompute] = found
     return found
 
 
-def _stage(layers: LayerTime) -> StageTime:
-    sent_forward = layers.tensor_forward + layers.context_forward + layers.expert_forward
-    sent_backward = layers.tensor_backward + layers.context_backward + layers.expert_backward
-    forward, backward = layers.forward + sent_forward, layers.backward + layers.again + sent_backward
+def stage_time(layers: LayerTime) -> StageTime:
+    forward, backward = layers.device_forward, layers.device_backward
     wait_forward, wait_backward = max(0.0, layers.host_forward - forward), max(0.0, layers.host_backward - backward)
     weights = layers.weights
     return StageTime(
@@ -179,20 +187,28 @@ def _stage(layers: LayerTime) -> StageTime:
     )
 
 
-def rank_state(
-    share: RankShare,
+def _rank_states(
+    shares: Sequence[RankShare],
     model: ModelSpec,
-    stages: Sequence[StageTime],
+    mine: Sequence[Sequence[StageTime]],
     cluster: ClusterSpec,
     job: Job,
     plan: Plan,
     stack: Stack,
     times: LayerTimes,
-) -> StateTime:
-    forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
-    blocks = [groups_of(share.cut, model, job.adapter).whole]
+) -> list[StateTime]:
+    """One per rank along the pipeline; ranks that hold and compute as much have one price."""
     network = network_of(cluster, odd_world(cluster, plan.world))
-    return state_time(share, blocks, forward, backward, cluster, network, times.pricer, plan, stack)
+    known: dict[object, StateTime] = {}
+    found = []
+    for share, stages in zip(shares, mine, strict=True):
+        forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
+        whole = groups_of(share.cut, model, job.adapter).whole
+        key = (whole, share.num_parameters, share.spread_parameters, len(share.layers), forward, backward)
+        if key not in known:
+            known[key] = state_time(share, [whole], forward, backward, cluster, network, times.pricer, plan, stack)
+        found.append(known[key])
+    return found
 
 
 def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> dict[str, float]:
@@ -209,7 +225,7 @@ def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> di
     }
 
 
-def _paging_seconds(
+def paging_seconds(
     share: RankShare, stages: Sequence[StageTime], cluster: ClusterSpec, plan: Plan, times: LayerTimes
 ) -> float:
     """Activations go to CPU memory beside forward and come back beside backward: what takes longer than computing. One micro-batch."""
@@ -255,6 +271,7 @@ def _pipeline(
     plan: Plan,
     stack: Stack,
     apart: bool,
+    simulate: Simulate,
 ) -> dict[str, float]:
     """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
     transfer, slowest = transfer_seconds(times, plan, stack), transfers(times, plan.world, plan.pp, stack)[1]
@@ -272,11 +289,11 @@ def _pipeline(
             else [forward, inputs + stage.weights, 0.0, 0.0]
         )
     schedule = (plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)
-    total = pipeline_seconds(*schedule, prices, transfer)
+    total = simulate(*schedule, prices, transfer)
     # Messages of one direction share a link, one after the other; the first leaves when the first stage is through.
     total = max(total, prices[0] + plan.num_microbatches * plan.virtual_stages * slowest)
     if not apart:
         return {"bubble": max(0.0, total - busy)}
-    quick = pipeline_seconds(*schedule, prices, 0.0)
+    quick = simulate(*schedule, prices, 0.0)
     sent = max(0.0, total - quick)
     return {"bubble": max(0.0, total - busy - sent), "pipeline": min(sent, max(0.0, total - busy))}

@@ -27,7 +27,7 @@ from shardwise.plan.resolve.refusal import Asked
 from shardwise.plan.resolve.resolved_config import fill
 from shardwise.plan.resolve.searched import HOST_SHARE, Saving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.resolve.speed import with_speed
-from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.cluster import HEADROOM, ClusterSpec
 from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -35,7 +35,6 @@ from shardwise.spec.recompute import check_activation_offload
 from shardwise.spec.schema import Config, ParallelConfig
 
 DEFAULT_STEPS = 340
-HEADROOM = 0.9  # of the limit, where there is a choice; what is asked for outright may use all of it
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,6 @@ from shardwise.spec.prediction import Prediction
 WORTH = 1.05
 """A layout must be predicted so much faster than the usual one, or it is not worth leaving it."""
 
-RUNS, PLANS = 0.9, 0.93
-"""Of the memory: what a run takes where it has a choice (resolve.HEADROOM), and what the search takes (searching.HEADROOM)."""
-
 HOST_SHARE = 0.8  # of the machine's memory, for what GPUs keep there
 
 OPEN = ("dp", "zero", "replicate", "tp", "sequence", "cp", "cp_kind", "pp", "schedule", "virtual_stages", "ep")
@@ -148,8 +145,7 @@ def _cluster(asked: Asked, usual: Plan, limit: int) -> ClusterSpec:
     if asked.device == "cpu" and not asked.nproc and asked.config.memory.limit != "auto":  # more ranks have more memory
         world = max(world, min(asked.machine.cores, MAX_DEFAULT_CPU_RANKS))
     tier = replace(found.tiers[-1], span=max(world, found.tiers[-1].span))
-    memory = int(limit * RUNS / PLANS)
-    return replace(found, per_node=world, device=replace(found.device, memory=memory), tiers=(tier,))
+    return replace(found, per_node=world, device=replace(found.device, memory=limit), tiers=(tier,))
 
 
 def _why(
