@@ -2,20 +2,23 @@
 
     python benchmarks/same_numbers.py --base COMMIT [--only WORD] [--deadline 300] [--out FILE]
 
-A change that only moves or renames code must leave every number as it is. This script checks COMMIT out into a temporary worktree of git,
-runs a list of small jobs with the code there and with the code here, and compares bit by bit: every loss, gradient norm and held-out
-loss in metrics.jsonl, with whatever else is computed and not timed, and every tensor that was saved: the parameters and optimizer states
-of checkpoints, and exported weights. Each job is typed as a user would type it, so nothing in here has to follow when code moves. A job
-takes three steps of a model of 150 k parameters on made-up text. Together they go through every axis, every schedule, the number formats
-that a CPU has, adapters, recomputation, offloading, compiled graphs, resuming in another layout and exporting.
+A change that only moves or renames code must leave every number as it is. This script checks COMMIT out into a
+temporary worktree of git, runs a list of small jobs with the code there and with the code here, and compares bit by
+bit: every loss, gradient norm and held-out loss in metrics.jsonl, with whatever else is computed and not timed, and
+every tensor that was saved: the parameters and optimizer states of checkpoints, and exported weights. Each job is typed
+as a user would type it, so nothing in here has to follow when code moves. A job takes three steps of a model of 150 k
+parameters on made-up text. Together they go through every axis, every schedule, the number formats that a CPU has,
+adapters, recomputation, offloading, compiled graphs, resuming in another layout and exporting.
 
-What depends on time or on the machine is pinned: pipelines are split by hand and micro-batches have a size. The one job with
-`micro_batch=auto` is so small that everything fits, so that both sides must choose the largest. A checkpoint's rng.safetensors is left
-out: torch seeds its own generator anew in every process, and nothing that is trained draws from it. Both sides run on this machine, one
-after the other; numbers of different machines or versions of torch cannot be compared like this.
+What depends on time or on the machine is pinned: pipelines are split by hand and micro-batches have a size. The one job
+with `micro_batch=auto` is so small that everything fits, so that both sides must choose the largest. A checkpoint's
+rng.safetensors is left out: torch seeds its own generator anew in every process, and nothing that is trained draws from
+it. Both sides run on this machine, one after the other; numbers of different machines or versions of torch cannot be
+compared like this.
 
-The exit code is 1 if anything differs or a job did not run. The rows of a complete comparison are kept in results/same_numbers.json. All
-jobs took 27 minutes on two busy cores; `--only pipeline` or `--only bf16` takes some of them.
+The exit code is 1 if anything differs or a job did not run. The rows of a complete comparison are kept in
+results/same_numbers.json. All jobs took 27 minutes on two busy cores; `--only pipeline` or `--only bf16` takes some of
+them.
 """
 
 from __future__ import annotations
@@ -209,7 +212,8 @@ def environment(tree: Path) -> dict[str, str]:
         "PYTHONPATH": str(tree / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits gives its core away, so that a busy machine is not much slower
+        # A thread that waits gives its core away, so that a busy machine is not much slower.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
 
 
@@ -249,7 +253,8 @@ def run(commands: list[tuple[str, ...]], tree: Path, folder: Path, deadline: flo
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Its ranks are in sessions of their own: the launcher is asked twice to end them at once, before it is killed itself."""
+    """Its ranks are in sessions of their own: the launcher is asked twice to end them at once, before it is killed
+    itself."""
     for _ in range(2):
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -306,7 +311,8 @@ def tensors(folder: Path) -> dict[str, Stored]:
 
 
 def chosen(folder: Path) -> dict[str, Any]:
-    """What each run of a job has settled on, so that a planner that chooses otherwise is named before the numbers it changes."""
+    """What each run of a job has settled on, so that a planner that chooses otherwise is named before the numbers it
+    changes."""
     keys = (
         "layout",
         "micro_batch",

@@ -1,8 +1,10 @@
-"""`ForeignStack`: how another framework executes a layout, so that predictions can be tested on runs that others published.
+"""`ForeignStack`: how another framework executes a layout, so that predictions can be tested on runs that others
+published.
 
-Which states are kept in which format, which kernels run and what is hidden behind computing: these facts are fields here, and the price points
-of the planner's own `Stack` (plan/prediction/stack.py) are overridden by what follows from them. A field says how a framework works. None of
-them is fitted to runs. `load_stack(name)` reads NAME.toml beside this file.
+Which states are kept in which format, which kernels run and what is hidden behind computing: these facts are fields
+here, and the price points of the planner's own `Stack` (plan/prediction/stack.py) are overridden by what follows from
+them. A field says how a framework works. None of them is fitted to runs. `load_stack(name)` reads NAME.toml beside this
+file.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ FOREACH = 2.7
 """Passes of an optimizer that runs operation by operation, over the fused one (H200, kernels_h200.json)."""
 
 RESERVED_SHARE = 0.06
-"""What torch's caching allocator holds beyond what is allocated at the peak: blocks that are free but of the wrong size. The middle of what 245
-published runs of two frameworks reserve beyond the bytes of their tensors."""
+"""What torch's caching allocator holds beyond what is allocated at the peak: blocks that are free but of the wrong
+size. The middle of what 245 published runs of two frameworks reserve beyond the bytes of their tensors."""
 
 TENSOR_PIECES = 4
 """Pieces into which overlapped tensor-parallel collectives are cut: the first one is never hidden."""
@@ -66,8 +68,8 @@ class ForeignStack(Stack):
     dropout: bool = False
     fused_cast: bool = False  # fp8: finding the largest element, scaling and transposing are one kernel
     selective: str = "cheap"
-    """What selective recomputation runs again: cheap (everything but matmuls and attention) | attention (scores to values) | per-op (every second
-    matmul too)."""
+    """What selective recomputation runs again: cheap (everything but matmuls and attention) | attention (scores to
+    values) | per-op (every second matmul too)."""
     measured: bool = False  # never as our compiled blocks
 
     # Gradients and the optimizer. Bytes per element.
@@ -77,7 +79,7 @@ class ForeignStack(Stack):
     reduce_bytes: int = 0  # of gradients on their way between data-parallel ranks; 0: from the plan
     gather_bytes: int = 0  # of parameters on their way; 0: from the plan
     fused_optimizer: bool = True  # one pass over all states; else one per operation
-    copies_parameters: bool = True  # as FSDP: parameters are cast and copied when they are gathered
+    casts_gathered: bool = True  # as FSDP: parameters are cast and copied when they are gathered
 
     # What is hidden behind computing.
     overlaps_reduce: bool = True  # gradients travel while the last backward runs
@@ -108,7 +110,8 @@ class ForeignStack(Stack):
     logit_bytes: float = 0.0  # per logit while the loss is computed; 0: in chunks, as ours
     cut_logit_bytes: float = 0.0  # the same where tensor parallelism cuts the vocabulary; 0: no other
 
-    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (reserved, and what the device gave to
+    # Memory: which figure is published. allocated (by tensors) | reserved (by the allocator) | process (reserved, and
+    # what the device gave to
     # others: context and NCCL, which are not in a prediction).
     published: str = "allocated"
     published_rank: str = "fullest"  # of the pipeline; or first
@@ -216,16 +219,16 @@ class ForeignStack(Stack):
 
     def update_bytes(self, update: float, elements: float) -> float:
         update *= 1.0 if self.fused_optimizer else FOREACH
-        return update if self.copies_parameters else update + elements * 6  # the 16-bit weights beside the masters
+        return update if self.casts_gathered else update + elements * 6  # the 16-bit weights beside the masters
 
-    def stage_message(self, size: float, tp: int, sequence: bool) -> float:
+    def stage_bytes(self, size: float, tp: int, sequence: bool) -> float:
         return size / tp if self.scatters_messages and not sequence else size
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
     def rank_states(self, share: RankShare, groups: Groups, plan: Plan, optimizer: str) -> RankStates | None:
-        """Weights whole in 16 bits, a buffer for all gradients, fp32 masters with the moments. Stage 1 shares the last out, stage 2 the buffer
-        too."""
+        """Weights whole in 16 bits, a buffer for all gradients, fp32 masters with the moments. Stage 1 shares the last
+        out, stage 2 the buffer too."""
         if not self.half_weights or plan.zero == 3:
             return None
         compute, whole = COMPUTE_BYTES[plan.precision], groups.whole.trained
@@ -267,7 +270,8 @@ class ForeignStack(Stack):
             return whole() - (_scores(spec, seq_len) if self.attention == "math" else 0)
         if self.selective != "per-op":
             return None
-        # torchtitan's list: every second matmul (queries, values, gate, and the end, which a compiler drops), attention and the input.
+        # torchtitan's list: every second matmul (queries, values, gate, and the end, which a compiler drops), attention
+        # and the input.
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         end = 0 if self.compiled else spec.hidden
         return spec.hidden // token_parts + 2 * queries + keys + spec.num_heads + ffn + end
@@ -278,7 +282,8 @@ class ForeignStack(Stack):
         return int((self.cut_logit_bytes if is_cut and self.cut_logit_bytes else self.logit_bytes) * num_tokens * vocab)
 
     def reserved(self, parts: dict[str, int], spec: ModelSpec, plan: Plan, size: int) -> dict[str, int]:
-        """With the buffers that are there at every moment (sequence parallelism cuts tokens, not these), and what the allocator keeps."""
+        """With the buffers that are there at every moment (sequence parallelism cuts tokens, not these), and what the
+        allocator keeps."""
         tokens = plan.micro_batch * plan.seq_len // plan.cp
         found = dict(parts)
         found["gathered"] += self.region_buffers * tokens * spec.hidden * size if plan.sequence else 0
@@ -288,7 +293,8 @@ class ForeignStack(Stack):
 
 
 def _scores(spec: ModelSpec, seq_len: int) -> int:
-    """The softmax, a byte of its dropout's mask, and what is left of it: 5 bytes per head and pair of tokens in 16 bits."""
+    """The softmax, a byte of its dropout's mask, and what is left of it: 5 bytes per head and pair of tokens in 16
+    bits."""
     return 5 * spec.num_heads * seq_len // 2
 
 

@@ -1,4 +1,5 @@
-"""Cores and memory are what this process may use, whatever the hardware has. Control groups are read from real files."""
+"""Cores and memory are what this process may use, whatever the hardware has. Control groups are read from real
+files."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""The disk measurement writes nothing that stays, and says so when it cannot write. Devices are in tests/cli/test_doctor.py."""
+"""The disk measurement writes nothing that stays, and says so when it cannot write. Devices are in
+tests/cli/test_doctor.py."""
 
 from shardwise.cluster.describe.versions import core_libraries, optional_libraries
 from shardwise.cluster.measure.devices import measure_disk

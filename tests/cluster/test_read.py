@@ -60,8 +60,12 @@ def test_settings_replace_the_table_and_say_so():
     assert cluster.tiers[0].bandwidth == 300e9
     assert cluster.tiers[1].bandwidth == 25e9  # 4 cards of 50 GB/s for 8 devices
     assert {name for name, origin in cluster.origins.items() if origin == "typed"} == {
-        "nic", "memory", "link", "nics", "price",
-    }  # fmt: skip
+        "nic",
+        "memory",
+        "link",
+        "nics",
+        "price",
+    }
     assert cluster.origins["flops"] == "data sheet of h100"
 
 
@@ -136,8 +140,10 @@ def test_a_written_cluster_reads_as_itself(text, tmp_path):
 def test_a_file_of_a_person(tmp_path):
     path = _file(
         tmp_path,
-        'nodes = 4\nper_node = 8\ngpu = "h100"\nnic = "400Gb/s"\nprice = 2.5\n'
-        '[device]\nachievable = 0.7\nlaunch = "4us"\nflops = { bf16 = 8e14 }\ncurves = { "matmul/bf16" = [[1e12, 6e14], [1e9, 1e14]] }\n',
+        'nodes = 4\nper_node = 8\ngpu = "h100"\nnic = "400Gb/s"\nprice = 2.5\n'(
+            '[device]\nachievable = 0.7\nlaunch = "4us"\nflops = { bf16 = 8e14 }\ncurves = { "matmul/bf16" = [[1e12, '
+            "6e14], [1e9, 1e14]] }\n"
+        ),
     )
     cluster = read_cluster(path)
     assert cluster.device.achievable == 0.7 and cluster.device.flops["bf16"] == 8e14
@@ -161,7 +167,8 @@ def test_the_file_in_the_docs(tmp_path):
 def test_many_machines_like_the_one_in_a_file(tmp_path):
     path = _file(
         tmp_path,
-        'nodes = 1\nper_node = 2\n[device]\nname = "own"\nmemory = "10GB"\nbandwidth = "1TB/s"\nflops = { bf16 = 1e14 }\n'
+        'nodes = 1\nper_node = 2\n[device]\nname = "own"\nmemory = "10GB"\nbandwidth = "1TB/s"\n'
+        "flops = { bf16 = 1e14 }\n"
         '[[tier]]\nname = "pcie"\nbandwidth = "20GB/s"\n',
     )
     assert read_cluster(path).tiers[0].span == 2

@@ -14,9 +14,21 @@ from shardwise.spec.cluster import ClusterSpec, Link
 MB = 2**20
 # NCCL all-reduce on A100 with NVLink: ranks, bytes, microseconds (published with vTrain).
 MEASURED = [
-    (2, 4 * MB, 61), (2, 16 * MB, 132), (2, 64 * MB, 405), (2, 96 * MB, 572), (4, 4 * MB, 77), (4, 16 * MB, 180), (4, 64 * MB, 544),
-    (4, 96 * MB, 763), (8, 1 * MB, 93), (8, 4 * MB, 96), (8, 16 * MB, 232), (8, 64 * MB, 580), (8, 256 * MB, 2162), (8, 1024 * MB, 8193),
-]  # fmt: skip
+    (2, 4 * MB, 61),
+    (2, 16 * MB, 132),
+    (2, 64 * MB, 405),
+    (2, 96 * MB, 572),
+    (4, 4 * MB, 77),
+    (4, 16 * MB, 180),
+    (4, 64 * MB, 544),
+    (4, 96 * MB, 763),
+    (8, 1 * MB, 93),
+    (8, 4 * MB, 96),
+    (8, 16 * MB, 232),
+    (8, 64 * MB, 580),
+    (8, 256 * MB, 2162),
+    (8, 1024 * MB, 8193),
+]
 
 
 def test_all_reduce_inside_a_node_takes_what_nccl_takes():

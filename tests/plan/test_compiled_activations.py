@@ -90,7 +90,8 @@ def counted(spec: ModelSpec, mode: str, fuse: bool, size: int, recipe: str = "",
 @pytest.mark.parametrize("name, mode, fuse", CASES, ids=["-".join(map(str, case)) for case in CASES])
 @pytest.mark.parametrize("own", [False, True])
 def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool, own: bool) -> None:
-    """In bf16 and without memory: no kernel runs. What is counted as one number per head is fp32 there. `own`: with a kernel for norms' backward, where runs have it."""
+    """In bf16 and without memory: no kernel runs. What is counted as one number per head is fp32 there. `own`: with a
+    kernel for norms' backward, where runs have it."""
     torch._dynamo.reset()
     spec = MODELS[name]
     if own and not norms_have_kernel(replace(spec, hidden=512)):
@@ -124,7 +125,8 @@ def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool, own: bool
 def test_graphs_in_fp8_keep_what_is_counted(
     name: str, least: int, fuse: bool, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inputs of products are rounded again in backward and not kept, unless one of their products is too small for fp8: `least`, keys and values."""
+    """Inputs of products are rounded again in backward and not kept, unless one of their products is too small for fp8:
+    `least`, keys and values."""
     torch._dynamo.reset()
     spec = MODELS[name].with_overrides({"vocab": 112})
     monkeypatch.setitem(WORTH, recipe, least)

@@ -40,7 +40,7 @@ def refusal(*words: str, **where) -> UserError:
     return caught.value
 
 
-# Filling ---------------------------------------------------------------------------------------------------------------
+# Filling --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,29 @@ def refusal(*words: str, **where) -> UserError:
         (["parallel.tp=4"], {"machine": gpus(6)}, 4, 1, "one replica per 4 GPUs, 1 in all"),
         (["parallel.tp=2"], {"machine": cpu(4)}, 4, 2, "one replica per 2 cores, 2 in all"),
         (["parallel.tp=2"], {"machine": cpu(2)}, 2, 1, "one replica per 2 cores, 1 in all"),
-        (["parallel.tp=2", "parallel.pp=2"], {"machine": cpu(2)}, 4, 1, "the degrees need 4 processes, which share 2 cores"),
+        (
+            ["parallel.tp=2", "parallel.pp=2"],
+            {"machine": cpu(2)},
+            4,
+            1,
+            "the degrees need 4 processes, which share 2 cores",
+        ),
         (["parallel.tp=2"], {"machine": cpu(1)}, 2, 1, "the degrees need 2 processes, which share 1 core"),
         (["parallel.tp=2"], {"nproc": 8}, 8, 4, "as asked"),
         (["parallel.layout=dp=2 tp=2 pp=2"], {"nproc": 8}, 8, 2, "as asked"),
         (["parallel.layout=dp=2 tp=2 pp=2"], {"machine": gpus(8)}, 8, 2, "as asked"),
         (["parallel.replicate=2"], {"machine": gpus(8)}, 8, 8, "one replica per GPU, 8 in all"),
-        (["parallel.replicate=3", "train.global_batch=12"], {"machine": gpus(8)}, 6, 6, "one replica per GPU, 6 in all"),
+        (
+            ["parallel.replicate=3", "train.global_batch=12"],
+            {"machine": gpus(8)},
+            6,
+            6,
+            "one replica per GPU, 6 in all",
+        ),
         (["parallel.replicate=4"], {"machine": cpu(2)}, 4, 4, "the degrees need 4 processes, which share 2 cores"),
         (["parallel.replicate=2", "parallel.zero=0"], {"machine": gpus(8)}, 2, 2, "one replica per GPU, 2 in all"),
     ],
-)  # fmt: skip
+)
 def test_data_parallelism_takes_what_the_other_degrees_leave(words, where, world, dp, reason):
     found = degrees(*words, **where)
     assert (found.world, found.dp, found.reason) == (world, dp, reason)
@@ -115,7 +127,7 @@ def test_a_batch_that_does_not_divide_is_fine():
     assert degrees("train.global_batch=7", "parallel.dp=3").dp == 3
 
 
-# What the model can be cut into ------------------------------------------------------------------------------------------
+# What the model can be cut into ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,55 +146,314 @@ def test_a_batch_that_does_not_divide_is_fine():
         ("deepseek-v3", {}, [1, 2, 4, 8, 16, 32, 64, 128]),
         ("deepseek-v3", {"num_heads": 12, "num_kv_heads": 12}, [1, 2, 3, 4, 6, 12]),
     ],
-)  # fmt: skip
+)
 def test_tensor_degrees_of_models(name, changes, found):
     assert tensor_degrees(preset(name).with_overrides(changes)) == found
 
 
-# Refusals --------------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 SHARED = preset("tiny-moe").with_overrides({"expert_ffn": 2, "num_shared_experts": 1, "num_kv_heads": 8})
 
 # words, where it runs -> what, part of why, the fix, where it was written
 REFUSED = {
-    "heads": (["parallel.tp=3"], {}, "tiny cannot be cut over tp=3", "8 heads do not divide by 3", "parallel.tp=2 or parallel.tp=4", "command line"),
-    "more ranks than heads": (["parallel.tp=16"], {}, "tiny cannot be cut over tp=16", "8 heads do not divide by 16", "parallel.tp=8 or parallel.tp=4", "command line"),
-    "key-value heads": (["parallel.tp=6"], {"spec": TINY.with_overrides({"num_heads": 12, "head_dim": 8})}, "tiny cannot be cut over tp=6", "4 of them neither divide by 6 nor go into it evenly", "parallel.tp=4 or parallel.tp=2", "command line"),
-    "narrow ffn": (["parallel.tp=4"], {"spec": TINY.with_overrides({"ffn": 3})}, "tiny cannot be cut over tp=4", "the feed-forward width is only 3", "parallel.tp=2 or parallel.tp=1", "command line"),
-    "few words": (["parallel.tp=8"], {"spec": TINY.with_overrides({"vocab": 5})}, "tiny cannot be cut over tp=8", "the vocabulary is only 5", "parallel.tp=4 or parallel.tp=2", "command line"),
-    "narrow experts": (["parallel.tp=4"], {"spec": SHARED}, "tiny-moe cannot be cut over tp=4", "the expert width is only 2", "parallel.tp=2 or parallel.tp=1", "command line"),
-    "latent heads": (["parallel.tp=3"], {"spec": preset("deepseek-v3")}, "deepseek-v3 cannot be cut over tp=3", "128 heads do not divide by 3", "parallel.tp=2 or parallel.tp=4", "command line"),
-    "heads, with processes": (["parallel.tp=3"], {"nproc": 3}, "tiny cannot be cut over tp=3", "", "parallel.tp=2 --nproc 2 or parallel.tp=4 --nproc 4", "command line"),
-    "heads, processes that fit": (["parallel.tp=3"], {"nproc": 6}, "tiny cannot be cut over tp=3", "", "parallel.tp=2 or parallel.tp=4 --nproc 4", "command line"),
-    "ulysses": (["parallel.cp=3", "parallel.cp_kind=ulysses", "train.seq_len=126"], {}, "tiny cannot be shared by cp=3 ranks the way of Ulysses", "which do not divide by 3", "parallel.cp_kind=ring or parallel.cp=2", "command line"),
-    "ulysses, more ranks than heads": (["parallel.cp=16", "parallel.cp_kind=ulysses"], {"nproc": 16}, "tiny cannot be shared by cp=16 ranks the way of Ulysses", "which do not divide by 16", "parallel.cp_kind=ring or parallel.cp=8", "command line"),
-    "heads, sequence parallel": (["parallel.tp=3", "parallel.sp=true", "train.seq_len=126"], {}, "tiny cannot be cut over tp=3", "", "parallel.tp=2", "command line"),
-    "stages": (["parallel.pp=8"], {}, "pp=8 makes more stages than tiny has layers", "8 stages of at least one layer each, 6 layers", "parallel.pp=6 or parallel.pp=5", "command line"),
-    "virtual stages": (["parallel.layout=pp=4 schedule=interleaved"], {}, "pp=4 virtual_stages=2 makes more stages than tiny has layers", "8 stages", "parallel.pp=3 or parallel.pp=2", "command line"),
-    "fewer virtual stages": (["parallel.layout=pp=2 schedule=interleaved virtual_stages=4"], {}, "pp=2 virtual_stages=4 makes more stages than tiny has layers", "8 stages", "parallel.virtual_stages=3 or parallel.virtual_stages=2", "command line"),
-    "a V too long": (["parallel.layout=pp=4 schedule=zbv"], {"nproc": 4}, "pp=4 virtual_stages=2 makes more stages than tiny has layers", "", "parallel.pp=3 --nproc 3 or parallel.pp=2", "command line"),
-    "one layer": (["parallel.layout=dp=1 pp=2 schedule=zbv"], {"spec": TINY.with_overrides({"num_layers": 1}), "nproc": 2}, "pp=2 virtual_stages=2 makes more stages than tiny has layers", "each, 1 layer", "parallel.pp=1 parallel.schedule=1f1b --nproc 1", "command line"),
-    "split": (["parallel.pp=2", "parallel.split=4,4"], {}, "`parallel.split = [4, 4]` splits 8 layers, tiny has 6", "every layer", "parallel.split=3,3 or parallel.split=auto", "command line"),
-    "world": (["parallel.layout=dp=2 tp=2"], {"nproc": 6}, "the layout needs 4 processes, there are 6", "dp=2 x tp=2 = 4", "--nproc 4 or parallel.dp=3", "command line"),
-    "world with an open dp": (["parallel.layout=tp=2 pp=2"], {"nproc": 6}, "the layout needs a multiple of 4 processes, there are 6", "tp=2 x pp=2 = 4", "--nproc 4 or --nproc 8", "command line"),
-    "plain dp": (["parallel.dp=3"], {"nproc": 2}, "the layout needs 3 processes, there are 2", "dp=3; dp x cp x tp x pp must be", "--nproc 3 or parallel.dp=2", "command line"),
-    "GPUs": (["parallel.dp=8"], {"machine": gpus(4)}, "dp=8 needs 8 GPUs, this machine has 4", "a GPU of its own", "parallel.dp=4 or parallel.dp=3", "command line"),
-    "GPUs by nproc": ([], {"machine": gpus(2), "nproc": 4}, "dp=4 needs 4 GPUs, this machine has 2", "", "--nproc 2 or --nproc 1", None),
-    "GPUs by tp": (["parallel.tp=8"], {"machine": gpus(4)}, "tp=8 needs 8 GPUs, this machine has 4", "", "parallel.tp=4 or parallel.tp=2", "command line"),
-    "GPUs by tp and pp": (["parallel.layout=tp=4 pp=2 schedule=zbv"], {"machine": gpus(4)}, "tp=4 pp=2 needs 8 GPUs, this machine has 4", "", "parallel.tp=2 or parallel.tp=1", "command line"),
-    "GPUs by pp": (["parallel.layout=pp=6 schedule=gpipe split=1,1,1,1,1,1"], {"machine": gpus(4)}, "pp=6 needs 6 GPUs, this machine has 4", "", "parallel.pp=4 parallel.split=auto or parallel.pp=3 parallel.split=auto", "command line"),
-    "GPUs by everything": (["parallel.layout=dp=2 tp=2 pp=2"], {"machine": gpus(4), "nproc": 8}, "dp=2 tp=2 pp=2 needs 8 GPUs, this machine has 4", "", "parallel.dp=1 --nproc 4 or parallel.tp=1 --nproc 4", "command line"),
-    "batch": (["parallel.dp=4", "train.global_batch=3"], {}, "a global batch of 3 is smaller than dp=4", "at least one sequence", "train.global_batch=4 or parallel.dp=3", "command line"),
-    "batch in tokens": (["train.global_batch_tokens=256"], {"nproc": 4}, "a global batch of 2 is smaller than dp=4", "", "train.global_batch_tokens=512 or --nproc 2", "command line"),
-    "batch and tp": (["parallel.layout=dp=4 tp=2", "train.global_batch=2"], {"nproc": 8}, "a global batch of 2 is smaller than dp=4", "", "train.global_batch=4 or parallel.dp=2 --nproc 4", "command line"),
-    "batch and replicas": (["parallel.replicate=4", "train.global_batch=3"], {}, "a global batch of 3 is smaller than dp=4", "", "train.global_batch=4", "command line"),
-    "experts": (["parallel.layout=dp=3 ep=3"], {"spec": MOE}, "the 8 experts of tiny-moe cannot be shared out over ep=3 ranks", "8 does not divide by 3", "parallel.ep=1", "command line"),
-    "ranks for experts": (["parallel.layout=dp=2 tp=3 ep=4", "train.seq_len=126"], {"spec": MOE.with_overrides({"num_heads": 6, "num_kv_heads": 6})}, "ep=4 does not divide the 6 ranks of dp=2 tp=3", "the same number in every group", "parallel.ep=2 or parallel.ep=1", "command line"),
-    "more experts than ranks": (["parallel.layout=dp=2 ep=4"], {"spec": MOE}, "ep=4 does not divide the 2 ranks of dp=2", "", "parallel.ep=2 or parallel.ep=1", "command line"),
-    "no experts": (["parallel.layout=dp=2 ep=2"], {}, "ep=2 needs experts, and tiny has none", "shares out the experts", "parallel.ep=1", "command line"),
-    "replicas of an open dp": (["parallel.replicate=3"], {"nproc": 4}, "`parallel.replicate = 3` does not divide dp=4", "dp = replicas x shards", "parallel.replicate=2 or parallel.replicate=4", "command line"),
-    "shards of an open dp": (["parallel.replicate=2", "parallel.zero=0"], {"nproc": 4}, "`parallel.replicate = 2` leaves shards, but `parallel.zero = 0` shards nothing", "", "parallel.zero=1 or parallel.replicate=4", "command line"),
-}  # fmt: skip
+    "heads": (
+        ["parallel.tp=3"],
+        {},
+        "tiny cannot be cut over tp=3",
+        "8 heads do not divide by 3",
+        "parallel.tp=2 or parallel.tp=4",
+        "command line",
+    ),
+    "more ranks than heads": (
+        ["parallel.tp=16"],
+        {},
+        "tiny cannot be cut over tp=16",
+        "8 heads do not divide by 16",
+        "parallel.tp=8 or parallel.tp=4",
+        "command line",
+    ),
+    "key-value heads": (
+        ["parallel.tp=6"],
+        {"spec": TINY.with_overrides({"num_heads": 12, "head_dim": 8})},
+        "tiny cannot be cut over tp=6",
+        "4 of them neither divide by 6 nor go into it evenly",
+        "parallel.tp=4 or parallel.tp=2",
+        "command line",
+    ),
+    "narrow ffn": (
+        ["parallel.tp=4"],
+        {"spec": TINY.with_overrides({"ffn": 3})},
+        "tiny cannot be cut over tp=4",
+        "the feed-forward width is only 3",
+        "parallel.tp=2 or parallel.tp=1",
+        "command line",
+    ),
+    "few words": (
+        ["parallel.tp=8"],
+        {"spec": TINY.with_overrides({"vocab": 5})},
+        "tiny cannot be cut over tp=8",
+        "the vocabulary is only 5",
+        "parallel.tp=4 or parallel.tp=2",
+        "command line",
+    ),
+    "narrow experts": (
+        ["parallel.tp=4"],
+        {"spec": SHARED},
+        "tiny-moe cannot be cut over tp=4",
+        "the expert width is only 2",
+        "parallel.tp=2 or parallel.tp=1",
+        "command line",
+    ),
+    "latent heads": (
+        ["parallel.tp=3"],
+        {"spec": preset("deepseek-v3")},
+        "deepseek-v3 cannot be cut over tp=3",
+        "128 heads do not divide by 3",
+        "parallel.tp=2 or parallel.tp=4",
+        "command line",
+    ),
+    "heads, with processes": (
+        ["parallel.tp=3"],
+        {"nproc": 3},
+        "tiny cannot be cut over tp=3",
+        "",
+        "parallel.tp=2 --nproc 2 or parallel.tp=4 --nproc 4",
+        "command line",
+    ),
+    "heads, processes that fit": (
+        ["parallel.tp=3"],
+        {"nproc": 6},
+        "tiny cannot be cut over tp=3",
+        "",
+        "parallel.tp=2 or parallel.tp=4 --nproc 4",
+        "command line",
+    ),
+    "ulysses": (
+        ["parallel.cp=3", "parallel.cp_kind=ulysses", "train.seq_len=126"],
+        {},
+        "tiny cannot be shared by cp=3 ranks the way of Ulysses",
+        "which do not divide by 3",
+        "parallel.cp_kind=ring or parallel.cp=2",
+        "command line",
+    ),
+    "ulysses, more ranks than heads": (
+        ["parallel.cp=16", "parallel.cp_kind=ulysses"],
+        {"nproc": 16},
+        "tiny cannot be shared by cp=16 ranks the way of Ulysses",
+        "which do not divide by 16",
+        "parallel.cp_kind=ring or parallel.cp=8",
+        "command line",
+    ),
+    "heads, sequence parallel": (
+        ["parallel.tp=3", "parallel.sp=true", "train.seq_len=126"],
+        {},
+        "tiny cannot be cut over tp=3",
+        "",
+        "parallel.tp=2",
+        "command line",
+    ),
+    "stages": (
+        ["parallel.pp=8"],
+        {},
+        "pp=8 makes more stages than tiny has layers",
+        "8 stages of at least one layer each, 6 layers",
+        "parallel.pp=6 or parallel.pp=5",
+        "command line",
+    ),
+    "virtual stages": (
+        ["parallel.layout=pp=4 schedule=interleaved"],
+        {},
+        "pp=4 virtual_stages=2 makes more stages than tiny has layers",
+        "8 stages",
+        "parallel.pp=3 or parallel.pp=2",
+        "command line",
+    ),
+    "fewer virtual stages": (
+        ["parallel.layout=pp=2 schedule=interleaved virtual_stages=4"],
+        {},
+        "pp=2 virtual_stages=4 makes more stages than tiny has layers",
+        "8 stages",
+        "parallel.virtual_stages=3 or parallel.virtual_stages=2",
+        "command line",
+    ),
+    "a V too long": (
+        ["parallel.layout=pp=4 schedule=zbv"],
+        {"nproc": 4},
+        "pp=4 virtual_stages=2 makes more stages than tiny has layers",
+        "",
+        "parallel.pp=3 --nproc 3 or parallel.pp=2",
+        "command line",
+    ),
+    "one layer": (
+        ["parallel.layout=dp=1 pp=2 schedule=zbv"],
+        {"spec": TINY.with_overrides({"num_layers": 1}), "nproc": 2},
+        "pp=2 virtual_stages=2 makes more stages than tiny has layers",
+        "each, 1 layer",
+        "parallel.pp=1 parallel.schedule=1f1b --nproc 1",
+        "command line",
+    ),
+    "split": (
+        ["parallel.pp=2", "parallel.split=4,4"],
+        {},
+        "`parallel.split = [4, 4]` splits 8 layers, tiny has 6",
+        "every layer",
+        "parallel.split=3,3 or parallel.split=auto",
+        "command line",
+    ),
+    "world": (
+        ["parallel.layout=dp=2 tp=2"],
+        {"nproc": 6},
+        "the layout needs 4 processes, there are 6",
+        "dp=2 x tp=2 = 4",
+        "--nproc 4 or parallel.dp=3",
+        "command line",
+    ),
+    "world with an open dp": (
+        ["parallel.layout=tp=2 pp=2"],
+        {"nproc": 6},
+        "the layout needs a multiple of 4 processes, there are 6",
+        "tp=2 x pp=2 = 4",
+        "--nproc 4 or --nproc 8",
+        "command line",
+    ),
+    "plain dp": (
+        ["parallel.dp=3"],
+        {"nproc": 2},
+        "the layout needs 3 processes, there are 2",
+        "dp=3; dp x cp x tp x pp must be",
+        "--nproc 3 or parallel.dp=2",
+        "command line",
+    ),
+    "GPUs": (
+        ["parallel.dp=8"],
+        {"machine": gpus(4)},
+        "dp=8 needs 8 GPUs, this machine has 4",
+        "a GPU of its own",
+        "parallel.dp=4 or parallel.dp=3",
+        "command line",
+    ),
+    "GPUs by nproc": (
+        [],
+        {"machine": gpus(2), "nproc": 4},
+        "dp=4 needs 4 GPUs, this machine has 2",
+        "",
+        "--nproc 2 or --nproc 1",
+        None,
+    ),
+    "GPUs by tp": (
+        ["parallel.tp=8"],
+        {"machine": gpus(4)},
+        "tp=8 needs 8 GPUs, this machine has 4",
+        "",
+        "parallel.tp=4 or parallel.tp=2",
+        "command line",
+    ),
+    "GPUs by tp and pp": (
+        ["parallel.layout=tp=4 pp=2 schedule=zbv"],
+        {"machine": gpus(4)},
+        "tp=4 pp=2 needs 8 GPUs, this machine has 4",
+        "",
+        "parallel.tp=2 or parallel.tp=1",
+        "command line",
+    ),
+    "GPUs by pp": (
+        ["parallel.layout=pp=6 schedule=gpipe split=1,1,1,1,1,1"],
+        {"machine": gpus(4)},
+        "pp=6 needs 6 GPUs, this machine has 4",
+        "",
+        "parallel.pp=4 parallel.split=auto or parallel.pp=3 parallel.split=auto",
+        "command line",
+    ),
+    "GPUs by everything": (
+        ["parallel.layout=dp=2 tp=2 pp=2"],
+        {"machine": gpus(4), "nproc": 8},
+        "dp=2 tp=2 pp=2 needs 8 GPUs, this machine has 4",
+        "",
+        "parallel.dp=1 --nproc 4 or parallel.tp=1 --nproc 4",
+        "command line",
+    ),
+    "batch": (
+        ["parallel.dp=4", "train.global_batch=3"],
+        {},
+        "a global batch of 3 is smaller than dp=4",
+        "at least one sequence",
+        "train.global_batch=4 or parallel.dp=3",
+        "command line",
+    ),
+    "batch in tokens": (
+        ["train.global_batch_tokens=256"],
+        {"nproc": 4},
+        "a global batch of 2 is smaller than dp=4",
+        "",
+        "train.global_batch_tokens=512 or --nproc 2",
+        "command line",
+    ),
+    "batch and tp": (
+        ["parallel.layout=dp=4 tp=2", "train.global_batch=2"],
+        {"nproc": 8},
+        "a global batch of 2 is smaller than dp=4",
+        "",
+        "train.global_batch=4 or parallel.dp=2 --nproc 4",
+        "command line",
+    ),
+    "batch and replicas": (
+        ["parallel.replicate=4", "train.global_batch=3"],
+        {},
+        "a global batch of 3 is smaller than dp=4",
+        "",
+        "train.global_batch=4",
+        "command line",
+    ),
+    "experts": (
+        ["parallel.layout=dp=3 ep=3"],
+        {"spec": MOE},
+        "the 8 experts of tiny-moe cannot be shared out over ep=3 ranks",
+        "8 does not divide by 3",
+        "parallel.ep=1",
+        "command line",
+    ),
+    "ranks for experts": (
+        ["parallel.layout=dp=2 tp=3 ep=4", "train.seq_len=126"],
+        {"spec": MOE.with_overrides({"num_heads": 6, "num_kv_heads": 6})},
+        "ep=4 does not divide the 6 ranks of dp=2 tp=3",
+        "the same number in every group",
+        "parallel.ep=2 or parallel.ep=1",
+        "command line",
+    ),
+    "more experts than ranks": (
+        ["parallel.layout=dp=2 ep=4"],
+        {"spec": MOE},
+        "ep=4 does not divide the 2 ranks of dp=2",
+        "",
+        "parallel.ep=2 or parallel.ep=1",
+        "command line",
+    ),
+    "no experts": (
+        ["parallel.layout=dp=2 ep=2"],
+        {},
+        "ep=2 needs experts, and tiny has none",
+        "shares out the experts",
+        "parallel.ep=1",
+        "command line",
+    ),
+    "replicas of an open dp": (
+        ["parallel.replicate=3"],
+        {"nproc": 4},
+        "`parallel.replicate = 3` does not divide dp=4",
+        "dp = replicas x shards",
+        "parallel.replicate=2 or parallel.replicate=4",
+        "command line",
+    ),
+    "shards of an open dp": (
+        ["parallel.replicate=2", "parallel.zero=0"],
+        {"nproc": 4},
+        "`parallel.replicate = 2` leaves shards, but `parallel.zero = 0` shards nothing",
+        "",
+        "parallel.zero=1 or parallel.replicate=4",
+        "command line",
+    ),
+}
 
 
 def typed(words: list[str], fix: str, nproc: int | None) -> tuple[list[str], int | None]:

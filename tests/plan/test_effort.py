@@ -27,8 +27,16 @@ PLAIN = Plan(
     dp=8,
     zero=0,
 )
-MORE = [dict(offload="optimizer"), dict(offload="all"), dict(activation_offload=True), dict(zero=3, replicate=1), dict(tp=2), dict(cp=2),
-        dict(pp=2, split=(2, 2)), dict(pp=2, split=(2, 2), schedule="zero-bubble")]  # fmt: skip
+MORE = [
+    dict(offload="optimizer"),
+    dict(offload="all"),
+    dict(activation_offload=True),
+    dict(zero=3, replicate=1),
+    dict(tp=2),
+    dict(cp=2),
+    dict(pp=2, split=(2, 2)),
+    dict(pp=2, split=(2, 2), schedule="zero-bubble"),
+]
 
 
 @pytest.mark.parametrize("more", MORE, ids=str)

@@ -1,5 +1,5 @@
-"""Machines that lack something: what was asked for outright is refused in three lines with another way named, what was left open is chosen so
-that it works. Machines are descriptions; nothing here needs a GPU."""
+"""Machines that lack something: what was asked for outright is refused in three lines with another way named, what was
+left open is chosen so that it works. Machines are descriptions; nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -42,20 +42,50 @@ def refusal(machine: Machine, *words: str, model: str = "tiny") -> UserError:
 @pytest.mark.parametrize(
     ("machine", "words", "what", "why", "fix"),
     [
-        (NO_GPU, "memory.precision=fp8", "needs a GPU that multiplies in fp8", "there is no GPU here", "memory.precision=bf16"),
-        (CPU_TORCH, "memory.precision=fp8", "needs a GPU", "torch 2.13.0+cpu is built without CUDA", "memory.precision=bf16"),
-        (A100, "memory.precision=fp8", "needs a GPU", "8.9 (Ada, Hopper); NVIDIA A100 has 8.0", "memory.precision=bf16"),
+        (
+            NO_GPU,
+            "memory.precision=fp8",
+            "needs a GPU that multiplies in fp8",
+            "there is no GPU here",
+            "memory.precision=bf16",
+        ),
+        (
+            CPU_TORCH,
+            "memory.precision=fp8",
+            "needs a GPU",
+            "torch 2.13.0+cpu is built without CUDA",
+            "memory.precision=bf16",
+        ),
+        (
+            A100,
+            "memory.precision=fp8",
+            "needs a GPU",
+            "8.9 (Ada, Hopper); NVIDIA A100 has 8.0",
+            "memory.precision=bf16",
+        ),
         (V100, "memory.precision=fp8", "needs a GPU", "Tesla V100 has 7.0", "memory.precision=fp32"),
-        (V100, "memory.precision=bf16", "bf16 needs a GPU", "Tesla V100 has capability 7.0, bf16 needs 8.0", "memory.precision=fp32"),
+        (
+            V100,
+            "memory.precision=bf16",
+            "bf16 needs a GPU",
+            "Tesla V100 has capability 7.0, bf16 needs 8.0",
+            "memory.precision=fp32",
+        ),
         (V100, "memory.precision=bf16-true", "bf16 needs a GPU", "Tesla V100", "memory.precision=fp16"),
         (NO_GPU, "comm.backend=nccl", "`comm.backend = nccl` needs a GPU", "there is no GPU here", "comm.backend=gloo"),
         (CPU_TORCH, "comm.backend=nccl", "needs a GPU", "built without CUDA", "comm.backend=gloo"),
         (NO_GPU, "model.attention=cudnn", "`model.attention = cudnn` needs a GPU", "no GPU", "model.attention=auto"),
         (NO_GPU, "speed.compile=graphs", "`speed.compile = graphs` needs a GPU", "no GPU", "speed.compile=blocks"),
-        (NO_GPU, "speed.kernels=liger", "`speed.kernels = liger` needs a GPU", "there is no GPU here", "speed.kernels=torch"),
+        (
+            NO_GPU,
+            "speed.kernels=liger",
+            "`speed.kernels = liger` needs a GPU",
+            "there is no GPU here",
+            "speed.kernels=torch",
+        ),
         (NO_GPU, "memory.activation_offload=true", "nothing to move on a CPU", "", "memory.activation_offload=false"),
     ],
-)  # fmt: skip
+)
 def test_what_the_machine_lacks_is_named_with_another_way(
     machine: Machine, words: str, what: str, why: str, fix: str
 ) -> None:
@@ -63,7 +93,9 @@ def test_what_the_machine_lacks_is_named_with_another_way(
     assert what in problem.what and why in problem.why and fix in problem.fix
 
 
-@pytest.mark.parametrize("machine", [NO_GPU, CPU_TORCH, V100, A100, H200], ids=lambda m: m.gpus[0].name if m.gpus else "no GPU")  # fmt: skip
+@pytest.mark.parametrize(
+    "machine", [NO_GPU, CPU_TORCH, V100, A100, H200], ids=lambda m: m.gpus[0].name if m.gpus else "no GPU"
+)
 def test_what_is_left_open_works_everywhere(machine: Machine) -> None:
     plan = plan_on(machine)
     has_bf16 = machine in (A100, H200)
@@ -143,7 +175,7 @@ def test_liger_and_a_compiler_exclude_each_other(words: list[str]) -> None:
     assert words[0].replace("=", " = ") in problem.what and "speed.kernels=torch" in problem.fix
 
 
-# What the driver and torch say ------------------------------------------------------------------------------------------
+# What the driver and torch say ----------------------------------------------------------------------------------------
 
 CARD = f"{140 * GIB}\t9\t0\t0\tNVIDIA H200"
 
@@ -154,12 +186,23 @@ CARD = f"{140 * GIB}\t9\t0\t0\tNVIDIA H200"
         ("cuda\t12\t8", TorchBuild("2.11.0+cu128", "12.8"), ""),
         ("cuda\t12\t4", TorchBuild("2.11.0+cu128", "12.8"), ""),  # an older driver of the same major version will do
         ("cuda\t13\t0", TorchBuild("2.11.0+cu126", "12.6"), ""),
-        ("cuda\t12\t4", TorchBuild("2.13.0+cu130", "13.0"), "driver 550.54 runs CUDA up to 12.4 and torch 2.13.0+cu130 needs 13.0"),
-        ("cuda\t12\t8", TorchBuild("2.13.0+cpu", None), "1 x NVIDIA H200 cannot be used: torch 2.13.0+cpu is built without CUDA"),
-        ("error\t803\tsystem has unsupported display driver / cuda driver combination", TorchBuild("2.11.0+cu128", "12.8"),
-         "the NVIDIA driver 550.54 does not start: system has unsupported display driver"),
+        (
+            "cuda\t12\t4",
+            TorchBuild("2.13.0+cu130", "13.0"),
+            "driver 550.54 runs CUDA up to 12.4 and torch 2.13.0+cu130 needs 13.0",
+        ),
+        (
+            "cuda\t12\t8",
+            TorchBuild("2.13.0+cpu", None),
+            "1 x NVIDIA H200 cannot be used: torch 2.13.0+cpu is built without CUDA",
+        ),
+        (
+            "error\t803\tsystem has unsupported display driver / cuda driver combination",
+            TorchBuild("2.11.0+cu128", "12.8"),
+            "the NVIDIA driver 550.54 does not start: system has unsupported display driver",
+        ),
     ],
-)  # fmt: skip
+)
 def test_gpus_that_torch_cannot_use_are_left_out_with_a_reason(first: str, build: TorchBuild, said: str) -> None:
     gpus, problem = read_gpus(f"{first}\n{CARD}" if first.startswith("cuda") else first, build, "550.54")
     assert bool(gpus) == (not said)

@@ -1,4 +1,5 @@
-"""Questions the other way round against predicting everything: the fewest GPUs, the fastest that a budget buys, on clusters small and large."""
+"""Questions the other way round against predicting everything: the fewest GPUs, the fastest that a budget buys, on
+clusters small and large."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ TRIES, MOST = 30, 3000
 
 
 def compared(draw: random.Random) -> tuple[int, bool]:
-    """One question at random, asked in three ways. Returns GPUs of the cluster, and whether the answer was neither `all` nor `none`."""
+    """One question at random, asked in three ways. Returns GPUs of the cluster, and whether the answer was neither
+    `all` nor `none`."""
     hidden = draw.choice([1024, 4096])
     model = ModelSpec(
         num_layers=draw.randint(2, 12), hidden=hidden, num_heads=8, num_kv_heads=4, ffn=3 * hidden, vocab=32000

@@ -20,10 +20,17 @@ MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels_h
 
 # (m, n, k): share of 312 TFLOP/s on an A100-PCIe, published with SimuMax.
 A100_PRODUCTS = [
-    ((4096, 1536, 5120), 0.788), ((4096, 5120, 1536), 0.738), ((4096, 24576, 1536), 0.697), ((4096, 1024, 4096), 0.458),
-    ((4096, 576, 7168), 0.498), ((4096, 4096, 4096), 0.721), ((4096, 8192, 2048), 0.679), ((4096, 14336, 4096), 0.738),
-    ((4096, 128256, 8192), 0.745), ((4096, 2048, 8192), 0.700),
-]  # fmt: skip
+    ((4096, 1536, 5120), 0.788),
+    ((4096, 5120, 1536), 0.738),
+    ((4096, 24576, 1536), 0.697),
+    ((4096, 1024, 4096), 0.458),
+    ((4096, 576, 7168), 0.498),
+    ((4096, 4096, 4096), 0.721),
+    ((4096, 8192, 2048), 0.679),
+    ((4096, 14336, 4096), 0.738),
+    ((4096, 128256, 8192), 0.745),
+    ((4096, 2048, 8192), 0.700),
+]
 
 
 def test_products_on_an_a100_reach_their_published_share():
@@ -35,7 +42,8 @@ def test_products_on_an_a100_reach_their_published_share():
 
 
 def test_large_products_on_an_h200_take_what_was_measured():
-    """Bursts of one product run a little faster than the same inside a training step, where the card is warm: at most 20 % too slow."""
+    """Bursts of one product run a little faster than the same inside a training step, where the card is warm: at most
+    20 % too slow."""
     pricer = Pricer(H200, "bf16", OURS)
     large = [one for one in MEASURED["matmuls"] if one["seconds"] > 3e-4]
     errors = [pricer.matmul(Matmul(one["m"], one["n"], one["k"])) / one["seconds"] - 1 for one in large]
@@ -56,7 +64,8 @@ def test_attention_on_an_h200_takes_what_was_measured(kernel):
     assert statistics.median(map(abs, errors)) < 0.12 and max(map(abs, errors)) < 0.45, errors
 
 
-# rows, tokens, heads, key-value heads, width: milliseconds of cuDNN's forward and backward on an H200 at sustained power, and of FlashAttention 4's
+# rows, tokens, heads, key-value heads, width: milliseconds of cuDNN's forward and backward on an H200 at sustained
+# power, and of FlashAttention 4's
 FLASH4 = {
     (8, 4096, 32, 8, 64): ((1.323, 3.751), (1.198, 3.109)),
     (8, 4096, 32, 8, 128): ((2.025, 6.085), (1.885, 5.515)),
@@ -148,7 +157,8 @@ def test_the_host_needs_its_time_for_every_operation():
 
 
 def test_products_of_compiled_steps_end_at_what_power_allows():
-    """Narrow ones lose nothing there, because idle tensor cores leave power to others; small ones are as slow as ever; eight bits with a scale per row are slower."""
+    """Narrow ones lose nothing there, because idle tensor cores leave power to others; small ones are as slow as ever;
+    eight bits with a scale per row are slower."""
     compiled, chosen = (our_stack(True, False, True, word) for word in (False, True))
     one, other = (Pricer(H200, "bf16", stack) for stack in (compiled, chosen))
     for k in (2048, 8192):
@@ -157,7 +167,9 @@ def test_products_of_compiled_steps_end_at_what_power_allows():
         assert one.matmul(product) / other.matmul(product) == pytest.approx(CHOSEN, rel=0.01)
         assert one.matmul(product) < Pricer(H200, "bf16", OURS).matmul(product)
     assert one.matmul(Matmul(64, 64, 64)) > Matmul(64, 64, 64).flops / (GENERATIONS[9].in_steps * 0.8 * 989e12) * 10
-    tensor, row = (Pricer(H200, "fp8", our_stack(True, False, True, True, recipe)) for recipe in ("tensorwise", "rowwise"))  # fmt: skip
+    tensor, row = (
+        Pricer(H200, "fp8", our_stack(True, False, True, True, recipe)) for recipe in ("tensorwise", "rowwise")
+    )
     assert tensor.matmul(Matmul(32768, 8192, 8192)) == pytest.approx(
         0.8 * row.matmul(Matmul(32768, 8192, 8192)), rel=1e-3
     )

@@ -37,8 +37,16 @@ RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 def plan(**changes: Any) -> Plan:
-    values = dict(device="cuda", precision="bf16", seq_len=4096, global_batch=8, micro_batch=1, num_steps=1,
-                  threads_per_rank=1, reason="")  # fmt: skip
+    values = dict(
+        device="cuda",
+        precision="bf16",
+        seq_len=4096,
+        global_batch=8,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+    )
     return Plan(**(values | changes))
 
 
@@ -62,8 +70,17 @@ def test_parts_add_up_and_the_fullest_rank_is_found_without_looking_at_all(
     spec, (word, stages) = preset(name), schedule if pp > 1 else ("1f1b", 1)
     if pp * stages > spec.num_layers:
         return
-    here = plan(dp=dp, zero=zero, global_batch=8 * dp, pp=pp, schedule=word, virtual_stages=stages, recompute=recompute, precision=precision,
-                split=even_split(spec.num_layers, pp * stages) if pp > 1 else ())  # fmt: skip
+    here = plan(
+        dp=dp,
+        zero=zero,
+        global_batch=8 * dp,
+        pp=pp,
+        schedule=word,
+        virtual_stages=stages,
+        recompute=recompute,
+        precision=precision,
+        split=even_split(spec.num_layers, pp * stages) if pp > 1 else (),
+    )
     stack = ForeignStack(half_weights=True, gradient_bytes=4, logit_bytes=8.0, published="reserved") if others else OURS
     found = predict_stages(spec, here, "adamw", stack=stack)
     assert len(found) == pp
@@ -84,7 +101,8 @@ def test_the_first_rank_of_a_pipeline_holds_most_and_the_last_one_has_the_loss()
 
 
 def test_one_micro_batch_is_fullest_where_the_heads_gradient_is_reduced() -> None:
-    """FSDP2 has the head's gradient in bf16, in fp32 for the sum, and what comes out: 10 bytes per parameter on one GPU."""
+    """FSDP2 has the head's gradient in bf16, in fp32 for the sum, and what comes out: 10 bytes per parameter on one
+    GPU."""
     here = plan(global_batch=1)
     (stage,) = predict_stages(LLAMA.with_overrides({"num_layers": 8}), here, "adamw")
     assert stage.moment == "reduction of the head"
@@ -96,7 +114,8 @@ def test_one_micro_batch_is_fullest_where_the_heads_gradient_is_reduced() -> Non
 
 
 def test_copies_that_stay_take_the_gradients_of_sums_and_the_reduction_away() -> None:
-    """One micro-batch: what FSDP2 has beyond weights and moments is the copies, 2 bytes, and 10 of the head where that is reduced."""
+    """One micro-batch: what FSDP2 has beyond weights and moments is the copies, 2 bytes, and 10 of the head where that
+    is reduced."""
     spec, here = (
         LLAMA.with_overrides({"num_layers": 8}),
         plan(global_batch=1, loss="recompute"),
@@ -122,12 +141,17 @@ def test_with_copies_the_first_layer_is_computed_again_beside_all_other_gradient
 
 
 def test_long_sequences_that_are_computed_again_are_fullest_in_backward() -> None:
-    (stage,) = predict_stages(LLAMA.with_overrides({"num_layers": 2, "vocab": 512}), plan(global_batch=1, micro_batch=1, seq_len=65536, recompute="full"), "adamw")  # fmt: skip
+    (stage,) = predict_stages(
+        LLAMA.with_overrides({"num_layers": 2, "vocab": 512}),
+        plan(global_batch=1, micro_batch=1, seq_len=65536, recompute="full"),
+        "adamw",
+    )
     assert stage.moment.startswith("backward of layer")
 
 
 def test_a_block_that_is_computed_again_finds_the_ones_after_it_gone() -> None:
-    """every-2 computes even layers again. The last layer is odd: when backward reaches the one before it, it has been let go."""
+    """every-2 computes even layers again. The last layer is odd: when backward reaches the one before it, it has been
+    let go."""
     layers = LLAMA.layers[:8]
     even, full = (kept_activations(LLAMA, layers, mode, 4096) for mode in ("every-2", "full"))
     assert even.repeated == 0
@@ -137,7 +161,8 @@ def test_a_block_that_is_computed_again_finds_the_ones_after_it_gone() -> None:
 
 
 def test_the_saving_of_every_mode_is_what_was_measured_on_an_h200() -> None:
-    """benchmarks/recompute.py: bf16, 8 layers of 2048 x 8192, 4 sequences of 4096 tokens; logits were computed again then."""
+    """benchmarks/recompute.py: bf16, 8 layers of 2048 x 8192, 4 sequences of 4096 tokens; logits were computed again
+    then."""
     case = json.loads((RESULTS / "recompute_h200.json").read_text())["cases"]["2048 wide, 4 x 4096"]
     shape = {"hidden": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 8192, "num_layers": 8}
     spec = preset("tiny").with_overrides(shape | {"vocab": 32768})
@@ -161,10 +186,17 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_jobs_of_all_kinds_on_an_h200_is_predicted_within_2_percent(name: str) -> None:
-    """benchmarks/gpu/prediction.py measured them; whoever changes the prediction must keep to it. Logits were computed again then."""
+    """benchmarks/gpu/prediction.py measured them; whoever changes the prediction must keep to it. Logits were computed
+    again then."""
     case = CASES[name]
-    here = plan(global_batch=case["micro_batch"] * case.get("micro_batches", 1), micro_batch=case["micro_batch"], loss="recompute",
-                seq_len=case["seq_len"], precision=case.get("precision", "bf16"), recompute=case.get("recompute", "none"))  # fmt: skip
+    here = plan(
+        global_batch=case["micro_batch"] * case.get("micro_batches", 1),
+        micro_batch=case["micro_batch"],
+        loss="recompute",
+        seq_len=case["seq_len"],
+        precision=case.get("precision", "bf16"),
+        recompute=case.get("recompute", "none"),
+    )
     (stage,) = predict_stages(spec_of(case), here, case.get("optimizer", "adamw"), adapter_of(case))
     assert stage.peak == pytest.approx(case["measured"]["memory_bytes"], rel=0.02)
 
@@ -185,13 +217,15 @@ PEAKS = {
 
 @pytest.mark.parametrize("shape, contender", PEAKS)
 def test_the_peak_of_compiled_blocks_on_an_h200_is_predicted_within_2_percent(shape: str, contender: str) -> None:
-    """benchmarks/gpu/throughput.py measured them: compiled blocks, copies of weights, the fused loss. The first ones on 2026-11-16, torch 2.11."""
+    """benchmarks/gpu/throughput.py measured them: compiled blocks, copies of weights, the fused loss. The first ones on
+    2026-11-16, torch 2.11."""
     found = predicted(case_of(shape, contender))
     assert found["memory_bytes"] == pytest.approx(PEAKS[shape, contender], rel=0.02)
 
 
 def test_a_fused_loss_keeps_two_gradients_and_lets_one_chunk_pass() -> None:
-    """llama3-8b, 8,192 tokens: 2.1 GB of logits in bf16 are one chunk on a GPU; what backward hands on is less, 1.1 GB."""
+    """llama3-8b, 8,192 tokens: 2.1 GB of logits in bf16 are one chunk on a GPU; what backward hands on is less, 1.1
+    GB."""
     share = rank_share(LLAMA, plan(global_batch=2, micro_batch=2, compile="blocks"), 0)
     norm, x, head = 2 * 2 * 8192 * LLAMA.hidden, 2 * 8192 * LLAMA.hidden, LLAMA.vocab * LLAMA.hidden
 
@@ -285,8 +319,10 @@ def test_scores_by_definition_take_five_bytes_per_head_and_pair_of_tokens() -> N
     spec = preset("gpt2").with_overrides({"vocab": 512})
     stack = ForeignStack(attention="math", dropout=True, selective="attention")
     tokens, sbh = 1024, 1024 * spec.hidden
-    full, core = (2 * tokens * kept_activations(spec, spec.layers, mode, tokens, stack=stack).between / spec.num_layers
-                  for mode in ("none", "selective"))  # fmt: skip
+    full, core = (
+        2 * tokens * kept_activations(spec, spec.layers, mode, tokens, stack=stack).between / spec.num_layers
+        for mode in ("none", "selective")
+    )
     assert full - core == 5 * spec.num_heads * tokens**2
     assert core / sbh == pytest.approx(34, rel=0.01)
 
@@ -316,15 +352,23 @@ def test_a_prediction_takes_a_fraction_of_a_millisecond() -> None:
 def test_a_model_that_transformers_builds_is_predicted_on_gpus_too() -> None:
     """Its blocks are counted one by one, and they may differ."""
     spec = TransformersSpec(
-        name="theirs", num_layers=4, hidden=64, num_heads=4, ffn=256, vocab=1000, tied=True,
-        block_parameters=(10_000, 20_000, 20_000, 30_000), other_parameters=64_000,
-    )  # fmt: skip
+        name="theirs",
+        num_layers=4,
+        hidden=64,
+        num_heads=4,
+        ffn=256,
+        vocab=1000,
+        tied=True,
+        block_parameters=(10_000, 20_000, 20_000, 30_000),
+        other_parameters=64_000,
+    )
     (stage,) = predict_stages(spec, plan(global_batch=2, seq_len=128), "adamw")
     assert stage.parts["weights"] == 4 * (10_000 + 2 * 20_000 + 30_000 + 64_000)
 
 
 def test_products_with_adapters_are_not_joined() -> None:
-    """A joined product has a copy of its weights: of all layers, for each micro-batch in flight. Adapters have products of their own."""
+    """A joined product has a copy of its weights: of all layers, for each micro-batch in flight. Adapters have products
+    of their own."""
     here = plan(global_batch=1, compile="blocks", copies=True)
 
     def more(**adapter: Any) -> float:

@@ -60,7 +60,8 @@ def test_on_a_disk_the_start_of_a_run_needs_the_most():
 
 
 def test_activations_that_leave_a_gpu_are_counted_in_cpu_memory():
-    """All of a micro-batch, every micro-batch in flight of a pipeline, and what powers of two take more than was asked for."""
+    """All of a micro-batch, every micro-batch in flight of a pipeline, and what powers of two take more than was asked
+    for."""
     bf16 = {"precision": "bf16", "recompute": "full"}
     here = plan("cuda", **bf16)
     away = predict_elsewhere(SPEC, replace(here, activation_offload=True), "adamw")

@@ -130,7 +130,8 @@ NARROW = dict(trains="lora", adapters=tuple(range(7)), rank=16)
     ids=str,
 )
 def test_compiled_adapters_share_a_product_and_add_at_once(changes, products):
-    """As the engine has it: layers that read the same states have one A, without dropout and tensor parallelism; the kernel takes 16 bits and whole 16 bytes."""
+    """As the engine has it: layers that read the same states have one A, without dropout and tensor parallelism; the
+    kernel takes 16 bits and whole 16 bytes."""
     spec, shape = preset("llama3-8b"), RankShape(1, 2048, 2048, **(NARROW | changes))
     ours, plain = (
         layer_work(spec, spec.layers[0], shape._replace(adapters=some), replace(OURS, compiled=True))
@@ -144,7 +145,8 @@ def test_compiled_adapters_share_a_product_and_add_at_once(changes, products):
     "name, index, fewer", [("deepseek-v3", 0, 1), ("deepseek-v3", 60, 0), ("tiny-moe", 0, 3), ("tiny-moe", 1, 2)]
 )
 def test_adapters_of_other_layers_stay_apart(name, index, fewer):
-    """Latents are not made of what the others are made of, and experts have their own tokens: gate and up of a plain layer share, and q, k, v."""
+    """Latents are not made of what the others are made of, and experts have their own tokens: gate and up of a plain
+    layer share, and q, k, v."""
     spec, stacks = preset(name), (OURS, replace(OURS, compiled=True))
     apart, ours = (layer_work(spec, spec.layers[index], RankShape(1, 2048, 2048, **NARROW), stack) for stack in stacks)
     assert len(apart.weights.matmuls) - len(ours.weights.matmuls) == fewer
@@ -158,8 +160,17 @@ def test_large_logits_are_computed_twice():
 
 
 def test_a_model_that_transformers_builds_has_the_products_of_its_counted_weights():
-    spec = TransformersSpec(name="other", num_layers=2, hidden=64, num_heads=4, ffn=100, vocab=1000, tied=True, block_parameters=(64000, 32000),
-                            other_parameters=64000)  # fmt: skip
+    spec = TransformersSpec(
+        name="other",
+        num_layers=2,
+        hidden=64,
+        num_heads=4,
+        ffn=100,
+        vocab=1000,
+        tied=True,
+        block_parameters=(64000, 32000),
+        other_parameters=64000,
+    )
     work = [layer_work(spec, layer, RankShape(2, 128, 128), OURS) for layer in spec.layers]
     assert [sum(p.flops for p in one.forward.matmuls) for one in work] == [2 * 256 * 64000, 2 * 256 * 32000]
 
@@ -171,7 +182,8 @@ def test_an_embedding_multiplies_nothing():
 
 @pytest.mark.parametrize("recipe, small", [("tensorwise", 0), ("rowwise", 2)])
 def test_fp8_takes_what_gains(recipe, small):
-    """llama3-8b's keys and values are too small for a scale per row. An input that several products read is rounded once."""
+    """llama3-8b's keys and values are too small for a scale per row. An input that several products read is rounded
+    once."""
     shape, spec = RankShape(8, 4096, 4096, eight_bit=True), preset("llama3-8b")
     work = layer_work(spec, spec.layers[0], shape, our_stack(True, False, True, False, recipe))
     for part in (work.forward, work.inputs, work.weights):

@@ -24,17 +24,74 @@ from shardwise.cluster.describe.table import known_devices
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 ROW = {
-    "source": "somebody", "model": "llama-8B-MHA", "params": 8858636288, "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 32, "ffn": 14336,
-    "vocab": 131072, "seq": 4096, "gpus": 16, "gpu_kind": "H100-80G-SXM", "nodes": 2, "tp": 4, "pp": 2, "vpp": 1, "cp": 1, "ep": 1, "dp": 2,
-    "zero": 1, "sp": 1, "recompute": "none", "micro_batch": 1, "global_batch": 256, "precision": "bf16", "step_time_s": 9.5, "tokens_per_s_per_gpu": "",
-    "tflops_per_gpu": "", "mfu": "", "peak_mem_gb": 40, "note": "1f1b; untied emb", "stack": "nanotron", "status": "ok", "compile": "", "async_tp": "",
-}  # fmt: skip
+    "source": "somebody",
+    "model": "llama-8B-MHA",
+    "params": 8858636288,
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 32,
+    "ffn": 14336,
+    "vocab": 131072,
+    "seq": 4096,
+    "gpus": 16,
+    "gpu_kind": "H100-80G-SXM",
+    "nodes": 2,
+    "tp": 4,
+    "pp": 2,
+    "vpp": 1,
+    "cp": 1,
+    "ep": 1,
+    "dp": 2,
+    "zero": 1,
+    "sp": 1,
+    "recompute": "none",
+    "micro_batch": 1,
+    "global_batch": 256,
+    "precision": "bf16",
+    "step_time_s": 9.5,
+    "tokens_per_s_per_gpu": "",
+    "tflops_per_gpu": "",
+    "mfu": "",
+    "peak_mem_gb": 40,
+    "note": "1f1b; untied emb",
+    "stack": "nanotron",
+    "status": "ok",
+    "compile": "",
+    "async_tp": "",
+}
 OTHER = {
-    "source": "arXiv 2401.10241", "gpu": "A100-80GB", "n_gpus": 8, "gpus_per_node": 8, "model": "GPT-1.5B", "params_b": 1.5, "layers": 22,
-    "hidden": 2304, "heads": 24, "vocab": "", "seq": 1024, "tp": 1, "pp": 8, "vpp": 1, "cp": 1, "ep": 1, "dp": 1, "shard": "none", "gbs": 144, "mbs": 6,
-    "ga": 24, "precision": "fp16", "recompute": "none", "offload": "", "step_time_s": 1.24, "tok_s_gpu": "", "tflops_gpu": "", "mem_gb": 59,
-    "status": "sourced", "notes": "schedule ZB-1p",
-}  # fmt: skip
+    "source": "arXiv 2401.10241",
+    "gpu": "A100-80GB",
+    "n_gpus": 8,
+    "gpus_per_node": 8,
+    "model": "GPT-1.5B",
+    "params_b": 1.5,
+    "layers": 22,
+    "hidden": 2304,
+    "heads": 24,
+    "vocab": "",
+    "seq": 1024,
+    "tp": 1,
+    "pp": 8,
+    "vpp": 1,
+    "cp": 1,
+    "ep": 1,
+    "dp": 1,
+    "shard": "none",
+    "gbs": 144,
+    "mbs": 6,
+    "ga": 24,
+    "precision": "fp16",
+    "recompute": "none",
+    "offload": "",
+    "step_time_s": 1.24,
+    "tok_s_gpu": "",
+    "tflops_gpu": "",
+    "mem_gb": 59,
+    "status": "sourced",
+    "notes": "schedule ZB-1p",
+}
 
 
 def run_of(**changes: object) -> Run:
@@ -167,9 +224,12 @@ def test_what_a_row_leaves_open_is_said():
 
 def test_a_network_in_the_note_comes_first():
     for note, rate in {
-        "node-node 4x100Gb RoCE": 6.25e9, "1600 Gbps node-node interconnect": 25e9, "400Gb/s per GPU": 50e9,
-        "8 IB HCAs per node (200 Gb/s)": 25e9, "400 Gb/s per node": 6.25e9,
-    }.items():  # fmt: skip
+        "node-node 4x100Gb RoCE": 6.25e9,
+        "1600 Gbps node-node interconnect": 25e9,
+        "400Gb/s per GPU": 50e9,
+        "8 IB HCAs per node (200 Gb/s)": 25e9,
+        "400 Gb/s per node": 6.25e9,
+    }.items():
         assert question_of(run_of(note=note)).cluster.tiers[-1].bandwidth == pytest.approx(rate), note
 
 
@@ -185,7 +245,8 @@ def test_the_tables_name_what_exists():
 
 
 def test_communicators_take_memory_for_every_rank_of_theirs_in_a_node():
-    """2 nodes of 8: tp=4 pp=2 dp=2. nanotron has two groups of all ranks, and one that sums the gradient norm over tp and pp."""
+    """2 nodes of 8: tp=4 pp=2 dp=2. nanotron has two groups of all ranks, and one that sums the gradient norm over tp
+    and pp."""
     asked = question_of(run_of())
     near = 8 + 8 + 4 + 4  # all, all, tp; of tp and pp 4 in each node. Pairs have no switch
     assert asked.outside_bytes == CONTEXT + 4 * RING + 2 * PAIR + SWITCH * near

@@ -37,9 +37,20 @@ FAMILIES = [
     ("gpt2", {"num_layers": 2, "vocab": 1000}),
     ("qwen3-0.6b", {"num_layers": 2, "vocab": 1000}),
     ("gemma2-2b", {"num_layers": 2, "vocab": 1000, "hidden": 256, "ffn": 512}),
-    ("deepseek-v3", {"num_layers": 4, "hidden": 256, "num_heads": 4, "num_kv_heads": 4, "vocab": 1000, "ffn": 512,
-                     "expert_ffn": 128, "num_experts": 16}),
-]  # fmt: skip
+    (
+        "deepseek-v3",
+        {
+            "num_layers": 4,
+            "hidden": 256,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "vocab": 1000,
+            "ffn": 512,
+            "expert_ffn": 128,
+            "num_experts": 16,
+        },
+    ),
+]
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective", "sqrt", "every-2"])
@@ -114,7 +125,8 @@ def saved_in_slices(families) -> list[tuple[int, int]]:
 
 
 def test_counted_activations_of_a_slice_are_what_torch_saves(ranks):
-    """Norms stay whole without sequence parallelism and are shared with it; what enters a region is whole on every rank."""
+    """Norms stay whole without sequence parallelism and are shared with it; what enters a region is whole on every
+    rank."""
     families = [(name, {"num_heads": 8, "num_kv_heads": 4} if "smollm" in name else {}) for name, _ in FAMILIES]
     families = [(name, overrides | changes) for (name, overrides), (_, changes) in zip(FAMILIES, families, strict=True)]
     measured = ranks.run(saved_in_slices, 2, families)[0]
@@ -154,12 +166,21 @@ def test_counted_activations_of_a_part_of_the_sequence_are_what_torch_saves(rank
 
 
 def plan(**changes) -> Plan:
-    values = dict(device="cuda", precision="fp32", seq_len=128, global_batch=8, micro_batch=2, num_steps=1,
-                  threads_per_rank=1, reason="", dp=2)  # fmt: skip
+    values = dict(
+        device="cuda",
+        precision="fp32",
+        seq_len=128,
+        global_batch=8,
+        micro_batch=2,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+        dp=2,
+    )
     return Plan(**(values | changes))
 
 
-# Memory ----------------------------------------------------------------------------------------------------------------
+# Memory ---------------------------------------------------------------------------------------------------------------
 
 STATES = ("weights", "gathered", "gradients", "optimizer")
 
@@ -255,8 +276,15 @@ def test_the_fullest_rank_of_a_pipeline_counts():
 
 def test_schedules_that_hold_more_need_more():
     def activations(schedule: str, stages: int = 1) -> int:
-        here = plan(dp=1, pp=4, micro_batch=1, global_batch=16, schedule=schedule, virtual_stages=stages,
-                    split=even_split(32, 4 * stages))  # fmt: skip
+        here = plan(
+            dp=1,
+            pp=4,
+            micro_batch=1,
+            global_batch=16,
+            schedule=schedule,
+            virtual_stages=stages,
+            split=even_split(32, 4 * stages),
+        )
         return predict_memory(LLAMA, here, "adamw")["activations"]
 
     one, gpipe = activations("1f1b"), activations("gpipe")
@@ -266,15 +294,24 @@ def test_schedules_that_hold_more_need_more():
     assert activations("zbv", 2) == pytest.approx(one, rel=0.1)
 
 
-# One GPU, as measured ---------------------------------------------------------------------------------------------------
+# One GPU, as measured -------------------------------------------------------------------------------------------------
 
 JOBS = {
     "8b-adamw8bit": ("llama3-8b", dict(precision="bf16", recompute="full"), "adamw8bit", AdapterConfig()),
     "8b-true": ("llama3-8b", dict(precision="bf16-true", recompute="selective"), "adamw", AdapterConfig()),
-    "3b-offload": ("llama3.2-3b", dict(precision="bf16", recompute="full", offload="optimizer"), "adamw", AdapterConfig()),
-    "70b-qlora": ("llama3-70b", dict(precision="bf16-true", recompute="full"), "adamw",
-                  AdapterConfig(kind="qlora", rank=16, targets=("all-linear",))),
-}  # fmt: skip
+    "3b-offload": (
+        "llama3.2-3b",
+        dict(precision="bf16", recompute="full", offload="optimizer"),
+        "adamw",
+        AdapterConfig(),
+    ),
+    "70b-qlora": (
+        "llama3-70b",
+        dict(precision="bf16-true", recompute="full"),
+        "adamw",
+        AdapterConfig(kind="qlora", rank=16, targets=("all-linear",)),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", JOBS)

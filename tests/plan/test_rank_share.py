@@ -1,4 +1,5 @@
-"""What a rank holds is counted against the real thing: decoders in parts, slices of their matrices, lists of actions."""
+"""What a rank holds is counted against the real thing: decoders in parts, slices of their matrices, lists of
+actions."""
 
 from __future__ import annotations
 

@@ -45,15 +45,24 @@ def refusal(*words: str, **where) -> UserError:
     return caught.value
 
 
-# Filling ---------------------------------------------------------------------------------------------------------------
+# Filling --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_default_run_is_what_it_always_was():
     plan = plan_of()
     assert plan == Plan(
-        device="cpu", precision="fp32", seq_len=128, global_batch=8, micro_batch=4, num_steps=340, threads_per_rank=1,
-        reason="one replica per core, 2 in all", dp=2, zero=0, replicate=2,
-    )  # fmt: skip
+        device="cpu",
+        precision="fp32",
+        seq_len=128,
+        global_batch=8,
+        micro_batch=4,
+        num_steps=340,
+        threads_per_rank=1,
+        reason="one replica per core, 2 in all",
+        dp=2,
+        zero=0,
+        replicate=2,
+    )
     assert plan.layout == "dp=2"
 
 
@@ -110,13 +119,23 @@ def test_steps_to_trace_are_steps_of_the_run():
     assert refusal("run.profile=3:30", "train.steps=12").fix == "run.profile=1:12"
 
 
-# ZeRO by memory ---------------------------------------------------------------------------------------------------------
+# ZeRO by memory -------------------------------------------------------------------------------------------------------
 
 
 def needed(zero: int, spec: ModelSpec = TINY, dp: int = 4, **changes) -> int:
     """Predicted bytes per rank at one sequence per micro-batch, two of them."""
-    values = dict(device="cpu", precision="fp32", seq_len=128, global_batch=8, micro_batch=1, num_steps=1,
-                  threads_per_rank=1, reason="", dp=dp, zero=zero)  # fmt: skip
+    values = dict(
+        device="cpu",
+        precision="fp32",
+        seq_len=128,
+        global_batch=8,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+        dp=dp,
+        zero=zero,
+    )
     return sum(predict_memory(spec, Plan(**(values | changes)), "adamw").values())
 
 
@@ -171,7 +190,7 @@ def test_ranks_of_one_machine_share_its_memory():
     assert rank_memory_limit(load_config(None).config, machine(gigabytes=16), plan) == 4 * 2**30
 
 
-# Refusals --------------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_micro_batch_larger_than_a_share_is_refused_and_both_fixes_work():
@@ -216,9 +235,9 @@ def test_a_model_that_does_not_fit_is_refused_with_what_would_fit():
 
 def test_nothing_fits_nowhere():
     error = refusal(f"memory.limit={PROCESS_BYTES['cpu']}")
-    assert (
-        error.fix
-        == "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)"
+    assert error.fix == (
+        "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, "
+        "parallel.cp)"
     )
 
 
@@ -244,8 +263,14 @@ def test_a_sequence_that_one_rank_cannot_hold_fits_when_ranks_share_it():
 
 
 def test_8_billion_parameters_on_8_gpus_need_their_states_sharded():
-    plan = plan_of("memory.precision=bf16", "train.global_batch=64", "train.seq_len=4096", "train.micro_batch=1",
-                   spec=preset("llama3-8b"), on=machine(64, 512, gpus=8))  # fmt: skip
+    plan = plan_of(
+        "memory.precision=bf16",
+        "train.global_batch=64",
+        "train.seq_len=4096",
+        "train.micro_batch=1",
+        spec=preset("llama3-8b"),
+        on=machine(64, 512, gpus=8),
+    )
     assert plan.zero > 0 and plan.world == 8
 
 
@@ -286,7 +311,7 @@ def test_idle_slots_that_can_be_filled():
     )
 
 
-# What config.toml says afterwards ----------------------------------------------------------------------------------------
+# What config.toml says afterwards -------------------------------------------------------------------------------------
 
 
 def test_the_filled_config_keeps_every_axis():
@@ -301,16 +326,39 @@ def test_the_filled_config_shows_what_runs():
     parallel = result.config.parallel
     shown = {field.name: getattr(parallel, field.name) for field in fields(ParallelConfig)}
     assert shown == {
-        "dp": 2, "zero": 0, "replicate": "auto", "tp": 2, "sequence": True, "cp": 1, "cp_kind": "ring", "pp": 2,
-        "schedule": "zbv", "virtual_stages": 2, "split": "auto", "ep": 1, "strategy": "collective",
-        "fill_bubbles": "none", "layout": None,
-    }  # fmt: skip
+        "dp": 2,
+        "zero": 0,
+        "replicate": "auto",
+        "tp": 2,
+        "sequence": True,
+        "cp": 1,
+        "cp_kind": "ring",
+        "pp": 2,
+        "schedule": "zbv",
+        "virtual_stages": 2,
+        "split": "auto",
+        "ep": 1,
+        "strategy": "collective",
+        "fill_bubbles": "none",
+        "layout": None,
+    }
     chosen = {name for name in result.chosen if name.startswith("parallel.")}
     assert chosen == {f"parallel.{name}" for name in ("dp", "zero", "sequence", "cp", "virtual_stages", "ep")}
 
 
-LAYOUTS = ["dp=1", "dp=4", "dp=4 zero=3", "dp=4 zero=2 replicate=2", "tp=4", "dp=2 tp=2 sp", "pp=4", "dp=2 pp=2 split=2,4",
-           "pp=2 schedule=zbv", "dp=2 pp=2 schedule=interleaved virtual_stages=3 split=even", "zero=1 tp=2 pp=3"]  # fmt: skip
+LAYOUTS = [
+    "dp=1",
+    "dp=4",
+    "dp=4 zero=3",
+    "dp=4 zero=2 replicate=2",
+    "tp=4",
+    "dp=2 tp=2 sp",
+    "pp=4",
+    "dp=2 pp=2 split=2,4",
+    "pp=2 schedule=zbv",
+    "dp=2 pp=2 schedule=interleaved virtual_stages=3 split=even",
+    "zero=1 tp=2 pp=3",
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -325,10 +373,14 @@ def test_a_written_config_resolves_to_the_same_plan(layout, tmp_path):
 
 @settings(max_examples=100)
 @given(
-    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.integers(1, 3), st.integers(0, 3),
-    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]), st.integers(1, 20),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"]),
+    st.integers(1, 20),
     st.sampled_from(["fp64", "fp32", "bf16", "bf16-true"]),
-)  # fmt: skip
+)
 def test_every_plan_has_a_prediction(tp, pp, dp, zero, schedule, global_batch, precision):
     layout = f"dp={dp} zero={zero} tp={tp} pp={pp}" + (f" schedule={schedule}" if pp > 1 else "")
     words = [

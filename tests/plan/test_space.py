@@ -34,19 +34,32 @@ def some_plans(space: Space, count: int):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_runtime_plans_every_layout_just_so(name):
-    """Typed as config keys, a layout of the space passes the config's rules and comes out of the runtime's own planning as it went in."""
+    """Typed as config keys, a layout of the space passes the config's rules and comes out of the runtime's own planning
+    as it went in."""
     spec, cluster = preset(name), read_cluster("2x8xh100")
     machine = Machine(64, 2**40, (Gpu("H100", 80 * 2**30, (9, 0)),) * cluster.world, "linux")
     space = Space(spec, cluster, Job(1024, 24), {})
     for plan in some_plans(space, 60):
         words = {
-            "train.seq_len": plan.seq_len, "train.global_batch": plan.global_batch, "train.micro_batch": plan.micro_batch, "train.steps": 1,
-            "parallel.dp": plan.dp, "parallel.zero": plan.zero, "parallel.tp": plan.tp, "parallel.sequence": str(plan.sequence).lower(),
-            "parallel.cp": plan.cp, "parallel.cp_kind": plan.cp_kind, "parallel.pp": plan.pp, "parallel.schedule": plan.schedule,
-            "parallel.virtual_stages": plan.virtual_stages, "parallel.ep": plan.ep, "memory.precision": plan.precision,
-            "memory.recompute": plan.recompute, "memory.offload": plan.offload,
+            "train.seq_len": plan.seq_len,
+            "train.global_batch": plan.global_batch,
+            "train.micro_batch": plan.micro_batch,
+            "train.steps": 1,
+            "parallel.dp": plan.dp,
+            "parallel.zero": plan.zero,
+            "parallel.tp": plan.tp,
+            "parallel.sequence": str(plan.sequence).lower(),
+            "parallel.cp": plan.cp,
+            "parallel.cp_kind": plan.cp_kind,
+            "parallel.pp": plan.pp,
+            "parallel.schedule": plan.schedule,
+            "parallel.virtual_stages": plan.virtual_stages,
+            "parallel.ep": plan.ep,
+            "memory.precision": plan.precision,
+            "memory.recompute": plan.recompute,
+            "memory.offload": plan.offload,
             "memory.activation_offload": str(plan.activation_offload).lower(),
-        }  # fmt: skip
+        }
         if plan.zero:
             words["parallel.replicate"] = plan.replicate
         config = load_config(None, [f"{key}={value}" for key, value in words.items()]).config

@@ -33,8 +33,17 @@ H100 = known_cluster("h100", 1, 8)
 
 
 def plan(**changes) -> Plan:
-    values = dict(device="cuda", precision="bf16", seq_len=4096, global_batch=8, micro_batch=1, num_steps=1,
-                  threads_per_rank=1, reason="", dp=1)  # fmt: skip
+    values = dict(
+        device="cuda",
+        precision="bf16",
+        seq_len=4096,
+        global_batch=8,
+        micro_batch=1,
+        num_steps=1,
+        threads_per_rank=1,
+        reason="",
+        dp=1,
+    )
     return Plan(**(values | changes))
 
 
@@ -61,8 +70,9 @@ def test_the_rate_of_a_good_step():
 
 
 def test_copies_that_stay_save_casts_and_the_pass_that_clips():
-    """Bytes per number that are not moved. FSDP2 rounds (6), copies out (4), widens (6, at half the rate) and puts away (12). Clipping reads and writes
-    fp32 (8), the norm reads 4 instead of 2, and the update of 28 runs at another rate. With several micro-batches both add up in fp32."""
+    """Bytes per number that are not moved. FSDP2 rounds (6), copies out (4), widens (6, at half the rate) and puts away
+    (12). Clipping reads and writes fp32 (8), the norm reads 4 instead of 2, and the update of 28 runs at another rate.
+    With several micro-batches both add up in fp32."""
     here = plan(micro_batch=8)
     moved = 6 + 4 + 2 * 6 + 12 + 8 + (4 - 2) / NORM_RATE + 28 / OPTIMIZER_RATE - 28 / MASTER_UPDATE_RATE
     before, after = (seconds(replace(here, copies=copies)) for copies in (False, True))
@@ -102,7 +112,8 @@ def test_tensor_parallelism_costs_messages_and_more_between_nodes():
 
 @pytest.mark.parametrize("cluster", [known_cluster("a100-80", 8, 8, nic=2e9)])
 def test_zero_stages_send_as_often_as_fsdp_does(cluster):
-    """On a network so slow that nothing hides: stage 2 reduces with every micro-batch, stage 3 also gathers twice with every one."""
+    """On a network so slow that nothing hides: stage 2 reduces with every micro-batch, stage 3 also gathers twice with
+    every one."""
     sent = {
         zero: seconds(plan(dp=64, global_batch=256, zero=zero), cluster=cluster)["data-parallel"] for zero in range(4)
     }
@@ -161,9 +172,19 @@ def test_experts_travel():
 
 
 def test_offloading_costs_time():
-    """Measured on an H200, 1.1 B parameters: +0.40 s with the optimizer in CPU memory, +1.15 s with everything there."""
-    spec = preset("tiny").with_overrides({"num_layers": 16, "hidden": 2048, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64,
-                                          "ffn": 8192, "vocab": 32768})  # fmt: skip
+    """Measured on an H200, 1.1 B parameters: +0.40 s with the optimizer in CPU memory, +1.15 s with everything
+    there."""
+    spec = preset("tiny").with_overrides(
+        {
+            "num_layers": 16,
+            "hidden": 2048,
+            "num_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 64,
+            "ffn": 8192,
+            "vocab": 32768,
+        }
+    )
     cluster = known_cluster("h200", 1, 1)
     here = plan(global_batch=8, micro_batch=8, seq_len=2048)
     before = total(here, spec, cluster)
@@ -175,8 +196,17 @@ def test_offloading_costs_time():
 @pytest.mark.parametrize("rows", [1, 4])
 def test_activations_that_leave_cost_what_was_measured(rows):
     """benchmarks/recompute.py on an H200: forward and backward without and with paging, milliseconds."""
-    spec = preset("tiny").with_overrides({"hidden": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 8192,
-                                          "num_layers": 8, "vocab": 32768})  # fmt: skip
+    spec = preset("tiny").with_overrides(
+        {
+            "hidden": 2048,
+            "num_heads": 16,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "ffn": 8192,
+            "num_layers": 8,
+            "vocab": 32768,
+        }
+    )
     stays, leaves = {1: (35.9, 106.8), 4: (134.2, 415.1)}[rows]
     here = plan(global_batch=rows, micro_batch=rows, precision="bf16-true")
     step = seconds(replace(here, activation_offload=True), spec, known_cluster("h200", 1, 1))
@@ -202,11 +232,12 @@ def test_more_nodes_lose_more_to_the_slowest():
     assert few["straggler"] / sum(few.values()) < many["straggler"] / sum(many.values()) < 0.05
 
 
-# The bound ----------------------------------------------------------------------------------------------------------------
+# The bound ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_link_between_stages_carries_one_message_after_the_other():
-    """At 100 MB/s a micro-batch's 33 MB take a third of a second, each way, and 32 of them cannot take less than 32 times that."""
+    """At 100 MB/s a micro-batch's 33 MB take a third of a second, each way, and 32 of them cannot take less than 32
+    times that."""
     slow = known_cluster("h100", 2, 1, nic=1e8)
     here = plan(pp=2, split=even_split(LLAMA.num_layers, 2), global_batch=32)
     size = 4096 * LLAMA.hidden * 2
@@ -244,12 +275,24 @@ def random_plan(draw: random.Random) -> tuple[ModelSpec, ClusterSpec, Plan]:
     dp = max(1, nodes * 8 // (tp * pp * cp))
     zero = draw.choice([0, 1, 2, 3])
     here = plan(
-        seq_len=draw.choice([256, 1024, 4096]), micro_batch=draw.choice([1, 2]), global_batch=dp * draw.choice([2, 4, 16]), dp=dp,
-        tp=tp, sequence=tp > 1 and draw.random() < 0.5, cp=cp, cp_kind=draw.choice(["ring", "ulysses"]), pp=pp, virtual_stages=stages,
-        schedule=schedule if pp > 1 else "1f1b", split=even_split(spec.num_layers, pp * stages) if pp > 1 else (), zero=zero,
-        replicate=1 if zero else dp, recompute=draw.choice(["none", "full", "selective", "sqrt", "every-2"]),
-        precision=draw.choice(["bf16", "fp32", "bf16-true", "fp8"]), offload=draw.choice(["none", "none", "optimizer", "all"]),
-    )  # fmt: skip
+        seq_len=draw.choice([256, 1024, 4096]),
+        micro_batch=draw.choice([1, 2]),
+        global_batch=dp * draw.choice([2, 4, 16]),
+        dp=dp,
+        tp=tp,
+        sequence=tp > 1 and draw.random() < 0.5,
+        cp=cp,
+        cp_kind=draw.choice(["ring", "ulysses"]),
+        pp=pp,
+        virtual_stages=stages,
+        schedule=schedule if pp > 1 else "1f1b",
+        split=even_split(spec.num_layers, pp * stages) if pp > 1 else (),
+        zero=zero,
+        replicate=1 if zero else dp,
+        recompute=draw.choice(["none", "full", "selective", "sqrt", "every-2"]),
+        precision=draw.choice(["bf16", "fp32", "bf16-true", "fp8"]),
+        offload=draw.choice(["none", "none", "optimizer", "all"]),
+    )
     return spec, known_cluster(draw.choice(["h100", "a100-80", "b200"]), nodes, 8), here
 
 
@@ -265,14 +308,15 @@ def test_a_step_without_the_simulation_is_no_longer_and_not_much_shorter():
     assert min(shares) > 0.5 and sum(shares) > 0.9 * len(shares)
 
 
-# What was measured --------------------------------------------------------------------------------------------------------
+# What was measured ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "which, largest, median", [("fitted", 0.1, 0.05), ("held_out", 0.1, 0.05), ("other_families", 0.17, 0.08)]
 )
 def test_jobs_on_an_h200_are_predicted_as_well_as_today(which, largest, median):
-    """benchmarks/gpu/prediction.py measured them; whoever changes the prediction must keep to it. The aim is 10 % for each."""
+    """benchmarks/gpu/prediction.py measured them; whoever changes the prediction must keep to it. The aim is 10 % for
+    each."""
     import sys
 
     root = Path(__file__).parents[2] / "benchmarks"
@@ -313,8 +357,9 @@ STEPS = {
 
 
 def test_compiled_steps_on_an_h200_take_what_was_measured():
-    """benchmarks/gpu/throughput.py on 2026-11-16, torch 2.11, power-limited to 700 W. Those with torch's products also had a loss with two passes over the logits more: 1.4 % of the shortest.
-    FlashAttention 4's were predicted before they were measured."""
+    """benchmarks/gpu/throughput.py on 2026-11-16, torch 2.11, power-limited to 700 W. Those with torch's products also
+    had a loss with two passes over the logits more: 1.4 % of the shortest. FlashAttention 4's were predicted before
+    they were measured."""
     import sys
 
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -325,13 +370,43 @@ def test_compiled_steps_on_an_h200_take_what_was_measured():
     assert max(map(abs, errors.values())) < 0.05 and statistics.median(map(abs, errors.values())) < 0.03, errors
 
 
-MEGATRON = ForeignStack(attention="math", joined=True, fused_activation=True, dropout=True, logits_again=False, selective="attention", stops_early=False,
-                 gradient_passes=8, reduce_bytes=2, gather_bytes=2, copies_parameters=False, overlaps_reduce=False, overlaps_gather=False,
-                 gathers_again=True, overlaps_tensor_backward=True, scatters_messages=True, overlaps_pipeline=False, pads_vocab=128,
-                 batch_first=False, split_loss=True)  # fmt: skip
-NANOTRON = ForeignStack(attention="flash2", joined=True, logits_again=False, gradient_passes=10, reduce_bytes=4, gather_bytes=2, copies_parameters=False,
-                 overlaps_reduce=False, overlaps_gather=False, overlaps_pipeline=False, batch_first=False, complex_rope=True,
-                 split_loss=True)  # fmt: skip
+MEGATRON = ForeignStack(
+    attention="math",
+    fused_matmuls=True,
+    fused_activation=True,
+    dropout=True,
+    logits_again=False,
+    selective="attention",
+    stops_early=False,
+    gradient_passes=8,
+    reduce_bytes=2,
+    gather_bytes=2,
+    casts_gathered=False,
+    overlaps_reduce=False,
+    overlaps_gather=False,
+    gathers_again=True,
+    overlaps_tensor_backward=True,
+    scatters_messages=True,
+    overlaps_pipeline=False,
+    pads_vocab=128,
+    batch_first=False,
+    split_loss=True,
+)
+NANOTRON = ForeignStack(
+    attention="flash2",
+    fused_matmuls=True,
+    logits_again=False,
+    gradient_passes=10,
+    reduce_bytes=4,
+    gather_bytes=2,
+    casts_gathered=False,
+    overlaps_reduce=False,
+    overlaps_gather=False,
+    overlaps_pipeline=False,
+    batch_first=False,
+    complex_rope=True,
+    split_loss=True,
+)
 GPT = dict(norm="layer", gated=False, activation="gelu", positions="learned", tied=True, mlp_bias=True)
 MODELS = {
     "22b": ModelSpec(name="22b", num_layers=48, hidden=6144, num_heads=64, ffn=24576, vocab=51200, **GPT),
@@ -342,17 +417,49 @@ MODELS = {
 }
 A100, SWEEP = known_cluster("a100-80", 1, 8), known_cluster("h100", 1, 8)
 PUBLISHED = [  # model, cluster, stack, layout, seconds
-    ("22b", A100, MEGATRON, dict(tp=8, recompute="full", micro_batch=4, global_batch=4, seq_len=2048, precision="fp16"), 1.42),
-    ("22b", A100, MEGATRON, dict(tp=8, sequence=True, recompute="selective", micro_batch=4, global_batch=4, seq_len=2048, precision="fp16"), 1.10),
-    ("0.9b", A100, MEGATRON, dict(dp=4, recompute="full", micro_batch=2, global_batch=32, seq_len=1024, precision="fp16"), 0.4064),
-    ("1.3b", A100, MEGATRON, dict(dp=2, pp=2, split=(12, 12), recompute="full", micro_batch=4, global_batch=16, seq_len=1024, precision="fp16"), 0.4105),
+    (
+        "22b",
+        A100,
+        MEGATRON,
+        dict(tp=8, recompute="full", micro_batch=4, global_batch=4, seq_len=2048, precision="fp16"),
+        1.42,
+    ),
+    (
+        "22b",
+        A100,
+        MEGATRON,
+        dict(tp=8, sequence=True, recompute="selective", micro_batch=4, global_batch=4, seq_len=2048, precision="fp16"),
+        1.10,
+    ),
+    (
+        "0.9b",
+        A100,
+        MEGATRON,
+        dict(dp=4, recompute="full", micro_batch=2, global_batch=32, seq_len=1024, precision="fp16"),
+        0.4064,
+    ),
+    (
+        "1.3b",
+        A100,
+        MEGATRON,
+        dict(
+            dp=2, pp=2, split=(12, 12), recompute="full", micro_batch=4, global_batch=16, seq_len=1024, precision="fp16"
+        ),
+        0.4105,
+    ),
     ("1b", SWEEP, NANOTRON, dict(dp=8, micro_batch=2, global_batch=256), 3.265),
     ("1b", SWEEP, NANOTRON, dict(dp=8, zero=1, micro_batch=1, global_batch=256), 3.36),
     ("1b", SWEEP, NANOTRON, dict(dp=2, tp=4, sequence=True, micro_batch=16, global_batch=256), 3.901),
     ("8b", SWEEP, NANOTRON, dict(dp=4, zero=1, tp=2, sequence=True, micro_batch=1, global_batch=256), 18.35),
     ("8b", SWEEP, NANOTRON, dict(tp=8, sequence=True, micro_batch=8, global_batch=256), 22.18),
-    ("8b", SWEEP, NANOTRON, dict(dp=2, zero=1, tp=2, sequence=True, pp=2, split=(18, 14), micro_batch=2, global_batch=256), 18.68),
-]  # fmt: skip
+    (
+        "8b",
+        SWEEP,
+        NANOTRON,
+        dict(dp=2, zero=1, tp=2, sequence=True, pp=2, split=(18, 14), micro_batch=2, global_batch=256),
+        18.68,
+    ),
+]
 
 
 def test_published_runs_stay_within_reach():
@@ -364,7 +471,7 @@ def test_published_runs_stay_within_reach():
     assert statistics.median(map(abs, errors)) < 0.10 and max(map(abs, errors)) < 0.20, errors
 
 
-# CPUs ---------------------------------------------------------------------------------------------------------------------
+# CPUs -----------------------------------------------------------------------------------------------------------------
 
 
 def test_processor_cores_are_predicted_too():

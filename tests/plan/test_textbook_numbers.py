@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from stacks.foreign import ForeignStack
 
 TEXTBOOK = ForeignStack(name="textbook", half_weights=True, gradient_bytes=2)
-"""bf16 weights and gradients, fp32 masters and moments: 2 + 2 + 12 bytes per parameter, cut as the ZeRO paper cuts them."""
+"""bf16 weights and gradients, fp32 masters and moments: 2 + 2 + 12 bytes per parameter, cut as the ZeRO paper cuts
+them."""
 
 
 def of_size(parameters: float) -> ModelSpec:

@@ -1,8 +1,8 @@
-"""Asks the CUDA driver which GPUs there are. The first line is the newest CUDA it runs, or what it failed with; then one line per GPU: memory,
-capability, peers, name. Run by machine.py as a process.
+"""Asks the CUDA driver which GPUs there are. The first line is the newest CUDA it runs, or what it failed with; then
+one line per GPU: memory, capability, peers, name. Run by machine.py as a process.
 
-Uses only ctypes and the driver's own library, so it needs neither torch nor nvidia-smi and sees exactly the devices that
-torch would see.
+Uses only ctypes and the driver's own library, so it needs neither torch nor nvidia-smi and sees exactly the devices
+that torch would see.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Numbers that a person gives instead of the table's: `nic=50GB/s,memory=80GB`. Read with units, checked, applied. No torch.
+"""Numbers that a person gives instead of the table's: `nic=50GB/s,memory=80GB`. Read with units, checked, applied. No
+torch.
 
-Invariant: a value that comes out of `read_setting` is one that hardware could have; what is absurd is refused with the range.
+Invariant: a value that comes out of `read_setting` is one that hardware could have; what is absurd is refused with the
+range.
 """
 
 from __future__ import annotations
@@ -80,7 +82,10 @@ def read_setting(name: str, raw: Any, about: Setting, where: str | None) -> Any:
         raise UserError(f"`{name}` cannot be read from `{raw}`", why=why, fix=fix, where=where) from None
     if not about.low <= value <= about.high:
         shown = SHOWN.get(about.kind, "{:g}".format)
-        why = f"{name} ({about.meaning}) is {shown(value)} here; from {shown(about.low)} to {shown(about.high)} makes sense"
+        why = (
+            f"{name} ({about.meaning}) is {shown(value)} here; from {shown(about.low)} to {shown(about.high)} makes "
+            f"sense"
+        )
         raise UserError(
             f"`{name}={raw}` is out of range", why=why, fix=f"for example `{name}={about.example}`", where=where
         )

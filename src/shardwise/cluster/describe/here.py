@@ -1,7 +1,8 @@
-"""This machine as a `ClusterSpec`: its cards found in the table by name, what was measured in place of the table's numbers. No torch.
+"""This machine as a `ClusterSpec`: its cards found in the table by name, what was measured in place of the table's
+numbers. No torch.
 
-Invariant: every number says whether it was measured here, is a data sheet's or is assumed. Where cards differ, the smallest memory and the
-slowest rate count, because all ranks wait for the slowest. Read next: measure.py.
+Invariant: every number says whether it was measured here, is a data sheet's or is assumed. Where cards differ, the
+smallest memory and the slowest rate count, because all ranks wait for the slowest. Read next: measure.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def measured_here() -> ClusterSpec:
 
 
 def this_cluster(machine: Machine, rates: Sequence[DeviceRates] = (), link: LinkFit | None = None) -> ClusterSpec:
-    """One node: its GPUs, or without any one rank per core. Without `rates` nothing is measured, and this takes no time."""
+    """One node: its GPUs, or without any one rank per core. Without `rates` nothing is measured, and this takes no
+    time."""
     if machine.gpus:
         return _gpus(machine, [entry for entry in rates if entry.device != "cpu"])
     return _cores(machine, next((entry for entry in rates if entry.device == "cpu"), None), link)
@@ -87,15 +89,15 @@ def _with_rates(device: Device, origins: dict[str, str], rates: Sequence[DeviceR
     """What was measured replaces the table's share of the peak; the slowest of several cards counts."""
     formats = {name for entry in rates for name in entry.flops_per_s}
     reached = {name: min(entry.flops_per_s.get(name, float("inf")) for entry in rates) for name in formats}
-    copies = [entry.copy_bytes_per_s for entry in rates if entry.copy_bytes_per_s]
+    copy_rates = [entry.copy_bytes_per_s for entry in rates if entry.copy_bytes_per_s]
     if "bf16" in reached and "bf16" in device.flops:
         device = replace(device, achievable=min(1.0, reached["bf16"] / device.flops["bf16"] / SUSTAINED))
         origins = origins | {"achievable": "measured"}
     elif reached and device.name not in known_devices():
         device = replace(device, flops=MappingProxyType(reached), achievable=1.0)
         origins = origins | dict.fromkeys(("flops", "achievable"), "measured")
-    if copies:
-        device = replace(device, bandwidth_share=min(1.0, min(copies) / device.bandwidth))
+    if copy_rates:
+        device = replace(device, bandwidth_share=min(1.0, min(copy_rates) / device.bandwidth))
         origins = origins | {"bandwidth_share": "measured"}
     return device, origins
 

@@ -1,8 +1,8 @@
 """What this machine offers: cores, memory, GPUs. No torch, so planning can start before anything heavy is loaded.
 
 Limits of containers count: a process held to 2 cores and 8 GiB by its control group has 2 cores and 8 GiB, whatever the
-hardware is. Invariant: every number is what this process may use, never more. Read next: measure.py, which times what is
-only counted here.
+hardware is. Invariant: every number is what this process may use, never more. Read next: measure.py, which times what
+is only counted here.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def cpu_model(root: Path = ROOT) -> str:
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The NVIDIA GPUs this process may use, in CUDA's order, honouring CUDA_VISIBLE_DEVICES as CUDA does; and why others cannot be used.
+    """The NVIDIA GPUs this process may use, in CUDA's order, honouring CUDA_VISIBLE_DEVICES as CUDA does; and why
+    others cannot be used.
 
     A child process asks the driver: a process that has initialised CUDA cannot fork usable children, and ours may
     still have to.

@@ -8,7 +8,8 @@
     cluster.toml:nodes=16       16 machines like the one that was measured
     this                        this machine, measured now, in ten seconds or so
 
-Invariant: what comes back is a ClusterSpec; anything else is a UserError with the nearest name or the range that makes sense.
+Invariant: what comes back is a ClusterSpec; anything else is a UserError with the nearest name or the range that makes
+sense.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Clusters from the one table of cards that there is, cluster/gpus.toml: `known_cluster("h100", 4, 8)`. No torch.
 
-The table holds what data sheets say and what others measured; how fast links settle is here, beside the functions that make links.
-Invariant: every number of a cluster that comes from here says in `origins` where it is from. Read next: read.py, here.py.
+The table holds what data sheets say and what others measured; how fast links settle is here, beside the functions that
+make links. Invariant: every number of a cluster that comes from here says in `origins` where it is from. Read next:
+read.py, here.py.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ from typing import Any
 from shardwise.spec.cluster import ClusterSpec, Device, Link
 
 NVLINK_ALPHA, NVLINK_SETTLING = 3.5e-6, 27e-6
-"""Seconds per step of a ring, and seconds that a collective takes to come up to speed: `Link.half` is the settling time at full rate.
-Fitted with `share` to NCCL's all-reduce times of vTrain (1 MB to 1 GB). A100, 4 to 8 ranks: share 0.75, half 6 MB; mean error 3 %, largest 21 %
-(at 1 MB); 2 and 3 ranks come out 12 % too fast. V100, 8 ranks: share 0.90, mean 2 %; it has no switch, and 2, 3 and 4 ranks have 22, 45 and 85 GB/s,
-where `mesh` says 27, 54 and 81. H100: 458 GB/s of bus bandwidth measured for all-reduces over one node, where switches add (`summing`); its gathers
-are assumed to reach 0.8, or 360 GB/s."""
+"""Seconds per step of a ring, and seconds that a collective takes to come up to speed: `Link.half` is the settling time
+at full rate. Fitted with `share` to NCCL's all-reduce times of vTrain (1 MB to 1 GB). A100, 4 to 8 ranks: share 0.75,
+half 6 MB; mean error 3 %, largest 21 % (at 1 MB); 2 and 3 ranks come out 12 % too fast. V100, 8 ranks: share 0.90, mean
+2 %; it has no switch, and 2, 3 and 4 ranks have 22, 45 and 85 GB/s, where `mesh` says 27, 54 and 81. H100: 458 GB/s of
+bus bandwidth measured for all-reduces over one node, where switches add (`summing`); its gathers are assumed to reach
+0.8, or 360 GB/s."""
 
 NIC_ALPHA, NIC_SETTLING, NIC_SHARE = 1.5e-5, 60e-6, 0.85
-"""The same between nodes. Share: 341 GB/s of bus bandwidth measured over two nodes of 8 H100 with 8 x 50 GB/s. On more nodes of that cluster the
-measured 1 / bus bandwidth grows by 0.14 ps per byte with each rank (161 GB/s on 4 nodes, 53 on 16, 13 on 64): a fixed message whose time is the
-alphas of a long ring, not a narrower network. alpha and settling: assumed, as usual for InfiniBand."""
+"""The same between nodes. Share: 341 GB/s of bus bandwidth measured over two nodes of 8 H100 with 8 x 50 GB/s. On more
+nodes of that cluster the measured 1 / bus bandwidth grows by 0.14 ps per byte with each rank (161 GB/s on 4 nodes, 53
+on 16, 13 on 64): a fixed message whose time is the alphas of a long ring, not a narrower network. alpha and settling:
+assumed, as usual for InfiniBand."""
 
 PCIE_ALPHA, LOCAL_ALPHA = 1e-5, 1e-4  # assumed
 
 SUSTAINED = 0.85
-"""What a card reaches when one product runs again and again, over `achievable`, its best: power limits the clock. 672 of 794 TFLOP/s on an H200."""
+"""What a card reaches when one product runs again and again, over `achievable`, its best: power limits the clock. 672
+of 794 TFLOP/s on an H200."""
 
 
 @cache
@@ -79,7 +83,8 @@ def network_cards(kind: str, per_node: int) -> int:
 
 
 def tiers_of(fast: Link, nic: float, world: int, pod: int | None = None, narrow: float = 1.0) -> tuple[Link, ...]:
-    """The fast link, then network cards of `nic` bytes per second and device, then a spine `narrow` times narrower beyond `pod` devices."""
+    """The fast link, then network cards of `nic` bytes per second and device, then a spine `narrow` times narrower
+    beyond `pod` devices."""
     if world <= fast.span:
         return (fast,)
     half, pod = nic * NIC_SHARE * NIC_SETTLING, min(pod or world, world)

@@ -16,7 +16,8 @@
     bandwidth = "450GB/s"
     alpha = "4us"
 
-Invariant: unknown keys are refused, so a slip of the fingers never leaves the table's number standing; `write_toml` reads back as itself.
+Invariant: unknown keys are refused, so a slip of the fingers never leaves the table's number standing; `write_toml`
+reads back as itself.
 """
 
 from __future__ import annotations

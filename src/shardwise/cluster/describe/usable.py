@@ -1,4 +1,5 @@
-"""Whether the torch that is installed can use the GPUs that the driver knows; asked without loading torch, which takes seconds.
+"""Whether the torch that is installed can use the GPUs that the driver knows; asked without loading torch, which takes
+seconds.
 
 Invariant: a GPU that is here and cannot be used has a reason in words, and never just goes missing.
 """
@@ -34,7 +35,8 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
 
 
 def why_unusable(build: TorchBuild | None, supports: tuple[int, int], driver: str = "") -> str:
-    """Why this torch cannot use this driver's GPUs; empty if it can. `supports`: the newest CUDA that the driver runs. `driver`: its version.
+    """Why this torch cannot use this driver's GPUs; empty if it can. `supports`: the newest CUDA that the driver runs.
+    `driver`: its version.
 
     Within a major version of CUDA older drivers run newer builds (NVIDIA's minor version compatibility)."""
     if build is None:

@@ -1,4 +1,5 @@
-"""`BlockTimes`: how long a model's own blocks took on this machine, as run/block_times.py measures them. No torch here."""
+"""`BlockTimes`: how long a model's own blocks took on this machine, as run/block_times.py measures them. No torch
+here."""
 
 from __future__ import annotations
 

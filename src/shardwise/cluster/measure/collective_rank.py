@@ -1,5 +1,5 @@
-"""One of the processes that time collectives for collectives.py: `python -m shardwise.cluster.measure.collective_rank STORE BACKEND RANK
-WORLD SIZES [COLLECTIVE ...]`."""
+"""One of the processes that time collectives for collectives.py: `python -m shardwise.cluster.measure.collective_rank
+STORE BACKEND RANK WORLD SIZES [COLLECTIVE ...]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Collectives between the processes of this machine, timed and fitted: steps * alpha + bytes / rate. No torch here.
 
-A ring over n ranks takes n-1 steps for a gather, a scatter or an exchange and moves (n-1)/n of the bytes; an all-reduce takes twice both. So time
-over steps is a line over bytes per step, one for all n. Invariant: processes started here are gone on return. Read next: collective_rank.py.
+A ring over n ranks takes n-1 steps for a gather, a scatter or an exchange and moves (n-1)/n of the bytes; an all-reduce
+takes twice both. So time over steps is a line over bytes per step, one for all n. Invariant: processes started here are
+gone on return. Read next: collective_rank.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Short measurements of this machine: matrix products, memory copies, the disk. Each takes well under a second.
 
-Rates are medians of repeated runs beside whatever else the machine is doing: they say what a run would get here and now,
-not what the data sheet promises. Devices are measured in a child process (device_rates.py), because a kernel that this
-machine cannot run may end the process: that is then a finding, not a crash of ours. Read next: link.py.
+Rates are medians of repeated runs beside whatever else the machine is doing: they say what a run would get here and
+now, not what the data sheet promises. Devices are measured in a child process (device_rates.py), because a kernel that
+this machine cannot run may end the process: that is then a finding, not a crash of ours. Read next: link.py.
 """
 
 from __future__ import annotations

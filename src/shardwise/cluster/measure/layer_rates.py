@@ -2,8 +2,8 @@
 
     python -m shardwise.cluster.measure.layer_rates DEVICE [MEASUREMENT or number format to skip ...]
 
-Waits for a line before it measures, so that all devices, or all cores, are busy at once. One JSON line per event (ready, start, done), so that
-the parent knows which measurement ended the process.
+Waits for a line before it measures, so that all devices, or all cores, are busy at once. One JSON line per event
+(ready, start, done), so that the parent knows which measurement ended the process.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from shardwise.cluster.measure.timer import host_clock, lower_quartile, seconds_
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Tokens, inputs, outputs.
-PRODUCTS = {
+MATMULS = {
     "cpu": ((64, 64, 64), (256, 128, 128), (256, 256, 512), (512, 384, 1024), (1024, 512, 1536), (1024, 1024, 2048)),
     "cuda": (
-        (256, 256, 256), (1024, 512, 512), (1024, 768, 3072), (2048, 2048, 2048), (4096, 2048, 8192), (8192, 4096, 4096),
-        (8192, 4096, 14336), (16384, 8192, 8192),
+        (256, 256, 256),
+        (1024, 512, 512),
+        (1024, 768, 3072),
+        (2048, 2048, 2048),
+        (4096, 2048, 8192),
+        (8192, 4096, 4096),
+        (8192, 4096, 14336),
+        (16384, 8192, 8192),
     ),
-}  # fmt: skip
+}
 # Rows, query heads, key-value heads, tokens, width of a head.
 ATTENTIONS = {
     "cpu": ((2, 4, 4, 64, 32), (1, 4, 4, 256, 64), (1, 8, 8, 1024, 64)),
@@ -58,15 +64,15 @@ def _measurements(device: torch.device) -> Iterator[tuple[str, Measurement]]:
     for number, count in enumerate(NUMBERS[device.type]):
         yield f"elementwise#{number}", partial(_passes, device, count)
     for name, dtype in FORMATS.items():
-        for number, shape in enumerate(PRODUCTS[device.type]):
-            yield f"matmul/{name}#{number}", partial(_products, device, dtype, *shape)
+        for number, shape in enumerate(MATMULS[device.type]):
+            yield f"matmul/{name}#{number}", partial(_matmuls, device, dtype, *shape)
         for number, heads in enumerate(ATTENTIONS[device.type]):
             yield f"attention/{name}#{number}", partial(_attention, device, dtype, False, *heads)
             yield f"attention-backward/{name}#{number}", partial(_attention, device, dtype, True, *heads)
 
 
-def _products(device: torch.device, dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> tuple[float, float]:
-    """Of one product; the mean of the three that a layer does: forward, and for the gradients of input and weight."""
+def _matmuls(device: torch.device, dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> tuple[float, float]:
+    """Of one matmul; the mean of the three that a layer does: forward, and for the gradients of input and weight."""
     x_TI = torch.randn(tokens, inputs, device=device, dtype=dtype)
     w_OI = torch.randn(outputs, inputs, device=device, dtype=dtype)
     g_TO = torch.randn(tokens, outputs, device=device, dtype=dtype)
@@ -85,7 +91,7 @@ def _attention(
     tokens: int,
     width: int,
 ) -> tuple[float, float]:
-    """Causal: half of both products is computed, and in backward two and a half times as much."""
+    """Causal: half of both matmuls is computed, and in backward two and a half times as much."""
     q, k, v = (
         torch.randn(rows, count, tokens, width, device=device, dtype=dtype, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
@@ -103,7 +109,7 @@ def _attention(
 
 
 def _passes(device: torch.device, count: int) -> tuple[float, float]:
-    """Of one pass; the mean of those around a block's products: an addition, a norm, a gate."""
+    """Of one pass; the mean of those around a block's matmuls: an addition, a norm, a gate."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     width = min(count, 1024)
     x, y = (torch.randn(count // width, width, device=device, dtype=dtype) for _ in range(2))
@@ -114,7 +120,8 @@ def _passes(device: torch.device, count: int) -> tuple[float, float]:
 
 
 def _launch(device: torch.device) -> tuple[float, float]:
-    """Host seconds of one operation inside a model: a block so small that nothing else counts, forward and backward, over its operations."""
+    """Host seconds of one operation inside a model: a block so small that nothing else counts, forward and backward,
+    over its operations."""
     model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
     x_BTD = torch.randn(1, 8, WIDTH, device=device, requires_grad=True)
     # On a GPU backward runs in a thread of its own.

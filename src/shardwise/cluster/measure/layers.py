@@ -1,8 +1,9 @@
-"""`Device.curves` and `Device.launch`, measured: matrix products, attention and passes over memory by size. No torch here.
+"""`Device.curves` and `Device.launch`, measured: matmuls, attention and passes over memory by size. No torch
+here.
 
-All devices are measured at once, or on a machine without cards all cores, a process with one thread on each: rates are what a rank gets while
-the others are busy. Children measure (layer_rates.py), because a kernel that this machine cannot run may end its process: that is then a
-finding. Read next: here.py, which makes a cluster of it.
+All devices are measured at once, or on a machine without cards all cores, a process with one thread on each: rates are
+what a rank gets while the others are busy. Children measure (layer_rates.py), because a kernel that this machine cannot
+run may end its process: that is then a finding. Read next: here.py, which makes a cluster of it.
 """
 
 from __future__ import annotations
@@ -128,12 +129,13 @@ def _end(children: Sequence[subprocess.Popen[str]]) -> None:
 def with_layers(cluster: ClusterSpec, rates: LayerRates) -> ClusterSpec:
     """The cluster with the curves in it.
 
-    Of a core, products say the peak, which no data sheet does. Of a card, they only say what share of the peak it reaches: how fast a
-    product is depends on its shape more than on its size (an odd vocabulary takes eight times as long), and the planner knows shapes."""
-    device, products = cluster.device, {}
+    Of a core, matmuls say the peak, which no data sheet does. Of a card, they only say what share of the peak it
+    reaches: how fast a matmul is depends on its shape more than on its size (an odd vocabulary takes eight times as
+    long), and the planner knows shapes."""
+    device, matmuls = cluster.device, {}
     for name, curve in rates.curves.items():
         if name.startswith("matmul/"):
-            products[name.removeprefix("matmul/")] = max(rate for _, rate in curve)
+            matmuls[name.removeprefix("matmul/")] = max(rate for _, rate in curve)
     kept = {
         name: curve for name, curve in rates.curves.items() if device.kind == "cpu" or not name.startswith("matmul/")
     }
@@ -141,11 +143,11 @@ def with_layers(cluster: ClusterSpec, rates: LayerRates) -> ClusterSpec:
     origins = {**cluster.origins, **dict.fromkeys(kept, "measured")}
     if rates.launch is not None:
         device, origins["launch"] = replace(device, launch=rates.launch), "measured"
-    if device.kind == "cpu" and products:
-        device = replace(device, flops=MappingProxyType(products), achievable=1.0)
+    if device.kind == "cpu" and matmuls:
+        device = replace(device, flops=MappingProxyType(matmuls), achievable=1.0)
         origins |= dict.fromkeys(("flops", "achievable"), "measured")
-    elif "bf16" in products and "bf16" in device.flops:
-        share = products["bf16"] / device.flops["bf16"] / SUSTAINED
+    elif "bf16" in matmuls and "bf16" in device.flops:
+        share = matmuls["bf16"] / device.flops["bf16"] / SUSTAINED
         device, origins["achievable"] = replace(device, achievable=min(1.0, share)), "measured"
     if device.kind == "cpu" and (passes := rates.curves.get("elementwise")):
         device, origins["bandwidth"] = replace(device, bandwidth=passes[-1][1], bandwidth_share=1.0), "measured"

@@ -58,8 +58,8 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     slope = max(0.0, slope)
     intercept = mean_y - slope * mean_x
     if intercept < 0:  # then the best line with a >= 0 goes through the origin
-        squares = sum(w * x * x for w, (x, _) in zip(weights, points))
-        return 0.0, sum(w * x * y for w, (x, y) in zip(weights, points)) / squares
+        weighted = sum(w * x * x for w, (x, _) in zip(weights, points))
+        return 0.0, sum(w * x * y for w, (x, y) in zip(weights, points)) / weighted
     return intercept, slope
 
 

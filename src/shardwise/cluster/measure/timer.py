@@ -1,7 +1,8 @@
-"""The one timer of measurements: how long an action takes on a device, and how long one takes that several ranks do together.
+"""The one timer of measurements: how long an action takes on a device, and how long one takes that several ranks do
+together.
 
-What others do to this machine meanwhile is not its speed, so neither function returns a mean: of an action alone it is the lower quartile, of
-a collective the least.
+What others do to this machine meanwhile is not its speed, so neither function returns a mean: of an action alone it is
+the lower quartile, of a collective the least.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ LARGE_BYTES = 2**22  # collectives from this size on are repeated less often
 
 
 def seconds_of(action: Action, device: torch.device) -> float:
-    """Seconds of one call: the lower quartile of as many as fit in the time of a measurement, at least one, after one that warms up."""
+    """Seconds of one call: the lower quartile of as many as fit in the time of a measurement, at least one, after one
+    that warms up."""
     if device.type == "cuda":
         return _device_seconds(action, device)
     now = host_clock()
@@ -48,8 +50,8 @@ def collective_seconds(action: Action, size: int, device: torch.device) -> float
 
 
 def host_clock() -> Callable[[], float]:
-    """Of this thread, not of the wall, where all of the computing is in this thread: what others on this machine take away is not this
-    core's speed."""
+    """Of this thread, not of the wall, where all of the computing is in this thread: what others on this machine take
+    away is not this core's speed."""
     is_fine = time.get_clock_info("thread_time").resolution <= 1e-6 and torch.get_num_threads() == 1
     return time.thread_time if is_fine else time.perf_counter
 
@@ -59,8 +61,8 @@ def lower_quartile(times: list[float]) -> float:
 
 
 def _device_seconds(action: Action, device: torch.device) -> float:
-    """What is long is timed at the end of a stretch of the same, when power limits have set the clock; what is short between events, with the
-    device held up first, so that the host is ahead of it and starting is not measured."""
+    """What is long is timed at the end of a stretch of the same, when power limits have set the clock; what is short
+    between events, with the device held up first, so that the host is ahead of it and starting is not measured."""
 
     def between(warm: int, count: int, held: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

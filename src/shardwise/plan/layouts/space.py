@@ -20,7 +20,7 @@ from shardwise.plan.resolve.speed import (
     attention_of,
     bears,
     fp8_of,
-    keeps_copies,
+    keeps_low_precision,
     kernels_of,
     loss_of,
     norms_of,
@@ -343,7 +343,7 @@ class Space:
         return attention_of(self.job.attention, self.model, self.precision, grid.cp, grid.cp_kind)
 
     def may_copy(self, grid: Grid) -> bool:
-        return keeps_copies(self.speed, self.device, self.precision, self.model, grid.gpus, "none", 0)
+        return keeps_low_precision(self.speed, self.device, self.precision, self.model, grid.gpus, "none", 0)
 
     def threads(self, ranks: int) -> int:
         return max(1, self.cluster.world // ranks) if self.device == "cpu" else 4

@@ -1,16 +1,18 @@
 """What one forward pass keeps for its backward pass, counted operation by operation. No torch here.
 
-Numbers per token, with fused attention; what each mode of recomputation keeps of them is `kept_activations`. A norm keeps its input, the normalised values and its
-output; a projection keeps its input (the norm's output, already counted); attention keeps q, k, v, its output and one number
-per head. A compiled block keeps what its partitioner does not make again in backward: inputs of products, what attention wants, and
-where norms and sums begin. Tests compare the count with what torch really saves, family by family, plain and compiled.
+Elements per token, with fused attention; what each mode of recomputation keeps of them is `kept_activations`. A norm
+keeps its input, the normalised values and its output; a projection keeps its input (the norm's output, already
+counted); attention keeps q, k, v, its output and one number per head. A compiled block keeps what its partitioner does
+not make again in backward: inputs of products, what attention wants, and where norms and sums begin. Tests compare the
+count with what torch really saves, family by family, plain and compiled.
 
-Joined products (`Stack.side_by_side`) keep two things more. v is a view of its product, so all of that stays beside the rotated q and k. The
-weights are put side by side anew in every pass, and backward needs that copy: it does not grow with tokens, so it is divided by them.
+Fused matmuls (`Stack.side_by_side`) keep two things more. v is a view of its product, so all of that stays beside the
+rotated q and k. The weights are put side by side anew in every pass, and backward needs that copy: it does not grow
+with tokens, so it is divided by them.
 
-With tensor parallelism `spec` is one rank's slice of the model (rank_share.py): what a region computes shrinks with it. What
-lies outside of regions (the norms' inputs and normalised values) shrinks only with sequence parallelism, by `token_parts`; the
-input of a region is gathered, so each rank keeps all of it.
+With tensor parallelism `spec` is one rank's slice of the model (rank_share.py): what a region computes shrinks with it.
+What lies outside of regions (the norms' inputs and normalised values) shrinks only with sequence parallelism, by
+`token_parts`; the input of a region is gathered, so each rank keeps all of it.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ def layer_activations(
     size: int = 4,
     tokens: int = 0,
 ) -> int:
-    """Numbers per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does without; a
-    ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed. `load`: copies that
-    arrive at this rank's experts, over the mean of all ranks. `size`: bytes of a number. `tokens`: of a micro-batch on this rank, to divide
-    the copies of joined weights by; 0 leaves these out. A mask is one for all rows; it is counted as of one."""
+    """Elements per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does
+    without; a ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed.
+    `load`: copies that arrive at this rank's experts, over the mean of all ranks. `size`: bytes of an element.
+    `tokens`: of a micro-batch on this rank, to divide the copies of fused weights by; 0 leaves these out. A mask is one
+    for all rows; it is counted as of one."""
     kinds = Counter((layer.is_moe, layer.ffn) for layer in layers)
     count = _selected if selective else _layer
     found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
@@ -57,7 +60,7 @@ def layer_activations(
             repeated -= _beside_view(spec, stack)  # a repeated v is no view
         found += masked * (seq_len + repeated)
     if stack.side_by_side and tokens and not again:
-        found += sum(n * -(-_joined_weights(spec, *kind, stack) // tokens) for kind, n in kinds.items())
+        found += sum(n * -(-_fused_weights(spec, *kind, stack) // tokens) for kind, n in kinds.items())
     if stack.wide_router and size < 4 and not again:  # its input in fp32, and as it came where others read that too
         more = 4 // size - (0 if spec.num_shared_experts else 1)
         found += sum(n * more * spec.hidden // routed_parts for (is_moe, _), n in kinds.items() if is_moe)
@@ -69,33 +72,33 @@ def layer_activations(
 
 
 def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
-    """What Ulysses keeps beside that. By a fused kernel: attention's output twice, by heads for its own backward and by tokens for
-    the projection after it; latent attention cuts the second. By definition: keys and values before heads are repeated, because they
-    arrive in one message with the queries."""
+    """What Ulysses keeps beside that. By a fused kernel: attention's output twice, by heads for its own backward and by
+    tokens for the projection after it; latent attention cuts the second. By definition: keys and values before heads
+    are repeated, because they arrive in one message with the queries."""
     if spec.attention_softcap:
         return len(layers) * 2 * spec.num_kv_heads * spec.head_dim
     return 0 if spec.is_latent else len(layers) * spec.num_heads * spec.head_dim
 
 
 def head_activation_bytes(
-    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1, stack: Stack = OURS
+    spec: ModelSpec, num_tokens: int, bytes_per_element: int, token_parts: int = 1, stack: Stack = OURS
 ) -> int:
     """The last norm and the logits."""
-    logits = logit_bytes(spec, num_tokens, bytes_per_number) * (
+    logits = logit_bytes(spec, num_tokens, bytes_per_element) * (
         2 if spec.logit_softcap else 1
     )  # before and after the cap
-    return last_norm_bytes(spec, num_tokens, bytes_per_number, token_parts, stack) + logits
+    return last_norm_bytes(spec, num_tokens, bytes_per_element, token_parts, stack) + logits
 
 
 def last_norm_bytes(
-    spec: ModelSpec, num_tokens: int, bytes_per_number: int, token_parts: int = 1, stack: Stack = OURS
+    spec: ModelSpec, num_tokens: int, bytes_per_element: int, token_parts: int = 1, stack: Stack = OURS
 ) -> int:
-    return num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_number
+    return num_tokens * _norm(spec, spec.hidden, token_parts, stack) * bytes_per_element
 
 
-def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_number: int) -> int:
+def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_element: int) -> int:
     """Of one chunk, in fp32 or wider."""
-    size = max(4, bytes_per_number)
+    size = max(4, bytes_per_element)
     return min(num_tokens * spec.vocab * size, MAX_LOGITS_BYTES * size // 4)
 
 
@@ -104,10 +107,10 @@ def has_chunks(num_logits: int) -> bool:
     return 4 * num_logits > MAX_LOGITS_BYTES
 
 
-def fused_chunks(num_logits: int, bytes_per_number: int, device: str) -> int:
+def fused_chunks(num_logits: int, bytes_per_element: int, device: str) -> int:
     """Of a fused loss; they are even."""
     if device == "cuda":
-        return -(-num_logits * bytes_per_number // (CUDA_TIMES * MAX_LOGITS_BYTES))
+        return -(-num_logits * bytes_per_element // (CUDA_TIMES * MAX_LOGITS_BYTES))
     return -(-num_logits * 4 // MAX_LOGITS_BYTES)
 
 
@@ -129,8 +132,9 @@ def _layer(
 
 
 def _made_again(spec: ModelSpec, is_moe: bool, ffn: int, token_parts: int, stack: Stack) -> int:
-    """Inputs of products that a compiled block keeps in 16 bits and not in eight: rounding is cheap, so backward goes back to what they are
-    made from. An operation of our own makes its result once, which is kept as rounded. What is gathered for a region is not made again."""
+    """Inputs of products that a compiled block keeps in 16 bits and not in eight: rounding is cheap, so backward goes
+    back to what they are made from. An operation of our own makes its result once, which is kept as rounded. What is
+    gathered for a region is not made again."""
 
     def narrow(outputs: int, inputs: int) -> bool:
         return gains(outputs, inputs, stack.fp8_least)
@@ -159,15 +163,15 @@ def _attention(spec: ModelSpec, stack: Stack) -> int:
 
 
 def _beside_view(spec: ModelSpec, stack: Stack) -> int:
-    """What v keeps there by being a view of the joined product: q and k as they were multiplied. Query norms keep these anyway, and without
-    rotation they are what attention reads."""
+    """What v keeps there by being a view of the fused matmul: q and k as they were multiplied. Query norms keep these
+    anyway, and without rotation they are what attention reads."""
     is_view = "qkv" in stack.side_by_side and not spec.is_latent and not spec.attention_softcap
     if not is_view or spec.qk_norm or spec.positions != "rope":
         return 0
     return (spec.num_heads + spec.num_kv_heads) * spec.head_dim
 
 
-def _joined_weights(spec: ModelSpec, is_moe: bool, ffn: int, stack: Stack) -> int:
+def _fused_weights(spec: ModelSpec, is_moe: bool, ffn: int, stack: Stack) -> int:
     """Numbers of one layer. Experts' products are not joined, but for the shared one."""
     rows = 0
     if "qkv" in stack.side_by_side and not spec.is_latent:
@@ -190,23 +194,25 @@ def _feedforward(spec: ModelSpec, width: int, stack: Stack) -> int:
 
 
 def _is_one(spec: ModelSpec, stack: Stack) -> bool:
-    """Activation and product of joined gate and up, an operation of our own (kernels/gated.py)."""
+    """Activation and product of fused gate and up, an operation of our own (kernels/gated.py)."""
     return "gate up" in stack.side_by_side and spec.activation == "silu"
 
 
 def _experts(spec: ModelSpec, routed_parts: int, stack: Stack) -> int:
-    """At even load. A rank with some experts has their whole width, but only its share of the copies: as many numbers as a slice."""
-    copies = 2 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results; the router
+    """At even load. A rank with some experts has their whole width, but only its share of the copies: as many numbers
+    as a slice."""
+    routed_tokens = 2 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results; the router
     routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn, stack)
-    return copies // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts, stack)
+    return routed_tokens // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts, stack)
 
 
 def _selected(
     spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
 ) -> int:
-    """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that norms and
-    sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region reads: that stays as well. A
-    compiled block also makes again: the tokens' copies in the order of experts, keys and values that are put together and padded."""
+    """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that
+    norms and sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region
+    reads: that stays as well. A compiled block also makes again: the tokens' copies in the order of experts, keys and
+    values that are put together and padded."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     everything = partial(_layer, spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
     others = stack.selected(spec, ffn, seq_len, token_parts, everything)
@@ -221,19 +227,19 @@ def _selected(
         attention = queries + 2 * keys
         attention += 0 if spec.attention_softcap else queries + spec.num_heads  # plain attention is cheap
     per_width = 2 if spec.gated else 1
-    joined = not stack.compiled and _is_one(spec, stack)  # whose result nobody makes again
+    fused = not stack.compiled and _is_one(spec, stack)  # whose result nobody makes again
     if not is_moe:
-        return states + gathered + attention + (per_width + joined) * ffn
+        return states + gathered + attention + (per_width + fused) * ffn
     sides = 1 if stack.compiled and routed_parts == 1 else 2  # results; sorted
-    copies = sides * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # and the router
+    routed_tokens = sides * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # and the router
     shared = spec.expert_ffn * spec.num_shared_experts
-    width = per_width * (spec.expert_ffn * spec.experts_per_token + shared) + joined * shared
-    return states + gathered + attention + copies // routed_parts + width
+    width = per_width * (spec.expert_ffn * spec.experts_per_token + shared) + fused * shared
+    return states + gathered + attention + routed_tokens // routed_parts + width
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Numbers per token."""
+    """Elements per token."""
 
     between: int  # what a stage's forward leaves for its backward
     repeated: int  # on top of it at most, what backward has of the blocks that it computes again together
@@ -253,8 +259,8 @@ def kept_activations(
     size: int = 4,
     tokens: int = 0,
 ) -> Kept:
-    """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the last layer to the
-    first: when it computes a block again, the ones after it are gone."""
+    """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the
+    last layer to the first: when it computes a block again, the ones after it are gone."""
 
     ones: dict[tuple[bool, int, int | None], int] = {}
 

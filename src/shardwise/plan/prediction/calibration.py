@@ -1,9 +1,11 @@
-"""The measured and assumed figures of hardware and kernels, from calibration.toml: one table each, with unit, device, date and origin. No torch.
+"""The measured and assumed figures of hardware and kernels, from calibration.toml: one table each, with unit, device,
+date and origin. No torch.
 
     measured("straggler_share")      its value, for the module that works with it
 
-The file is read once, when the first module asks. What follows from how a format or an algorithm is built (two bytes of bf16, a tile of 128
-queries) is no measurement and stays in the code. Invariant: every entry has all fields, and somebody asks for it (a test looks).
+The file is read once, when the first module asks. What follows from how a format or an algorithm is built (two bytes of
+bf16, a tile of 128 queries) is no measurement and stays in the code. Invariant: every entry has all fields, and
+somebody asks for it (a test looks).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Seconds of messages between ranks: all-reduce, all-gather, reduce-scatter, all-to-all, point to point. No torch.
 
-A group is `size` ranks, `stride` apart. Ranks of one domain talk over the fast link; between domains each has its network card, so a group
-with g members in every domain has g cards to itself. A ring takes a step per rank and is as fast as its slowest hop; a tree takes few steps and
-is chosen where messages are small. Checked against NCCL's times on 2 to 8 A100 (calib_nccl_allreduce_vtrain.csv) in tests/plan/test_collectives.py.
-Invariant: a group of one sends nothing and takes no time. Read next: step_time.py.
+A group is `size` ranks, `stride` apart. Ranks of one domain talk over the fast link; between domains each has its
+network card, so a group with g members in every domain has g cards to itself. A ring takes a step per rank and is as
+fast as its slowest hop; a tree takes few steps and is chosen where messages are small. Checked against NCCL's times on
+2 to 8 A100 (calib_nccl_allreduce_vtrain.csv) in tests/plan/test_collectives.py. Invariant: a group of one sends nothing
+and takes no time. Read next: step_time.py.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ _NETWORKS: dict[tuple[int, int], tuple[ClusterSpec, Network]] = {}
 
 
 def odd_world(cluster: ClusterSpec, world: int) -> int:
-    """The number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in them. Else 0."""
+    """The number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in them.
+    Else 0."""
     span = cluster.tiers[0].span
     return world if world < span or world % span else 0
 

@@ -1,7 +1,7 @@
 """How far a predicted step may be off, and what was never measured. No torch.
 
-intervals.toml holds what `benchmarks/planner_accuracy.py --intervals` found: measured over predicted time of published runs, by kind of job, and
-the range of everything that ran. Nothing here is chosen by hand. Read next: prediction.py.
+intervals.toml holds what `benchmarks/planner_accuracy.py --intervals` found: measured over predicted time of published
+runs, by kind of job, and the range of everything that ran. Nothing here is chosen by hand. Read next: prediction.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def traits(model: ModelSpec, plan: Plan) -> list[str]:
 
 
 def outside(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> tuple[str, ...]:
-    """What of this job lies outside all runs that predictions were held against. Rates that were measured here speak for themselves."""
+    """What of this job lies outside all runs that predictions were held against. Rates that were measured here speak
+    for themselves."""
     seen, device = table()["seen"], cluster.device
     is_measured = cluster.origins.get("achievable") == "measured"
     found = [] if is_measured or device.name in seen["devices"] else [f"{device.name}: no run on it"]

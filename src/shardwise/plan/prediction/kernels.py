@@ -2,10 +2,11 @@
 
     Pricer(device, precision, stack).seconds(work)
 
-A product's result is cut into tiles; every multiprocessor works on one at a time, so tiles run in waves, and the last wave is as long as a
-full one. Filling and draining a tile costs as much as a few more columns of k. On top there is the roofline: nothing is faster than its bytes.
-Passes run at the memory's rate once they are large. Constants below belong to GPU generations; where each comes from is said beside it.
-Invariant: seconds grow with m, n, k but for steps of whole waves, and are never below FLOPs over the achievable rate. Read next: step_time.py.
+A product's result is cut into tiles; every multiprocessor works on one at a time, so tiles run in waves, and the last
+wave is as long as a full one. Filling and draining a tile costs as much as a few more columns of k. On top there is the
+roofline: nothing is faster than its bytes. Passes run at the memory's rate once they are large. Constants below belong
+to GPU generations; where each comes from is said beside it. Invariant: seconds grow with m, n, k but for steps of whole
+waves, and are never below FLOPs over the achievable rate. Read next: step_time.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Generation:
     watts: float = 0.0  # at which `sustained` holds; with more power more is sustained. 0: all cards have enough
     eight_bit: float = measured("fp8_share")  # share of the peak that fp8 reaches over what bf16 does
     rows: float = 1.0  # of that, with a scale for every row
-    in_steps: float = 0.0  # a ceiling for matmuls of our compiled steps: what a tile's ends leave idle, power gives to the rest. 0: unknown
+    # A ceiling for matmuls of our compiled steps: what a tile's ends leave idle, power gives to the rest. 0: unknown.
+    in_steps: float = 0.0
     beside: float = 0.0  # bytes per element of queries that kernels beside the backward of `BESIDE` move
 
 
@@ -160,7 +162,8 @@ class Pricer:
         # Narrow heads leave the units of the softmax busier than those of the products.
         width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(kernel, NARROW["other"])
         rate = self.exact_peak * share * width
-        # Tiles on the diagonal are computed whole. The last rows see all keys and end last, when most units have nothing left to do.
+        # Tiles on the diagonal are computed whole. The last rows see all keys and end last, when most units have
+        # nothing left to do.
         diagonal = (a.context + FLASH_TILE / 2) / a.context
         longest = FLASH_TILE * a.keys * (a.width + a.value_width) * 2.0 * (2.5 if backward else 1.0)
         computed = (flops * diagonal + FLASH_TAIL[backward] * longest * self.device.units) / rate
@@ -178,8 +181,8 @@ class Pricer:
 
 
 def power_share(device: Device) -> float:
-    """Clocks of a card that is capped below its data sheet. Power grows faster than the clock: an A100-PCIe with 300 W reaches 0.93 of what the one with
-    400 W does (calib_mamf_stas.csv), which is the fourth root."""
+    """Clocks of a card that is capped below its data sheet. Power grows faster than the clock: an A100-PCIe with 300 W
+    reaches 0.93 of what the one with 400 W does (calib_mamf_stas.csv), which is the fourth root."""
     usual = known_devices().get(device.name, {}).get("watts", 0.0)
     return min(1.0, device.watts / usual) ** POWER if usual and device.watts else 1.0
 

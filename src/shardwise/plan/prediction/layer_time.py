@@ -1,7 +1,8 @@
-"""Seconds of one layer and one micro-batch: computing, and the messages inside of a layer. Cached, because a search asks again and again.
+"""Seconds of one layer and one micro-batch: computing, and the collectives inside of a layer. Cached, because a search
+asks again and again.
 
-Tensor, context and expert parallelism send while a layer runs. What of it is hidden behind computing follows from the stack; only the rest is
-counted. Read next: step_time.py, which adds layers up to stages and stages to a step.
+Tensor, context and expert parallelism send while a layer runs. What of it is hidden behind computing follows from the
+stack; only the rest is counted. Read next: step_time.py, which adds layers up to stages and stages to a step.
 """
 
 from __future__ import annotations
@@ -137,10 +138,10 @@ class LayerTimes:
             host_forward=time.host_forward + host,
             host_backward=time.host_backward + more,
         )
-        return self._messages(layer, work, time, again)
+        return self._collectives(layer, work, time, again)
 
     def _calls(self, layer: LayerSpec) -> int:
-        """Operations around the messages of a forward pass."""
+        """Operations around the collectives of a forward pass."""
         plan, gather = self.plan, COLLECTIVE_LAUNCHES["gather"]
         ring = 2 if plan.cp_kind == "ulysses" else plan.cp - 1
         tensor = 0 if plan.tp == 1 else 4 * gather if plan.sequence else 2 * COLLECTIVE_LAUNCHES["sum"]
@@ -150,7 +151,7 @@ class LayerTimes:
         price = self.pricer
         hooks = (
             (FSDP_LAUNCHES[0] + FSDP_LAUNCHES[1] * tensors) * price.launch
-            if self.plan.uses_fsdp and self.stack.copies_parameters
+            if self.plan.uses_fsdp and self.stack.casts_gathered
             else 0.0
         )
         return LayerTime(
@@ -161,7 +162,7 @@ class LayerTimes:
             host_backward=price.host_seconds(work.inputs) + price.host_seconds(work.weights) + hooks,
         )
 
-    def _messages(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:
+    def _collectives(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:
         plan, stack = self.plan, self.stack
         found: dict[str, float] = {}
         if plan.tp > 1:
@@ -176,13 +177,14 @@ class LayerTimes:
             forward, backward = self._context(time, work)
             found |= {"context_forward": forward, "context_backward": backward + (forward if again else 0.0)}
         if plan.ep > 1 and layer.is_moe:
-            copies = self.shape.outside * self.model.experts_per_token
-            one = self.network.all_to_all(copies * self.model.hidden * self.shape.size, plan.ep)
+            routed_tokens = self.shape.outside * self.model.experts_per_token
+            one = self.network.all_to_all(routed_tokens * self.model.hidden * self.shape.size, plan.ep)
             found |= {"expert_forward": 2 * one, "expert_backward": 2 * one * (2 if again else 1)}
         return time._replace(**found)
 
     def _region(self) -> float:
-        """Into and out of one tensor-parallel region, in one direction: an all-reduce, or a gathering and a scattering sum."""
+        """Into and out of one tensor-parallel region, in one direction: an all-reduce, or a gathering and a scattering
+        sum."""
         if self.plan.tp == 1:
             return 0.0
         size = self.shape.here * self.model.hidden * self.shape.size
@@ -215,7 +217,7 @@ class LayerTimes:
 
 
 def adapted(job: Job) -> tuple[int, ...]:
-    """Which of a plain layer's products (q, k, v, o, gate, up, down) have adapters."""
+    """Which of a plain layer's matmuls (q, k, v, o, gate, up, down) have adapters."""
     names = ("q", "k", "v", "o", "gate", "up", "down")
     targets = job.adapter.targets
     if "all-linear" in targets:

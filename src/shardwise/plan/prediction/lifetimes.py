@@ -4,8 +4,8 @@
     backward    a block is computed again; those after it are gone
     end         the last backward is over: gradients are complete, activations gone
 
-Invariant: the parts of a `StageMemory` add up to its peak. Each part is the most that its name ever holds; what the parts add up to beyond the
-peak is a negative part, `never at once`. Read next: states.py, activations.py.
+Invariant: the parts of a `StageMemory` add up to its peak. Each part is the most that its name ever holds; what the
+parts add up to beyond the peak is a negative part, `never at once`. Read next: states.py, activations.py.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PROCESS_BYTES = measured("process_bytes")
 ALLOCATOR_SHARE = measured("allocator_share")
 
 LOSS_TEMPORARIES = {"cpu": 0, "cuda": 2}
-"""Copies of a chunk's logits that the loss has besides the one it keeps: gradients on both sides of the softmax. On a CPU the share above
-was fitted with them inside."""
+"""Copies of a chunk's logits that the loss has besides the one it keeps: gradients on both sides of the softmax. On a
+CPU the share above was fitted with them inside."""
 
 BLOCKS_HERE = 3
 """With activation offload: one that computes and two on their way to CPU memory (memory/activation_offload.py)."""
@@ -144,8 +144,9 @@ def _while_reducing(
     one: int,
     others: int,
 ) -> dict[str, int]:
-    """Moments of a backward in which FSDP2 reduces. It has a group's gradient as it was computed, in the format of sums, and what comes out; the
-    second of them stays until the next group is reduced. `one`, `others`: activations of this micro-batch and of those in flight."""
+    """Moments of a backward in which FSDP2 reduces. It has a group's gradient as it was computed, in the format of
+    sums, and what comes out; the second of them stays until the next group is reduced. `one`, `others`: activations of
+    this micro-batch and of those in flight."""
     compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
     embedding, *_, block, head = (group.trained for group in groups.blocks)
     gathered, complete = parts["gathered"], parts["gradients"]
@@ -165,10 +166,17 @@ def _while_reducing(
         "reduction of the head": full + head * (compute + weight + kept),
         f"backward of layer {last}": after_head + weight * head + again,
         f"reduction of layer {last}": after_head - layer + block * (compute + weight + kept),
-        f"backward of layer {first + count - 1}": others + complete - kept * to_come + weight * block + left + layer
-        + activations.working + repeated + waiting,
+        f"backward of layer {first + count - 1}": others
+        + complete
+        - kept * to_come
+        + weight * block
+        + left
+        + layer
+        + activations.working
+        + repeated
+        + waiting,
         END: others + complete + states.reduced + (gathered if plan.stage.drops_parameters else 0),
-    }  # fmt: skip
+    }
     return {name: int(size) for name, size in moments.items()}
 
 
@@ -181,15 +189,16 @@ def _forward(share: RankShare) -> str:
 
 
 def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool = True) -> Activations:
-    """Of every stage in flight; a loss is followed by its backward at once, except by gpipe. What is computed again comes on top, when
-    the head's logits are gone; a split backward holds it until the weights have their gradients."""
+    """Of every stage in flight; a loss is followed by its backward at once, except by gpipe. What is computed again
+    comes on top, when the head's logits are gone; a split backward holds it until the weights have their gradients."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
     tokens = plan.micro_batch * plan.seq_len // plan.cp
     kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
     keys = 0 if kind == "ring" else plan.seq_len
+    load, widths = stack.expert_load if plan.ep > 1 else 1.0, (token_parts, routed_parts)
     stages = _kept(
-        share.cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
-        stack.expert_load if plan.ep > 1 else 1.0, size, tokens if stack.side_by_side else 0,
+        share.cut, plan.split, plan.recompute, keys, *widths, kind == "ulysses", plan.device, stack, load, size,
+        tokens if stack.side_by_side else 0,
     )  # fmt: skip
     between = sum(stage.between for stage in stages)
     held = tokens * between * size * share.stages_in_flight // plan.virtual_stages
@@ -228,15 +237,16 @@ def is_fused(spec: ModelSpec, plan: Plan, tokens: int) -> bool:
 
 
 def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> tuple[int, int]:
-    """(what waits from the head's forward to its backward, what passes): the gradients of the head's input and, in fp32, of its weights wait. First
-    a chunk's logits pass, and where nothing compiles them a block of it in fp32; then both gradients as backward hands them on."""
+    """(what waits from the head's forward to its backward, what passes): the gradients of the head's input and, in
+    fp32, of its weights wait. First a chunk's logits pass, and where nothing compiles them a block of it in fp32; then
+    both gradients as backward hands them on."""
     inputs, numbers = size * tokens * spec.hidden, spec.vocab * spec.hidden if trains_head else 0
     waiting = inputs + max(4, size) * numbers
     logits = tokens * spec.vocab
     chunk = size * logits // fused_chunks(logits, size, plan.device)
-    if (
-        plan.formats.is_fp8 and plan.fp8_head
-    ):  # weights both ways, unless they are frozen and stay so, and the chunk's gradient in eight bits, and what it adds to that of the weights
+    if plan.formats.is_fp8 and plan.fp8_head:
+        # Weights both ways, unless they are frozen and stay so; the chunk's gradient in eight bits, and what it adds to
+        # that of the weights.
         weights = spec.vocab * spec.hidden if trains_head or spec.tied else 0
         chunk += 2 * weights + chunk // size + size * numbers
     if plan.device == "cpu":  # the gradients that backward hands on are counted as such
@@ -246,20 +256,20 @@ def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head
 
 
 def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> int:
-    """Beside the logits that are kept: gradients on both sides of the softmax. Where they are computed in chunks, the gradient of the head's
-    weights by one chunk and by those before it; of a tied table it waits for the embedding's."""
+    """Beside the logits that are kept: gradients on both sides of the softmax. Where they are computed in chunks, the
+    gradient of the head's weights by one chunk and by those before it; of a tied table it waits for the embedding's."""
     if plan.device == "cpu":
         return 0
     chunk, whole = logit_bytes(spec, tokens, size), max(4, size) * tokens * spec.vocab
     weights = size * spec.vocab * spec.hidden if trains_head else 0
-    copies = 2 if chunk < whole else int(spec.tied and (plan.uses_fsdp or plan.copies))
-    return LOSS_TEMPORARIES["cuda"] * chunk + copies * weights
+    gradients = 2 if chunk < whole else int(spec.tied and (plan.uses_fsdp or plan.copies))
+    return LOSS_TEMPORARIES["cuda"] * chunk + gradients * weights
 
 
 @lru_cache(4096)
 def _widest(cut: Cut, stack: Stack) -> int:
-    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled block has let go
-    of what it multiplied last by then."""
+    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled
+    block has let go of what it multiplied last by then."""
     spec, last = cut.spec, cut.layers[-1]
     width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts) if last.is_moe else last.ffn
     gone = stack.measured and not stack.fp8_least and not last.is_moe

@@ -1,7 +1,8 @@
 """A cluster whose rates are those that the ranks of a run measured as they started (run/measured_cluster.py). No torch.
 
-The prediction is asked for what was measured, and the device's rates are scaled until it says the same; then it is asked for the whole
-step. So there is one formula, and what is measured is only how far this machine is from it. Read next: step_time.py.
+The prediction is asked for what was measured, and the device's rates are scaled until it says the same; then it is
+asked for the whole step. So there is one formula, and what is measured is only how far this machine is from it. Read
+next: step_time.py.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class _Sizes(Pricer):
 
 
 def _optimizer_points(spec: ModelSpec, plan: Plan, job: Job, times: BlockTimes) -> Curve:
-    """The rate of the optimizer's passes over memory, bytes per second at the sizes in bytes that they have in a step."""
+    """The rate of the optimizer's passes over memory, bytes per second at the sizes in bytes that they have in a
+    step."""
     if times.optimizer_s is None:
         return ()
     threads = plan.threads_per_rank if plan.device == "cpu" else 1

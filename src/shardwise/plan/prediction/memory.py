@@ -1,6 +1,7 @@
 """Memory of every rank along the pipeline at its peak, by what lives there. No torch.
 
-Read next: lifetimes.py (which moment is the peak), states.py (weights, gradients, optimizer), activations.py, rank_share.py.
+Read next: lifetimes.py (which moment is the peak), states.py (weights, gradients, optimizer), activations.py,
+rank_share.py.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def fullest(stages: tuple[StageMemory, ...]) -> StageMemory:
 
 
 def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
-    """Bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU, offloaded states and pinned activations of all
-    micro-batches in flight; `disk`."""
+    """Bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU, offloaded states and
+    pinned activations of all micro-batches in flight; `disk`."""
     found = {"host": 0, "disk": 0}
     if plan.offload == "none" and not plan.activation_offload:
         return found

@@ -1,6 +1,7 @@
 """What offloading leaves on the device, and what it puts into CPU memory and onto the disk. Bytes per rank, no torch.
 
-Invariant: where the device is a CPU, nothing leaves its memory but what goes to a disk. Read next: memory.py, which counts the rest.
+Invariant: where the device is a CPU, nothing leaves its memory but what goes to a disk. Read next: memory.py, which
+counts the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ Parts = dict[str, int]
 
 
 def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]:
-    """`parts`: what a rank holds without offloading. Returns those of them that change, and what is elsewhere: `host` (CPU memory of
-    a GPU's rank) and `disk`."""
+    """`parts`: what a rank holds without offloading. Returns those of them that change, and what is elsewhere: `host`
+    (CPU memory of a GPU's rank) and `disk`."""
     own, state = parts["weights"], parts["optimizer"]
     away, uses_disk = plan.device == "cuda", plan.offload_to == "nvme" and state > 0
     in_memory = min(plan.offload_buffer, state) if uses_disk else state
@@ -43,9 +44,9 @@ def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]
 
 
 def pinned_share(share: RankShare, plan: Plan, column: int) -> float:
-    """Bytes of pinned CPU memory for each byte of activations that is offloaded. torch gives pinned memory out in powers of two, tensor by
-    tensor. With full recomputation only hidden states travel; else about two tensors of that width for each that is as wide as the
-    feed-forward layer. `column`: bytes of a tensor that is one element wide."""
+    """Bytes of pinned CPU memory for each byte of activations that is offloaded. torch gives pinned memory out in
+    powers of two, tensor by tensor. With full recomputation only hidden states travel; else about two tensors of that
+    width for each that is as wide as the feed-forward layer. `column`: bytes of a tensor that is one element wide."""
     hidden, ffn = share.spec.hidden * column, share.layers[0].ffn * column
     tensors = [hidden] if plan.recompute == "full" else [hidden, hidden, ffn]
     return sum(1 << (size - 1).bit_length() for size in tensors) / sum(tensors)
@@ -56,7 +57,8 @@ DISK = measured("disk_rate")
 CPU_MEMORY = measured("cpu_memory_rate")
 
 TOUCHED = {"optimizer": 36 / 8, "all": 44 / 12}
-"""Bytes of CPU memory that are read or written for each byte on the link: Adam's pass over four numbers, and both copies."""
+"""Bytes of CPU memory that are read or written for each byte on the link: Adam's pass over four numbers, and both
+copies."""
 
 
 def host_rate(cluster: ClusterSpec) -> float:
@@ -65,9 +67,9 @@ def host_rate(cluster: ClusterSpec) -> float:
 
 
 def offload_seconds(num_parameters: float, plan: Plan, per_node: int = 1) -> float:
-    """What offloading adds to a step of a rank with so many trained parameters (plan of the update: fp32 Adam). `optimizer`: gradients
-    down, parameters up. `all`: parameters up for forward and for backward, gradients down. A disk: state read and written, with `all` the
-    other two as well. On a CPU only a disk costs anything."""
+    """What offloading adds to a step of a rank with so many trained parameters (plan of the update: fp32 Adam).
+    `optimizer`: gradients down, parameters up. `all`: parameters up for forward and for backward, gradients down. A
+    disk: state read and written, with `all` the other two as well. On a CPU only a disk costs anything."""
     if plan.offload == "none":
         return 0.0
     if plan.offload_to == "nvme":
@@ -80,6 +82,7 @@ def offload_seconds(num_parameters: float, plan: Plan, per_node: int = 1) -> flo
 
 
 def two_blocks(share: RankShare, all_bytes: int) -> int:
-    """Of what all parameters of a rank take, the part of the two largest groups; a tied table is one of them, and stays."""
+    """Of what all parameters of a rank take, the part of the two largest groups; a tied table is one of them, and
+    stays."""
     groups = [*share.layer_parameters, share.embedding, share.head]
     return all_bytes * sum(sorted(groups)[-2:]) // max(1, share.num_parameters)

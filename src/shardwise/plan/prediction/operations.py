@@ -1,10 +1,10 @@
-"""What one rank computes for one micro-batch: products, attention, and passes over memory, layer by layer. No torch.
+"""What one rank computes for one micro-batch: matmuls, attention, and passes over memory, layer by layer. No torch.
 
     layer_work(spec, layer, shape, stack)   one layer         head_work, embedding_work   the ends of the model
 
-Invariant: without tensor, context and expert parallelism the products of a model add up to `spec.flops_per_token`. Counts only; what they
-take on a device is kernels.py's. Backward is counted as inputs (gradients that travel on) and weights apart, because pipelines run them apart.
-Read next: passes.py, kernels.py.
+Invariant: without tensor, context and expert parallelism the matmuls of a model add up to `spec.flops_per_token`.
+Counts only; what they take on a device is kernels.py's. Backward is counted as inputs (gradients that travel on) and
+weights apart, because pipelines run them apart. Read next: passes.py, kernels.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shardwise.spec.model import LayerSpec, ModelSpec
 
 def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack) -> Training:
     """`spec` is the whole model; slices are taken here."""
-    attention = _latent_products(spec, shape) if spec.is_latent else _attention_products(spec, shape, stack)
-    ffn = _expert_products(spec, shape) if layer.is_moe else _dense_products(spec, layer.ffn, shape, stack)
+    attention = _latent_matmuls(spec, shape) if spec.is_latent else _attention_matmuls(spec, shape, stack)
+    ffn = _expert_matmuls(spec, shape) if layer.is_moe else _dense_matmuls(spec, layer.ffn, shape, stack)
     core = _attention_core(spec, layer, shape, stack)
     cheap_forward, cheap_backward = cheap_passes(spec, layer, shape, stack)
     if shape.eight_bit and stack.fp8_least:  # experts are never in eight bits
@@ -35,7 +35,7 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
             for part in (attention, ffn)
         )
     forward = (*attention, *ffn)
-    if isinstance(spec, TransformersSpec):  # counted, not known: one product with as many weights
+    if isinstance(spec, TransformersSpec):  # counted, not known: one matmul with as many weights
         forward = (Matmul(shape.here, max(1, spec.block_parameters[layer.index] // spec.hidden), spec.hidden),)
     inputs = tuple(Matmul(p.m, p.k, p.n, p.groups, exact=p.exact, small=p.small) for p in forward)
     casts = stack.cast_passes((attention, ffn), shape)
@@ -45,8 +45,8 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
     views = 0 if stack.compiled else VIEWS
     core_work = core_back = Work((), (core,))
     if scores is not None:
-        core_work = Work(_score_products(core), (), scores[0])
-        core_back = Work(_score_products(core, backward=True), (), scores[1])
+        core_work = Work(_score_matmuls(core), (), scores[0])
+        core_back = Work(_score_matmuls(core, backward=True), (), scores[1])
     same = [(attention, not spec.is_latent), (ffn, not layer.is_moe)]
     added = _adapters([(forward, False)] if isinstance(spec, TransformersSpec) else same, shape, stack)
     return Training(
@@ -85,45 +85,43 @@ def embedding_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
 def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
     """Last norm, logits, loss."""
     vocab = stack.padded_vocab(spec.vocab, shape.tp)
-    product = Matmul(shape.here, vocab, spec.hidden, exact=not (shape.eight_bit and stack.fp8_head))
+    matmul = Matmul(shape.here, vocab, spec.hidden, exact=not (shape.eight_bit and stack.fp8_head))
     logits = shape.here * vocab
     norm = stack.norm_passes(spec, shape.outside * spec.hidden, shape.size)
     again = stack.logits_again and logits * 4 > MAX_LOGITS_BYTES
     forward, backward = stack.loss_passes(logits, shape.size, shape.tp)
     chunks = -(-logits * 4 // MAX_LOGITS_BYTES) if again else 1
-    products = (product,) * (2 if again else 1)
-    back = Matmul(product.m, product.k, product.n, exact=product.exact)
-    casts = (
-        ((), (), ()) if product.exact else head_casts(product, fused_chunks(logits, shape.size, "cuda"), shape, stack)
-    )
+    matmuls = (matmul,) * (2 if again else 1)
+    back = Matmul(matmul.m, matmul.k, matmul.n, exact=matmul.exact)
+    casts = ((), (), ()) if matmul.exact else head_casts(matmul, fused_chunks(logits, shape.size, "cuda"), shape, stack)
     if stack.measured and not stack.logits_again and has_chunks(logits):  # both gradients wait in forward's format
         backward += (6.0 * vocab * spec.hidden * (shape.trains == "all"), 2.0 * shape.size * shape.here * spec.hidden)
     trained = shape.trains == "all"
     if again:
         forward = forward * 2  # both passes are charged to the stage's backward and forward together
     return Training(
-        forward=Work(products, (), norm[0] + forward + casts[0], 6 * chunks),
+        forward=Work(matmuls, (), norm[0] + forward + casts[0], 6 * chunks),
         inputs=Work((back,), (), norm[1] + backward + casts[1], 6 * chunks),
-        weights=stack.weight_gradients((product,), shape) + Work((), (), casts[2]) if trained else Work(),
+        weights=stack.weight_gradients((matmul,), shape) + Work((), (), casts[2]) if trained else Work(),
         cheap=Work(),
         attention=Work(),
     )
 
 
-# Products -----------------------------------------------------------------------------------------------------------
+# Matmuls -----------------------------------------------------------------------------------------------------------
 
 
-def _attention_products(spec: ModelSpec, shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
+def _attention_matmuls(spec: ModelSpec, shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
     t, h = shape.here, spec.hidden
     queries = spec.num_heads // shape.tp * spec.head_dim
     keys = -(-spec.num_kv_heads // shape.tp) * spec.head_dim
     out = Matmul(t, h, queries)
-    if stack.joined:
+    if stack.fused_matmuls:
         return Matmul(t, queries + 2 * keys, h), out
     return Matmul(t, queries, h), Matmul(t, keys, h), Matmul(t, keys, h), out
 
 
-def _latent_products(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
+def _latent_matmuls(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
     """The projections down to the latents are whole on every rank, over the tokens that are its own."""
     t, h, heads = shape.here, spec.hidden, spec.num_heads // shape.tp
     outside = shape.outside
@@ -140,22 +138,23 @@ def _latent_products(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
     )
 
 
-def _dense_products(spec: ModelSpec, ffn: int, shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
+def _dense_matmuls(spec: ModelSpec, ffn: int, shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
     t, h, width = shape.here, spec.hidden, -(-ffn // shape.tp)
     down = Matmul(t, h, width)
     if not spec.gated:
         return Matmul(t, width, h), down
-    return (Matmul(t, 2 * width, h), down) if stack.joined else (Matmul(t, width, h), Matmul(t, width, h), down)
+    return (Matmul(t, 2 * width, h), down) if stack.fused_matmuls else (Matmul(t, width, h), Matmul(t, width, h), down)
 
 
-def _expert_products(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
-    """Router, routed experts as grouped products, shared experts. Spread experts are whole; else each rank has a slice of all of them."""
-    h, copies = spec.hidden, shape.here * spec.experts_per_token
+def _expert_matmuls(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
+    """Router, routed experts as grouped matmuls, shared experts. Spread experts are whole; else each rank has a slice
+    of all of them."""
+    h, routed_tokens = spec.hidden, shape.here * spec.experts_per_token
     slices = shape.tp if shape.ep == 1 else 1
     width = -(-spec.expert_ffn // slices)
     experts = spec.num_experts // shape.ep
     # An expert-parallel rank has its own experts' tokens of all ranks of the row: as many as its own tokens send out.
-    own = copies if shape.ep == 1 else copies // shape.tp
+    own = routed_tokens if shape.ep == 1 else routed_tokens // shape.tp
     tokens = max(1, round(own * (EXPERT_IMBALANCE if shape.ep > 1 else 1.0) / experts))
     routed = (Matmul(tokens, (2 if spec.gated else 1) * width, h, experts), Matmul(tokens, h, width, experts))
     router = Matmul(shape.outside if shape.ep > 1 else shape.here, spec.num_experts, h, exact=True)
@@ -167,7 +166,7 @@ def _expert_products(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
 
 
 def _bias_gradients(spec: ModelSpec, forward: tuple[Matmul, ...], shape: RankShape) -> tuple[float, ...]:
-    """Sums over all tokens, a pass over each product's output gradient."""
+    """Sums over all tokens, a pass over each matmul's output gradient."""
     if shape.trains != "all" or not spec.mlp_bias:
         return ()
     return tuple(float(p.m * p.n * shape.size) for p in forward)
@@ -191,7 +190,7 @@ def _attention_core(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: 
     return AttentionCore(shape.rows, heads, kv_heads, queries, keys, context, spec.head_dim, spec.value_dim)
 
 
-def _score_products(core: AttentionCore, backward: bool = False) -> tuple[Matmul, ...]:
+def _score_matmuls(core: AttentionCore, backward: bool = False) -> tuple[Matmul, ...]:
     """Attention by definition computes masked scores too."""
     groups = core.rows * core.heads
     scores = Matmul(core.queries, core.keys, core.width, groups, exact=True)
@@ -202,16 +201,17 @@ def _score_products(core: AttentionCore, backward: bool = False) -> tuple[Matmul
 def _adapters(
     parts: Iterable[tuple[tuple[Matmul, ...], bool]], shape: RankShape, stack: Stack
 ) -> tuple[Work, Work, Work]:
-    """y + (s x A) B beside each adapted product: two narrow products, a narrow scaling, a sum. Forward, inputs, weights. In our compiled blocks, without
-    tensor parallelism, layers that multiply the same input have one A, and the product with B is a part of the sum's pass. `parts`: products of
-    attention and of the rest, and whether all but the last multiply the same input."""
+    """y + (s x A) B beside each adapted matmul: two narrow matmuls, a narrow scaling, a sum. Forward, inputs,
+    weights. In our compiled blocks, without tensor parallelism, layers that multiply the same input have one A, and the
+    matmul with B is a part of the sum's pass. `parts`: matmuls of attention and of the rest, and whether all but the
+    last multiply the same input."""
     ours = stack.measured and shape.tp == 1
     at_once = ours and shape.size == 2 and adds_in_one_kernel(shape.rank)
     found, groups = [Work(), Work(), Work()], []
     first = 0
-    for products, is_same in parts:
-        adapted = [p if index in shape.adapters else None for index, p in enumerate(products, first)]
-        first += len(products)
+    for matmuls, is_same in parts:
+        adapted = [p if index in shape.adapters else None for index, p in enumerate(matmuls, first)]
+        first += len(matmuls)
         cut = len(adapted) - 1 if is_same and ours and not shape.drops else 0
         groups += [adapted[:cut], *([one] for one in adapted[cut:])]
     for group in groups:

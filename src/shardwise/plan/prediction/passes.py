@@ -1,4 +1,5 @@
-"""Passes over memory around a layer's matmuls: norms, positions, activation, sums, casts. Bytes, one figure per kernel. No torch.
+"""Passes over memory around a layer's matmuls: norms, positions, activation, sums, casts. Bytes, one figure per kernel.
+No torch.
 
 Which kernels there are is the stack's (stack.py); here they are put together for a layer. Read next: operations.py.
 """
@@ -12,8 +13,9 @@ from shardwise.spec.model import LayerSpec, ModelSpec
 
 GATHERED = measured("gathered_rows")
 NF4_CHUNK, NF4_KERNELS, NF4_BYTES = 2**24, 10, 22.5
-"""adapters/nf4.py: weights of a chunk, kernels for it, and bytes per weight: a code becomes an index of four bytes per pair, two elements of fp32 are
-looked up, multiplied by their block's magnitude in place, and rounded into the result."""
+"""adapters/nf4.py: weights of a chunk, kernels for it, and bytes per weight: a code becomes an index of four bytes per
+pair, two elements of fp32 are looked up, multiplied by their block's magnitude in place, and rounded into the
+result."""
 
 
 def cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack) -> tuple[Passes, Passes]:
@@ -37,11 +39,12 @@ def cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Sta
 
 
 def _expert_activation(spec: ModelSpec, shape: RankShape, stack: Stack) -> tuple[Passes, Passes]:
-    """Besides the activation: tokens' copies are sorted by expert, and put back with their weights; the router's softmax."""
-    copies = shape.here * spec.experts_per_token / (shape.tp if shape.ep > 1 else 1)
+    """Besides the activation: tokens' copies are sorted by expert, and put back with their weights; the router's
+    softmax."""
+    routed_tokens = shape.here * spec.experts_per_token / (shape.tp if shape.ep > 1 else 1)
     slices = shape.tp if shape.ep == 1 else 1
-    act = stack.activation_passes(spec, copies * spec.expert_ffn / slices, shape.size)
-    moved = 2.0 * copies * spec.hidden * shape.size * GATHERED
+    act = stack.activation_passes(spec, routed_tokens * spec.expert_ffn / slices, shape.size)
+    moved = 2.0 * routed_tokens * spec.hidden * shape.size * GATHERED
     sorts = (moved, 1.5 * moved) + (moved, moved) * (shape.ep > 1)
     routing = (4.0 * shape.here * spec.num_experts,) * 4
     shared = stack.activation_passes(
@@ -53,9 +56,9 @@ def _expert_activation(spec: ModelSpec, shape: RankShape, stack: Stack) -> tuple
 
 
 def head_casts(matmul: Matmul, chunks: int, shape: RankShape, stack: Stack) -> tuple[Passes, Passes, Passes]:
-    """Quantizing for a head in fp8 whose loss is fused: outside of blocks, each a kernel of its own. Weights are quantized once for all chunks,
-    frozen ones once for all steps, and what a chunk adds to their gradient is not added inside of the matmul: it is read, and the sum in
-    fp32 read and written."""
+    """Quantizing for a head in fp8 whose loss is fused: outside of blocks, each a kernel of its own. Weights are
+    quantized once for all chunks, frozen ones once for all steps, and what a chunk adds to their gradient is not added
+    inside of the matmul: it is read, and the sum in fp32 read and written."""
     x, w, g = (float(n) for n in (matmul.m * matmul.k, matmul.k * matmul.n, matmul.m * matmul.n))
     each = LOOK + ROUND
     if shape.trains != "all":
@@ -65,7 +68,8 @@ def head_casts(matmul: Matmul, chunks: int, shape: RankShape, stack: Stack) -> t
 
 
 def unpacking_passes(matmuls: tuple[Matmul, ...], shape: RankShape) -> Passes:
-    """Four-bit weights are read out into 16 bits before each use, chunk by chunk in plain operations (adapters/nf4.py)."""
+    """Four-bit weights are read out into 16 bits before each use, chunk by chunk in plain operations
+    (adapters/nf4.py)."""
     if shape.trains != "qlora":
         return ()
     found: list[float] = []

@@ -1,7 +1,8 @@
 """How long a pipeline takes: the schedule that the runtime executes, with a price per stage. No torch.
 
-The same simulation as timeline.py, on numbers instead of actions, because a search asks thousands of times. Invariant: `pipeline_seconds` is
-`simulate(...).total` of the same prices (a test compares them); with very many micro-batches the steady state is drawn out in a line.
+The same simulation as timeline.py, on numbers instead of actions, because a search asks thousands of times. Invariant:
+`pipeline_seconds` is `simulate(...).total` of the same prices (a test compares them); with very many micro-batches the
+steady state is drawn out in a line.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from shardwise.plan.prediction.rank_share import stages_in_flight
 from shardwise.spec.schedules import schedule_actions, splits_backward, stage_owners
 
 ENOUGH = 4
-"""Times pp: micro-batches that are simulated one by one. After so many, every further group takes as long as the one before."""
+"""Times pp: micro-batches that are simulated one by one. After so many, every further group takes as long as the one
+before."""
 
 Simulate = Callable[[str, int, int, int, Sequence[float], float], float]
 """Schedule, pp, stages per rank, micro-batches, prices, seconds of a send -> seconds of a step."""
 
 Step = tuple[int, int, int, int, bool, int]
-"""rank, price, own result, needed result, whether it comes from another rank, second needed result on the same rank (-1: none)"""
+"""rank, price, own result, needed result, whether it comes from another rank, second needed result on the same rank
+(-1: none)"""
 
 
 @lru_cache(maxsize=256)
 def _steps(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> tuple[tuple[Step, ...], int]:
-    """Actions in an order in which each comes after what it needs. Prices are numbered stage * 4 + kind (F, B, I, W)."""
+    """Actions in an order in which each comes after what it needs. Prices are numbered stage * 4 + kind (F, B, I,
+    W)."""
     owners = stage_owners(schedule, pp, virtual_stages)
     stages, count = len(owners), num_microbatches
     orders = schedule_actions(schedule, pp, virtual_stages, count)
@@ -75,7 +79,8 @@ def pipeline_seconds(
 def least_pipeline_seconds(
     schedule: str, pp: int, virtual_stages: int, num_microbatches: int, prices: Sequence[float], transfer: float
 ) -> float:
-    """At most `pipeline_seconds` of the same prices, in a fraction of the time: the longest that any rank takes at least."""
+    """At most `pipeline_seconds` of the same prices, in a fraction of the time: the longest that any rank takes at
+    least."""
     forward, backward, inputs = prices[::4], prices[1::4], prices[2::4]
     owners, is_split = stage_owners(schedule, pp, virtual_stages), splits_backward(schedule)
     busy = [0.0] * pp
@@ -89,7 +94,8 @@ def least_pipeline_seconds(
     for rank, before in enumerate(accumulate(around[:-1], initial=0.0)):
         longest = max(longest, least_rank_seconds(num_microbatches, busy[rank], before + rank * hops * transfer))
     if is_split and owners[-1] == pp - 1:
-        # Until its first backward the first rank has nothing but forwards, and room for few: those of the schedule's limit.
+        # Until its first backward the first rank has nothing but forwards, and room for few: those of the schedule's
+        # limit.
         after = len(owners) - pp + 1
         until = sum(forward) + sum(inputs[after:]) + (len(owners) - 1 + pp - 1) * transfer
         room = stages_in_flight(schedule, pp, virtual_stages, num_microbatches, 0)
@@ -99,8 +105,9 @@ def least_pipeline_seconds(
 
 
 def least_rank_seconds(num_microbatches: int, busy: float, around: float) -> float:
-    """Seconds that a rank takes at least: it is busy with every micro-batch, and `around` passes before its first or after its last. That is
-    what the stages before its first one take for one micro-batch: their forwards, and where backward is not split their backwards too."""
+    """Seconds that a rank takes at least: it is busy with every micro-batch, and `around` passes before its first or
+    after its last. That is what the stages before its first one take for one micro-batch: their forwards, and where
+    backward is not split their backwards too."""
     return num_microbatches * busy + around
 
 

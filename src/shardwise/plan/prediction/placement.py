@@ -1,9 +1,10 @@
 """Which links a layout's collectives use: the one answer for prices, tables and the words of a plan. No torch.
 
-Ranks are numbered with tp innermost, then context, shards, replicas, and the pipeline outermost (parallel/mesh.py), so neighbours share the
-fastest links. Where a group lies is what its prices are made from (collectives.py): a group whose length does not divide a domain
-straddles a border somewhere, and then goes over the slower link, however short it is. Invariant: an axis is described by the slowest link
-that any of its groups goes over; some of its traffic may stay on a faster one.
+Ranks are numbered with tp innermost, then context, shards, replicas, and the pipeline outermost (parallel/mesh.py), so
+neighbours share the fastest links. Where a group lies is what its prices are made from (collectives.py): a group whose
+length does not divide a domain straddles a border somewhere, and then goes over the slower link, however short it is.
+Invariant: an axis is described by the slowest link that any of its groups goes over; some of its traffic may stay on a
+faster one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What one rank of a pipeline holds of one tensor-parallel slice of the model. Counts only; bytes are memory.py's, time is step_time.py's.
+"""What one rank of a pipeline holds of one tensor-parallel slice of the model. Counts only; bytes are memory.py's, time
+is step_time.py's.
 
 Invariant: with tp = pp = 1 the share is the whole model, to the last parameter.
 """
@@ -19,7 +20,8 @@ from shardwise.spec.timeline import peak_in_flight
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The part that does not depend on the batch. Compared by identity: there is one of each, and results are kept by it."""
+    """The part that does not depend on the batch. Compared by identity: there is one of each, and results are kept by
+    it."""
 
     spec: ModelSpec  # the slice
     layers: tuple[LayerSpec, ...]
@@ -207,8 +209,9 @@ ENOUGH = 3
 
 
 def weights_waiting(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> list[int]:
-    """Per rank: most activations whose backward has run but for the weights' gradients. With several stages per rank the groups that pass them
-    are alike where pp divides the micro-batches; only then some stand for all (a test counts)."""
+    """Per rank: most activations whose backward has run but for the weights' gradients. With several stages per rank
+    the groups that pass them are alike where pp divides the micro-batches; only then some stand for all (a test
+    counts)."""
     if SCHEDULES[schedule].repeats(pp, virtual_stages, num_microbatches) and num_microbatches > ENOUGH * pp:
         num_microbatches = ENOUGH * pp + num_microbatches % pp
     return _waiting(schedule, pp, virtual_stages, num_microbatches)

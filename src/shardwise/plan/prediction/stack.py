@@ -1,9 +1,10 @@
 """`Stack`: how our runtime executes a plan, as far as its price and its memory depend on it. No torch.
 
-Physics is the same for everybody: bytes, FLOPs, links. Fields are what a plan decides (resolve/speed.py's `stack_of`). Methods and properties are
-the points where another framework's step costs something else; each says what ours does. They are the only way in for others:
-benchmarks/stacks/foreign.py overrides them, so that predictions can be tested on runs that somebody published. Passes are bytes that one
-kernel reads and writes; a pass that runs below the memory's rate is counted longer. Read next: operations.py, which asks for them.
+Physics is the same for everybody: bytes, FLOPs, links. Fields are what a plan decides (resolve/speed.py's `stack_of`).
+Methods and properties are the points where another framework's step costs something else; each says what ours does.
+They are the only way in for others: benchmarks/stacks/foreign.py overrides them, so that predictions can be tested on
+runs that somebody published. Passes are bytes that one kernel reads and writes; a pass that runs below the memory's
+rate is counted longer. Read next: operations.py, which asks for them.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class StateTraffic(NamedTuple):
 @dataclass(frozen=True)
 class Stack:
     attention: str = "sdpa"  # the kernel: sdpa (cuDNN's, as torch calls it) | flash4
-    joined: bool = False  # queries, keys and values are one matmul; gate and up another
+    fused_matmuls: bool = False  # queries, keys and values are one matmul; gate and up another
     side_by_side: tuple[
         str, ...
-    ] = ()  # of `qkv`, `gate up`: joined, but their weights lie apart and are copied in every pass
+    ] = ()  # of `qkv`, `gate up`: fused, but their weights lie apart and are copied in every pass
     compiled: bool = False  # elementwise chains are one kernel each
     fused_activation: bool = (
         False  # gate, activation and their product are one kernel; compiled blocks have that anyway
@@ -71,12 +72,13 @@ class Stack:
 
     @property
     def knows_masks(self) -> bool:
-        """Whether the attention kernel skips keys outside of a window and knows soft caps. Ours computes all pairs then."""
+        """Whether the attention kernel skips keys outside of a window and knows soft caps. Ours computes all pairs
+        then."""
         return False
 
     def score_passes(self, core: AttentionCore, size: int, capped: bool) -> tuple[Passes, Passes] | None:
-        """Passes over attention's scores, forward and backward; None: a fused kernel has none. `capped`: softly, by model/attention.py: scaled,
-        divided, tanh, multiplied, masked, softmax in fp32, rounded."""
+        """Passes over attention's scores, forward and backward; None: a fused kernel has none. `capped`: softly, by
+        model/attention.py: scaled, divided, tanh, multiplied, masked, softmax in fp32, rounded."""
         if not capped:
             return None
         elements = float(core.rows * core.heads * core.queries * core.keys)
@@ -85,10 +87,11 @@ class Stack:
         return tuple(b * elements for b in forward), tuple(b * elements for b in backward)
 
     def block_passes(self, spec: ModelSpec, elements: float, size: int) -> tuple[Passes, Passes]:
-        """The norms of a block and its two residual sums. x + y reads two tensors and writes one; in backward the two gradients that meet at
-        a branch are added."""
+        """The norms of a block and its two residual sums. x + y reads two tensors and writes one; in backward the two
+        gradients that meet at a branch are added."""
         if self.measured:
-            # Norm; sum and norm; sum, made anew from all of its parts. Backward reads them again for the norms' weights.
+            # Norm; sum and norm; sum, made anew from all of its parts. Backward reads them again for the norms'
+            # weights.
             return (9.0 * elements * size,), (16.0 * elements * size,)
         norm, plus = self.norm_passes(spec, elements, size), 3.0 * elements * size
         norms = 4 if spec.post_norms else 2
@@ -100,7 +103,8 @@ class Stack:
         return (2.0 * elements * size * slow,), (3.0 * elements * size * slow, elements * size)
 
     def rope_passes(self, rotated: float, size: int) -> Passes:
-        """x1 cos - x2 sin, x2 cos + x1 sin, side by side: four products and two sums of halves, one copy. For queries and keys."""
+        """x1 cos - x2 sin, x2 cos + x1 sin, side by side: four products and two sums of halves, one copy. For queries
+        and keys."""
         if self.compiled:
             return (2.0 * rotated,)
         return tuple(part * rotated / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
@@ -116,9 +120,10 @@ class Stack:
         return (2.0 * one, 3.0 * one), (3.0 * one, 3.0 * one, 3.0 * one)
 
     def cast_passes(self, parts: tuple[tuple[Matmul, ...], ...], shape: RankShape) -> tuple[Passes, Passes, Passes]:
-        """fp8: both factors of each matmul are quantized: their largest element is found, they are scaled and rounded. Forward, gradients of
-        inputs, gradients of weights. Our compiled blocks quantize what several matmuls read once; elsewhere each matmul quantizes its own.
-        Frozen weights were quantized before. `parts`: matmuls of attention and of the rest, of which all but the last read the same input."""
+        """fp8: both factors of each matmul are quantized: their largest element is found, they are scaled and rounded.
+        Forward, gradients of inputs, gradients of weights. Our compiled blocks quantize what several matmuls read once;
+        elsewhere each matmul quantizes its own. Frozen weights were quantized before. `parts`: matmuls of attention and
+        of the rest, of which all but the last read the same input."""
         if not shape.eight_bit:
             return (), (), ()
         wide = [p for part in parts for p in part if p.in_eight]
@@ -141,13 +146,15 @@ class Stack:
         return forward, inputs, weights
 
     def weight_gradients(self, forward: tuple[Matmul, ...], shape: RankShape) -> Work:
-        """One matmul for each of forward's, added to what other micro-batches left as autograd does it. Frozen weights have none."""
+        """One matmul for each of forward's, added to what other micro-batches left as autograd does it. Frozen weights
+        have none."""
         if shape.trains != "all":
             return Work()
         return Work(tuple(Matmul(p.n, p.k, p.m, p.groups, False, p.exact, p.small) for p in forward))
 
     def embedding_passes(self, x: float, table: int) -> tuple[Passes, Passes]:
-        """Beside the lookup of `x` bytes and its gradient: passes over a table of so many elements. Forward, backward."""
+        """Beside the lookup of `x` bytes and its gradient: passes over a table of so many elements. Forward,
+        backward."""
         return (), (2.0 * table,)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
@@ -155,7 +162,8 @@ class Stack:
         return -(-vocab // tp)
 
     def loss_passes(self, logits: int, size: int, tp: int) -> tuple[Passes, Passes]:
-        """Written by the matmul; then: widened to fp32, softmax, loss. Backward: the softmax's gradient, rounded to the logits' format."""
+        """Written by the matmul; then: widened to fp32, softmax, loss. Backward: the softmax's gradient, rounded to the
+        logits' format."""
         if self.fused_loss:
             passes = (logits * 2.0 * size,) * LOSS_PASSES
             return passes[:1], passes[1:]
@@ -169,7 +177,8 @@ class Stack:
     # What is computed again, what travels, what waits -----------------------------------------------------------------
 
     def repeated(self, work: Training, again: bool, selective: bool) -> Work:
-        """What backward computes of forward once more. `again`: the whole layer; `selective`: all but matmuls and attention."""
+        """What backward computes of forward once more. `again`: the whole layer; `selective`: all but matmuls and
+        attention."""
         if again:
             return Work(
                 self.but_last(work.forward.matmuls), work.forward.attention, work.forward.passes, work.forward.views
@@ -186,8 +195,9 @@ class Stack:
     def tensor_seconds(
         self, forward: float, again: float, matmuls: float, weights: float, sequence: bool
     ) -> tuple[float, float]:
-        """Exposed seconds of a layer's tensor-parallel collectives, forward and backward. `forward`: of one pass; `again`: of what is computed
-        again; `matmuls`, `weights`: seconds of forward's matmuls and of those for weight gradients, which others hide some of it behind."""
+        """Exposed seconds of a layer's tensor-parallel collectives, forward and backward. `forward`: of one pass;
+        `again`: of what is computed again; `matmuls`, `weights`: seconds of forward's matmuls and of those for weight
+        gradients, which others hide some of it behind."""
         return forward, forward + again
 
     @property
@@ -196,7 +206,7 @@ class Stack:
         return True
 
     @property
-    def copies_parameters(self) -> bool:
+    def casts_gathered(self) -> bool:
         """Whether parameters are cast and copied when they are gathered, as FSDP2 does it."""
         return True
 
@@ -214,7 +224,7 @@ class Stack:
         """Bytes of an optimizer's pass over `elements` parameters, given those of the fused one."""
         return update
 
-    def stage_message(self, size: float, tp: int, sequence: bool) -> float:
+    def stage_bytes(self, size: float, tp: int, sequence: bool) -> float:
         """Bytes that a rank sends to the next stage of `size` bytes of activations."""
         return size
 
@@ -260,12 +270,13 @@ class Stack:
     def selected(
         self, spec: ModelSpec, ffn: int, seq_len: int, token_parts: int, whole: Callable[[], int]
     ) -> int | None:
-        """Elements per token that selective recomputation keeps of a layer that keeps `whole()` without; None: as ours does."""
+        """Elements per token that selective recomputation keeps of a layer that keeps `whole()` without; None: as ours
+        does."""
         return None
 
     def loss_bytes(self, num_tokens: int, vocab: int, is_cut: bool) -> int | None:
-        """Bytes while the loss is computed, where all logits are there at once; None: in chunks, as ours. `is_cut`: a rank has a part of the
-        vocabulary."""
+        """Bytes while the loss is computed, where all logits are there at once; None: in chunks, as ours. `is_cut`: a
+        rank has a part of the vocabulary."""
         return None
 
     def reserved(self, parts: dict[str, int], spec: ModelSpec, plan: Plan, size: int) -> dict[str, int]:
@@ -274,7 +285,8 @@ class Stack:
 
 
 def sharded_loss(logits: int, size: int) -> tuple[Passes, Passes]:
-    """Where ranks have parts of the vocabulary: the largest, the difference, exp, its sum and the division are passes of their own, in fp32."""
+    """Where ranks have parts of the vocabulary: the largest, the difference, exp, its sum and the division are passes
+    of their own, in fp32."""
     forward = tuple(logits * b for b in (CAST * (size + 4.0), 4.0, 8.0, 8.0, 4.0, 8.0))
     return forward, tuple(logits * b for b in (8.0, CAST * (4.0 + size)))
 

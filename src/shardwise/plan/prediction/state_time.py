@@ -3,7 +3,8 @@
     stage 0   one sum of all gradients per step          stage 1   the same as a scattering sum, and one gathering
     stage 2   a sum per micro-batch                      stage 3   gatherings for each forward and backward as well
 
-as docs/axes/zero.md has it. Messages run beside computing where the stack lets them: what is counted here is what remains. Read next: step_time.py.
+as docs/axes/zero.md has it. Collectives run beside computing where the stack lets them: what is counted here is what
+remains. Read next: step_time.py.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def state_time(
     plan: Plan,
     stack: Stack,
 ) -> StateTime:
-    """`forward`, `backward`: of all layers of the rank and one micro-batch; messages can hide behind them."""
+    """`forward`, `backward`: of all layers of the rank and one micro-batch; collectives can hide behind them."""
     held = sum(blocks[1:], blocks[0])
     compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
     traffic = stack.traffic(plan, compute, weight)
@@ -117,12 +118,12 @@ def state_time(
     return StateTime(0.0, each, once, casts[0], casts[1], casts[2])
 
 
-def _hidden(messages: float, beside: float, overlaps: bool) -> float:
-    """What messages add to a step when computing of this length runs beside them."""
+def _hidden(collectives: float, beside: float, overlaps: bool) -> float:
+    """What collectives add to a step when computing of this length runs beside them."""
     if not overlaps:
-        return messages
-    covered = min(messages, beside)
-    return messages - covered + SLOWED * covered
+        return collectives
+    covered = min(collectives, beside)
+    return collectives - covered + SLOWED * covered
 
 
 def _experts(network: Network, size: float, plan: Plan, groups: int) -> float:
@@ -133,18 +134,19 @@ def _experts(network: Network, size: float, plan: Plan, groups: int) -> float:
 
 
 def _casts(held: HeldParameters, plan: Plan, stack: Stack, pricer: Pricer) -> tuple[float, float, float]:
-    """FSDP2's copies: parameters are rounded into a send buffer and copied out of the receive buffer, gradients are widened into a buffer and
-    added to what is there. Per forward, per backward, per step. Other frameworks keep a 16-bit copy, which the optimizer writes, and so do we
-    with `Plan.copies`: then several micro-batches are added up in fp32, and that is all."""
+    """FSDP2's copies: parameters are rounded into a send buffer and copied out of the receive buffer, gradients are
+    widened into a buffer and added to what is there. Per forward, per backward, per step. Other frameworks keep a
+    16-bit copy, which the optimizer writes, and so do we with `Plan.copies`: then several micro-batches are added up in
+    fp32, and that is all."""
     if plan.copies and plan.num_microbatches > 1:
         size = COMPUTE_BYTES[plan.precision] + (2 - 1 / plan.num_microbatches) * WEIGHT_BYTES[plan.precision]
         return 0.0, pricer.pass_(held.trained * size), 0.0
-    if not plan.uses_fsdp or not stack.copies_parameters:
+    if not plan.uses_fsdp or not stack.casts_gathered:
         return 0.0, 0.0, 0.0
     weight, compute = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision]
-    numbers = gathered_bytes(held, compute) / compute
-    own = numbers / plan.state_shards
-    rounding = pricer.pass_(own * (weight + compute)) + pricer.pass_(numbers * 2 * compute)
+    elements = gathered_bytes(held, compute) / compute
+    own = elements / plan.state_shards
+    rounding = pricer.pass_(own * (weight + compute)) + pricer.pass_(elements * 2 * compute)
     widening = pricer.pass_(held.trained * (compute + weight) * CAST) + pricer.pass_(
         held.trained / plan.state_shards * 3 * weight
     )
@@ -163,14 +165,14 @@ def _casts(held: HeldParameters, plan: Plan, stack: Stack, pricer: Pricer) -> tu
 def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan, job: Job, stack: Stack) -> float:
     """The norm, clipping and the update of what a rank owns."""
     weight = WEIGHT_BYTES[plan.precision]
-    numbers = trained / shards
+    elements = trained / shards
     gradient = gradient_bytes(plan)
     copy = COMPUTE_BYTES[plan.precision] if plan.copies else 0
     moved = 2 * weight + gradient + copy + 2 * state_bytes(job.optimizer, plan.precision)
     is_one_pass = plan.copies and plan.device == "cuda" and job.optimizer == "adamw"  # optim/fused_adamw.py
-    update = numbers * moved / (MASTER_UPDATE_RATE if is_one_pass else OPTIMIZER_RATE)
+    update = elements * moved / (MASTER_UPDATE_RATE if is_one_pass else OPTIMIZER_RATE)
     if OPTIMIZERS[job.optimizer].is_low_bit:  # kernels/triton/low_bit_adamw.py
-        update = numbers * moved / LOW_BIT_RATE if plan.device == "cuda" else LOW_BIT_CPU * update
-    update = stack.update_bytes(update, numbers)
-    norm = numbers * gradient / NORM_RATE + (0 if plan.copies else numbers * 2 * weight)  # the update itself clips
-    return pricer.pass_(update) + pricer.pass_(norm) if numbers else 0.0
+        update = elements * moved / LOW_BIT_RATE if plan.device == "cuda" else LOW_BIT_CPU * update
+    update = stack.update_bytes(update, elements)
+    norm = elements * gradient / NORM_RATE + (0 if plan.copies else elements * 2 * weight)  # the update itself clips
+    return pricer.pass_(update) + pricer.pass_(norm) if elements else 0.0

@@ -6,9 +6,10 @@
     2       16 P / N + P gathered           every micro-batch's gradients go to their owners at once
     3       16 P / N + two blocks gathered  a tied embedding stays gathered as well
 
-Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too. On one rank it may stay
-(`Plan.copies`): 6 P of weights, 8 P of moments, and gradients of 2 P, or 4 P where micro-batches add up. What is frozen beside
-adapters is kept in that format at once, and has neither gradients nor states. Read next: lifetimes.py.
+Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too. On one
+rank it may stay (`Plan.copies`): 6 P of weights, 8 P of moments, and gradients of 2 P, or 4 P where micro-batches add
+up. What is frozen beside adapters is kept in that format at once, and has neither gradients nor states. Read next:
+lifetimes.py.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from shardwise.spec.recompute import segments
 from shardwise.spec.schema import AdapterConfig
 
 WEIGHT_BYTES = {name: FORMAT_BYTES[precision.kept] for name, precision in PRECISIONS.items()}
-"""Per number of weights, gradients and optimizer state."""
+"""Per element of weights, gradients and optimizer state."""
 
 COMPUTE_BYTES = {name: FORMAT_BYTES[precision.computed] for name, precision in PRECISIONS.items()}
-"""Per number of activations and of parameters while they are used."""
+"""Per element of activations and of parameters while they are used."""
 
 STATES_PER_PARAMETER = {name: kind.num_states for name, kind in OPTIMIZERS.items()}
 """Extra tensors of the parameter's size that each optimizer keeps."""
 
 STATE_BYTES = {name: FORMAT_BYTES[precision.states] for name, precision in PRECISIONS.items()}
-"""Per number of optimizer state. Adam's second moment would vanish in fp16."""
+"""Per element of optimizer state. Adam's second moment would vanish in fp16."""
 
 LOW_BIT_BYTES = 1 + 4 / 256
-"""Per number of 8-bit state: a code, and a block's share of its scale."""
+"""Per element of 8-bit state: a code, and a block's share of its scale."""
 
 
 class RankStates(NamedTuple):
@@ -62,7 +63,7 @@ class Groups:
 
     blocks: list[HeldParameters]  # the embedding, every layer, the head
     whole: HeldParameters
-    largest: int  # trained numbers of the largest block
+    largest: int  # trained elements of the largest block
     apart: tuple[str, ...] = ()  # of Stack.side_by_side, what adapters keep from being joined
 
 
@@ -93,7 +94,7 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
     if others is not None:
         return others
     if plan.copies:
-        return _with_copies(groups.whole, plan, optimizer)
+        return _with_low_precision_weights(groups.whole, plan, optimizer)
     weight, compute, whole = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], groups.whole
     is_frozen = whole.trained < share.num_parameters
     spread = share.spread_parameters * (compute if is_frozen else weight)
@@ -123,8 +124,9 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
     )
 
 
-def _with_copies(whole: HeldParameters, plan: Plan, optimizer: str) -> RankStates:
-    """On one rank: both formats of every trained weight. A gradient is as wide as the copy until several have to be added up."""
+def _with_low_precision_weights(whole: HeldParameters, plan: Plan, optimizer: str) -> RankStates:
+    """On one rank: both formats of every trained weight. A gradient is as wide as the copy until several have to be
+    added up."""
     weight, compute, several = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], plan.num_microbatches > 1
     gradients = whole.trained * gradient_bytes(plan)
     return RankStates(
@@ -138,7 +140,7 @@ def _with_copies(whole: HeldParameters, plan: Plan, optimizer: str) -> RankState
 
 
 def gradient_bytes(plan: Plan) -> int:
-    """Per number, when the update reads it."""
+    """Per element, when the update reads it."""
     is_narrow = plan.copies and plan.num_microbatches == 1
     return (COMPUTE_BYTES if is_narrow else WEIGHT_BYTES)[plan.precision]
 

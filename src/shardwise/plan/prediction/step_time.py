@@ -3,9 +3,10 @@
     step_seconds(model, cluster, job, plan)   seconds by part; their sum is the step
     least_step_seconds(...)                   at most that, without the simulation of the pipeline: for the search
 
-A stage's forward and backward are as long as the device computes, or as the host needs to start it, whichever takes longer; on top come messages that
-nothing hides. Without a pipeline a step is the sum over its micro-batches; with one, the simulated schedule says how long ranks wait.
-Parts are those of the rank that is busiest. Read next: layer_time.py, state_time.py, pipeline_time.py.
+A stage's forward and backward are as long as the device computes, or as the host needs to start it, whichever takes
+longer; on top come sends that nothing hides. Without a pipeline a step is the sum over its micro-batches; with one,
+the simulated schedule says how long ranks wait. Parts are those of the rank that is busiest. Read next: layer_time.py,
+state_time.py, pipeline_time.py.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def step_seconds(
     apart: bool = True,
     simulate: Simulate = pipeline_seconds,
 ) -> dict[str, float]:
-    """Seconds by part; their sum is the step. `apart`: tells waiting for sends between stages from waiting, which takes as long again.
-    `simulate`: how long the pipeline takes, from the prices of its stages."""
+    """Seconds by part; their sum is the step. `apart`: tells waiting for sends between stages from waiting, which takes
+    as long again. `simulate`: how long the pipeline takes, from the prices of its stages."""
     stack = stack or stack_of(plan)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times)
@@ -101,7 +102,8 @@ def step_seconds(
 def least_step_seconds(
     model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None
 ) -> float:
-    """The step's own price with the least that its pipeline can take in place of the simulation. Without a pipeline it is the step."""
+    """The step's own price with the least that its pipeline can take in place of the simulation. Without a pipeline it
+    is the step."""
     return sum(step_seconds(model, cluster, job, plan, stack, False, least_pipeline_seconds).values())
 
 
@@ -118,11 +120,11 @@ _PRICERS: dict[tuple[object, ...], tuple[ClusterSpec, Stack, Pricer]] = {}
 
 
 def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack) -> LayerTimes:
-    """Layouts that cut layers alike share their prices. The objects are kept with them, so that their ids stay theirs."""
-    key = (
-        id(model), id(cluster), id(stack), job.adapter, plan.precision, plan.micro_batch, plan.seq_len, plan.tp, plan.sequence, plan.cp,
-        plan.cp_kind, plan.ep, plan.recompute == "selective", plan.uses_fsdp, plan.threads_per_rank, _odd_groups(cluster, plan),
-    )  # fmt: skip
+    """Layouts that cut layers alike share their prices. The objects are kept with them, so that their ids stay
+    theirs."""
+    cut = (plan.tp, plan.sequence, plan.cp, plan.cp_kind, plan.ep, plan.uses_fsdp, plan.recompute == "selective")
+    size = (plan.precision, plan.micro_batch, plan.seq_len, plan.threads_per_rank, _odd_groups(cluster, plan))
+    key = (id(model), id(cluster), id(stack), job.adapter, cut, size)
     found = _RECENT.get(key)
     if found is None:
         if len(_RECENT) > 2048:
@@ -149,7 +151,7 @@ def _pricer(cluster: ClusterSpec, plan: Plan, stack: Stack) -> Pricer:
 
 
 def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
-    """The same for the messages inside of layers: only groups that fit into a domain and do not divide it mind."""
+    """The same for the sends inside of layers: only groups that fit into a domain and do not divide it mind."""
     span, usual = cluster.tiers[0].span, usual_span(cluster.tiers[0])
     is_odd = any(n < span and span % n and usual % n for n in (plan.tp, plan.tp * plan.cp, plan.ep))
     return odd_world(cluster, plan.world) if is_odd else 0
@@ -228,7 +230,8 @@ def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> di
 def paging_seconds(
     share: RankShare, stages: Sequence[StageTime], cluster: ClusterSpec, plan: Plan, times: LayerTimes
 ) -> float:
-    """Activations go to CPU memory beside forward and come back beside backward: what takes longer than computing. One micro-batch."""
+    """Activations go to CPU memory beside forward and come back beside backward: what takes longer than computing. One
+    micro-batch."""
     token_parts = plan.tp if plan.sequence else 1
     spec = replace(share.spec, norm="layer")  # a norm on CUDA keeps its input alone
     kept = float(layer_activations(spec, share.layers, 0, token_parts))
@@ -240,14 +243,16 @@ def paging_seconds(
 
 
 def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> float:
-    """Both ends of a pipeline have the table, and add up its gradients: of what a rank owns, where ZeRO has shared it out."""
+    """Both ends of a pipeline have the table, and add up its gradients: of what a rank owns, where ZeRO has shared it
+    out."""
     shards = plan.state_shards if plan.stage.reduces_every_microbatch else 1
     size = -(-model.vocab // plan.tp) * model.hidden * stack.tied_bytes() / shards
     return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
 
 
 def transfer_seconds(times: LayerTimes, plan: Plan, stack: Stack) -> float:
-    """Of a message from one stage to the next, on average: where a domain holds several stages, some messages cross its border."""
+    """Of a message from one stage to the next, on average: where a domain holds several stages, some sends cross its
+    border."""
     near, far = transfers(times, plan.world, plan.pp, stack)
     borders = -(-plan.world // times.network.tiers[0].span) - 1
     return near + (far - near) * min(1.0, borders / (plan.pp - 1))
@@ -257,7 +262,7 @@ def transfers(times: LayerTimes, world: int, pp: int, stack: Stack) -> tuple[flo
     """Of a message to the nearest stage, and of one that crosses a border between domains, if the pipeline has one."""
     shape, plan, distance, inside = times.shape, times.plan, world // pp, times.network.tiers[0].span
     size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
-    size = stack.stage_message(size, plan.tp, plan.sequence)
+    size = stack.stage_bytes(size, plan.tp, plan.sequence)
     near = times.network.send(size, distance)
     return near, near if world <= inside else times.network.send(size, max(distance, inside))
 
@@ -273,7 +278,7 @@ def _pipeline(
     apart: bool,
     simulate: Simulate,
 ) -> dict[str, float]:
-    """What the schedule adds to the busiest rank's own time: waiting, and of that what messages between stages cost."""
+    """What the schedule adds to the busiest rank's own time: waiting, and of that what sends between stages cost."""
     transfer, slowest = transfer_seconds(times, plan, stack), transfers(times, plan.world, plan.pp, stack)[1]
     split = splits_backward(plan.schedule)
     prices: list[float] = []

@@ -1,6 +1,8 @@
-"""Constraints that exclude each other, or the model, the batch or the cluster: which two, and what to say instead. No torch.
+"""Constraints that exclude each other, or the model, the batch or the cluster: which two, and what to say instead. No
+torch.
 
-The config loader has looked at pairs of config keys already (config/check_layout.py); here it is what only a question knows.
+The config loader has looked at pairs of config keys already (config/check_layout.py); here it is what only a question
+knows.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from shardwise.spec.model import ModelSpec
 def check_pairs(spec: ModelSpec, cluster: ClusterSpec, asked: dict[str, Any], global_batch: int) -> None:
     """Two things that were said and cannot both be. The loader has looked at pairs of config keys already."""
     degrees = {axis: int(asked[f"parallel.{axis}"]) for axis in ("dp", "cp", "tp", "pp") if f"parallel.{axis}" in asked}
-    product = prod(degrees.values())
+    needed = prod(degrees.values())
     said = " x ".join(f"{axis}={value}" for axis, value in degrees.items())
-    if product > cluster.world:
+    if needed > cluster.world:
         raise UserError(
-            f"{said} needs {product} GPUs, --cluster {cluster.name} has {cluster.world}",
+            f"{said} needs {needed} GPUs, --cluster {cluster.name} has {cluster.world}",
             why="dp x cp x tp x pp is the number of GPUs of a layout",
             fix=_smaller(degrees, cluster.world),
         )
@@ -72,11 +74,11 @@ def _check_model(spec: ModelSpec, asked: dict[str, Any], degrees: dict[str, int]
 
 
 def _smaller(degrees: dict[str, int], world: int) -> str:
-    """One degree lowered until the product fits."""
+    """One degree lowered until the needed fits."""
     fixes = []
-    product = prod(degrees.values())
+    needed = prod(degrees.values())
     for axis, value in degrees.items():
-        room = world // (product // value)
+        room = world // (needed // value)
         if room >= 1:
             fixes.append(f"parallel.{axis}={1 << (room.bit_length() - 1)}")
-    return " or ".join(fixes) or f"a cluster of at least {product} GPUs"
+    return " or ".join(fixes) or f"a cluster of at least {needed} GPUs"

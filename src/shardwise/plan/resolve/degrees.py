@@ -2,8 +2,9 @@
 
     world = dp x cp x tp x pp        ep divides dp x cp x tp
 
-What only depends on the config itself was checked when it was loaded (config/check_layout.py). Invariant: degrees that leave
-this file multiply to the number of processes that will be started. Read next: refusal.py (how a fix is found), resolve.py.
+What only depends on the config itself was checked when it was loaded (config/check_layout.py). Invariant: degrees that
+leave this file multiply to the number of processes that will be started. Read next: refusal.py (how a fix is found),
+resolve.py.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _choose(asked: Asked, origins: Origins) -> Degrees:
     return Degrees(dp, tp, sequence, cp, pp, stages, split, ep, reason)
 
 
-# Data parallelism, and how many processes there are --------------------------------------------------------------------
+# Data parallelism, and how many processes there are -------------------------------------------------------------------
 
 
 def _choose_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[int, str]:
@@ -149,13 +150,16 @@ def _check_whole(asked: Asked) -> None:
     fix |= {"parallel.sequence": "auto"} if parallel.sequence is True else {}
     raise Refusal(
         f"{asked.spec.name} cannot be cut over {cut[0]}={getattr(parallel, cut[0])}",
-        why="transformers builds this model, and it is not known inside: dp, zero and replicate work, tp, pp, cp and ep do not",
+        why=(
+            "transformers builds this model, and it is not known inside: dp, zero and replicate work, tp, pp, cp and "
+            "ep do not"
+        ),
         keys=[f"parallel.{axis}" for axis in cut],
         fixes=[other for more in ({"parallel.zero": 3}, {}) for other in _with_nproc(asked, fix | more)],
     )
 
 
-# What the model allows -------------------------------------------------------------------------------------------------
+# What the model allows ------------------------------------------------------------------------------------------------
 
 
 def tensor_degrees(spec: ModelSpec) -> list[int]:
@@ -271,7 +275,7 @@ def _choose_split(asked: Asked, num_stages: int) -> tuple[int, ...]:
     return asked_split
 
 
-# Fixes -----------------------------------------------------------------------------------------------------------------
+# Fixes ----------------------------------------------------------------------------------------------------------------
 
 
 def _shorter_pipeline(asked: Asked, pp: int) -> Fix:

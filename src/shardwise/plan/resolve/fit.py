@@ -1,7 +1,8 @@
 """What would make a run fit: the changes of layouts/remedies.py, tried against the prediction, the cheapest first.
 
-Every one of them goes the way that a typed one goes: the rules of the config, the planner, predicted memory against the limit. What the
-schema does not offer yet is no candidate. So a change that is printed works when it is typed. No torch here.
+Every one of them goes the way that a typed one goes: the rules of the config, the planner, predicted memory against the
+limit. What the schema does not offer yet is no candidate. So a change that is printed works when it is typed. No torch
+here.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def does_not_fit(asked: Asked, plan: Plan, limit: int, plan_of: PlanOf) -> UserE
     total = sum(parts.values())
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     return UserError(
-        f"{spec.name} does not fit: {format_bytes(total)} per rank of {format_bytes(limit)}, {format_bytes(total - limit)} over",
+        f"{spec.name} does not fit: {format_bytes(total)} per rank of {format_bytes(limit)}, "
+        f"{format_bytes(total - limit)} over",
         why=f"{plan.layout} with micro-batch {plan.micro_batch} holds {held}; {largest_part(spec, plan)}",
         fix=" or ".join(f"{way.what} ({way.cost})" for way in ways_to_fit(asked, plan, plan_of))
         or _elsewhere(asked, plan),
@@ -62,8 +64,10 @@ def _elsewhere(asked: Asked, plan: Plan) -> str:
     if plan.device == "cpu" and asked.config.memory.limit == "auto":
         here = format_bytes(asked.machine.memory_bytes)
         model = asked.config.model.path or asked.config.model.preset
-        return f"a smaller model.preset or train.seq_len: all ranks share {here} here; `shardwise plan {model} --cluster 8xh100` plans for GPUs"
-    return "a smaller model.preset or train.seq_len, or more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)"
+        plans = f"`shardwise plan {model} --cluster 8xh100` plans for GPUs"
+        return f"a smaller model.preset or train.seq_len: all ranks share {here} here; {plans}"
+    ranks = "more ranks to split it over (parallel.tp, parallel.pp, parallel.cp)"
+    return f"a smaller model.preset or train.seq_len, or {ranks}"
 
 
 def largest_part(spec: ModelSpec, plan: Plan) -> str:
@@ -85,8 +89,8 @@ def ways_to_fit(
     scale: float = 1.0,
     without: tuple[str, ...] = (),
 ) -> list[Remedy]:
-    """At most three, cheapest first: one change, or two together where one is not enough. `scale`: how much more than predicted
-    the job really took. `without`: keys that must stay."""
+    """At most three, cheapest first: one change, or two together where one is not enough. `scale`: how much more than
+    predicted the job really took. `without`: keys that must stay."""
     cluster = asked.cluster
 
     def seconds(config: Config, of: Plan) -> float:

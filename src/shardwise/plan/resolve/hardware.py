@@ -1,7 +1,8 @@
-"""What the GPUs and libraries of a machine allow: the number format that is chosen, and what is refused with another way named. No torch.
+"""What the GPUs and libraries of a machine allow: the number format that is chosen, and what is refused with another
+way named. No torch.
 
-Invariant: nothing falls back without a word. What was asked for outright is refused where it cannot work; what was left open is chosen so that
-it works, and the plan's reason says so.
+Invariant: nothing falls back without a word. What was asked for outright is refused where it cannot work; what was left
+open is chosen so that it works, and the plan's reason says so.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ def too_old_for_flash4(name: str, capability: tuple[int, int], origins: Origins)
 
 
 def attention_here(asked: Asked) -> str:
-    """As a `Job` has it: `measured` where `auto` finds FlashAttention 4 among the kernels that it times. Masks of documents are not for it, and its
-    deterministic backward takes as long as cuDNN's."""
+    """As a `Job` has it: `measured` where `auto` finds FlashAttention 4 among the kernels that it times. Masks of
+    documents are not for it, and its deterministic backward takes as long as cuDNN's."""
     config, gpus = asked.config, asked.machine.gpus
     if config.data.document_mask or config.train.deterministic or not gpus:
         return "sdpa"

@@ -1,7 +1,7 @@
 """Refusals whose fixes have been tried: a layout is turned down together with changes after which it is accepted.
 
-`degrees.py` raises a `Refusal` with candidates, best first, and does not care which of them work. Before anybody reads it,
-`explained` applies each one and asks again. So no fix leads to the next refusal, unless none of them helps.
+`degrees.py` raises a `Refusal` with candidates, best first, and does not care which of them work. Before anybody reads
+it, `explained` applies each one and asks again. So no fix leads to the next refusal, unless none of them helps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_FIXES = 2
 
 @dataclass(frozen=True)
 class Asked:
-    """What somebody wants to run, and on what. `nproc`: processes asked for with --nproc or started by torchrun. `measured`: this machine as a
-    file has it; None: as the table of devices has it."""
+    """What somebody wants to run, and on what. `nproc`: processes asked for with --nproc or started by torchrun.
+    `measured`: this machine as a file has it; None: as the table of devices has it."""
 
     config: Config
     spec: ModelSpec

@@ -1,8 +1,9 @@
 """A run's own config read again, for going on with another layout.
 
-config.toml holds every value and, behind it, where it came from. What the planner filled in was right for the layout of that
-time: as soon as somebody sets a degree or a number of processes, those choices are made anew. Invariant: without new settings
-a run goes on with exactly the layout it had, and values keep their first origin however often it is resumed.
+config.toml holds every value and, behind it, where it came from. What the planner filled in was right for the layout of
+that time: as soon as somebody sets a degree or a number of processes, those choices are made anew. Invariant: without
+new settings a run goes on with exactly the layout it had, and values keep their first origin however often it is
+resumed.
 """
 
 from __future__ import annotations

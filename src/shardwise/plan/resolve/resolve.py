@@ -1,7 +1,8 @@
 """From what the user asked for to a `Plan`: fills every `auto` and refuses what cannot work, before torch is imported.
 
-The degrees of the axes come first (degrees.py); then the ZeRO stage and the micro-batch, by predicted memory (memory.py). Where that does not
-fit, or on several GPUs could be faster, the search decides (planned.py). What was chosen and why goes into the config (filled.py).
+The degrees of the axes come first (degrees.py); then the ZeRO stage and the micro-batch, by predicted memory
+(memory.py). Where that does not fit, or on several GPUs could be faster, the search decides (planned.py). What was
+chosen and why goes into the config (filled.py).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def resolve(
     origins: Origins = MappingProxyType({}),
     measured: ClusterSpec | None = None,
 ) -> Resolved:
-    """`num_sequences`: sequences in one pass over the training data, which `epochs` needs. `origins`: for the errors. `measured`: this machine
-    as somebody measured it."""
+    """`num_sequences`: sequences in one pass over the training data, which `epochs` needs. `origins`: for the errors.
+    `measured`: this machine as somebody measured it."""
     train = config.train
     if spec.positions == "learned" and train.seq_len > spec.max_seq_len:
         raise UserError(
@@ -90,8 +91,8 @@ def _no_room_on_host(asked: Asked, plan: Plan, origins: Origins) -> UserError:
     return UserError(
         f"memory.activation_offload needs {format_bytes(away)} of CPU memory, this machine has "
         f"{format_bytes(asked.machine.memory_bytes)}",
-        why=f"all activations of {plan.world} rank{'s' if plan.world > 1 else ''} with micro-batch {plan.micro_batch} wait there, "
-        f"and {HOST_SHARE:.0%} of it may be used",
+        why=f"all activations of {plan.world} rank{'s' if plan.world > 1 else ''} with micro-batch "
+        f"{plan.micro_batch} wait there, and {HOST_SHARE:.0%} of it may be used",
         fix="memory.activation_offload=false memory.recompute=full"
         + (" or train.micro_batch=1" if plan.micro_batch > 1 else ""),
         where=where_written(origins, "memory.activation_offload"),
@@ -202,8 +203,8 @@ def _check_profile(steps: str | None, num_steps: int, origins: Origins) -> None:
 
 
 def _choose_states(asked: Asked, plan: Plan, limit: int) -> Plan:
-    """The smallest ZeRO stage that fits, with the largest micro-batch that fits beside it. What costs time comes after that: computing again,
-    then states in CPU memory. The run measures the micro-batch again."""
+    """The smallest ZeRO stage that fits, with the largest micro-batch that fits beside it. What costs time comes after
+    that: computing again, then states in CPU memory. The run measures the micro-batch again."""
     config, size = asked.config, asked.config.train.micro_batch
     is_whole = keeps_base_whole(plan.precision, config.adapter.kind)
     stages, savings = _possible_stages(config.parallel, plan.dp, plan.cp, is_whole), possible_savings(asked)
@@ -243,8 +244,9 @@ def _possible_stages(parallel: ParallelConfig, dp: int, cp: int, is_whole: bool)
 
 
 def micro_batch_sizes(plan: Plan) -> list[int]:
-    """What `micro_batch = "auto"` chooses from, largest first: even parts of a rank's rows. A pipeline idles for pp - 1 of
-    every M + pp - 1 slots, so it gets M >= 4 pp micro-batches (GPipe, arXiv 1811.06965, section 2.3) where rows allow."""
+    """What `micro_batch = "auto"` chooses from, largest first: even parts of a rank's rows. A pipeline idles for pp - 1
+    of every M + pp - 1 slots, so it gets M >= 4 pp micro-batches (GPipe, arXiv 1811.06965, section 2.3) where rows
+    allow."""
     rows = plan.rows_per_rank
     most = rows if plan.pp == 1 else max(1, rows // (4 * plan.pp))
     return [size for size in range(most, 0, -1) if rows % size == 0]

@@ -1,7 +1,7 @@
 """Which of the [speed] tricks a plan uses: fills `auto`; and what the planner has to know of them. No torch.
 
-Everything here changes how fast a step is computed, not what. Invariant: a trick that the layout cannot bear is off, whatever `auto` would like. Read next:
-parallel/apply.py, which applies them.
+Everything here changes how fast a step is computed, not what. Invariant: a trick that the layout cannot bear is off,
+whatever `auto` would like. Read next: parallel/apply.py, which applies them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def with_speed(
     """The plan with its tricks. Called last: what they may do depends on the layout. `attention`: as a `Job` has it.
     `skips_steps`: a step whose loss is not finite is passed over (run.on_nan = skip)."""
     kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
-    copies = keeps_copies(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
-    copies, loss = copies and not plan.rounds_sums, loss_of(asked, plan.pp, plan.schedule)
-    if asked.copies is True and not copies:
-        raise _no_copies(plan, spec)
+    keeps = keeps_low_precision(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
+    keeps, loss = keeps and not plan.rounds_sums, loss_of(asked, plan.pp, plan.schedule)
+    if asked.copies is True and not keeps:
+        raise _no_low_precision(plan, spec)
     if (asked.compile not in ("auto", "none") and kernels["compile"] == "none") or (
         asked.fuse is True and not kernels["fuse"]
     ):
@@ -46,7 +46,10 @@ def with_speed(
     kernels["kernels"] = norms_of(kernels["kernels"], spec, plan.precision, plan.tp * plan.cp * plan.ep)
     if asked.kernels == "own" and kernels["kernels"] != "own":
         raise UserError(
-            "`speed.kernels = own` is for norms of 512 to 16,384 numbers (RMSNorm, none after a part) in 16 bits, with tp = cp = ep = 1",
+            (
+                "`speed.kernels = own` is for norms of 512 to 16,384 numbers (RMSNorm, none after a part) in 16 "
+                "bits, with tp = cp = ep = 1"
+            ),
             why=f"this run is {spec.name} with {plan.layout} in {plan.precision}",
             fix="speed.kernels=auto, which takes that where it can",
         )
@@ -61,7 +64,7 @@ def with_speed(
     return replace(
         plan,
         **kernels,
-        copies=copies,
+        copies=keeps,
         loss=loss,
         attention=attention,
         results="late" if late else "at-once",
@@ -101,7 +104,8 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
 
 
 def norms_of(kernels: str, spec: ModelSpec, precision: str, ranks: int) -> str:
-    """`own` where that is possible. `ranks`: that a block talks to. In fp8 a compiler looks for a gradient's largest number in the pass that makes it."""
+    """`own` where that is possible. `ranks`: that a block talks to. In fp8 a compiler looks for a gradient's largest
+    number in the pass that makes it."""
     can = (
         norms_have_kernel(spec)
         and PRECISIONS[precision].is_sixteen_bit
@@ -111,7 +115,7 @@ def norms_of(kernels: str, spec: ModelSpec, precision: str, ranks: int) -> str:
     return "torch" if kernels == "own" and not can else kernels
 
 
-def keeps_copies(
+def keeps_low_precision(
     asked: SpeedConfig, device: str, precision: str, spec: ModelSpec, world: int, offload: str, zero: int
 ) -> bool:
     """One rank alone, whose weights are kept in fp32 and used in 16 bits."""
@@ -137,7 +141,7 @@ def _no_kernels(key: str, plan: Plan, asked: SpeedConfig, spec: ModelSpec) -> Us
     return UserError(f"`speed.{key} = {value}` is not for this run", why=why, fix=f"speed.{key}=auto{instead}")
 
 
-def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:
+def _no_low_precision(plan: Plan, spec: ModelSpec) -> UserError:
     also = f", with gradients summed in {plan.reduce_dtype}" if plan.rounds_sums else ""
     return UserError(
         "speed.copies = true is for one rank alone that computes in 16 bits over fp32 weights",
@@ -147,7 +151,8 @@ def _no_copies(plan: Plan, spec: ModelSpec) -> UserError:
 
 
 def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
-    """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's weights in fp32."""
+    """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's
+    weights in fp32."""
     can = pp == 1 or not SCHEDULES[schedule].holds_all
     return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
 
@@ -157,8 +162,8 @@ WIDEST_FLASH4 = 128
 
 
 def attention_of(asked: str, spec: ModelSpec, precision: str, cp: int, cp_kind: str) -> str:
-    """What a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody measures kernels where sequences are
-    cut (parallel/apply.py), and a ring has its own."""
+    """What a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody measures
+    kernels where sequences are cut (parallel/apply.py), and a ring has its own."""
     can = asked != "sdpa" and spec.is_ours and not spec.is_latent and not spec.attention_softcap
     can = can and spec.head_dim <= WIDEST_FLASH4 and PRECISIONS[precision].is_sixteen_bit
     return "flash4" if can and (cp == 1 or (asked == "flash4" and cp_kind == "ulysses")) else "sdpa"
@@ -197,7 +202,7 @@ def our_stack(
         compiled=compiled,
         stops_early=not compiled,
         chosen=chosen,
-        joined=fuse,
+        fused_matmuls=fuse,
         side_by_side=("qkv", "gate up") if fuse else (),
         logits_again=not fused_loss,
         fused_loss=compiled and fused_loss,
