@@ -29,7 +29,7 @@ from shardwise.plan.prediction.stack import (
     sharded_loss,
 )
 from shardwise.plan.prediction.states import COMPUTE_BYTES, Groups, RankStates, state_bytes
-from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, Training, Work
+from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, RankWork, Training
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 
@@ -169,13 +169,13 @@ class ForeignStack(Stack):
         forward, inputs, weights = (tuple(one / EAGER_CAST * COMPILED_CAST for one in passes) for passes in found)
         return forward, inputs, weights
 
-    def weight_gradients(self, forward: tuple[Matmul, ...], shape: RankShape) -> Work:
+    def weight_gradients(self, forward: tuple[Matmul, ...], shape: RankShape) -> RankWork:
         found = super().weight_gradients(forward, shape)
         if not found.matmuls or not self.gradient_passes:
             return found
         if self.gradient_passes == IN_MATMUL:
-            return Work(tuple(p._replace(adds=True) for p in found.matmuls))
-        return Work(found.matmuls, (), tuple(float(p.n * p.k * p.groups * self.gradient_passes) for p in forward))
+            return RankWork(tuple(p._replace(adds=True) for p in found.matmuls))
+        return RankWork(found.matmuls, (), tuple(float(p.n * p.k * p.groups * self.gradient_passes) for p in forward))
 
     def embedding_passes(self, x: float, table: int) -> tuple[Passes, Passes]:
         return (_drop_bytes(x),) if self.dropout else (), (float(table * max(2, self.gradient_passes // 2)),)
@@ -192,10 +192,10 @@ class ForeignStack(Stack):
 
     # What is computed again, what travels, what waits -----------------------------------------------------------------
 
-    def repeated(self, work: Training, again: bool, selective: bool) -> Work:
+    def repeated(self, work: Training, again: bool, selective: bool) -> RankWork:
         if again or not selective or self.selective == "cheap":
             return super().repeated(work, again, selective)
-        return work.attention if self.selective == "attention" else work.cheap + Work(work.forward.matmuls[::2])
+        return work.attention if self.selective == "attention" else work.cheap + RankWork(work.forward.matmuls[::2])
 
     def tensor_seconds(
         self, forward: float, again: float, matmuls: float, weights: float, sequence: bool

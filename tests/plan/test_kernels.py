@@ -12,7 +12,7 @@ import pytest
 from shardwise.cluster.describe.table import known_cluster
 from shardwise.plan.prediction.kernels import CHOSEN, GENERATIONS, Pricer, interpolate, power_share
 from shardwise.plan.prediction.stack import OURS
-from shardwise.plan.prediction.work import AttentionCore, Matmul, Work
+from shardwise.plan.prediction.work import AttentionCore, Matmul, RankWork
 from shardwise.plan.resolve.speed import our_stack
 
 H200 = known_cluster("h200", 1, 1).device
@@ -151,8 +151,8 @@ def test_measured_curves_replace_the_formula():
 
 def test_the_host_needs_its_time_for_every_operation():
     pricer = Pricer(H200, "bf16", OURS)
-    assert pricer.host_seconds(Work((Matmul(1, 1, 1),), (), (1.0,), 3)) == pytest.approx(
-        5 * pricer.host_seconds(Work(passes=(1.0,)))
+    assert pricer.host_seconds(RankWork((Matmul(1, 1, 1),), (), (1.0,), 3)) == pytest.approx(
+        5 * pricer.host_seconds(RankWork(passes=(1.0,)))
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shardwise.cluster.describe.table import known_devices
 from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.work import AttentionCore, Matmul, Work
+from shardwise.plan.prediction.work import AttentionCore, Matmul, RankWork
 from shardwise.spec.cluster import Device
 from shardwise.spec.precisions import PRECISIONS
 
@@ -102,14 +102,14 @@ class Pricer:
         )
         self._matmuls: dict[Matmul, float] = {}  # a layer has many twice, and so have layouts
 
-    def seconds(self, work: Work, backward: bool = False) -> float:
+    def seconds(self, work: RankWork, backward: bool = False) -> float:
         """On the device, one operation after the other."""
         total = sum([self.matmul(p) for p in work.matmuls])
         total += sum([self.attention(a, backward) for a in work.attention])
         total += sum([self.pass_(size) for size in work.passes])
         return total + self.gap * (len(work.matmuls) + len(work.attention) + len(work.passes))
 
-    def host_seconds(self, work: Work) -> float:
+    def host_seconds(self, work: RankWork) -> float:
         """What starting it takes, while the device may be busy."""
         return work.launches * self.launch
 

@@ -16,7 +16,7 @@ from shardwise.plan.prediction.activations import MAX_LOGITS_BYTES, fused_chunks
 from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.passes import cheap_passes, head_casts, unpacking_passes
 from shardwise.plan.prediction.stack import EXPERT_IMBALANCE, Stack
-from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, Training, Work
+from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, RankWork, Training
 from shardwise.spec.fp8 import FROZEN_WORTH, gains
 from shardwise.spec.lora import adds_in_one_kernel
 from shardwise.spec.model import LayerSpec, ModelSpec
@@ -43,19 +43,19 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
     scores = stack.score_passes(core, shape.size, capped)
     unpacked = unpacking_passes(forward, shape)
     views = 0 if stack.compiled else VIEWS
-    core_work = core_back = Work((), (core,))
+    core_work = core_back = RankWork((), (core,))
     if scores is not None:
-        core_work = Work(_score_matmuls(core), (), scores[0])
-        core_back = Work(_score_matmuls(core, backward=True), (), scores[1])
+        core_work = RankWork(_score_matmuls(core), (), scores[0])
+        core_back = RankWork(_score_matmuls(core, backward=True), (), scores[1])
     same = [(attention, not spec.is_latent), (ffn, not layer.is_moe)]
     added = _adapters([(forward, False)] if isinstance(spec, TransformersSpec) else same, shape, stack)
     return Training(
-        forward=Work(forward, (), cheap_forward + casts[0] + unpacked, views) + core_work + added[0],
-        inputs=Work(inputs, (), cheap_backward + casts[1] + unpacked, views) + core_back + added[1],
+        forward=RankWork(forward, (), cheap_forward + casts[0] + unpacked, views) + core_work + added[0],
+        inputs=RankWork(inputs, (), cheap_backward + casts[1] + unpacked, views) + core_back + added[1],
         weights=stack.weight_gradients(forward, shape)
-        + Work((), (), casts[2] + _bias_gradients(spec, forward, shape))
+        + RankWork((), (), casts[2] + _bias_gradients(spec, forward, shape))
         + added[2],
-        cheap=Work((), (), cheap_forward),
+        cheap=RankWork((), (), cheap_forward),
         attention=core_work,
     )
 
@@ -79,7 +79,13 @@ def embedding_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
     forward, backward = stack.embedding_passes(x, -(-spec.vocab // shape.tp) * spec.hidden)
     if shape.trains != "all":
         backward = ()
-    return Training(Work((), (), (2.0 * x, *forward), 4), Work(), Work((), (), (2.0 * x, *backward), 4), Work(), Work())
+    return Training(
+        RankWork((), (), (2.0 * x, *forward), 4),
+        RankWork(),
+        RankWork((), (), (2.0 * x, *backward), 4),
+        RankWork(),
+        RankWork(),
+    )
 
 
 def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
@@ -100,11 +106,11 @@ def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
     if again:
         forward = forward * 2  # both passes are charged to the stage's backward and forward together
     return Training(
-        forward=Work(matmuls, (), norm[0] + forward + casts[0], 6 * chunks),
-        inputs=Work((back,), (), norm[1] + backward + casts[1], 6 * chunks),
-        weights=stack.weight_gradients((matmul,), shape) + Work((), (), casts[2]) if trained else Work(),
-        cheap=Work(),
-        attention=Work(),
+        forward=RankWork(matmuls, (), norm[0] + forward + casts[0], 6 * chunks),
+        inputs=RankWork((back,), (), norm[1] + backward + casts[1], 6 * chunks),
+        weights=stack.weight_gradients((matmul,), shape) + RankWork((), (), casts[2]) if trained else RankWork(),
+        cheap=RankWork(),
+        attention=RankWork(),
     )
 
 
@@ -200,14 +206,14 @@ def _score_matmuls(core: AttentionCore, backward: bool = False) -> tuple[Matmul,
 
 def _adapters(
     parts: Iterable[tuple[tuple[Matmul, ...], bool]], shape: RankShape, stack: Stack
-) -> tuple[Work, Work, Work]:
+) -> tuple[RankWork, RankWork, RankWork]:
     """y + (s x A) B beside each adapted matmul: two narrow matmuls, a narrow scaling, a sum. Forward, inputs,
     weights. In our compiled blocks, without tensor parallelism, layers that multiply the same input have one A, and the
     matmul with B is a part of the sum's pass. `parts`: matmuls of attention and of the rest, and whether all but the
     last multiply the same input."""
     ours = stack.measured and shape.tp == 1
     at_once = ours and shape.size == 2 and adds_in_one_kernel(shape.rank)
-    found, groups = [Work(), Work(), Work()], []
+    found, groups = [RankWork(), RankWork(), RankWork()], []
     first = 0
     for matmuls, is_same in parts:
         adapted = [p if index in shape.adapters else None for index, p in enumerate(matmuls, first)]
@@ -221,12 +227,12 @@ def _adapters(
         m, k, rank = some[0].m, some[0].k, shape.rank * len(some)
         narrow, wide = 2.0 * m * rank * shape.size, [float(m * p.n * shape.size) for p in some]
         ups = () if at_once else tuple(Matmul(m, p.n, shape.rank, exact=True) for p in some)
-        found[0] += Work(
+        found[0] += RankWork(
             (Matmul(m, rank, k, exact=True), *ups), (), (narrow, *((2 if ours else 3) * w for w in wide)), 4
         )
         back = (Matmul(m, k, rank, exact=True), *(Matmul(m, shape.rank, p.n, exact=True) for p in some))
         # In compiled blocks x's gradient is read by a kernel that is there anyway.
-        found[1] += Work(back, (), (narrow, (1.0 if ours else 3.0) * m * k * shape.size), 4)
+        found[1] += RankWork(back, (), (narrow, (1.0 if ours else 3.0) * m * k * shape.size), 4)
         sides = ((k, rank), *((shape.rank, p.n) for p in some))
-        found[2] += Work(tuple(Matmul(a, b, m, exact=True, split=True) for a, b in sides))
+        found[2] += RankWork(tuple(Matmul(a, b, m, exact=True, split=True) for a, b in sides))
     return found[0], found[1], found[2]

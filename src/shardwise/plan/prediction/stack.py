@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.plan.prediction.calibration import measured
-from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, Training, Work
+from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, RankWork, Training
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.precisions import FORMAT_BYTES
@@ -145,12 +145,12 @@ class Stack:
         forward, inputs, weights = (tuple(EAGER_CAST * (a + b) for a, b in zip(*pair, strict=True)) for pair in pairs)
         return forward, inputs, weights
 
-    def weight_gradients(self, forward: tuple[Matmul, ...], shape: RankShape) -> Work:
+    def weight_gradients(self, forward: tuple[Matmul, ...], shape: RankShape) -> RankWork:
         """One matmul for each of forward's, added to what other micro-batches left as autograd does it. Frozen weights
         have none."""
         if shape.trains != "all":
-            return Work()
-        return Work(tuple(Matmul(p.n, p.k, p.m, p.groups, False, p.exact, p.small) for p in forward))
+            return RankWork()
+        return RankWork(tuple(Matmul(p.n, p.k, p.m, p.groups, False, p.exact, p.small) for p in forward))
 
     def embedding_passes(self, x: float, table: int) -> tuple[Passes, Passes]:
         """Beside the lookup of `x` bytes and its gradient: passes over a table of so many elements. Forward,
@@ -176,14 +176,14 @@ class Stack:
 
     # What is computed again, what travels, what waits -----------------------------------------------------------------
 
-    def repeated(self, work: Training, again: bool, selective: bool) -> Work:
+    def repeated(self, work: Training, again: bool, selective: bool) -> RankWork:
         """What backward computes of forward once more. `again`: the whole layer; `selective`: all but matmuls and
         attention."""
         if again:
-            return Work(
+            return RankWork(
                 self.but_last(work.forward.matmuls), work.forward.attention, work.forward.passes, work.forward.views
             )
-        return work.cheap if selective else Work()
+        return work.cheap if selective else RankWork()
 
     def but_last(self, matmuls: tuple[Matmul, ...]) -> tuple[Matmul, ...]:
         """Attention by definition has its matmuls behind the layer's own, which end with the one that nobody needs."""

@@ -53,14 +53,14 @@ class AttentionCore(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[AttentionCore, ...] = ()
     passes: tuple[float, ...] = ()  # bytes read and written, one number per kernel
     views: int = 0  # operations that only the host notices
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: RankWork) -> RankWork:
+        return RankWork(
             self.matmuls + other.matmuls,
             self.attention + other.attention,
             self.passes + other.passes,
@@ -80,11 +80,11 @@ class Work:
 class Training:
     """Of one layer or one end of the model."""
 
-    forward: Work
-    inputs: Work  # backward: gradients of what came in, and of what has no weights
-    weights: Work
-    cheap: Work  # the part of forward that `cheap` selective recomputation repeats
-    attention: Work  # the part that `attention` repeats
+    forward: RankWork
+    inputs: RankWork  # backward: gradients of what came in, and of what has no weights
+    weights: RankWork
+    cheap: RankWork  # the part of forward that `cheap` selective recomputation repeats
+    attention: RankWork  # the part that `attention` repeats
 
 
 class RankShape(NamedTuple):

@@ -26,7 +26,7 @@ from shardwise.plan.resolve.fit import does_not_fit, needed_memory, rank_memory_
 from shardwise.plan.resolve.hardware import attention_here, check_cuda_only, choose_precision, why_precision
 from shardwise.plan.resolve.refusal import Asked
 from shardwise.plan.resolve.resolved_config import fill
-from shardwise.plan.resolve.searched import HOST_SHARE, Saving, better_layout, fits_on_host, possible_savings
+from shardwise.plan.resolve.searched import HOST_SHARE, MemorySaving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.spec.cluster import HEADROOM, ClusterSpec
 from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
@@ -227,8 +227,8 @@ def _choose_states(asked: Asked, plan: Plan, limit: int) -> Plan:
     )
 
 
-def _said(plan: Plan, stages: Sequence[int], savings: Sequence[Saving]) -> str:
-    saving = str(Saving(plan.recompute, plan.offload))
+def _said(plan: Plan, stages: Sequence[int], savings: Sequence[MemorySaving]) -> str:
+    saving = str(MemorySaving(plan.recompute, plan.offload))
     words = [f"zero={plan.zero}"] * (len(stages) > 1) + [saving] * (len(savings) > 1)
     return " ".join(words)
 

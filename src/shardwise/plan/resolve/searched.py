@@ -40,7 +40,7 @@ OPEN = ("dp", "zero", "replicate", "tp", "sequence", "cp", "cp_kind", "pp", "sch
 BELONGS = (("tp", "sequence"), ("cp", "cp_kind"), ("pp", "schedule"), ("pp", "virtual_stages"))
 
 
-class Saving(NamedTuple):
+class MemorySaving(NamedTuple):
     recompute: str
     offload: str
 
@@ -55,7 +55,7 @@ class Better:
     short: str  # why, for each key
 
 
-def possible_savings(asked: Asked) -> list[Saving]:
+def possible_savings(asked: Asked) -> list[MemorySaving]:
     """What the config leaves open, the cheapest first. On a CPU offloaded state stays in the same memory."""
     memory, optimizer = asked.config.memory, asked.config.optimizer.name
     recompute = ("none", "selective", "full") if memory.recompute == "auto" else (memory.recompute,)
@@ -65,7 +65,7 @@ def possible_savings(asked: Asked) -> list[Saving]:
             asked.device == "cuda" and not OPTIMIZERS[optimizer].is_low_bit and asked.config.adapter.kind == "none"
         )
         offload = ("none", "optimizer", "all") if can_leave else ("none",)
-    return [Saving(again, away) for away in offload for again in recompute]
+    return [MemorySaving(again, away) for away in offload for again in recompute]
 
 
 def fits_on_host(asked: Asked, plan: Plan) -> bool:
