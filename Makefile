@@ -37,20 +37,26 @@ train: $(VENV)/.installed
 # Lanes share the files of tests (tests/lanes.py). The first one is shown at once, the reports of the others come after it.
 LANES  ?= 2
 NOTES  := $(VENV)/lanes
-BESIDE := $(shell seq 2 $(LANES))
+
+# in_lanes: how many lanes, the notes' directory, the command that runs pytest.
+define in_lanes
+	@rm -rf $(2); mkdir -p $(2)/taken; others=; \
+	  for lane in $$(seq 2 $(1)); do \
+	    $(3) --lane $$lane --lanes-at $(2)/taken >$(2)/$$lane.log 2>&1 & others="$$others $$!"; \
+	  done; trap 'kill $$others' INT TERM; \
+	  $(3) --lane 1 --lanes-at $(2)/taken; code=$$?; \
+	  for other in $$others; do wait $$other || code=$$?; done; \
+	  for lane in $$(seq 2 $(1)); do cat $(2)/$$lane.log; done; exit $$code
+endef
 
 test: $(VENV)/.installed-dev
-	@rm -rf $(NOTES); mkdir -p $(NOTES)/taken; others=; \
-	  for lane in $(BESIDE); do \
-	    $(BIN)/python -m pytest --lane $$lane --lanes-at $(NOTES)/taken >$(NOTES)/$$lane.log 2>&1 & others="$$others $$!"; \
-	  done; trap 'kill $$others' INT TERM; \
-	  $(BIN)/python -m pytest --lane 1 --lanes-at $(NOTES)/taken; code=$$?; \
-	  for other in $$others; do wait $$other || code=$$?; done; \
-	  for lane in $(BESIDE); do cat $(NOTES)/$$lane.log; done; exit $$code
+	$(call in_lanes,$(LANES),$(NOTES),$(BIN)/python -m pytest)
 
 # The environment above has a torch for CPUs: these need another one, which need not have this package installed.
+GPU_LANES ?= 4
+
 test-gpu:
-	@PYTHONPATH=src $(PYTHON) -m pytest -m "cuda or triton" --shuffle 0
+	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=src $(PYTHON) -m pytest -m "cuda or triton" --shuffle 0)
 
 explore: $(VENV)/.installed-dev
 	@for round in 1 2 3 4 5 6 7 8; do $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=explore --hypothesis-seed=random || exit 1; done

@@ -41,7 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what needs a GPU or a package that is not here."""
     if (seed := config.getoption("--shuffle")) is not None:
-        random.Random(seed).shuffle(items)
+        draw = random.Random(seed)
+        drawn = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (drawn[item.path], draw.random()))  # a file stays together: lanes take files
     for item in items:
         if item.get_closest_marker("cuda") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
