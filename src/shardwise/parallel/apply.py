@@ -28,7 +28,7 @@ from shardwise.kernels.float8 import Float8Layers
 from shardwise.model.decoder import Decoder
 from shardwise.model.dtypes import COMPUTED, KEPT
 from shardwise.model.experts import moe_layers
-from shardwise.parallel.any_module.split_module import float8_in_place, split_in_place
+from shardwise.parallel.any_module.in_place import float8_in_place, split_in_place
 from shardwise.parallel.data.low_precision_weights import LowPrecisionWeights
 from shardwise.parallel.data.replicas import BUCKET_BYTES, DataParallelWrapper, Replicated, SummedAtEnd
 from shardwise.parallel.engine import Engine
@@ -45,7 +45,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import stage_owners
 from shardwise.spec.schema import AdapterConfig, CommConfig
 
-Fill = Callable[[Decoder], None]
+InitWeights = Callable[[Decoder], None]
 """Puts weights into a plain part of the model on the CPU: drawn from the seed, or read from files."""
 
 
@@ -56,21 +56,21 @@ def parallelize_decoder(
     device: torch.device,
     comm: CommConfig,
     attention: str,
-    fill: Fill,
+    init_weights: InitWeights,
     *,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
     seed: int = 0,
     through_fsdp: bool = False,
 ) -> Engine:
-    """Collective: every rank of the job calls it. `through_fsdp`: as mixed precision would, whatever the precision
-    is. `seed`: of the adapters' first values."""
+    """Collective. The model as this rank holds it, with its weights. `through_fsdp`: by FSDP2, as mixed precision would
+    be, whatever the precision is. `seed`: of the adapters' first values."""
     uses_fsdp = plan.uses_fsdp or through_fsdp
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan, comm), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
     if isinstance(spec, TransformersSpec):
-        fill = partial(_fill_foreign, fill, adapter, seed, plan.precision)
-        stage, float8 = _whole_stage(spec, mesh, attention, fill, size, traffic)
+        init_weights = partial(_init_foreign, init_weights, adapter, seed, plan.precision)
+        stage, float8 = _whole_stage(spec, mesh, attention, init_weights, size, traffic)
         return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic, float8)
     adapters = decoder_adapters(spec, adapter, seed, plan.precision)
     stages, float8 = [], None
@@ -83,41 +83,43 @@ def parallelize_decoder(
         part = ModelPart(model, layers, mesh, attention, traffic, adapters, tp, float8)
         transform(part)
         float8 = part.float8
-        sums = None
+        wrapper = None
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head
-            sums = Sharded(model, decoder_groups(model), mesh, traffic, num_kept)
+            wrapper = Sharded(model, decoder_groups(model), mesh, traffic, num_kept)
         model.to_empty(device=plan.parameter_home(device.type))
         buffers_to(model, device)
-        if sums is not None:
-            fix_memory(sums.root)
-        fill_stage(model, mesh, fill, layers, adapters)
+        if wrapper is not None:
+            fix_memory(wrapper.root)
+        init_stage_weights(model, mesh, init_weights, layers, adapters)
         if float8 is not None:
             float8.quantize_frozen()
-        stages.append(Stage(index, model, sums or _replicate(model, mesh, size, traffic)))
+        stages.append(Stage(index, model, wrapper or _replicate(model, mesh, size, traffic)))
     return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic, float8)
 
 
 def _whole_stage(
-    spec: TransformersSpec, mesh: Mesh, attention: str, fill: Fill, size: int, traffic: Traffic
+    spec: TransformersSpec, mesh: Mesh, attention: str, init_weights: InitWeights, size: int, traffic: Traffic
 ) -> tuple[Stage, Float8Layers | None]:
     """A model of transformers is read whole, then replicated or sharded in place."""
     model = cast(Decoder, TransformersModel(spec, attention, KEPT[mesh.plan.precision]))  # it has the decoder's calls
-    fill(model)
+    init_weights(model)
     groups = [[block] for block in cast(TransformersModel, model).blocks()]
     float8 = float8_in_place(model, groups, mesh)
     return Stage(0, model, split_in_place(model, groups, mesh, traffic, size)), float8
 
 
-def _fill_foreign(fill: Fill, settings: AdapterConfig, seed: int, precision: str, model: Decoder) -> None:
-    fill(model)
+def _init_foreign(
+    init_weights: InitWeights, settings: AdapterConfig, seed: int, precision: str, model: Decoder
+) -> None:
+    init_weights(model)
     adapt_whole(model, settings, seed, precision)
 
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> DataParallelWrapper:
-    """Whole replicas. Those of an expert are fewer, so they are summed apart."""
+    """The data-parallel wrapper of whole replicas. Those of an expert are fewer, so they are summed apart."""
     if mesh.plan.copies:
-        return LowPrecisionWeights(model, COMPUTED[mesh.plan.precision], join=mesh.plan.fuse)
+        return LowPrecisionWeights(model, COMPUTED[mesh.plan.precision], fuse=mesh.plan.fuse)
     experts = {name: p for name, p in model.named_parameters() if mesh.expert is not None and ".experts." in name}
     others = [p for name, p in model.named_parameters() if name not in experts]
     uses_ddp = mesh.dp is not None and mesh.plan.pp == 1
@@ -134,18 +136,20 @@ def stage_layers(plan: Plan, num_layers: int) -> list[range]:
     return [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(num_layers)]
 
 
-def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range, adapters: Adapters | None = None) -> None:
-    """Weights into a stage, layer by layer: no rank ever holds more than one layer beside its own share."""
+def init_stage_weights(
+    model: Decoder, mesh: Mesh, init_weights: InitWeights, layers: range, adapters: Adapters | None = None
+) -> None:
+    """Puts weights into a stage, layer by layer: no rank ever holds more than one layer beside its own share."""
     plain = mesh.plan.tp == mesh.plan.ep == 1 and not mesh.fsdp and adapters is None
     if plain:
-        fill(model)
+        init_weights(model)
         return
     table = {shard.name: shard for shard in shards_of(model, mesh, model.spec)}
     buffers = dict(model.named_buffers())
     for index in layers:
         with torch.device("meta"):
             piece = Decoder(model.spec, "math", range(index, index + 1)).to(KEPT[mesh.plan.precision])
-        fill(piece.to_empty(device="cpu"))
+        init_weights(piece.to_empty(device="cpu"))
         if adapters is not None:
             adapt(piece.to(mesh.device), adapters)  # a GPU rounds billions of weights in seconds
         for name, value in piece.state_dict().items():
@@ -158,4 +162,5 @@ def fill_stage(model: Decoder, mesh: Mesh, fill: Fill, layers: range, adapters: 
 
 
 def bucket_bytes(plan: Plan, comm: CommConfig) -> int:
+    """Bytes of gradients per all-reduce."""
     return BUCKET_BYTES[plan.device] if comm.bucket == "auto" else int(comm.bucket)

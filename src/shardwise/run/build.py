@@ -91,7 +91,7 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
     """What fills a decoder, or a part of one: numbers drawn from (seed, name), or the model directory."""
     directory = model_dir(config)
 
-    def fill(model: Decoder) -> None:
+    def init_weights(model: Decoder) -> None:
         if directory is None:
             from shardwise.model.initialize import initialize
 
@@ -101,7 +101,7 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
             load_weights(model, directory)
 
-    return fill
+    return init_weights
 
 
 def check_attention(config: ModelConfig, device_type: str) -> None:

@@ -16,20 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
-from shardwise.kernels.float8 import Float8Layers, apply_float8
-from shardwise.memory.activation_offload import apply_activation_offload
-from shardwise.memory.recompute import apply_recompute
 from shardwise.optim.loss_scaling import clip_factor, scaler_of
 from shardwise.optim.offload.choose import offloaded_optimizer
 from shardwise.optim.offload.nvme_model import NvmeModel
 from shardwise.optim.offload.optimizer import Build, OffloadedOptimizer
+from shardwise.parallel.any_module.in_place import float8_in_place, split_in_place
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
-from shardwise.parallel.data.replicas import BUCKET_BYTES, DataParallelWrapper, Replicated
-from shardwise.parallel.fsdp2 import fix_memory
+from shardwise.parallel.data.replicas import BUCKET_BYTES, Replicated
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import shards_of, squared_norm
 from shardwise.parallel.traffic import Traffic
-from shardwise.parallel.zero.sharding import Groups, Sharded, buffers_to, serve_parameters
+from shardwise.parallel.zero.sharding import Groups, Sharded, serve_parameters
 
 Loss = Callable[[Any, Any], tuple[Tensor, int]]
 """Called with (model, micro-batch), returns the sum of the loss over its targets, and how many targets there are."""
@@ -240,34 +237,3 @@ def _checked(result: Any) -> tuple[Tensor, int]:
         why="gradients are summed over ranks and divided once by the number of targets of the whole step",
         fix='for example `return F.cross_entropy(logits, targets, reduction="sum"), targets.numel()`',
     )
-
-
-def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Layers | None:
-    """Before it is split: the linears of the blocks, where the plan says so."""
-    if not mesh.plan.formats.is_fp8:
-        return None
-    blocks = [block for group in groups for block in group]
-    found = apply_float8(module, blocks, mesh.plan.fp8_recipe, emulate=mesh.device.type == "cpu")
-    found.quantize_frozen()
-    return found
-
-
-def split_in_place(
-    module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int
-) -> DataParallelWrapper:
-    """Replicas or shards of a module that has its weights. The groups stand in the order of a forward pass."""
-    blocks = [block for group in groups for block in group]
-    apply_recompute(blocks, mesh.plan.recompute)
-    if mesh.plan.activation_offload:
-        apply_activation_offload(blocks, mesh.device)
-    if mesh.fsdp is None:
-        module.to(mesh.device)
-        return (
-            Replicated(module, mesh.dp, bucket_bytes, traffic) if mesh.dp is not None else DataParallelWrapper(module)
-        )
-    if mesh.plan.offload == "all":
-        module.to("cpu")
-    sums = Sharded(module, groups, mesh, traffic, num_kept=1)
-    buffers_to(module, mesh.device)
-    fix_memory(sums.root)
-    return sums

@@ -25,9 +25,9 @@ from shardwise.parallel.data.replicas import DataParallelWrapper
 class LowPrecisionWeights(DataParallelWrapper):
     """The wrapper of a model that has both, on one rank."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, *, join: bool = False):
-        """`model` has its weights. One after the other, so that nothing is ever there but the fp32 weights and their
-        copies. `join`: those of experts that one product reads lie side by side."""
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, fuse: bool = False):
+        """`model` has its weights in fp32. One after the other is cast, so that nothing is ever there but the masters
+        and their low-precision weights. `fuse`: weights of experts that one matmul reads lie side by side."""
         super().__init__(model)
         self._adds = False  # this step has several micro-batches
         self._is_hooked = False
@@ -35,7 +35,7 @@ class LowPrecisionWeights(DataParallelWrapper):
             master = nn.Parameter(parameter.data)
             parameter.data = master.detach().to(dtype, copy=True)
             parameter.master = master  # type: ignore[attr-defined]
-        for layer in moe_layers(model) if join else ():
+        for layer in moe_layers(model) if fuse else ():
             fuse_experts(layer.experts)
 
     def _trained(self) -> list[nn.Parameter]:

@@ -222,7 +222,7 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
 
 
 class RowLinear(nn.Linear):
-    """The end of a region: the sum of all ranks' products, and the bias once."""
+    """The end of a region: the sum of all ranks' matmuls, and the bias once."""
 
     matmul = staticmethod(F.linear)  # fp8 has its own
 

@@ -66,7 +66,7 @@ class VocabHead(FusedHead):
         return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_here_N, most_rows, self._combine)
 
     def _combine(self, sums_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """One message: every rank's log-sum-exp, and the target's logit, which one of them has."""
+        """One all-gather: every rank's log-sum-exp, and the target's logit, which one of them has."""
         all_P2N = all_gather(torch.stack((sums_N, target_N)), self.tp.group, self.tp.wait)
         return torch.logsumexp(all_P2N[:, 0], 0), all_P2N[:, 1].sum(0)
 
