@@ -50,13 +50,13 @@ define in_lanes
 endef
 
 test: $(VENV)/.installed-dev
-	$(call in_lanes,$(LANES),$(NOTES),$(BIN)/python -m pytest)
+	$(call in_lanes,$(LANES),$(NOTES),$(BIN)/python -m pytest tests)
 
 # The environment above has a torch for CPUs: these need another one, which need not have this package installed.
 GPU_LANES ?= 4
 
 test-gpu:
-	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=src $(PYTHON) -m pytest -m "cuda or triton" --shuffle 0)
+	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=src $(PYTHON) -m pytest tests -m "cuda or triton" --shuffle 0)
 
 explore: $(VENV)/.installed-dev
 	@for round in 1 2 3 4 5 6 7 8; do $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=explore --hypothesis-seed=random || exit 1; done
