@@ -1,4 +1,4 @@
-"""Recomputation: the same bits in one process, the same training in every layout, and no more collectives than it says."""
+"""Recompute: the same bits in one process, the same training in every layout, no more collectives than it says."""
 
 from __future__ import annotations
 

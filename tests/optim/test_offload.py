@@ -232,7 +232,8 @@ def test_a_small_buffer_is_enough_for_state_three_times_its_size(tmp_path):
     engine, optimizer = engine_and_optimizer("all nvme", tmp_path)
     assert isinstance(optimizer, NvmeOptimizer)
     train_steps(engine, optimizer, range(1, 3))
-    in_memory = sum(slot.view.nbytes for slot in [*optimizer._buffers, *optimizer._landings])  # type: ignore[attr-defined]
+    slots: list[Any] = [*optimizer._buffers, *optimizer._landings]  # type: ignore[attr-defined]
+    in_memory = sum(slot.view.nbytes for slot in slots)
     assert optimizer.file.num_bytes > 3 * in_memory
 
 

@@ -146,7 +146,8 @@ def test_blocks_hold_every_pair_that_may_look_and_no_other(window: int | None, d
     builder = MaskBuilder(24, 0, CPU, ids)
     layer = LayerSpec(0, window, False, 1, 1e4, True)
     mask = builder.build((layer,), flex=False)[builder.key(layer)]
-    whole = torch.ones(24, 24, dtype=torch.bool).tril()[None] if mask.is_causal else mask.allowed_1TS[:, 0]  # type: ignore[index]
+    causal = torch.ones(24, 24, dtype=torch.bool).tril()[None]
+    whole = causal if mask.is_causal else mask.allowed_1TS[:, 0]  # type: ignore[index]
     assert torch.equal(seen, whole.long().expand(2, -1, -1))
 
 

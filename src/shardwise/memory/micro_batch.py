@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from shardwise.spec.cluster import HEADROOM
 
 FRAGMENTS = 0.03
-"""Of what tensors take: blocks of the allocator that are free, but of the wrong size for what comes next. Measured bytes do not have them."""
+"""Of what tensors take: blocks of the allocator that are free, but of the wrong size for what comes next. Measured
+bytes do not have them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Memory between the disk and a device: pinned where a GPU copies to and from it, aligned as direct transfers want it."""
+"""Memory between a disk and a device: pinned where a GPU copies to and from it, aligned as direct transfers want it."""
 
 from __future__ import annotations
 

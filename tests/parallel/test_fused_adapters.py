@@ -1,4 +1,5 @@
-"""Adapters of layers that read the same states: x A^T as one product computes what products of their own do, and a graph has fewer of them."""
+"""Adapters of layers that read the same states: x A^T as one matmul computes what matmuls of their own do, and a
+graph has fewer of them."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def apart(found: list[Tensor], truth: list[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, truth, strict=True))
 
 
-def joined(model: Decoder) -> list[tuple[bool, bool]]:
+def fused(model: Decoder) -> list[tuple[bool, bool]]:
     """Attention and feed-forward part of each block."""
     pairs: Any = [(block.attention, block.feedforward) for block in model.layers.values()]
     return [(is_fused(attention), is_fused(feedforward)) for attention, feedforward in pairs]
@@ -92,7 +93,7 @@ def is_fused(module: Any) -> bool:
 
 @pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize(
-    "spec, kind, targets, is_joined",
+    "spec, kind, targets, is_fused",
     [
         (SPEC, "lora", EVERY, (True, True)),
         (SPEC, "qlora", EVERY, (True, True)),
@@ -104,14 +105,14 @@ def is_fused(module: Any) -> bool:
     ids=["all", "qlora", "q v", "gate up", "qlora q v", "biases, no gate"],
 )
 def test_compiled_blocks_compute_what_they_did(
-    spec: Any, kind: str, targets: tuple[str, ...], is_joined: tuple[bool, bool], selective: bool
+    spec: Any, kind: str, targets: tuple[str, ...], is_fused: tuple[bool, bool], selective: bool
 ) -> None:
     torch.compiler.reset()
     counters.clear()
     model = make(adapter(kind, targets), spec)
     truth = through(model)
     apply_fused_adapters(model.layers.values())
-    assert joined(model) == [is_joined] * 2
+    assert fused(model) == [is_fused] * 2
     apply_compile(model.layers.values(), "trace", selective=selective, whole=True)
     assert apart(through(model), truth) < 1e-12
     assert counters["stats"]["unique_graphs"] == 1
@@ -120,7 +121,8 @@ def test_compiled_blocks_compute_what_they_did(
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_kernels_compute_what_they_did(kind: str) -> None:
-    """Kernels both times: unpacking four bits, a kernel multiplies and adds in fp32 in one rounding, which is 6e-9 of an eager run's result."""
+    """Kernels both times: unpacking four bits, a kernel multiplies and adds in fp32 in one rounding, which is 6e-9 of
+    an eager run's result."""
     results = []
     for joins in (False, True):
         torch.compiler.reset()
@@ -161,7 +163,7 @@ def test_the_sum_is_an_operation_with_gradients() -> None:
     "rank, first, width", [(16, 0, 4096), (16, 16, 4096), (64, 0, 1000), (24, 8, 72), (8, 0, 4096)]
 )
 def test_the_kernel_of_the_sum_rounds_once(rank: int, first: int, width: int) -> None:
-    """x is a part of the rows of another matrix, as with joined adapters."""
+    """x is a part of the rows of another matrix, as with fused adapters."""
     draw = torch.Generator("cuda").manual_seed(0)
     y, wide, b = (
         torch.randn(size, device="cuda", generator=draw).bfloat16()
@@ -176,7 +178,8 @@ def test_the_kernel_of_the_sum_rounds_once(rank: int, first: int, width: int) ->
 
 @pytest.mark.parametrize("base", ["rowwise", "tensorwise"])
 def test_a_base_in_eight_bits_stays_apart(base: str) -> None:
-    """One layer deep: further on, the last bit of fp64 may decide how a number is rounded to eight bits. `k` has no adapter."""
+    """One layer deep: further on, the last bit of fp64 may decide how a number is rounded to eight bits. `k` has no
+    adapter."""
     model = make(adapter(targets=("q", "v")))
     apply_float8(model, model.layers.values(), base, emulate=True).quantize_frozen()
     attention: Any = model.layers["0"].attention
@@ -198,14 +201,14 @@ def test_a_base_in_eight_bits_stays_apart(base: str) -> None:
     assert apart(results[1], results[0]) < 1e-12
 
 
-def test_what_drops_is_not_joined() -> None:
+def test_what_drops_is_not_fused() -> None:
     model = make(adapter(dropout=0.1))
     apply_fused_adapters(model.layers.values())
-    assert joined(model) == [(False, False)] * 2
+    assert fused(model) == [(False, False)] * 2
 
 
-def narrow_products(model: Decoder) -> list[int]:
-    """Products with a side of at most three ranks in the forward and the backward graph of a block."""
+def narrow_matmuls(model: Decoder) -> list[int]:
+    """How many matmuls with a side of at most three ranks in the forward and the backward graph of a block."""
     torch.compiler.reset()
     counts: list[int] = []
 
@@ -214,8 +217,8 @@ def narrow_products(model: Decoder) -> list[int]:
         return any(side in (RANK, 2 * RANK, 3 * RANK) for shape in factors for side in shape)
 
     def count(graph: GraphModule, _inputs: Any) -> Any:
-        products = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
-        counts.append(sum(is_narrow(node) for node in products))
+        matmuls = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
+        counts.append(sum(is_narrow(node) for node in matmuls))
         return make_boxed_func(graph.forward)
 
     model.layers["0"].forward = torch.compile(  # type: ignore[method-assign]
@@ -225,12 +228,12 @@ def narrow_products(model: Decoder) -> list[int]:
     return counts
 
 
-def test_graphs_have_fewer_narrow_products() -> None:
+def test_graphs_have_fewer_narrow_matmuls() -> None:
     """Alone, each of 7 layers has x A^T and one with B; then gradients of A, of B, of what is narrow and of x."""
-    assert narrow_products(make(adapter())) == [7 + 7, 4 * 7]
+    assert narrow_matmuls(make(adapter())) == [7 + 7, 4 * 7]
     model = make(adapter())
     apply_fused_adapters(model.layers.values())
-    assert narrow_products(model) == [4 + 7, 2 * 7 + 2 * 4]  # q k v, o, gate up, down
+    assert narrow_matmuls(model) == [4 + 7, 2 * 7 + 2 * 4]  # q k v, o, gate up, down
 
 
 def in_layout(plan: Plan, trial: Trial) -> tuple[Any, list[bool]]:
@@ -252,12 +255,12 @@ def test_training(recompute: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout, is_joined",
+    "layout, is_fused",
     [({"dp": 2, "zero": 3}, True), ({"pp": 2, "split": (1, 1)}, True), ({"cp": 2}, True), ({"tp": 2}, False)],
     ids=str,
 )
-def test_layouts(layout: dict[str, Any], is_joined: bool, ranks: Any) -> None:
+def test_layouts(layout: dict[str, Any], is_fused: bool, ranks: Any) -> None:
     trial = Trial(global_batch=4, adapter=adapter())
     record, flags = ranks.run(in_layout, 2, trial_plan(trial, compile="trace", **layout), trial)[0]
-    assert set(flags) == {is_joined}
+    assert set(flags) == {is_fused}
     assert max(compare(record, train_plain(SPEC, trial))[0]) < 1e-12
