@@ -82,12 +82,7 @@ def largest_part(spec: ModelSpec, plan: Plan) -> str:
 
 
 def ways_to_fit(
-    asked: Asked,
-    plan: Plan,
-    plan_of: PlanOf,
-    *,
-    scale: float = 1.0,
-    without: tuple[str, ...] = (),
+    asked: Asked, plan: Plan, plan_of: PlanOf, *, scale: float = 1.0, without: tuple[str, ...] = ()
 ) -> list[Remedy]:
     """At most three, cheapest first: one change, or two together where one is not enough. `scale`: how much more than
     predicted the job really took. `without`: keys that must stay."""

@@ -61,14 +61,7 @@ def with_speed(
         )
     attention = attention_of(attention, spec, plan.precision, plan.cp, plan.cp_kind)
     late = asked.results == "late" or (asked.results == "auto" and _can_read_late(plan, skips_steps))
-    return replace(
-        plan,
-        **kernels,
-        copies=keeps,
-        loss=loss,
-        attention=attention,
-        results="late" if late else "at-once",
-    )
+    return replace(plan, **kernels, copies=keeps, loss=loss, attention=attention, results="late" if late else "at-once")
 
 
 def _can_read_late(plan: Plan, skips_steps: bool) -> bool:
