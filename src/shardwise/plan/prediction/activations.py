@@ -53,7 +53,7 @@ def layer_activations(
     found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
     again = selective and stack.compiled  # all that is neither a product nor attention
     if not stack.knows_masks and not spec.attention_softcap and not again:
-        # The mask as numbers, and what heads are repeated for it.
+        # The mask as elements, and what heads are repeated for it.
         masked = sum(layer.window is not None and layer.window < seq_len for layer in layers)
         repeated = 0 if selective else 2 * (spec.num_heads - spec.num_kv_heads) * spec.head_dim
         if stack.side_by_side and not selective and spec.num_heads > spec.num_kv_heads:
@@ -83,7 +83,7 @@ def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
 def head_activation_bytes(
     spec: ModelSpec, num_tokens: int, bytes_per_element: int, token_parts: int = 1, stack: Stack = OURS
 ) -> int:
-    """The last norm and the logits."""
+    """Returns the bytes that the last norm and the logits of `num_tokens` keep for backward."""
     logits = logit_bytes(spec, num_tokens, bytes_per_element) * (
         2 if spec.logit_softcap else 1
     )  # before and after the cap
@@ -97,18 +97,18 @@ def last_norm_bytes(
 
 
 def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_element: int) -> int:
-    """Of one chunk, in fp32 or wider."""
+    """Returns the bytes of the logits of one chunk, in fp32 or wider."""
     size = max(4, bytes_per_element)
     return min(num_tokens * spec.vocab * size, MAX_LOGITS_BYTES * size // 4)
 
 
 def has_chunks(num_logits: int) -> bool:
-    """Whether so many are too many at once."""
+    """Whether so many logits are computed in chunks."""
     return 4 * num_logits > MAX_LOGITS_BYTES
 
 
 def fused_chunks(num_logits: int, bytes_per_element: int, device: str) -> int:
-    """Of a fused loss; they are even."""
+    """Returns the number of chunks of a fused loss; all are of one size."""
     if device == "cuda":
         return -(-num_logits * bytes_per_element // (CUDA_TIMES * MAX_LOGITS_BYTES))
     return -(-num_logits * 4 // MAX_LOGITS_BYTES)
@@ -189,7 +189,8 @@ def _latent_attention(spec: ModelSpec) -> int:
 
 
 def _feedforward(spec: ModelSpec, width: int, stack: Stack) -> int:
-    """Gate, up, activated gate, product; one kernel needs no activated gate."""
+    """Returns elements per token: gate, up, activated gate and what is multiplied last; one kernel needs no activated
+    gate."""
     return (4 - (stack.fused_activation or stack.compiled or _is_one(spec, stack)) if spec.gated else 2) * width
 
 
@@ -199,7 +200,7 @@ def _is_one(spec: ModelSpec, stack: Stack) -> bool:
 
 
 def _experts(spec: ModelSpec, routed_parts: int, stack: Stack) -> int:
-    """At even load. A rank with some experts has their whole width, but only its share of the copies: as many numbers
+    """At even load. A rank with some experts has their whole width, but only its share of the copies: as many elements
     as a slice."""
     routed_tokens = 2 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results; the router
     routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn, stack)
@@ -239,7 +240,7 @@ def _selected(
 
 @dataclass(frozen=True)
 class Kept:
-    """Elements per token."""
+    """What a stage keeps for backward, in elements per token."""
 
     between: int  # what a stage's forward leaves for its backward
     repeated: int  # on top of it at most, what backward has of the blocks that it computes again together
@@ -265,7 +266,7 @@ def kept_activations(
     ones: dict[tuple[bool, int, int | None], int] = {}
 
     def full(part: Sequence[LayerSpec]) -> int:
-        """Single layers, of which there are many alike, are counted once per kind."""
+        """Returns what these layers keep; single layers, of which there are many alike, are counted once per kind."""
         kind = (part[0].is_moe, part[0].ffn, part[0].window) if len(part) == 1 else None
         if not part or kind in ones:
             return ones[kind] if kind else 0

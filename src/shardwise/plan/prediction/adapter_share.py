@@ -14,17 +14,17 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.schema import AdapterConfig
 
 PAIR, PAIR_BYTES, ROW_BYTES = 128, 66, 8
-"""adapters/nf4.py: 128 weights take 64 bytes and two magnitudes of one; a row has two fp32 numbers."""
+"""adapters/nf4.py: 128 weights take 64 bytes and two magnitudes of one; a row has two fp32 elements."""
 
 
 @dataclass(frozen=True)
 class HeldParameters:
-    """Of one block, or one end of the model."""
+    """What a rank holds of one block, or of one end of the model."""
 
-    trained: int  # numbers with a gradient and optimizer state
-    frozen: int  # numbers without
+    trained: int  # elements with a gradient and optimizer state
+    frozen: int  # elements without
     packed_bytes: int = 0  # four-bit weights
-    largest: int = 0  # numbers of the largest four-bit weight: read into a temporary tensor when it is used
+    largest: int = 0  # elements of the largest four-bit weight: read into a temporary tensor when it is used
 
     def __add__(self, other: HeldParameters) -> HeldParameters:
         return HeldParameters(
@@ -71,7 +71,7 @@ Names = frozenset[str]
 
 @lru_cache(64)
 def _chosen(whole: ModelSpec, adapter: AdapterConfig) -> tuple[Names, Names]:
-    """Modules that have adapters, and those that are trained themselves."""
+    """Returns the names of modules that have adapters, and of those that are trained themselves."""
     theirs = their_modules(whole)
     targets = find_targets(adapter, linears_of(whole), theirs, whole.name)
     return frozenset(targets), frozenset(find_trained(adapter, modules_of(whole), theirs, whole.name))
@@ -82,7 +82,7 @@ Linears = dict[str, tuple[int, int]]
 
 @lru_cache(64)
 def _by_layer(spec: ModelSpec) -> dict[str, Linears]:
-    """Linear modules by their layer's prefix."""
+    """Returns the linear modules and their shapes by their layer's prefix."""
     found: dict[str, Linears] = {}
     for name, shape in linears_of(spec).items():
         layers, number, _ = name.split(".", 2)
@@ -98,10 +98,10 @@ def _layer(
     also += spec.hidden * sum(name.startswith(prefix) and name not in mine for name in trained)  # norms
     added = adapter.rank * sum(out + inputs for name, (out, inputs) in mine.items() if name in targets)
     packed = [shape for name, shape in mine.items() if name not in trained] if adapter.kind == "qlora" else []
-    numbers = sum(out * inputs for out, inputs in packed)
+    elements = sum(out * inputs for out, inputs in packed)
     return HeldParameters(
         trained=added + also,
-        frozen=size - also - numbers,
+        frozen=size - also - elements,
         packed_bytes=sum(out * (-(-inputs // PAIR) * PAIR_BYTES + ROW_BYTES) for out, inputs in packed),
         largest=max((out * inputs for out, inputs in packed), default=0),
     )

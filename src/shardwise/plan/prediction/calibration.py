@@ -19,7 +19,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CalibratedFigure:
-    """One entry. `value`: a number, or a list or table of numbers."""
+    """One entry of the file. Its value is a number, or a list or table of numbers."""
 
     value: Any
     unit: str
@@ -34,12 +34,12 @@ asked: set[str] = set()
 
 @cache
 def figures() -> dict[str, CalibratedFigure]:
-    """All entries by name."""
+    """Returns all entries by name."""
     text = files("shardwise.plan.prediction").joinpath("calibration.toml").read_text(encoding="utf-8")
     return {name: CalibratedFigure(**entry) for name, entry in tomllib.loads(text).items()}
 
 
 def measured(name: str) -> Any:
-    """The value of one entry."""
+    """Returns the value of one entry, in the unit that calibration.toml names."""
     asked.add(name)
     return figures()[name].value

@@ -20,7 +20,7 @@ TREE = measured("tree_bytes")
 
 
 class Path(NamedTuple):
-    """What a group's messages go over."""
+    """The links that a group's collectives go over."""
 
     rate: float  # bytes per second and rank, into and out of it
     alpha: float  # seconds per step
@@ -36,12 +36,12 @@ SERVER = 16
 
 
 def usual_span(tier: Link) -> int:
-    """Ranks of one domain that jobs fill."""
+    """Returns the number of ranks of one domain that jobs fill."""
     return tier.span if tier.span <= SERVER else 1 << (tier.span.bit_length() - 1)
 
 
 def _together(tier: Link, block: int) -> int:
-    """Of `block` neighbouring ranks, those that surely share a domain."""
+    """Returns how many of `block` neighbouring ranks surely share a domain."""
     return max(math.gcd(tier.span, block), math.gcd(usual_span(tier), block))
 
 
@@ -106,7 +106,7 @@ class Network:
         return path.domains * path.alpha + max(inside, outside) + path.half / path.rate
 
     def send(self, size: float, distance: int) -> float:
-        """From one rank to another."""
+        """Returns the seconds of a send of `size` bytes to a rank at this distance."""
         if not size:
             return 0.0
         tier = next((tier for tier in self.tiers if distance < tier.span), self.tiers[-1])

@@ -44,13 +44,13 @@ def table() -> dict[str, Any]:
 
 
 def interval(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> tuple[float, float]:
-    """Factors on the predicted step between which 8 of 10 measured ones lie."""
+    """Returns two factors on the predicted step between which 8 of 10 measured ones lie."""
     found = table()["step"][kind_of_job(model, cluster, plan, step_s)]
     return found["p10"], found["p90"]
 
 
 def traits(model: ModelSpec, plan: Plan) -> list[str]:
-    """What a job does that not every job does, in words."""
+    """Returns in words what a job does that not every job does."""
     does = {
         f"{plan.precision} precision": True,
         f"zero {plan.zero}": plan.zero > 0,

@@ -32,7 +32,7 @@ def tokens_per_second(job: Job, prediction: Prediction) -> float:
 
 
 def peak_flops(cluster: ClusterSpec, precision: str) -> float:
-    """Of one device, in the format that the products run in."""
+    """Returns the peak of one device in FLOP/s, in the format that the matmuls run in."""
     kind = PRECISIONS[precision].matmul
     return cluster.device.flops.get(kind, max(cluster.device.flops.values()))
 
@@ -59,7 +59,7 @@ class Whole:
 
 
 def whole_training(job: Job, plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> Whole | None:
-    """None without a number of tokens."""
+    """Returns what a training of all tokens takes; None where the job has no number of tokens."""
     if job.tokens is None:
         return None
     steps = -(-job.tokens // job.tokens_per_step)
@@ -71,7 +71,7 @@ def whole_training(job: Job, plan: Plan, prediction: Prediction, cluster: Cluste
 
 
 def step_text(seconds: float) -> str:
-    """Of one step, for comparing: `36.2 ms`, `8.31 s`, `10.4 s`, `12:31`."""
+    """Returns the seconds of a step as people compare them: `36.2 ms`, `8.31 s`, `10.4 s`, `12:31`."""
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 0.9995:

@@ -103,14 +103,14 @@ class Pricer:
         self._matmuls: dict[Matmul, float] = {}  # a layer has many twice, and so have layouts
 
     def seconds(self, work: RankWork, backward: bool = False) -> float:
-        """On the device, one operation after the other."""
+        """Returns the seconds on the device, one operation after the other."""
         total = sum([self.matmul(p) for p in work.matmuls])
         total += sum([self.attention(a, backward) for a in work.attention])
         total += sum([self.pass_(size) for size in work.passes])
         return total + self.gap * (len(work.matmuls) + len(work.attention) + len(work.passes))
 
     def host_seconds(self, work: RankWork) -> float:
-        """What starting it takes, while the device may be busy."""
+        """Returns the seconds that the host takes to start it, while the device may be busy."""
         return work.launches * self.launch
 
     def matmul(self, p: Matmul) -> float:
@@ -174,7 +174,7 @@ class Pricer:
         return max(computed, moved * (2 + 2 * backward) / self.bandwidth) + beside / self.bandwidth
 
     def pass_(self, size: float) -> float:
-        """Bytes read and written by one kernel."""
+        """Returns the seconds of one kernel that reads and writes `size` bytes."""
         if curve := self.curves.get("elementwise"):
             return size / (self.threads * interpolate(curve, size)) if size else 0.0
         return (size + self.half) / self.bandwidth if size else 0.0

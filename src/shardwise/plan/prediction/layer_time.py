@@ -60,7 +60,7 @@ def add(times: Iterable[LayerTime]) -> LayerTime:
 
 
 class LayerTimes:
-    """Prices of one layout's layers."""
+    """Seconds of one layout's layers, remembered by kind of layer."""
 
     def __init__(self, model: ModelSpec, network: Network, pricer: Pricer, job: Job, plan: Plan, stack: Stack):
         self.model, self.plan, self.stack, self.network, self.pricer = model, plan, stack, network, pricer
@@ -86,7 +86,7 @@ class LayerTimes:
         self.stages: dict[tuple[tuple[int, ...], str], Any] = {}  # by split and recomputation: step_time.py's
 
     def layer(self, layer: LayerSpec, again: bool) -> LayerTime:
-        """`again`: recomputed as a whole."""
+        """Returns the seconds of one layer and micro-batch. `again`: it is recomputed as a whole."""
         key = (layer.window, layer.is_moe, layer.ffn, again)
         found = self.known.get(key)
         if found is None:
@@ -94,7 +94,7 @@ class LayerTimes:
         return found
 
     def ends(self) -> tuple[LayerTime, LayerTime]:
-        """Embedding, head."""
+        """Returns the seconds of the embedding and of the head."""
         first = self.known.get("embedding")
         if first is None:
             first = self.known["embedding"] = self._compute(embedding_work(self.model, self.shape, self.stack))
@@ -141,7 +141,7 @@ class LayerTimes:
         return self._collectives(layer, work, time, again)
 
     def _calls(self, layer: LayerSpec) -> int:
-        """Operations around the collectives of a forward pass."""
+        """Returns the number of operations around the collectives of a forward pass."""
         plan, gather = self.plan, COLLECTIVE_LAUNCHES["gather"]
         ring = 2 if plan.cp_kind == "ulysses" else plan.cp - 1
         tensor = 0 if plan.tp == 1 else 4 * gather if plan.sequence else 2 * COLLECTIVE_LAUNCHES["sum"]
@@ -199,17 +199,17 @@ class LayerTimes:
     def _context(self, time: LayerTime, work: Training) -> tuple[float, float]:
         plan, model = self.plan, self.model
         heads = -(-model.num_kv_heads // plan.tp)
-        numbers = self.shape.here * heads * (model.head_dim + model.value_dim)
+        elements = self.shape.here * heads * (model.head_dim + model.value_dim)
         size = self.shape.size
         if plan.cp_kind == "ulysses":
             queries = self.shape.here * model.num_heads // plan.tp * model.head_dim
-            one = self.network.all_to_all((queries + numbers) * size, plan.cp, plan.tp)
+            one = self.network.all_to_all((queries + elements) * size, plan.cp, plan.tp)
             out = self.network.all_to_all(queries * size, plan.cp, plan.tp)
             return one + out, one + out
         # A ring: keys and values go round while attention works on the piece before; in backward their gradients too.
         distance = plan.tp if plan.cp * plan.tp <= self.network.tiers[0].span else self.network.tiers[0].span
-        hop = self.network.send(numbers * size, distance)
-        back = self.network.send(numbers * size * 3, distance)
+        hop = self.network.send(elements * size, distance)
+        back = self.network.send(elements * size * 3, distance)
         attention = sum(self.pricer.attention(a) for a in work.forward.attention) / plan.cp
         backward = sum(self.pricer.attention(a, True) for a in work.forward.attention) / plan.cp
         steps = plan.cp - 1

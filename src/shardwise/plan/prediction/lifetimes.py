@@ -99,7 +99,7 @@ def beside_adapters(stack: Stack, groups: Groups) -> Stack:
 def _moments(
     share: RankShare, groups: Groups, plan: Plan, states: RankStates, activations: Activations, parts: dict[str, int]
 ) -> dict[str, int]:
-    """Gathered parameters, gradients, activations and temporaries, by moment."""
+    """Returns bytes of gathered parameters, gradients, activations and temporaries by moment."""
     gathered, complete, held = parts["gathered"], parts["gradients"], activations.held
     so_far = complete if states.accumulated else 0
     flight = share.stages_in_flight
@@ -240,19 +240,19 @@ def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head
     """(what waits from the head's forward to its backward, what passes): the gradients of the head's input and, in
     fp32, of its weights wait. First a chunk's logits pass, and where nothing compiles them a block of it in fp32; then
     both gradients as backward hands them on."""
-    inputs, numbers = size * tokens * spec.hidden, spec.vocab * spec.hidden if trains_head else 0
-    waiting = inputs + max(4, size) * numbers
+    inputs, elements = size * tokens * spec.hidden, spec.vocab * spec.hidden if trains_head else 0
+    waiting = inputs + max(4, size) * elements
     logits = tokens * spec.vocab
     chunk = size * logits // fused_chunks(logits, size, plan.device)
     if plan.formats.is_fp8 and plan.fp8_head:
         # Weights both ways, unless they are frozen and stay so; the chunk's gradient in eight bits, and what it adds to
         # that of the weights.
         weights = spec.vocab * spec.hidden if trains_head or spec.tied else 0
-        chunk += 2 * weights + chunk // size + size * numbers
+        chunk += 2 * weights + chunk // size + size * elements
     if plan.device == "cpu":  # the gradients that backward hands on are counted as such
         return waiting, chunk
     block = 0 if plan.compile != "none" else logit_bytes(spec, tokens, size)
-    return waiting, max(chunk + LOSS_TEMPORARIES["cuda"] * block, inputs + size * numbers)
+    return waiting, max(chunk + LOSS_TEMPORARIES["cuda"] * block, inputs + size * elements)
 
 
 def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> int:
@@ -302,7 +302,7 @@ def _kept(
     size: int,
     tokens: int,
 ) -> tuple[Kept, ...]:
-    """Of each of the rank's stages."""
+    """Returns what each of the rank's stages keeps."""
     spec = _as_saved(cut, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
     return tuple(
         kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load, size, tokens)

@@ -37,7 +37,7 @@ from shardwise.spec.schema import AdapterConfig
 def predict_memory(
     spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack | None = None
 ) -> dict[str, int]:
-    """Bytes of the fullest rank at the peak."""
+    """Returns the bytes of the fullest rank at its peak, by category."""
     return fullest(tuple(_may_be_fullest(spec, plan, optimizer, adapter, stack))).parts
 
 
@@ -49,7 +49,7 @@ def fits(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig, li
 def _may_be_fullest(
     spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig, stack: Stack | None
 ) -> Iterator[StageMemory]:
-    """Of ranks with the same layers, the one with most in flight is the fullest."""
+    """Yields one rank of each kind: of ranks with the same layers, the one with most in flight is the fullest."""
     shares, stack = rank_shares(spec, plan), stack or stack_of(plan)
     by_number = plan.recompute.startswith("every-")  # which layers are computed again depends on where they are
     kinds = range(plan.pp) if by_number else alike(tuple(share.cut for share in shares))
@@ -65,7 +65,7 @@ def _may_be_fullest(
 def predict_stages(
     spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE, stack: Stack | None = None
 ) -> tuple[StageMemory, ...]:
-    """One per rank along the pipeline; all ranks of one stage hold as much."""
+    """Returns the memory of each rank along the pipeline; all ranks of one stage hold as much."""
     stack = stack or stack_of(plan)
     return tuple(
         rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack)

@@ -57,7 +57,7 @@ DISK = measured("disk_rate")
 CPU_MEMORY = measured("cpu_memory_rate")
 
 TOUCHED = {"optimizer": 36 / 8, "all": 44 / 12}
-"""Bytes of CPU memory that are read or written for each byte on the link: Adam's pass over four numbers, and both
+"""Bytes of CPU memory that are read or written for each byte on the link: Adam's pass over four elements, and both
 copies."""
 
 

@@ -23,7 +23,7 @@ from shardwise.spec.model import LayerSpec, ModelSpec
 
 
 def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack) -> Training:
-    """`spec` is the whole model; slices are taken here."""
+    """Returns what a rank computes for one layer. `spec` is the whole model; slices are taken here."""
     attention = _latent_matmuls(spec, shape) if spec.is_latent else _attention_matmuls(spec, shape, stack)
     ffn = _expert_matmuls(spec, shape) if layer.is_moe else _dense_matmuls(spec, layer.ffn, shape, stack)
     core = _attention_core(spec, layer, shape, stack)
@@ -89,7 +89,7 @@ def embedding_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
 
 
 def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
-    """Last norm, logits, loss."""
+    """Returns what a rank computes for the last norm, the logits and the loss."""
     vocab = stack.padded_vocab(spec.vocab, shape.tp)
     matmul = Matmul(shape.here, vocab, spec.hidden, exact=not (shape.eight_bit and stack.fp8_head))
     logits = shape.here * vocab
@@ -172,7 +172,7 @@ def _expert_matmuls(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
 
 
 def _bias_gradients(spec: ModelSpec, forward: tuple[Matmul, ...], shape: RankShape) -> tuple[float, ...]:
-    """Sums over all tokens, a pass over each matmul's output gradient."""
+    """Returns the passes of sums over all tokens: one over each matmul's output gradient."""
     if shape.trains != "all" or not spec.mlp_bias:
         return ()
     return tuple(float(p.m * p.n * shape.size) for p in forward)
@@ -197,7 +197,7 @@ def _attention_core(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: 
 
 
 def _score_matmuls(core: AttentionCore, backward: bool = False) -> tuple[Matmul, ...]:
-    """Attention by definition computes masked scores too."""
+    """Returns the matmuls of attention by definition, which computes masked scores too."""
     groups = core.rows * core.heads
     scores = Matmul(core.queries, core.keys, core.width, groups, exact=True)
     values = Matmul(core.queries, core.value_width, core.keys, groups, exact=True)

@@ -40,7 +40,7 @@ class PlacedAxis:
 
 
 def placement(cluster: ClusterSpec, plan: Plan) -> list[PlacedAxis]:
-    """Every axis that has more than one rank: tp, cp, ep, dp, pp."""
+    """Returns every axis that has more than one rank, in the order tp, cp, ep, dp, pp."""
     network = network_of(cluster, odd_world(cluster, plan.world))
     axes = {
         "tp": (plan.tp, 1),

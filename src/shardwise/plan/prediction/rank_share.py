@@ -42,7 +42,7 @@ class Cut:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The same for ranks that hold as much, whichever layers they are."""
+        """A key that is the same for ranks that hold as much, whichever layers they are."""
         kinds = tuple((layer.is_moe, layer.ffn) for layer in self.layers)
         return self.embedding, self.head, self.has_last_stage, kinds, tuple(self.layer_parameters)
 
@@ -107,7 +107,7 @@ class RankShare:
 
 
 def expert_parameters(spec: ModelSpec) -> int:
-    """Of one expert."""
+    """Returns the number of parameters of one expert."""
     return (3 if spec.gated else 2) * spec.hidden * spec.expert_ffn
 
 
@@ -139,7 +139,7 @@ def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
 
 @lru_cache(1024)
 def alike(cuts: tuple[Cut, ...]) -> tuple[int, ...]:
-    """For each rank the number of the first one that holds as much."""
+    """Returns for each rank the number of the first one that holds as much."""
     first: dict[tuple[object, ...], int] = {}
     return tuple(first.setdefault(cut.shape, rank) for rank, cut in enumerate(cuts))
 
@@ -154,7 +154,7 @@ def stages_of_cut(cut: Cut, split: tuple[int, ...]) -> tuple[tuple[LayerSpec, ..
 
 
 def stages_of(share: RankShare, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
-    """The rank's layers, stage by stage."""
+    """Returns the rank's layers, stage by stage."""
     return stages_of_cut(share.cut, plan.split)
 
 

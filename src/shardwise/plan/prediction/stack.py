@@ -110,7 +110,7 @@ class Stack:
         return tuple(part * rotated / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
 
     def activation_passes(self, spec: ModelSpec, elements: float, size: int) -> tuple[Passes, Passes]:
-        """The activation of a feed-forward layer, gated or not."""
+        """Returns the passes of the activation of a feed-forward layer, gated or not."""
         one, is_one = elements * size, self.fused_activation or self.compiled
         bias = (2.0 * one,) if spec.mlp_bias and not is_one else ()
         if not spec.gated:
@@ -158,7 +158,7 @@ class Stack:
         return (), (2.0 * table,)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
-        """Rows of the head that a tensor-parallel rank multiplies."""
+        """Returns the rows of the head that a tensor-parallel rank multiplies."""
         return -(-vocab // tp)
 
     def loss_passes(self, logits: int, size: int, tp: int) -> tuple[Passes, Passes]:
@@ -217,7 +217,7 @@ class Stack:
         return StateTraffic(reduced, compute_bytes, hides, hides)
 
     def tied_bytes(self) -> int:
-        """Per element of a tied table's gradient between the two ends of a pipeline."""
+        """Returns bytes per element of a tied table's gradient between the two ends of a pipeline."""
         return 4
 
     def update_bytes(self, update: float, elements: float) -> float:
@@ -225,7 +225,7 @@ class Stack:
         return update
 
     def stage_bytes(self, size: float, tp: int, sequence: bool) -> float:
-        """Bytes that a rank sends to the next stage of `size` bytes of activations."""
+        """Returns the bytes that a rank sends to the next stage of `size` bytes of activations."""
         return size
 
     @property

@@ -127,7 +127,7 @@ def _hidden(collectives: float, beside: float, overlaps: bool) -> float:
 
 
 def _experts(network: Network, size: float, plan: Plan, groups: int) -> float:
-    """Spread experts have fewer copies, further apart."""
+    """Returns the seconds of gathering spread experts, which have fewer replicas, further apart."""
     if not size or plan.expert_shards == 1:
         return 0.0
     return groups * network.all_gather(size / groups, plan.expert_shards, plan.ep)
@@ -163,7 +163,7 @@ def _casts(held: HeldParameters, plan: Plan, stack: Stack, pricer: Pricer) -> tu
 
 
 def optimizer_seconds(trained: float, shards: float, pricer: Pricer, plan: Plan, job: Job, stack: Stack) -> float:
-    """The norm, clipping and the update of what a rank owns."""
+    """Returns the seconds of the norm, clipping and the update of what a rank owns."""
     weight = WEIGHT_BYTES[plan.precision]
     elements = trained / shards
     gradient = gradient_bytes(plan)

@@ -45,7 +45,7 @@ LOW_BIT_BYTES = 1 + 4 / 256
 
 
 class RankStates(NamedTuple):
-    """Bytes of a rank."""
+    """Bytes that a rank holds of weights, gradients and optimizer state."""
 
     weights: int
     gathered: int
@@ -59,7 +59,7 @@ class RankStates(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """What a rank's blocks hold, and all together."""
+    """What each of a rank's blocks holds, and all of them together."""
 
     blocks: list[HeldParameters]  # the embedding, every layer, the head
     whole: HeldParameters
@@ -140,7 +140,7 @@ def _with_low_precision_weights(whole: HeldParameters, plan: Plan, optimizer: st
 
 
 def gradient_bytes(plan: Plan) -> int:
-    """Per element, when the update reads it."""
+    """Returns bytes per element of a gradient when the update reads it."""
     is_narrow = plan.copies and plan.num_microbatches == 1
     return (COMPUTE_BYTES if is_narrow else WEIGHT_BYTES)[plan.precision]
 

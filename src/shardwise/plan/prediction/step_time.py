@@ -39,13 +39,13 @@ STEP_HOST = measured("step_host_seconds")
 
 
 def straggler_share(cluster: ClusterSpec, world: int) -> float:
-    """Of a step that so many ranks take."""
+    """Returns the share of a step that so many ranks lose to the slowest of them."""
     return STRAGGLER * ((-(-world // cluster.per_node)).bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """One micro-batch through one stage."""
+    """Seconds of one micro-batch through one stage."""
 
     layers: LayerTime
     forward: float
@@ -108,7 +108,7 @@ def least_step_seconds(
 
 
 def trained_parameters(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
-    """Parameters that a rank updates."""
+    """Returns the number of parameters that a rank updates."""
     trained = groups_of(share.cut, model, job.adapter).whole.trained
     experts = share.spread_parameters if job.adapter.kind == "none" else 0
     return (trained - experts) / plan.state_shards + experts / plan.expert_shards
@@ -139,7 +139,7 @@ def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, st
 
 
 def _pricer(cluster: ClusterSpec, plan: Plan, stack: Stack) -> Pricer:
-    """One for all layouts, because it remembers."""
+    """Returns one pricer for all layouts, because it remembers."""
     key = (id(cluster), id(stack), plan.precision, plan.threads_per_rank)
     found = _PRICERS.get(key)
     if found is None:

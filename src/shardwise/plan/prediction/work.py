@@ -48,7 +48,7 @@ class AttentionCore(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of forward. Backward has five matmuls for these two."""
+        """FLOPs of forward. Backward has five matmuls for these two."""
         return 2.0 * self.rows * self.heads * self.queries * self.context * (self.width + self.value_width)
 
 
@@ -78,7 +78,7 @@ class RankWork:
 
 @dataclass(frozen=True)
 class Training:
-    """Of one layer or one end of the model."""
+    """What a rank computes to train one layer or one end of the model."""
 
     forward: RankWork
     inputs: RankWork  # backward: gradients of what came in, and of what has no weights
@@ -88,7 +88,7 @@ class Training:
 
 
 class RankShape(NamedTuple):
-    """What of a micro-batch a rank has."""
+    """The part of a micro-batch that a rank has."""
 
     rows: int  # sequences
     tokens: int  # of one sequence, on this rank: seq_len / cp
@@ -106,7 +106,7 @@ class RankShape(NamedTuple):
 
     @property
     def here(self) -> int:
-        """Tokens inside of tensor-parallel regions."""
+        """The number of tokens inside of tensor-parallel regions."""
         return self.rows * self.tokens
 
     @property

@@ -74,7 +74,7 @@ def _check_model(spec: ModelSpec, asked: dict[str, Any], degrees: dict[str, int]
 
 
 def _smaller(degrees: dict[str, int], world: int) -> str:
-    """One degree lowered until the needed fits."""
+    """Returns fixes that lower one degree until the layout fits the cluster."""
     fixes = []
     needed = prod(degrees.values())
     for axis, value in degrees.items():

@@ -49,7 +49,7 @@ def choose_degrees(asked: Asked, origins: Origins) -> Degrees:
 
 
 def global_batch_of(train: TrainConfig) -> int:
-    """Sequences per optimizer step."""
+    """Returns the number of sequences per optimizer step."""
     if train.global_batch_tokens:
         return train.global_batch_tokens // train.seq_len
     return train.global_batch or DEFAULT_GLOBAL_BATCH
@@ -163,7 +163,7 @@ def _check_whole(asked: Asked) -> None:
 
 
 def tensor_degrees(spec: ModelSpec) -> list[int]:
-    """Every tp that this model can be cut into, ascending."""
+    """Returns every tp that this model can be cut into, ascending."""
     return [tp for tp in range(1, spec.num_heads + 1) if _tensor_problem(spec, tp) is None]
 
 
@@ -292,7 +292,7 @@ def _shorter_pipeline(asked: Asked, pp: int) -> Fix:
 
 
 def _with_nproc(asked: Asked, fix: Fix, most: int | None = None) -> list[Fix]:
-    """The fix as it is, and with the number of processes that goes with it."""
+    """Returns the fix as it is, and with the number of processes that goes with it."""
     if not asked.nproc or "--nproc" in fix:
         return [fix]
     parallel = asked.changed(fix).config.parallel

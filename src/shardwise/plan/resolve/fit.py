@@ -71,7 +71,7 @@ def _elsewhere(asked: Asked, plan: Plan) -> str:
 
 
 def largest_part(spec: ModelSpec, plan: Plan) -> str:
-    """The part of the model with most parameters, on the rank that has it."""
+    """Names the part of the model with most parameters, on the rank that has it."""
     parts: dict[str, int] = {}
     for share in rank_shares(spec, plan):
         for layer, size in zip(share.layers, share.layer_parameters, strict=True):
@@ -147,7 +147,7 @@ def _can_go_together(a: Fix, b: Fix, enough: set[frozenset[str]]) -> bool:
 
 
 def _first_of_each_kind(ways: Iterator[Remedy]) -> list[Remedy]:
-    """One way per set of keys."""
+    """Returns the first remedy for each set of keys."""
     found: dict[frozenset[str], Remedy] = {}
     for way in ways:
         found.setdefault(frozenset(way.change), way)

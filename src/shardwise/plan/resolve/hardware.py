@@ -42,7 +42,7 @@ def choose_precision(config: Config, machine: Machine, origins: Origins) -> str:
 
 
 def _without_bf16(machine: Machine) -> str:
-    """The first GPU that does not multiply in bf16, in words."""
+    """Returns in words the first GPU that does not multiply in bf16, or nothing."""
     old = next((gpu for gpu in machine.gpus if gpu.capability < BF16_CAPABILITY), None)
     return f"{old.name} has capability {_dotted(old.capability)}, bf16 needs {_dotted(BF16_CAPABILITY)}" if old else ""
 
@@ -95,7 +95,7 @@ CUDA_ATTENTION = ("flex", "cudnn", "flash", "flash4")
 
 
 def check_cuda_only(asked: Asked, origins: Origins) -> None:
-    """Keys whose values need a GPU."""
+    """Refuses values of keys that need a GPU where there is none."""
     none = asked.machine.gpu_problem or "there is no GPU here"
     if asked.config.comm.backend == "nccl" and asked.device == "cpu":
         raise _needs("comm.backend = nccl", "a GPU", none, "comm.backend=gloo", origins)

@@ -63,7 +63,7 @@ class Refusal(Exception):
 
 
 def explained(problem: Refusal, asked: Asked, origins: Origins, choose: Callable[[Asked], object]) -> UserError:
-    """The refusal as people read it, with fixes that `choose` accepts."""
+    """Returns the refusal as people read it, with fixes that `choose` accepts."""
     fixes = [fix for fix in problem.fixes if fix]
     working = list(islice((fix for fix in fixes if _works(asked.changed(fix), choose)), MAX_FIXES))
     return UserError(
@@ -84,7 +84,7 @@ def _works(asked: Asked, choose: Callable[[Asked], object]) -> bool:
 
 
 def typed(fix: Fix) -> str:
-    """As it is typed on the command line."""
+    """Returns a fix as it is typed on the command line."""
     words = []
     for name, value in fix.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -45,7 +45,7 @@ def reopen(path: Path, words: Sequence[str], nproc: int | None = None) -> Loaded
 
 
 def planner_origins(chosen: Mapping[str, str]) -> dict[str, str]:
-    """As config.toml has them: what the planner filled, and why."""
+    """Returns the origins as config.toml has them: what the planner filled, and why."""
     return {name: f"{PLANNER}: {why}" if why else PLANNER for name, why in chosen.items()}
 
 
@@ -61,7 +61,7 @@ def written_origins(text: str) -> dict[str, str]:
 
 
 def _keys_of(words: Sequence[str]) -> set[str]:
-    """The keys that these words set, those of a layout string included."""
+    """Returns the keys that these words set, those of a layout string included."""
     names: set[str] = set()
     for word in words:
         name, _, text = word.partition("=")

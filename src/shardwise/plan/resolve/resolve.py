@@ -101,7 +101,7 @@ def _no_room_on_host(asked: Asked, plan: Plan, origins: Origins) -> UserError:
 
 
 def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyType({})) -> Plan:
-    """The plan of a job, whether it fits into memory or not."""
+    """Returns the plan of a job, whether it fits into memory or not."""
     config, machine = asked.config, asked.machine
     train = config.train
     degrees = choose_degrees(asked, origins)
@@ -253,7 +253,7 @@ def micro_batch_sizes(plan: Plan) -> list[int]:
 
 
 def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
-    """The gradient of a weight multiplies over tokens."""
+    """Refuses sequences that fp8 cannot take: the gradient of a weight multiplies over tokens."""
     tokens = plan.seq_len // plan.cp
     if plan.formats.is_fp8 and tokens % MULTIPLE:
         needed = MULTIPLE * plan.cp

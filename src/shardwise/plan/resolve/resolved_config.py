@@ -18,7 +18,8 @@ SECTIONS = ("train", "parallel", "memory")  # what an adapter's directory says w
 
 
 def fill(config: Config, plan: Plan, found: Better | None) -> tuple[Config, dict[str, str]]:
-    """`found`: what the search has decided, where it was asked."""
+    """Returns the config with the plan's values, and why each key has its value. `found`: what the search has
+    decided."""
     filled = replace(
         config,
         train=replace(
@@ -54,7 +55,7 @@ def _resolved(section: Any, plan: Plan) -> Any:
 
 
 def _reasons(plan: Plan) -> dict[str, str]:
-    """Of every key that can be left open, for the value that the rules give it."""
+    """Returns for every key that can be left open why the rules give it its value."""
     shared = plan.dp * plan.cp > 1
     saved = "it does not fit without"
     return {

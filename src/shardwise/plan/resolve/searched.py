@@ -80,7 +80,7 @@ def fits_on_host(asked: Asked, plan: Plan) -> bool:
 def better_layout(
     asked: Asked, usual: Plan, limit: int, fits: bool, origins: Origins, plan_of: Callable[[Asked], Plan]
 ) -> Better | None:
-    """None: the usual one it is, or nothing is open."""
+    """Returns what the search proposes instead of the usual layout; None where that stays, or nothing is open."""
     open_keys = _open_keys(asked, origins)
     is_plain = usual.zero == 0 and (usual.recompute, usual.offload) == ("none", "none")
     has_choice = asked.device == "cuda" and (len(asked.machine.gpus) > 1 or not is_plain)
@@ -126,7 +126,7 @@ def _open_keys(asked: Asked, origins: Origins) -> set[str]:
 
 
 def _settings(plan: Plan, asked: Asked) -> dict[str, Any]:
-    """A plan as config keys."""
+    """Returns a plan as config keys and values."""
     found: dict[str, Any] = {f"parallel.{key}": getattr(plan, key) for key in OPEN}
     found |= {"memory.recompute": plan.recompute, "memory.offload": plan.offload}
     if plan.pp == 1:  # what a pipeline would have, nobody has decided
@@ -141,7 +141,7 @@ def _settings(plan: Plan, asked: Asked) -> dict[str, Any]:
 
 
 def _cluster(asked: Asked, usual: Plan, limit: int) -> ClusterSpec:
-    """As many devices as may be used, with the memory that a rank may use."""
+    """Returns a cluster of as many devices as may be used, with the memory that a rank may use."""
     found = asked.cluster
     world = asked.nproc or len(asked.machine.gpus) or usual.world
     if asked.device == "cpu" and not asked.nproc and asked.config.memory.limit != "auto":  # more ranks have more memory

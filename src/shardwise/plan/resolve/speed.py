@@ -71,7 +71,7 @@ def _can_read_late(plan: Plan, skips_steps: bool) -> bool:
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
-    """From `section.key` words."""
+    """Returns the section [speed] from `section.key` words."""
     return SpeedConfig(
         **{key.removeprefix("speed."): value for key, value in fixed.items() if key.startswith("speed.")}
     )
@@ -111,7 +111,8 @@ def norms_of(kernels: str, spec: ModelSpec, precision: str, ranks: int) -> str:
 def keeps_low_precision(
     asked: SpeedConfig, device: str, precision: str, spec: ModelSpec, world: int, offload: str, zero: int
 ) -> bool:
-    """One rank alone, whose weights are kept in fp32 and used in 16 bits."""
+    """Whether low-precision weights stay between steps: one rank alone keeps weights in fp32 and uses them in 16
+    bits."""
     can = world == 1 and PRECISIONS[precision].is_mixed and zero == 0 and offload == "none" and spec.is_ours
     return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
 
@@ -163,7 +164,7 @@ def attention_of(asked: str, spec: ModelSpec, precision: str, cp: int, cp_kind: 
 
 
 def stack_of(plan: Plan) -> Stack:
-    """How our runtime executes a plan."""
+    """Returns how our runtime executes a plan."""
     fp8 = fp8_of(plan.precision, plan.fp8_recipe, plan.fp8_head)
     stack = our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused", plan.products == "measured", *fp8)
     return attending(stack, plan.attention)
