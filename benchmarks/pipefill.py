@@ -32,7 +32,7 @@ from rich.table import Table
 from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
-from shardwise.run.bubble_filling import FIRST_ROUND, HEADROOM, LONGER, MESSAGE_S, PLAIN_STEPS, Filler
+from shardwise.run.bubble_filling import FIRST_ROUND, HEADROOM, LONGER, PLAIN_STEPS, SEND_S, Filler
 from shardwise.run.clock import Clock
 from shardwise.spec.presets import preset
 from shardwise.spec.split import even_split
@@ -142,7 +142,7 @@ def _case(rank: int, schedule: str, virtual: int, rounds: int) -> dict[str, Any]
     table, owners = engine.pipeline.table, engine.pipeline.owners
     price = {**SECONDS, "E": HEADROOM * SECONDS["F"]}
     possible = fill_bubbles(
-        table, owners, lambda action: price[action.kind] / virtual, MICRO_BATCHES * 8, MESSAGE_S, LONGER
+        table, owners, lambda action: price[action.kind] / virtual, MICRO_BATCHES * 8, SEND_S, LONGER
     )[1]
     bubble = sum(simulate(table, owners, lambda action: price[action.kind] / virtual).bubble)
     return {

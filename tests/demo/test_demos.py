@@ -65,7 +65,7 @@ def test_the_story_fits_into_100_columns_without_colour(word, played):
     if word == "pipeline":
         schedules = report["schedules"]
         ranks = [{name: schedules[name]["ranks"][rank] for name in schedules} for rank in range(report["world"])]
-    story = import_module(f"shardwise.demo.{DEMOS[word]}").tell(ranks)
+    story = import_module(f"shardwise.demo.{DEMOS[word]}").make_story(ranks)
     page = io.StringIO()
     story.show(Console(file=page, width=100, highlight=False, markup=False))
     lines = page.getvalue().splitlines()
@@ -128,7 +128,7 @@ def test_tensor_parts_add_up_and_borders_cost_a_message_each(played):
     assert first["x_gradient"] == second["x_gradient"] == [42, 52]
     size = 4 * 4 * 64 * HIDDEN
     for phase in ("forward", "backward"):
-        hidden = [m for m in first["messages"] if m["phase"] == phase and m["num_bytes"] == size]
+        hidden = [m for m in first["transfers"] if m["phase"] == phase and m["num_bytes"] == size]
         assert len(hidden) == 2 * (2 * LAYERS + 1)  # two micro-batches
     norms = (2 * LAYERS + 1) * HIDDEN
     assert first["held"] == second["held"] == (PARAMETERS - norms) // 2 + norms
@@ -166,9 +166,9 @@ def test_pipeline_runs_its_lists_and_holds_what_they_say(played):
     assert schedules["gpipe"]["bubble_simulated"] == pytest.approx(3 / 11)
     assert schedules["1f1b"]["bubble_simulated"] == pytest.approx(3 / 11)
     for name, found in schedules.items():
-        messages = 2 * 8 * 3 * (2 if name == "zbv" else 1)
-        assert sum(rank["messages"] for rank in found["ranks"]) == messages
-        assert sum(rank["message_bytes"] for rank in found["ranks"]) == messages * 4 * 2 * 32 * HIDDEN
+        sends = 2 * 8 * 3 * (2 if name == "zbv" else 1)
+        assert sum(rank["sends"] for rank in found["ranks"]) == sends
+        assert sum(rank["send_bytes"] for rank in found["ranks"]) == sends * 4 * 2 * 32 * HIDDEN
         assert found["step_s_measured"] >= 0.99 * found["step_s_simulated"]  # nobody can be faster than asleep
 
 

@@ -204,7 +204,7 @@ def bytes_sent(kind: str) -> dict[str, int]:
     engine.evaluate([micro])  # the first pass also compares rows
     with Wire() as wire:
         engine.evaluate([micro])
-    return {kind: total(of_kind(wire.messages, kind)) for kind in ("send", "all-to-all", "all-reduce", "all-gather")}
+    return {kind: total(of_kind(wire.transfers, kind)) for kind in ("send", "all-to-all", "all-reduce", "all-gather")}
 
 
 def test_a_forward_pass_sends_keys_and_values_or_exchanges_heads_and_nothing_else(ranks: Any) -> None:

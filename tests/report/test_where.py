@@ -108,7 +108,7 @@ def observe(spec: ModelSpec, layout: str, trial: Trial = TRIAL) -> dict[str, Any
     before = [span for span in steps.clock.spans if span.kind == "comm_exposed"]
     steps.engine.evaluate(trial_batch(spec, steps.plan, trial, 4, steps.engine.mesh.at.dp)[0].microbatches)
     assert [span for span in steps.clock.spans if span.kind == "comm_exposed"] == before, "evaluation is not the step"
-    sent = [(message.kind, message.num_bytes) for message in wire.messages]
+    sent = [(message.kind, message.num_bytes) for message in wire.transfers]
     return {"parts": parts, "sent": sent, "events": lines, "pp": steps.engine.mesh.at.pp}
 
 

@@ -33,7 +33,7 @@ from shardwise.spec.cluster import ClusterSpec
 
 HELP = """Measure parts of a training step on this machine.
 
-layers        matrix products, attention and passes over memory by size, on every device at once
+layers        matmuls, attention and passes over memory by size, on every device at once
 collectives   all-reduce, all-gather, reduce-scatter, all-to-all between the processes of this machine
 step          a few steps of training, measured beside predicted; takes section.key=value words"""
 CONFIG = True

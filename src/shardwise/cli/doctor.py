@@ -56,7 +56,7 @@ def examine(run_directory: str) -> dict[str, Any]:
     cores, memory, cpu = usable_cores(), usable_memory(), cpu_model()
     _progress("disk")
     disk = measure_disk(run_directory)
-    _progress("matrix products and memory copies (loads torch)")
+    _progress("matmuls and memory copies (loads torch)")
     devices = measure_devices(cpu, memory)
     _progress("link between two local processes (loads torch twice)")
     link: dict[str, Any]

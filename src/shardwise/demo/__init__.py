@@ -1,7 +1,8 @@
 """Techniques acted out on a few local processes: `shardwise explain WORD --demo`.
 
-A demo is one file with WORLD, `act` (runs on every rank, returns what it saw) and `tell` (turns what all ranks saw into
-a story), and one line here. Invariant: no torch in this file, so that a page can say whether its word has a demo.
+A demo is one file with WORLD, `act` (runs on every rank, returns what it saw) and `make_story` (turns what all ranks
+saw into a story), and one line here. Invariant: no torch in this file, so that a page can say whether its word has a
+demo.
 """
 
 from __future__ import annotations

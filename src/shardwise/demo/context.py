@@ -50,13 +50,13 @@ def _work(rank: int, world: int) -> dict[str, float]:
 
 def _step(rank: int, world: int, kind: str) -> dict[str, Any]:
     seen = observe_step(TRIAL, rank, cp=world, cp_kind=kind)
-    sends, swaps = of_kind(seen.messages, "send"), of_kind(seen.messages, "all-to-all")
+    sends, swaps = of_kind(seen.transfers, "send"), of_kind(seen.transfers, "all-to-all")
     return {
         "sends": {phase: total(of_kind(sends, "send", phase)) for phase in ("forward", "backward")},
         "swaps": {phase: total(of_kind(swaps, "all-to-all", phase)) for phase in ("forward", "backward")},
         "num_sends": len(sends),
         "num_swaps": len(swaps),
-        "wire_bytes": sum(message.share(world) for message in seen.messages),
+        "wire_bytes": sum(transfer.share(world) for transfer in seen.transfers),
         "sent": seen.sent,
         "saved": _saved(seen.engine),
     }
@@ -68,7 +68,7 @@ def _saved(engine: Any) -> int:
     return saved_bytes(engine.models[0], micro.tokens, micro.targets)
 
 
-def tell(found: list[dict[str, Any]]) -> Story:
+def make_story(found: list[dict[str, Any]]) -> Story:
     story = Story("context", "Context parallelism: 2 processes that share every sequence")
     row = torch.arange(DRAWN_TOKENS)[None]
     places = [Zigzag(DRAWN, rank, DRAWN_TOKENS) for rank in range(DRAWN)]
@@ -87,7 +87,7 @@ def tell(found: list[dict[str, Any]]) -> Story:
     for kind in KINDS:
         step = found[0][kind]
         moved = step["sends"] if kind == "ring" else step["swaps"]
-        how = f"{step['num_sends']} messages" if kind == "ring" else f"{step['num_swaps']} all-to-alls"
+        how = f"{step['num_sends']} sends" if kind == "ring" else f"{step['num_swaps']} all-to-alls"
         rows.append([kind, how, moved["forward"], moved["backward"]])
     story.step(
         "What moves in a step: keys and values round the ring, or heads for tokens",

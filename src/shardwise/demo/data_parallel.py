@@ -44,14 +44,14 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
     say("a step of the engine")
     seen = observe_step(TRIAL, rank, comm=CommConfig(bucket=BUCKET), dp=world)
     backward = [span for span in seen.spans if span.name in ("forward", "backward")]
-    sums = of_kind(seen.messages, "all-reduce")
+    sums = of_kind(seen.transfers, "all-reduce")
     truth = truth_of(EXACT, rank)
     say("comparison with one process")
     return {
         "before": before,
         "after": after.tolist(),
         **ways,
-        "messages": [(m.kind, m.num_bytes, m.phase, m.microbatch, m.at_s - seen.began_s) for m in sums],
+        "transfers": [(m.kind, m.num_bytes, m.phase, m.microbatch, m.at_s - seen.began_s) for m in sums],
         "spans": [(span.name, span.microbatch, span.start_s, span.duration_s) for span in backward],
         "all_reduces": len(sums),
         "buffer_bytes": total(sums),
@@ -95,7 +95,7 @@ def _plain(micro: Any, num_targets: int) -> tuple[torch.Tensor, float]:
     return model.get_parameter("norm.weight").grad, loss  # type: ignore[return-value]
 
 
-def tell(found: list[dict[str, Any]]) -> Story:
+def make_story(found: list[dict[str, Any]]) -> Story:
     story = Story(
         "data-parallel", "Data parallelism: 4 processes, each with the whole model and a quarter of the batch"
     )
@@ -141,7 +141,7 @@ def tell(found: list[dict[str, Any]]) -> Story:
             "0",
             "",
             0,
-            sum(message[3] != 1 for rank in found for message in rank["messages"]),
+            sum(transfer[3] != 1 for rank in found for transfer in rank["transfers"]),
         ),
         Check(
             "uneven token counts: difference of the summed gradient from one process",
@@ -192,7 +192,7 @@ def _timeline(story: Story, seen: dict[str, Any]) -> None:
         for name, _, begin, took in spans:
             if begin <= moment < begin + took:
                 compute[column] = "F" if name == "forward" else "B"
-    for *_, at in seen["messages"]:
+    for *_, at in seen["transfers"]:
         leaves[min(width - 1, max(0, int((at - start) / (end - start) * width)))] = "^"
     story.step(
         "When it moves: a real step of rank 0, two micro-batches",

@@ -37,7 +37,8 @@ MOE = SPEC.with_overrides(
 ROWS, TOKENS, NUM_MICRO = 2, 64, 2
 TRIAL = Trial(global_batch=WORLD * NUM_MICRO * ROWS, micro_batch=ROWS, seq_len=TOKENS, precision="fp32")
 EXACT = Trial(global_batch=8, micro_batch=1, seq_len=16, num_steps=2)
-WISHES = ([0, 3, 3], [2, 1, 0], [3, 0, 3], [2, 3, 0])  # the expert that each of three tokens chose; rank r has expert r
+CHOICES = ([0, 3, 3], [2, 1, 0], [3, 0, 3], [2, 3, 0])
+"""The expert that each of three tokens chose, on each of four ranks; rank r has expert r."""
 
 
 def act(rank: int, world: int, say: Say) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
             layer.experts.register_forward_pre_hook(lambda module, args: loads.append(args[1].tolist()))
 
     seen = observe_step(TRIAL, rank, spec=MOE, prepare=watch, dp=world, ep=world)
-    exchanges = [m for m in of_kind(seen.messages, "all-to-all") if m.phase in ("forward", "backward")]
+    exchanges = [m for m in of_kind(seen.transfers, "all-to-all") if m.phase in ("forward", "backward")]
     shards = seen.engine.shards
     found |= {
         "loads": loads,
@@ -68,7 +69,7 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 def _small(rank: int) -> dict[str, Any]:
     """Token t of rank r is the number 10 r + t; an expert adds 100 times its own number, plus 100."""
-    chosen = torch.tensor(WISHES[rank])
+    chosen = torch.tensor(CHOICES[rank])
     order = chosen.argsort(stable=True)
     tokens = 10.0 * rank + torch.arange(3.0)
     trip = plan_trip(count_experts(chosen[None], WORLD)[0], dist.group.WORLD)
@@ -82,7 +83,7 @@ def _small(rank: int) -> dict[str, Any]:
     }
 
 
-def tell(found: list[dict[str, Any]]) -> Story:
+def make_story(found: list[dict[str, Any]]) -> Story:
     story = Story(
         "experts",
         f"Expert parallelism: {WORLD} processes, each with its own rows and {EXPERTS // WORLD} experts per layer",

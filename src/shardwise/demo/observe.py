@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.demo.wire import Message, PhaseClock, Wire, sent_bytes
+from shardwise.demo.wire import PhaseClock, Transfer, Wire, sent_bytes
 from shardwise.model.initialize import initialize
 from shardwise.optim.build import build_optimizer
 from shardwise.parallel.apply import parallelize_decoder
@@ -40,11 +40,11 @@ Look = Callable[[Engine, torch.optim.Optimizer], None]
 
 @dataclass
 class Observed:
-    """One rank's step. `messages` leave out the one that carries norm and losses; `sent` is the system's count of all
-    bytes."""
+    """One rank's step. `transfers` leave out the all-reduce that carries norm and losses; `sent` is the system's count
+    of all bytes."""
 
     engine: Engine
-    messages: list[Message] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     began_s: float = 0.0
     sent: int | None = None
@@ -85,7 +85,7 @@ def observe_step(
         else:
             norm, *_ = accumulate(engine, batch, num_targets, clock)
         update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=Clock(CPU))
-    seen.messages = [message for message in wire.messages if message.phase != "norm and loss"]
+    seen.transfers = [transfer for transfer in wire.transfers if transfer.phase != "norm and loss"]
     seen.spans, seen.began_s = clock.spans, clock.start
     return seen
 

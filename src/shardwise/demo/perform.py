@@ -1,4 +1,4 @@
-"""One demo from the first line to the exit code: starts its ranks, lets it tell what they saw, prints it."""
+"""One demo from the first line to the exit code: starts its ranks, makes a story of what they saw, prints it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def perform(word: str, as_json: bool = False) -> int:
     from shardwise.demo.story import WIDTH, Story, make_console
 
     demo: Any = import_module(f"shardwise.demo.{DEMOS[word]}")
-    story: Story = demo.tell(play(demo.act, demo.WORLD))
+    story: Story = demo.make_story(play(demo.act, demo.WORLD))
     seconds = time.perf_counter() - began
     if as_json:
         print(json.dumps({**story.to_dict(), "world": demo.WORLD, "seconds": round(seconds, 2)}, indent=2))

@@ -132,7 +132,7 @@ def _step(rank: int, virtual: int, layout: dict[str, Any]) -> dict[str, Any]:
     clock.begin()
     engine.pipeline.train(batch.microbatches, num_targets, clock)
     kinds = {name: kind for kind, name in NAMES.items()}
-    messages = of_kind(wire.messages, "send")
+    sends = of_kind(wire.transfers, "send")
     return {
         "actions": [
             (kinds[s.name], s.stage, s.microbatch, clock.start + s.start_s, clock.start + s.start_s + s.duration_s)
@@ -140,13 +140,13 @@ def _step(rank: int, virtual: int, layout: dict[str, Any]) -> dict[str, Any]:
             if s.name in kinds
         ],
         "held": held.most,
-        "messages": len(messages),
-        "message_bytes": total(messages),
+        "sends": len(sends),
+        "send_bytes": total(sends),
         "sent": None if before is None or after is None else after - before,
     }
 
 
-def tell(found: list[dict[str, Any]]) -> Story:
+def make_story(found: list[dict[str, Any]]) -> Story:
     story = Story("pipeline", "Pipelines: 4 processes with two layers each, 8 micro-batches, four schedules")
     story.step(
         "Before: who has what",
@@ -183,12 +183,12 @@ def tell(found: list[dict[str, Any]]) -> Story:
                 f"{1e3 * simulated.total:.0f} ms",
                 f"{1e3 * measured.total:.0f} ms",
                 " ".join(str(rank["held"]) for rank in ranks),
-                sum(r["messages"] for r in ranks),
+                sum(r["sends"] for r in ranks),
             ]
         )
     story.step(
         "After: what each schedule costs",
-        table(["", "idle planned", "measured", "step planned", "measured", "held, by rank", "messages"], rows),
+        table(["", "idle planned", "measured", "step planned", "measured", "held, by rank", "sends"], rows),
         "Times are measured on this machine, as busy as it is now: they may exceed the plan, and are shown, not "
         "judged. Held: micro-batches whose activations are alive at once; those of zbv are half as large.",
     )
@@ -237,7 +237,7 @@ def _checks(schedule: str, ranks: list[dict[str, Any]]) -> list[Check]:
         [tuple(action[:3]) for action in rank["actions"]] == [tuple(action) for action in planned]
         for rank, planned in zip(ranks, table_of_actions, strict=True)
     )
-    messages = 2 * NUM_MICRO * virtual * (WORLD - 1)
+    sends = 2 * NUM_MICRO * virtual * (WORLD - 1)
     formula, numbers = "2M(p-1)", f"2 x {NUM_MICRO} x 3"
     if virtual > 1:
         formula, numbers = "2M v(p-1)", f"2 x {NUM_MICRO} x {virtual} x 3"
@@ -246,15 +246,13 @@ def _checks(schedule: str, ranks: list[dict[str, Any]]) -> list[Check]:
     )
     return [
         Check(f"{schedule}: ranks that ran exactly their list of actions", "p", "", WORLD, ran),
+        Check(f"{schedule}: sends between ranks", formula, numbers, sends, sum(rank["sends"] for rank in ranks)),
         Check(
-            f"{schedule}: messages between ranks", formula, numbers, messages, sum(rank["messages"] for rank in ranks)
-        ),
-        Check(
-            f"{schedule}: bytes of all messages",
-            "messages x 4bsh",
-            f"{messages} x {size:,}",
-            messages * size,
-            sum(rank["message_bytes"] for rank in ranks),
+            f"{schedule}: bytes of all sends",
+            "sends x 4bsh",
+            f"{sends} x {size:,}",
+            sends * size,
+            sum(rank["send_bytes"] for rank in ranks),
         ),
         Check(
             f"{schedule}: activations held, sum over ranks",
@@ -263,9 +261,9 @@ def _checks(schedule: str, ranks: list[dict[str, Any]]) -> list[Check]:
             sum(rank["held"] for rank in ranks),
         ),
         *on_the_wire(
-            "bytes of all messages / p",
-            f"{messages * size:,} / 4",
-            messages * size / WORLD,
+            "bytes of all sends / p",
+            f"{sends * size:,} / 4",
+            sends * size / WORLD,
             [rank["sent"] for rank in ranks],
             f"{schedule}: ",
         ),

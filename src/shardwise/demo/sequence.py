@@ -1,5 +1,5 @@
-"""Sequence parallelism acted out: tensor parallelism over two ranks without it and with it, message by message, byte by
-byte.
+"""Sequence parallelism acted out: tensor parallelism over two ranks without it and with it, collective by collective,
+byte by byte.
 
 Small numbers go through the borders of `parallel/tensor/collectives.py`; the rest are steps of the engine. Read next:
 `parallel/tensor/collectives.py`.
@@ -65,8 +65,8 @@ def _step(rank: int, world: int, sequence: bool) -> dict[str, Any]:
     seen = observe_step(TRIAL, rank, prepare=watch, tp=world, sequence=sequence)
     batch, _ = trial_batch(SPEC, seen.engine.plan, TRIAL, 1, 0)
     micro = batch.microbatches[0]
-    size, messages = ROWS * TOKENS * SPEC.hidden * 4, seen.messages
-    big = [message for message in messages if message.num_bytes == size]
+    size, transfers = ROWS * TOKENS * SPEC.hidden * 4, seen.transfers
+    big = [transfer for transfer in transfers if transfer.num_bytes == size]
     kinds = ("all-reduce", "all-gather", "all-to-all")
     return {
         "between": shapes[0],
@@ -74,8 +74,8 @@ def _step(rank: int, world: int, sequence: bool) -> dict[str, Any]:
         "counts": {kind: len(of_kind(big, kind)) for kind in kinds},
         "tape": [(m.kind, m.phase) for m in big if m.microbatch == 0],
         "buffer_bytes": total(big),
-        "wire_bytes": sum(message.share(world) for message in messages),
-        "norm_bytes": total(of_kind(messages, "all-reduce", "replicated gradients")),
+        "wire_bytes": sum(transfer.share(world) for transfer in transfers),
+        "norm_bytes": total(of_kind(transfers, "all-reduce", "replicated gradients")),
         "sent": seen.sent,
         "saved": saved_bytes(seen.engine.models[0], micro.tokens, micro.targets),
     }
@@ -102,7 +102,7 @@ def _norm_gradient(rank: int, world: int, truth: Record | None) -> dict[str, Any
     return {"norm_part": parts[0], "norm_sum": shard.gradient[:SHOWN].tolist(), "norm_one_process": one}
 
 
-def tell(found: list[dict[str, Any]]) -> Story:
+def make_story(found: list[dict[str, Any]]) -> Story:
     story = Story(
         "sequence", "Sequence parallelism: 2 tensor-parallel processes that also share the tokens between regions"
     )
@@ -148,7 +148,7 @@ def _real(story: Story, without: dict[str, Any], with_sp: dict[str, Any]) -> Non
             tape = " ".join(signs[kind] for kind, when in step["tape"] if when == phase)
             tapes.append(f"{name:<8} {phase:<9} {tape}")
     story.step(
-        "A real step: the messages of rank 0 with hidden states, first micro-batch",
+        "A real step: the collectives of rank 0 with hidden states, first micro-batch",
         drawing("\n".join(tapes)),
         "A all-reduce, g all-gather, s reduce-scatter (on gloo an exchange and a local sum). Each A has become a pair "
         "of s and g, moved apart: everything between s and the next g is done on half of the tokens.",

@@ -1,4 +1,4 @@
-"""What a demo tells: numbered steps of text, tables and drawings, and checks of counted figures against formulas.
+"""What a demo shows: numbered steps of text, tables and drawings, and checks of counted figures against formulas.
 
 Invariant: nothing is wider than 100 columns, nothing is said by colour alone, and `to_dict` has the figures that `show`
 prints.
@@ -53,7 +53,7 @@ def same_as_one_process(difference: float, steps: int) -> Check:
 
 
 def on_the_wire(formula: str, numbers: str, expected: float, sent: list[int | None], of: str = "") -> list[Check]:
-    """Where the system counts per socket. gloo adds headers to every message: up to 5 % of these small ones."""
+    """Where the system counts per socket. gloo adds headers to every transfer: up to 5 % of these small ones."""
     counted = [value for value in sent if value is not None]
     if not counted:
         return []

@@ -1,7 +1,7 @@
 """Tensor parallelism acted out: a feed-forward part cut by hand-made numbers, then a step of the engine with tp = 2.
 
-The small matrices go through the borders of `parallel/tensor/collectives.py`, where the engine's messages are made too.
-Read next: `parallel/tensor/slices.py`.
+The small matrices go through the borders of `parallel/tensor/collectives.py`, where the engine's collectives are called
+too. Read next: `parallel/tensor/slices.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.demo.observe import SPEC, difference, observe_step, truth_of
 from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, number, on_the_wire, same_as_one_process, table
-from shardwise.demo.wire import Message, of_kind, total
+from shardwise.demo.wire import Transfer, of_kind, total
 from shardwise.parallel.tensor.collectives import TensorParallel, enter, share
 from shardwise.parallel.tensor.slices import RowLinear
 from shardwise.prove.reference import Trial
@@ -49,7 +49,7 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
         **small,
         "shapes": {name: shape for name, shape in shapes.items() if "layers." not in name or "layers.0." in name},
         "held": sum(torch.Size(shape).numel() for shape in shapes.values()),
-        "messages": [message._asdict() for message in seen.messages],
+        "transfers": [transfer._asdict() for transfer in seen.transfers],
         "sent": seen.sent,
         "difference": difference(EXACT, truth_of(EXACT, rank), rank, tp=world),
     }
@@ -84,7 +84,7 @@ def _one_process() -> tuple[list[float], list[float]]:
     return out[0].tolist(), x.grad[0].tolist()
 
 
-def tell(found: list[dict[str, Any]]) -> Story:
+def make_story(found: list[dict[str, Any]]) -> Story:
     story = Story("tensor", "Tensor parallelism: 2 processes, each with half of every matrix")
     names = [f"rank {rank}" for rank in range(WORLD)]
     one, one_gradient = _one_process()
@@ -113,11 +113,11 @@ def tell(found: list[dict[str, Any]]) -> Story:
         f"Backward the same happens at the entrance: each rank has a part of the gradient of x, their sum is "
         f"{_vector(found[0]['x_gradient'])} on both; one process says {_vector(one_gradient)}.",
     )
-    messages = [Message(**message) for message in found[0]["messages"]]
-    big = [message for message in messages if message.num_bytes == ROWS * TOKENS * SPEC.hidden * 4]
+    transfers = [Transfer(**transfer) for transfer in found[0]["transfers"]]
+    big = [transfer for transfer in transfers if transfer.num_bytes == ROWS * TOKENS * SPEC.hidden * 4]
     _shapes(story, found)
-    _tape(story, messages, big)
-    story.checks = _checks(found, messages, big, one, one_gradient)
+    _tape(story, transfers, big)
+    story.checks = _checks(found, transfers, big, one, one_gradient)
     story.figures = {"one_process": one, "one_process_gradient": one_gradient, "ranks": found}
     return story
 
@@ -151,18 +151,18 @@ def _shapes(story: Story, found: list[dict[str, Any]]) -> None:
     )
 
 
-def _tape(story: Story, messages: list[Message], big: list[Message]) -> None:
-    """The order in which rank 0 sent its messages, for the first micro-batch."""
-    first = [m for m in messages if m.microbatch == 0]
+def _tape(story: Story, transfers: list[Transfer], big: list[Transfer]) -> None:
+    """The order in which rank 0 called its collectives, for the first micro-batch."""
+    first = [m for m in transfers if m.microbatch == 0]
     lines = []
     for phase in ("forward", "backward"):
-        signs = "".join("A" if message in big else "l" for message in first if message.phase == phase)
+        signs = "".join("A" if transfer in big else "l" for transfer in first if transfer.phase == phase)
         lines.append(f"{phase:<10}{' '.join(signs)}")
     size = ROWS * TOKENS * SPEC.hidden * 4
     story.step(
         f"What moves in a step: the all-reduces of rank 0, first micro-batch ({ROWS} rows of {TOKENS} tokens)",
         drawing("\n".join(lines)),
-        f"A: the hidden states of all tokens, b s h = {ROWS} x {TOKENS} x {SPEC.hidden} numbers, {size:,} bytes. "
+        f"A: the hidden states of all tokens, b s h = {ROWS} x {TOKENS} x {SPEC.hidden} elements, {size:,} bytes. "
         "Forward: one for the embedding, then two per layer, where attention and feed-forward part end. l: for the "
         "loss, numbers per token (largest logit; sum of exponentials and the target's logit). Backward: one where the "
         "head began, two per layer where its regions began.",
@@ -170,11 +170,11 @@ def _tape(story: Story, messages: list[Message], big: list[Message]) -> None:
 
 
 def _checks(
-    found: list[dict[str, Any]], messages: list[Message], big: list[Message], one: list[float], gradient: list[float]
+    found: list[dict[str, Any]], transfers: list[Transfer], big: list[Transfer], one: list[float], gradient: list[float]
 ) -> list[Check]:
     size, layers = ROWS * TOKENS * SPEC.hidden * 4, SPEC.num_layers
     forward, backward = (len(of_kind(big, "all-reduce", phase)) for phase in ("forward", "backward"))
-    small = total(messages) - total(big)
+    small = total(transfers) - total(big)
     per_micro = 2 * (BORDERS + 1) * size + 3 * ROWS * TOKENS * 4
     everything = NUM_MICRO * per_micro
     norms = (2 * layers + 1) * SPEC.hidden

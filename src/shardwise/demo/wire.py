@@ -5,7 +5,7 @@
     sent_bytes    what the system says this process has sent over TCP, gloo's headers included (Linux only)
 
 A ring all-reduce of S bytes over N ranks makes each of them send 2(N-1)/N S, a gather or an exchange (N-1)/N S, a
-message S.
+send S.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SENT = struct.Struct("@QQ")  # tcpi_bytes_sent and tcpi_bytes_retrans, next to e
 SENT_OFFSET = 200
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     kind: str
     num_bytes: int  # of the whole buffer: what is summed, what is there after a gather
     phase: str  # forward, backward, ...
@@ -54,7 +54,7 @@ class Wire(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages: list[Message] = []
+        self.transfers: list[Transfer] = []
         self.phase = ""
         self.microbatch: int | None = None
 
@@ -66,7 +66,7 @@ class Wire(TorchDispatchMode):
                 buffers = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
                 num_bytes = sum(buffer.nbytes for buffer in buffers)
                 now = time.perf_counter()
-                self.messages.append(Message(KINDS[name], num_bytes, self.phase, self.microbatch, now))
+                self.transfers.append(Transfer(KINDS[name], num_bytes, self.phase, self.microbatch, now))
         return func(*args, **(kwargs or {}))
 
 
@@ -105,9 +105,9 @@ def _sent_by(descriptor: int) -> int:
     return int(sent - again)
 
 
-def of_kind(messages: Iterable[Message], kind: str, *phases: str) -> list[Message]:
-    return [m for m in messages if m.kind == kind and (not phases or m.phase in phases)]
+def of_kind(transfers: Iterable[Transfer], kind: str, *phases: str) -> list[Transfer]:
+    return [m for m in transfers if m.kind == kind and (not phases or m.phase in phases)]
 
 
-def total(messages: Iterable[Message]) -> int:
-    return sum(message.num_bytes for message in messages)
+def total(transfers: Iterable[Transfer]) -> int:
+    return sum(transfer.num_bytes for transfer in transfers)

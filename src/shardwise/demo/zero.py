@@ -53,7 +53,7 @@ def _stage(rank: int, world: int, zero: int) -> dict[str, Any]:
         dp=world,
         zero=zero,
     )
-    gathers, exchanges, sums = (of_kind(seen.messages, kind) for kind in ("all-gather", "all-to-all", "all-reduce"))
+    gathers, exchanges, sums = (of_kind(seen.transfers, kind) for kind in ("all-gather", "all-to-all", "all-reduce"))
     return {
         "stage": zero,
         "kept": kept,
@@ -115,7 +115,7 @@ def _is_head(group: ParameterGroup, model: Any) -> bool:
     return group.parameters[-1].module is model.head
 
 
-def tell(found: list[dict[str, Any]]) -> Story:
+def make_story(found: list[dict[str, Any]]) -> Story:
     parameters = SPEC.num_parameters
     story = Story("zero", "ZeRO: one model, 4 processes, what each keeps and what it sends in stages 0, 1, 2 and 3")
     stages = found[0]["stages"]

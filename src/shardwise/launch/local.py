@@ -62,14 +62,14 @@ def _supervise(start: Callable[[], PContext]) -> tuple[list[int], RunProcsResult
     pids: list[int] = []
     asked: list[int] = []
 
-    def tell(number: int) -> None:
+    def pass_on(number: int) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, INTERRUPT if number == signal.SIGINT else number)
 
     def forward(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        tell(number)
+        pass_on(number)
 
     before = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
@@ -79,7 +79,7 @@ def _supervise(start: Callable[[], PContext]) -> tuple[list[int], RunProcsResult
             context = starter.submit(start).result()
         pids += context.pids().values()
         for number in asked[:1]:  # it came while they were being started
-            tell(number)
+            pass_on(number)
         while (result := context.wait(timeout=0)) is None:
             time.sleep(0.1)
     finally:

@@ -38,7 +38,7 @@ class RunPlanner:
             cluster = scaled_cluster(cluster, self.spec, plan, job, times)
         held = {
             "weights": WEIGHT_BYTES[plan.precision],
-            "copies": COMPUTE_BYTES[plan.precision] if plan.copies else 0,
+            "low_precision": COMPUTE_BYTES[plan.precision] if plan.copies else 0,
             "gradients": gradient_bytes(plan),
             "optimizer": state_bytes(optimizer, plan.precision),
         }

@@ -108,12 +108,12 @@ def _plain_model(spec: ModelSpec, trial: Trial) -> Decoder:
         )  # it has the decoder's calls
     else:
         model = Decoder(spec, kernel_named(trial.attention)).to(KEPT[trial.precision])
-    fill_trial(model, trial)
+    init_trial(model, trial)
     adapt_whole(model, trial.adapter, trial.seed, trial.precision)
     return model
 
 
-def fill_trial(model: Decoder, trial: Trial) -> None:
+def init_trial(model: Decoder, trial: Trial) -> None:
     """The weights that every trial of this seed begins with."""
     if isinstance(model, TransformersModel):
         model.draw_from(trial.seed)
@@ -149,8 +149,8 @@ def plain_update(
     scaler = scaler or LossScaler()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # Of 16-bit gradients too the norm is a number in fp32: 8 bits of it would clip differently, and fp16 overflows.
-    wide = [g.float() if g.dtype.itemsize == 2 else g for g in gradients]
-    norm = torch.nn.utils.get_total_norm(wide) / scaler.scale
+    in_fp32 = [g.float() if g.dtype.itemsize == 2 else g for g in gradients]
+    norm = torch.nn.utils.get_total_norm(in_fp32) / scaler.scale
     overflowed = scaler.overflowed(norm)
     if scaler.is_active and not overflowed:
         factor = (torch.clamp(clip / (norm + 1e-6), max=1.0) if clip else torch.ones_like(norm)) / scaler.scale
@@ -172,6 +172,6 @@ def _forward(model: Decoder, micro: TensorBatch, precision: str) -> Losses:
     arguments = (micro.tokens, micro.targets, None, micro.documents, None, None, micro.row_numbers)
     if COMPUTED[precision] == KEPT[precision]:
         return model(*arguments)
-    # Mixed precision by its definition: narrow copies of fp32 parameters, whose gradients arrive in fp32.
-    copies = {name: p.to(COMPUTED[precision]) for name, p in model.named_parameters()}
-    return torch.func.functional_call(model, copies, arguments)
+    # Mixed precision by its definition: low-precision weights made of fp32 parameters, whose gradients arrive in fp32.
+    low_precision = {name: p.to(COMPUTED[precision]) for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, low_precision, arguments)

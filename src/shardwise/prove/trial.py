@@ -11,7 +11,7 @@ from shardwise.optim.loss_scaling import unscaled
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.collect import Values, collect
 from shardwise.parallel.engine import Engine
-from shardwise.prove.reference import Record, Trial, fill_trial
+from shardwise.prove.reference import Record, Trial, init_trial
 from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate, update
 from shardwise.spec.model import ModelSpec
@@ -46,7 +46,7 @@ def build_trial(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: to
         device,
         CommConfig(),
         trial.attention,
-        lambda model: fill_trial(model, trial),
+        lambda model: init_trial(model, trial),
         adapter=trial.adapter,
         seed=trial.seed,
         through_fsdp=trial.through_fsdp,

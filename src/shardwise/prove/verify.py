@@ -76,7 +76,7 @@ def prove(
         global_batch=small.global_batch,
         micro_batch=small.micro_batch,
         seq_len=small.seq_len,
-        # 8-bit states round by design; who updates which numbers is the same as with AdamW.
+        # 8-bit states round by design; who updates which elements is the same as with AdamW.
         optimizer=replace(optimizer, lr=1e-3, name=OPTIMIZERS[optimizer.name].full or optimizer.name),
         adapter=shrink_adapter(adapter, spec),
         through_fsdp=plan.uses_fsdp,

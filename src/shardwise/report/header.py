@@ -74,7 +74,8 @@ def _states(engine: Engine, config: Config, held: Mapping[str, float]) -> str:
     """`held`: bytes of a trained parameter by what they are for."""
     plan, optimizer = engine.plan, config.optimizer.name
     which = "parameter" if config.adapter.kind == "none" else "trained parameter"
-    kept = f"weights {held['weights']}" + (f" and their copies {held['copies']}" if held["copies"] else "")
+    low_precision = f" and low-precision weights {held['low_precision']}" if held["low_precision"] else ""
+    kept = f"weights {held['weights']}{low_precision}"
     parts = f"{kept}, gradients {held['gradients']}, {optimizer} {held['optimizer']:.3g}"
     text = f"{sum(held.values()):.3g} bytes per {which}: {parts}"
     if plan.copies and plan.device == "cuda" and not (optimizer in ("adamw", "adamw8bit") and has_kernel()):

@@ -1,6 +1,6 @@
 """Hears of a run and reports it: metrics.jsonl, plan.json, events, the terminal.
 
-A step is reported when its numbers are here, which on a GPU is after the next one has been queued (run/trainer.py).
+A step is reported when its results are here, which on a GPU is after the next one has been queued (run/trainer.py).
 Every rank has a reporter; only the first one's writes metrics and prints. Invariant: nothing here is collective.
 """
 

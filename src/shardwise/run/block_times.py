@@ -1,7 +1,7 @@
-"""The model's own blocks, timed on made-up numbers while all ranks are busy: what the predicted step is scaled by.
+"""The model's own blocks, timed on random data while all ranks are busy: what the predicted step is scaled by.
 
 Blocks run as in a step: one behind the other, each keeping what its backward needs, with the model's ends before and
-after. The same block run again and again would find its numbers in the caches and come out a fifth too fast. Invariant:
+after. The same block run again and again would find its tensors in the caches and come out a fifth too fast. Invariant:
 no rank waits for another in here.
 """
 
@@ -65,7 +65,7 @@ def _slice(spec: ModelSpec, plan: Plan) -> ModelSpec:
 
 
 def _alone(plan: Plan, attention: str) -> Plan:
-    """One micro-batch in one process, and no parameters that are rounded on the way. Which kernel `auto` takes is not
+    """One micro-batch in one process, and no parameters that are cast on the way. Which kernel `auto` takes is not
     measured yet."""
     precision = plan.formats.alone or plan.precision
     return Plan(

@@ -38,7 +38,7 @@ FIRST_ROUND, LONGEST_ROUND = 12, 192  # filled steps
 SLOWER = 1.03  # than plain steps: from here on, fill less
 HEADROOM = 1.05  # held-out forwards are taken to be this much longer than measured
 LONGER = 1.01  # what a step may become in the simulator
-MESSAGE_S = 1e-3  # from the end of a forward until the next stage can begin with it
+SEND_S = 1e-3  # from the end of a forward until the next stage can begin with it
 
 _KIND_OF = {name: kind for kind, name in NAMES.items()}
 ReadBatch = Callable[[int], Sequence[TensorBatch]]
@@ -145,7 +145,7 @@ class Filler:
             self.engine.pipeline.owners,
             lambda action: HEADROOM * forwards[action.stage] if action.kind == "E" else seconds[action],
             self.most,
-            MESSAGE_S,
+            SEND_S,
             LONGER,
         )
         self.forward_s = {}
@@ -202,7 +202,7 @@ def side_seconds(spans: Sequence[Span]) -> float:
 
 
 def _pipeline_s(spans: Sequence[Span]) -> float:
-    """From the first wait or action to the last message."""
+    """Seconds from the first wait or action to the last receive."""
     first = next(span for span in spans if span.microbatch is not None)
     last = next(span for span in spans if span.name == LAST_SENDS)
     return last.start_s + last.duration_s - first.start_s

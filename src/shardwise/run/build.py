@@ -88,7 +88,8 @@ def build_model(config: ModelConfig, spec: ModelSpec, seed: int, dtype: torch.dt
 
 
 def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
-    """What fills a decoder, or a part of one: numbers drawn from (seed, name), or the model directory."""
+    """What initializes the weights of a decoder, or of a part of one: drawn from (seed, name), or read from the model
+    directory."""
     directory = model_dir(config)
 
     def init_weights(model: Decoder) -> None:

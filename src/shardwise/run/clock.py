@@ -4,9 +4,9 @@
     parts = clock.finish()      # {"data_wait_s": …, "compute_s": …, …, "other_s": …}; the values sum to step_s
 
 Invariant: every moment counts for the innermost span it lies in, so waiting inside a forward pass is not compute. Kind
-"other" is for spans that are only told, not counted. On CUDA a span is what the current stream did between its ends,
-and so is a step; no call but `Lap.parts` synchronises. Waiting for data happens on the host: it counts there as far as
-the stream stood still for it.
+"other" is for spans that are only recorded, not counted. On CUDA a span is what the current stream did between its
+ends, and so is a step; no call but `Lap.parts` synchronises. Waiting for data happens on the host: it counts there as
+far as the stream stood still for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sampled events: what each rank did when, one file per rank, one step in N, so that the cost stays far below a step.
 
-One line per span of the clock: pipeline actions, collectives (inside them), messages between stages, the optimizer,
-waiting for data. `dur_us` of a collective is what the rank waited for it; what travelled behind computing has a short
-one or none.
+One line per span of the clock: pipeline actions, collectives (inside them), sends and receives between stages, the
+optimizer, waiting for data. `dur_us` of a collective is what the rank waited for it; what travelled behind computing
+has a short one or none.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step whose numbers are here."""
+    """A step whose results are here."""
 
     step: int
     result: StepResult
@@ -61,13 +61,13 @@ class Listener:
         """A step has been computed, or on a GPU queued."""
 
     def step(self, finished: FinishedStep) -> None:
-        """A step's numbers are here: in order, each step once, on a GPU after the next one has been queued."""
+        """A step's results are here: in order, each step once, on a GPU after the next one has been queued."""
 
     def evaluated(self, step: int, loss: float | None) -> None:
         """The held-out loss in nats; None where nothing is held out."""
 
     def sampled(self, text: str | None) -> None:
-        """A continuation by the model; None on ranks that have none to tell."""
+        """A continuation by the model; None on ranks that have none to show."""
 
     def saved(self, step: int) -> None:
         """A checkpoint of this step is committed, or on other ranks handed in."""

@@ -70,7 +70,7 @@ def _hidden(spec: ModelSpec, plan: Plan, device: torch.device) -> torch.Tensor:
 
 
 def _ready(kind: Callable, *arguments: object, plan: Plan, device: torch.device) -> Any:
-    """A module with memory and zeros in it: how long it takes does not depend on the numbers."""
+    """A module with memory and zeros in it: how long it takes does not depend on the values."""
     with torch.device("meta"):
         module = kind(*arguments).to(COMPUTED[plan.precision])
     module.to_empty(device=device)

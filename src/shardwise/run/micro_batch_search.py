@@ -43,7 +43,7 @@ def search_micro_batch(engine: Engine, planner: Planner, limit: int) -> int:
 
 
 def _taken(engine: Engine, size: int) -> Taken:
-    """Collective. What one micro-batch takes here beyond parameters, their low-precision copies and gradients."""
+    """Collective. What one micro-batch takes here beyond parameters, their low-precision weights and gradients."""
     device = engine.mesh.device
     tokens = torch.zeros(size, engine.plan.seq_len, dtype=torch.long, device=device)
     micro = TensorBatch(tokens, torch.full_like(tokens, IGNORE), None)

@@ -23,7 +23,7 @@ class Forecast:
 
     prediction: Prediction
     cluster: ClusterSpec  # this machine as it was measured, which the prediction is for
-    bytes_per_parameter: Mapping[str, float]  # weights, copies, gradients, optimizer: of a parameter that is trained
+    bytes_per_parameter: Mapping[str, float]  # of one that is trained: weights, low_precision, gradients, optimizer
 
 
 class Planner(Protocol):

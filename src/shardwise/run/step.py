@@ -5,7 +5,7 @@ the first forward pass. Then gradients only ever need adding, over micro-batches
 same batch gives the same step.
 
 On a GPU a step is only queued by `start_step`. Nothing in it waits for the device, unless its update depends on the
-norm being finite (fp16, `on_nan=skip`), and its numbers may be read when more is queued behind it.
+norm being finite (fp16, `on_nan=skip`), and its results may be read when more is queued behind it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
 
 Ask = Callable[[], Sequence[int]]
-"""Called when a step's gradients are complete: small numbers to be added up over all ranks, in the message that carries
-the norm and the losses anyway."""
+"""Called when a step's gradients are complete: small numbers to be added up over all ranks, in the all-reduce that
+carries the norm and the losses anyway."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class StartedStep:
     skipped: bool
     num_answers: int
     shape_of_experts: tuple[int, ...]
-    numbers: Callable[[], list[float]]  # waits for the device: norm, losses, answers, tokens of experts
+    values: Callable[[], list[float]]  # waits for the device: norm, losses, answers, tokens of experts
 
     def read(self) -> StepResult:
-        norm, cross_entropy, aux, z, *rest = self.numbers()
+        norm, cross_entropy, aux, z, *rest = self.values()
         targets = max(self.num_targets, 1)
         answers = [round(answer) for answer in rest[: self.num_answers]]
         tokens = torch.tensor(rest[self.num_answers :], dtype=torch.float64).view(self.shape_of_experts).tolist()
@@ -102,12 +102,12 @@ def start_step(
     with clock.span("optimizer", "losses"):
         sums, experts = finish(), engine.expert_counts
         parts = [norm.view(1).double(), sums, *([experts.flatten()] if experts.numel() else [])]
-        numbers = to_host(torch.cat(parts))
-    return StartedStep(num_targets, scale, skip, len(sums) - 3, experts.shape, numbers)
+        values = to_host(torch.cat(parts))
+    return StartedStep(num_targets, scale, skip, len(sums) - 3, experts.shape, values)
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """What to call for these numbers. From a GPU they travel behind what was queued so far, and only the call waits for
+    """What to call for these values. From a GPU they travel behind what was queued so far, and only the call waits for
     them: for this copy, not for what is queued later."""
     if not values.is_cuda:
         found = values.tolist()

@@ -1,7 +1,7 @@
 """What the loop asks for, one method per sentence of it (loop.py). Every rank has one `Trainer`; they decide nothing
 alone.
 
-Where results are read late (`speed.results`, the rule on GPUs), a step's numbers are waited for when the next step has
+Where results are read late (`speed.results`, the rule on GPUs), a step's results are waited for when the next step has
 been queued, so the device never waits for the host. Whatever looks at the model (evaluation, samples, checkpoints, the
 end) waits for every step before it. Numerics of a step are in step.py, its timing in clock.py.
 """
@@ -32,7 +32,7 @@ from shardwise.run.step import StartedStep, StepResult, find_overflow, start_ste
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that has been started and whose numbers were not read yet."""
+    """A step that has been started and whose results were not read yet."""
 
     step: int
     started: StartedStep
@@ -59,7 +59,7 @@ class Trainer:
         self.pending: deque[PendingStep] = deque()
         self.first_steps = FirstSteps()
         self.measured: MeasuredSteps | None = None
-        self.last = setup.done  # the last step whose numbers are here
+        self.last = setup.done  # the last step whose results are here
         self.follows = Agreed(Exit.DONE, 0, False)  # the step that was finished last
         self.overflow = ""  # what does not fit into fp16 at any loss scale
 
@@ -107,7 +107,7 @@ class Trainer:
         return self.agreement.ask()
 
     def results_due(self, step: int) -> Iterator[FinishedStep]:
-        """The numbers of steps that are not read yet, in order: all but the newest where they are read late, and all of
+        """The results of steps that are not read yet, in order: all but the newest where they are read late, and all of
         them when something looks at the model after this step. Ends with a step that must be the last."""
         yield from self._read_all_but(self.ahead - 1)
         if self.stop:
@@ -207,7 +207,7 @@ class Trainer:
 
     def sample(self) -> str | None:
         """Collective where ranks hold only a part of the model. A continuation in words; None on ranks that have none
-        to tell."""
+        to show."""
         session = self.setup.session
         return sample_text(self.setup.engine, session.corpus, self.config, session.ranks)
 

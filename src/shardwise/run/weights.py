@@ -93,7 +93,8 @@ class StoredWeights:
         return {name: value for name, value in tensors.items() if not name.endswith("router.bias")}
 
     def _merged(self, device: torch.device, dtype: torch.dtype, attention: str) -> Decoder:
-        """The frozen weights as they were in training (four bits become numbers), with the adapters added to them."""
+        """The frozen weights as they were in training (dequantized where they are NF4), with the adapters added to
+        them."""
         import torch
 
         from shardwise.adapters.lora import merge
