@@ -189,7 +189,7 @@ def lie() -> tuple[int, str, str]:
     lying: Any = types.ModuleType("shardwise.demo.lying")
     lying.WORLD = 2
     lying.act = lambda rank, world, say: rank
-    lying.tell = lambda found: Story("zero", "a title", checks=[Check("ranks", "N + 1", "2 + 1", 3, len(found))])
+    lying.make_story = lambda found: Story("zero", "a title", checks=[Check("ranks", "N + 1", "2 + 1", 3, len(found))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "shardwise.demo.lying", lying)
         patch.setitem(DEMOS, "zero", "lying")
