@@ -56,7 +56,7 @@ test: $(VENV)/.installed-dev
 GPU_LANES ?= 4
 
 test-gpu:
-	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=src $(PYTHON) -m pytest tests -m "cuda or triton" --shuffle 0)
+	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest tests -m "cuda or triton" --shuffle 0)
 
 explore: $(VENV)/.installed-dev
 	@for round in 1 2 3 4 5 6 7 8; do $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=explore --hypothesis-seed=random || exit 1; done
