@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.load import load_config
+from shardwise.config.reopen import planner_origins, reopen
 from shardwise.config.write import resolved_text
 from shardwise.errors import UserError
 from shardwise.plan.resolve.fit import needed_memory
-from shardwise.plan.resolve.reopen import planner_origins, reopen
 from shardwise.plan.resolve.resolve import Resolved, resolve
 from shardwise.spec.cluster import HEADROOM
 from shardwise.spec.model import ModelSpec

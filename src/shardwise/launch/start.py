@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 from shardwise.cluster.describe.machine import Machine, this_machine
 from shardwise.cluster.describe.read import read_cluster
 from shardwise.config.load import Loaded, find_key, load_config
+from shardwise.config.reopen import planner_origins, reopen
 from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.optim.offload.disk import check_directory
 from shardwise.plan.prediction.memory import predict_elsewhere
-from shardwise.plan.resolve.reopen import planner_origins, reopen
 from shardwise.plan.resolve.resolve import resolve
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
 from shardwise.run.ranks import Ranks, ranks_from_environment

@@ -18,7 +18,7 @@ from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.values import read_typed
 from shardwise.spec.layout import WORDS, parse_layout
 
-PLANNER = "planner"  # the origin of what resolve.py filled; behind a colon, why
+PLANNER = "planner"  # the origin of what the planner filled; behind a colon, why
 CHOSEN_TOGETHER = ("parallel.", "memory.recompute", "memory.offload")
 
 

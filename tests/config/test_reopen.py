@@ -8,9 +8,9 @@ import pytest
 
 from shardwise.cluster.describe.machine import Machine
 from shardwise.config.load import load_config
+from shardwise.config.reopen import PLANNER, reopen, written_origins
 from shardwise.config.write import write_config
 from shardwise.errors import UserError
-from shardwise.plan.resolve.reopen import PLANNER, reopen, written_origins
 from shardwise.plan.resolve.resolve import Resolved, resolve
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
