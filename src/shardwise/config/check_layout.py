@@ -11,8 +11,6 @@ import math
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.values import shown
 from shardwise.errors import UserError
-from shardwise.spec.fp8 import keeps_base_whole
-from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.schema import Config, ParallelConfig
 
@@ -56,28 +54,6 @@ def check_world(config: Config, world: int, origins: Origins) -> None:
         + "; dp x cp x tp x pp must be the number of processes",
         fix=" or ".join(words),
         where=where_written(origins, *(f"parallel.{name}" for name in fixed)),
-    )
-
-
-def check_float8_base(precision: str, adapter: str, zero: int, offload: str, where: str | None = None) -> None:
-    """Adapters beside weights in fp8."""
-    if PRECISIONS[precision].is_fp8 and adapter == "qlora":
-        raise UserError(
-            "adapter.kind = qlora does not work with memory.precision = fp8",
-            why="weights in four bits are read into 16 before they are multiplied",
-            fix="memory.precision=bf16 or adapter.kind=lora, which keeps frozen weights in fp8",
-            where=where,
-        )
-    if not keeps_base_whole(precision, adapter) or (zero == 0 and offload != "all"):
-        return
-    word, instead = (
-        (f"parallel.zero = {zero}", "parallel.zero=0") if zero else ("memory.offload = all", "memory.offload=none")
-    )
-    raise UserError(
-        f"{word} does not work with memory.precision = fp8 and adapter.kind = lora",
-        why="frozen weights are rounded to fp8 once, and every replica keeps them whole",
-        fix=f"{instead} or memory.precision=bf16",
-        where=where,
     )
 
 

@@ -5,6 +5,7 @@ Invariant: what the runtime converts (kernels/float8.py) is what is predicted; b
 
 from __future__ import annotations
 
+from shardwise.errors import UserError
 from shardwise.spec.precisions import PRECISIONS
 
 MULTIPLE = 16  # of both sides of a matrix: what the hardware's products take
@@ -32,3 +33,25 @@ def gains(outputs: int, inputs: int, least: float) -> bool:
 def keeps_base_whole(precision: str, adapter: str) -> bool:
     """Frozen weights in fp8 are held in two layouts, rounded once: by every replica, in the memory of its device."""
     return PRECISIONS[precision].is_fp8 and adapter == "lora"
+
+
+def check_float8_base(precision: str, adapter: str, zero: int, offload: str, where: str | None = None) -> None:
+    """Refuses adapters and layouts that frozen weights in fp8 cannot have. `where`: file and line of the setting."""
+    if PRECISIONS[precision].is_fp8 and adapter == "qlora":
+        raise UserError(
+            "adapter.kind = qlora does not work with memory.precision = fp8",
+            why="weights in four bits are read into 16 before they are multiplied",
+            fix="memory.precision=bf16 or adapter.kind=lora, which keeps frozen weights in fp8",
+            where=where,
+        )
+    if not keeps_base_whole(precision, adapter) or (zero == 0 and offload != "all"):
+        return
+    word, instead = (
+        (f"parallel.zero = {zero}", "parallel.zero=0") if zero else ("memory.offload = all", "memory.offload=none")
+    )
+    raise UserError(
+        f"{word} does not work with memory.precision = fp8 and adapter.kind = lora",
+        why="frozen weights are rounded to fp8 once, and every replica keeps them whole",
+        fix=f"{instead} or memory.precision=bf16",
+        where=where,
+    )

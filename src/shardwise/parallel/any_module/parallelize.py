@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.adapters.lora import adapt, module_adapters
-from shardwise.config.check_layout import check_float8_base
 from shardwise.errors import UserError
 from shardwise.model.dtypes import KEPT
 from shardwise.parallel.any_module.split_module import SplitModule
 from shardwise.parallel.mesh import build_mesh
+from shardwise.spec.fp8 import check_float8_base
 from shardwise.spec.layout import parse_layout
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import AdapterConfig

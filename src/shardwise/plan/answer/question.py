@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 from shardwise.cluster.describe.read import read_cluster
-from shardwise.config.check_layout import check_float8_base
 from shardwise.config.keys import COMMAND_LINE, all_keys
 from shardwise.config.load import Loaded, load_config
 from shardwise.config.units import format_bytes, parse_binary, parse_decimal
@@ -28,6 +27,7 @@ from shardwise.interop.huggingface.door import find_model_dir, read_spec, spec_f
 from shardwise.plan.resolve.contradictions import check_pairs
 from shardwise.plan.resolve.hardware import FLASH4_CAPABILITY, too_old_for_flash4
 from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.fp8 import check_float8_base
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.precisions import PRECISIONS

@@ -14,7 +14,7 @@ from itertools import product
 from types import MappingProxyType
 
 from shardwise.cluster.describe.machine import Machine
-from shardwise.config.check_layout import check_float8_base, degree
+from shardwise.config.check_layout import degree
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.units import format_bytes, parse_steps
 from shardwise.errors import Exit, UserError
@@ -29,7 +29,7 @@ from shardwise.plan.resolve.resolved_config import fill
 from shardwise.plan.resolve.searched import HOST_SHARE, MemorySaving, better_layout, fits_on_host, possible_savings
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.spec.cluster import HEADROOM, ClusterSpec
-from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
+from shardwise.spec.fp8 import MULTIPLE, check_float8_base, keeps_base_whole
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.recompute import check_activation_offload
