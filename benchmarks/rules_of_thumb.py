@@ -64,10 +64,10 @@ class Case:
         if pp > 1:
             fields["split"] = even_split(spec.num_layers, pp)
         plan = Plan(
-            "cuda",
-            "bf16",
-            self.seq,
-            self.batch,
+            device="cuda",
+            precision="bf16",
+            seq_len=self.seq,
+            global_batch=self.batch,
             num_steps=1,
             threads_per_rank=1,
             reason="a rule of thumb",
