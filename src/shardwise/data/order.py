@@ -1,4 +1,5 @@
 """The order of samples: pure functions of (seed, position), so position is one integer and nothing is remembered.
+Determinism follows: any number of ranks and workers reads the same rows.
 
 A permutation of n items is a Feistel network on the smallest even-bit domain that holds n, walked until it lands inside
 (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 3): a bijection for every key, constant

@@ -1,5 +1,5 @@
-"""Fused projections (`speed.fuse`): q, k and v of attention as one matmul, gate and up of a feed-forward layer as
-another.
+"""Fused projections (`speed.fuse`): q, k and v of attention as one matmul (fused qkv), gate and up of a feed-forward
+layer as another.
 
 One wide matmul keeps a GPU busier than three narrow ones, and backward reads its input once. The weights stay apart,
 under their names; putting them side by side costs a copy of them in every pass.

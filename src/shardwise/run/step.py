@@ -1,4 +1,4 @@
-"""One optimizer step: accumulate, sum, clip, update.
+"""One optimizer step: gradient accumulation, the sum over ranks, gradient clipping, the update.
 
 The sum rule: a micro-batch's loss is its token *sum* over the step's *global* target-token count, which is known before
 the first forward pass. Then gradients only ever need adding, over micro-batches and over ranks, and any split of the

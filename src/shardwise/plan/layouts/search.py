@@ -1,10 +1,11 @@
 """`search`: the layouts worth running, best first; `explore`: those and the rest of the story. No torch.
 
     search(model, cluster, job)  -> list of Candidate, fastest first
-    explore(model, cluster, job) -> SearchResult: also what is best per number of GPUs, the Pareto set, what was rejected and why; when
-                                    nothing fits, the closest miss and what would
+    explore(model, cluster, job) -> SearchResult: also what is best per number of GPUs, the Pareto set, what was
+                                    rejected and why; when nothing fits, the closest miss and what would
 
-Read next: space.py (which layouts there are), best_first.py (how they are searched), regions.py, remedies.py, inverse.py.
+Branch and bound finds them. Read next: space.py (which layouts there are), best_first.py (how they are searched),
+regions.py, remedies.py, inverse.py.
 """
 
 from __future__ import annotations
