@@ -36,7 +36,7 @@ from shardwise.run.step import run_step
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
-from shardwise.spec.schema import CommConfig, OptimizerConfig
+from shardwise.spec.schema import OptimizerConfig
 
 BANDS = {"fp16": 0.01, "fp16-true": 0.01, "fp8 rowwise": 0.02, "fp8 tensorwise": 0.02}
 SMALL = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 128}
@@ -78,7 +78,7 @@ def train(spec: ModelSpec, name: str, steps: list[TensorBatch], device: torch.de
         gc.collect()  # engines hold themselves in circles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    engine = parallelize_decoder(spec, plan, 0, device, CommConfig(), "auto", lambda model: initialize(model, 0))
+    engine = parallelize_decoder(spec, plan, 0, device, "auto", lambda model: initialize(model, 0))
     optimizer = build_optimizer(OptimizerConfig(lr=lr), engine.locals())
     clock, losses, seconds, skipped = Clock(device), [], [], 0
     for number, batch in enumerate(steps, 1):

@@ -34,7 +34,7 @@ from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate, update
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
-from shardwise.spec.schema import AdapterConfig, CommConfig, OptimizerConfig
+from shardwise.spec.schema import AdapterConfig, OptimizerConfig
 
 GIB = 2**30
 QLORA = AdapterConfig(kind="qlora", rank=16, targets=("all-linear",))
@@ -69,7 +69,7 @@ def measure(case: dict[str, Any], seq_len: int, steps: int) -> dict[str, Any]:
         trial_plan(trial, recompute=case["recompute"], offload=case.get("offload", "none")), device="cuda"
     )
     began = time.perf_counter()
-    engine = parallelize_decoder(spec, plan, 0, device, CommConfig(), "auto", same_numbers, adapter=adapter)
+    engine = parallelize_decoder(spec, plan, 0, device, "auto", same_numbers, adapter=adapter)
     optimizer = engine.optimizer(options)
     built_s = time.perf_counter() - began
     torch.cuda.reset_peak_memory_stats(device)

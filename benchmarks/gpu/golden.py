@@ -29,7 +29,7 @@ from shardwise.model.initialize import initialize
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate, update
-from shardwise.spec.schema import CommConfig, OptimizerConfig
+from shardwise.spec.schema import OptimizerConfig
 
 LIMIT, FP8_LIMIT = 0.005, 0.01
 LORA_LR = 3e-4
@@ -133,7 +133,6 @@ def train(shape: Shape, name: str, steps: list[TensorBatch], device: str, lr: fl
         plan,
         0,
         place,
-        CommConfig(),
         attention,
         lambda model: initialize(model, 0),
         adapter=adapter_of(case),

@@ -26,7 +26,7 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
-from shardwise.spec.schema import AdapterConfig, CommConfig, OptimizerConfig
+from shardwise.spec.schema import AdapterConfig, OptimizerConfig
 
 GIB = 2**30
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -194,7 +194,7 @@ def measure(one: dict[str, Any], warm_up: int = 2, steps: int = 5) -> dict[str, 
         optimizer=options,
         adapter=adapter,
     )
-    engine = parallelize_decoder(spec, plan, 0, device, CommConfig(), "auto", same_numbers, adapter=adapter)
+    engine = parallelize_decoder(spec, plan, 0, device, "auto", same_numbers, adapter=adapter)
     optimizer = engine.optimizer(options)
     torch.cuda.reset_peak_memory_stats(device)
     clock = Clock(device)

@@ -24,7 +24,7 @@ from shardwise.run.step import accumulate, update
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.precisions import PRECISIONS
-from shardwise.spec.schema import AdapterConfig, CommConfig, OptimizerConfig, SpeedConfig
+from shardwise.spec.schema import AdapterConfig, OptimizerConfig, SpeedConfig
 
 TRICKS = ("compile", "fuse", "copies", "loss", "kernels", "products", "fp8_head", "fp8_recipe")
 SPEED = {field.name for field in fields(SpeedConfig)}
@@ -93,9 +93,7 @@ def build(case: Case) -> Contender:
     attention = options.get("attention", "auto")
     if plan.kernels == "liger":
         import liger_kernel  # noqa: F401  # missing: said here, not in the middle of a graph
-    engine = parallelize_decoder(
-        case.shape.spec, plan, 0, device, CommConfig(), attention, fill_of(case), adapter=adapter_of(case)
-    )
+    engine = parallelize_decoder(case.shape.spec, plan, 0, device, attention, fill_of(case), adapter=adapter_of(case))
     optimizer, clock = engine.optimizer(values), Clock(device)
 
     def step(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:

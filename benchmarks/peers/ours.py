@@ -18,7 +18,7 @@ from shardwise.parallel.apply import parallelize_decoder
 from shardwise.run.clock import Clock
 from shardwise.run.step import run_step
 from shardwise.spec.plan import Plan
-from shardwise.spec.schema import CommConfig, OptimizerConfig
+from shardwise.spec.schema import OptimizerConfig
 
 
 def parallelized(setting: Setting, *, zero: int) -> Step:
@@ -50,13 +50,13 @@ def ours(setting: Setting, *, zero: int, bucket: int | str = "auto") -> Step:
         reason="a benchmark",
         dp=setting.ranks,
         zero=zero,
+        bucket=bucket,
     )
     engine = parallelize_decoder(
         setting.spec,
         plan,
         dist.get_rank(),
         device,
-        CommConfig(bucket=bucket),
         "auto",
         lambda model: initialize(model, setting.seed),
     )

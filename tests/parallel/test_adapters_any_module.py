@@ -19,7 +19,7 @@ from shardwise.prove.reference import Trial
 from shardwise.prove.trial import trial_batch, trial_plan
 from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate, update
-from shardwise.spec.schema import AdapterConfig, CommConfig
+from shardwise.spec.schema import AdapterConfig
 
 CPU = torch.device("cpu")
 LAYOUTS = ["dp=2", "dp=2 zero=2", "dp=2 zero=3"]
@@ -58,7 +58,7 @@ def train_foreign(directory: Path, kind: str, layouts: list[dict[str, int]]) -> 
     for fields in layouts:
         plan = trial_plan(TRIAL, **fields)
         engine = parallelize_decoder(
-            spec, plan, dist.get_rank(), CPU, CommConfig(), "auto", lambda m: m.read(directory), adapter=adapter
+            spec, plan, dist.get_rank(), CPU, "auto", lambda m: m.read(directory), adapter=adapter
         )
         optimizer, clock, losses = build_optimizer(TRIAL.optimizer, engine.locals()), Clock(CPU), []
         for step in range(1, 4):

@@ -24,7 +24,6 @@ from shardwise.run.clock import Clock
 from shardwise.run.generate import Sampling, generate_together
 from shardwise.run.step import accumulate, update
 from shardwise.spec.plan import Plan
-from shardwise.spec.schema import CommConfig
 
 CPU = torch.device("cpu")
 TRIAL = Trial(global_batch=7, micro_batch=2, seq_len=12, clip=0.5)  # seven rows: ranks have different shares
@@ -75,9 +74,7 @@ def truth(model_dir: Path) -> Found:
 
 def train(directory: Path, plan: Plan) -> Found:
     spec = read_spec(directory)
-    engine = parallelize_decoder(
-        spec, plan, dist.get_rank(), CPU, CommConfig(), "auto", lambda model: model.read(directory)
-    )
+    engine = parallelize_decoder(spec, plan, dist.get_rank(), CPU, "auto", lambda model: model.read(directory))
     optimizer, clock = build_optimizer(TRIAL.optimizer, engine.locals()), Clock(CPU)
     losses, norms, first = [], [], {}
     for step in range(1, TRIAL.num_steps + 1):

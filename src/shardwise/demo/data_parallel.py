@@ -25,7 +25,6 @@ from shardwise.prove.reference import Trial, plain_gradients
 from shardwise.prove.trial import build_trial, trial_plan
 from shardwise.run.clock import Clock
 from shardwise.spec.plan import Plan
-from shardwise.spec.schema import CommConfig
 
 WORLD = 4
 TRIAL = Trial(global_batch=16, micro_batch=2, seq_len=16, precision="fp32")
@@ -42,7 +41,7 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
     say("averaging against summing")
     ways = _ways(rank, trial_plan(EXACT, dp=world))
     say("a step of the engine")
-    seen = observe_step(TRIAL, rank, comm=CommConfig(bucket=BUCKET), dp=world)
+    seen = observe_step(TRIAL, rank, bucket=BUCKET, dp=world)
     backward = [span for span in seen.spans if span.name in ("forward", "backward")]
     sums = of_kind(seen.transfers, "all-reduce")
     truth = truth_of(EXACT, rank)

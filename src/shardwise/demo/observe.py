@@ -27,7 +27,6 @@ from shardwise.run.clock import Clock, Span
 from shardwise.run.step import accumulate, update
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
-from shardwise.spec.schema import CommConfig
 
 CPU = torch.device("cpu")
 SPEC = preset("tiny").with_overrides(
@@ -57,13 +56,12 @@ def observe_step(
     *,
     prepare: Look | None = None,
     look: Look | None = None,
-    comm: CommConfig = CommConfig(),  # noqa: B008, it is frozen
     spec: ModelSpec = SPEC,
     **layout: Any,
 ) -> Observed:
     """Collective. `prepare` is called before the step that counts, `look` between its backward and its update."""
     plan = trial_plan(trial, **layout)
-    engine = parallelize_decoder(spec, plan, rank, CPU, comm, "auto", lambda model: initialize(model, trial.seed))
+    engine = parallelize_decoder(spec, plan, rank, CPU, "auto", lambda model: initialize(model, trial.seed))
     optimizer = build_optimizer(trial.optimizer, engine.locals())
     seen, wire, clock = Observed(engine), Wire(), Clock(CPU)
     for step in (1, 2):

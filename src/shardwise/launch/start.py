@@ -125,9 +125,8 @@ def write_run(run: RunDir, planned: PlannedRun) -> None:
 def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify: bool = True) -> int:
     """Hold the run, bring its files up to date, train; returns the exit code. One process is this one, and reads
     nothing again."""
-    config = planned.config
     if planned.plan.device == "cuda":
-        set_allocator(config.speed.allocator, os.environ)
+        set_allocator(planned.plan.allocator, os.environ)
     with run.lock():
         write_run(run, planned)
         if planned.plan.world == 1:
@@ -139,7 +138,7 @@ def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify
         options = [] if from_step is None else ["--from-step", str(from_step)]
         options += [] if verify else ["--no-verify"]
         plan = planned.plan
-        return start_ranks(run, plan.world, plan.threads_per_rank, config.comm.interface, options)
+        return start_ranks(run, plan.world, plan.threads_per_rank, plan.interface, options)
 
 
 def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> PlannedRun:

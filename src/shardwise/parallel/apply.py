@@ -43,7 +43,7 @@ from shardwise.parallel.zero.sharding import Sharded, buffers_to, decoder_groups
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import stage_owners
-from shardwise.spec.schema import AdapterConfig, CommConfig
+from shardwise.spec.schema import AdapterConfig
 
 InitWeights = Callable[[Decoder], None]
 """Puts weights into a plain part of the model on the CPU: drawn from the seed, or read from files."""
@@ -54,7 +54,6 @@ def parallelize_decoder(
     plan: Plan,
     rank: int,
     device: torch.device,
-    comm: CommConfig,
     attention: str,
     init_weights: InitWeights,
     *,
@@ -66,7 +65,7 @@ def parallelize_decoder(
     be, whatever the precision is. `seed`: of the adapters' first values."""
     uses_fsdp = plan.uses_fsdp or through_fsdp
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
-    size, traffic = bucket_bytes(plan, comm), Traffic()
+    size, traffic = bucket_bytes(plan), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
     if isinstance(spec, TransformersSpec):
         init_weights = partial(_init_foreign, init_weights, adapter, seed, plan.precision)
@@ -161,6 +160,6 @@ def init_stage_weights(
         layer.tokens_per_expert.zero_()
 
 
-def bucket_bytes(plan: Plan, comm: CommConfig) -> int:
+def bucket_bytes(plan: Plan) -> int:
     """Bytes of gradients per all-reduce."""
-    return BUCKET_BYTES[plan.device] if comm.bucket == "auto" else int(comm.bucket)
+    return BUCKET_BYTES[plan.device] if plan.bucket == "auto" else int(plan.bucket)

@@ -16,7 +16,6 @@ from shardwise.run.clock import Clock
 from shardwise.run.step import accumulate, update
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
-from shardwise.spec.schema import CommConfig
 
 
 def trial_plan(trial: Trial, **layout: object) -> Plan:
@@ -44,7 +43,6 @@ def build_trial(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: to
         plan,
         rank,
         device,
-        CommConfig(),
         trial.attention,
         lambda model: init_trial(model, trial),
         adapter=trial.adapter,

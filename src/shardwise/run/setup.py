@@ -13,7 +13,7 @@ from dataclasses import replace
 from shardwise.data.loader import Loader
 from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.schedule import learning_rate
-from shardwise.parallel.apply import bucket_bytes, parallelize_decoder
+from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.engine import Engine
 from shardwise.run.bubble_filling import held_out_filler
 from shardwise.run.build import weights_of
@@ -37,7 +37,7 @@ class Setup:
         self.session = session
         self.engine = _build_engine(session, planner)
         plan = session.plan
-        measured = measured_cluster(spec, plan, config, device, bucket_bytes(plan, config.comm))
+        measured = measured_cluster(spec, plan, config, device, self.engine.bucket_bytes)
         self.forecast = planner.forecast(plan, *measured)
         self.optimizer = self.engine.optimizer(config.optimizer)
         if isinstance(self.optimizer, OffloadedOptimizer):
@@ -45,7 +45,7 @@ class Setup:
         self.learning_rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
         self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
         self.loader = opened.enter_context(self._open_loader())
-        self.fills_bubbles = config.parallel.fill_bubbles == "eval"
+        self.fills_bubbles = plan.fill_bubbles == "eval"
         validation, num_batches = session.corpus.validation, config.train.eval_batches
         self.filler = held_out_filler(self.engine, validation, num_batches) if self.fills_bubbles else None
         self.clock = Clock(device)
@@ -87,7 +87,6 @@ def _build_engine(session: Session, planner: Planner) -> Engine:
         inputs.plan,
         session.ranks.rank,
         device,
-        config.comm,
         config.model.attention,
         weights_of(config.model, config.train.seed),
         adapter=config.adapter,
