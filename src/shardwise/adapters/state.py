@@ -19,7 +19,7 @@ END_BYTES = 2**20  # of each end of a weight file that the digest covers
 
 
 def adapter_state(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    """For the manifest; empty where all weights are trained."""
+    """What the manifest says about adapters and their base; empty where all weights are trained."""
     if config.adapter.kind == "none":
         return {}
     base = {"digest": base_identity(config.model, spec, config.train.seed), "path": config.model.path}
@@ -27,7 +27,7 @@ def adapter_state(config: Config, spec: ModelSpec) -> dict[str, Any]:
 
 
 def check_base(checkpoint: Path, state: dict[str, Any], config: Config, spec: ModelSpec) -> None:
-    """Before a checkpoint is put into the model that a config describes."""
+    """Refuses a checkpoint that does not fit the model of a config: other adapters, or another base."""
     is_adapter, wants_adapter = "adapter" in state, config.adapter.kind != "none"
     if is_adapter != wants_adapter:
         has, needs = ("adapters only", "all weights") if is_adapter else ("all weights", "adapters only")

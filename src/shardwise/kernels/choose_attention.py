@@ -32,7 +32,7 @@ Results = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one micro-batch: its rows and their tokens, and over how many ranks the heads are split."""
+    """The rows of one micro-batch, their tokens, and over how many ranks the heads are split."""
 
     rows: int
     seq_len: int

@@ -35,7 +35,7 @@ class _Proposal(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """None where torch does not compute by cuBLAS, or its version is not one of those known here."""
+    """The library; None where torch does not compute by cuBLAS, or its version is not one of those known here."""
     version = (torch.version.cuda or "").split(".")[0]
     if version not in ("12", "13"):
         return None
@@ -111,7 +111,7 @@ def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int) -> list[Lau
 
 
 def _layout(lt: ctypes.CDLL, matrix: Tensor) -> ctypes.c_void_p:
-    """As it lies in memory. Kept as long as the process: there is one for each shape."""
+    """The layout of a matrix as it lies in memory. Kept as long as the process: there is one for each shape."""
     memory, layout = matrix.t() if is_transposed(matrix) else matrix, ctypes.c_void_p()
     rows, columns = memory.shape
     sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(memory.stride(0))

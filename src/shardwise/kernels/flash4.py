@@ -48,7 +48,7 @@ def _compute(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, scale: 
 
 
 FLASH4 = AttentionKernel("flash4", _compute, needs_cuda=True)
-"""Where it cannot compute (a mask, 32 bits) torch's own kernels do."""
+"""FlashAttention 4 as a layer holds it. Where it cannot compute (a mask, 32 bits) torch's own kernels do."""
 
 
 def kernel_named(attention: str) -> str | AttentionKernel:

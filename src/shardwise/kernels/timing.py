@@ -48,7 +48,7 @@ def median_seconds(
 
 
 def _seconds(action: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Of one call, between two events on a GPU, by the wall on a CPU."""
+    """Seconds of one call: between two events on a GPU, by the wall clock on a CPU."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(calls):

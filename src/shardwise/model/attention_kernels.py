@@ -32,7 +32,7 @@ class AttentionKernel:
 
     name: str
     compute: Callable[[Tensor, Tensor, Tensor, Mask, float, float], Tensor]
-    """Of queries (B, T, H, C), keys and values (B, S, K, C), mask, scale and soft cap (0: none), to (B, T, H, C)."""
+    """From queries (B, T, H, C), keys and values (B, S, K, C), mask, scale and soft cap (0: none) to (B, T, H, C)."""
     needs_cuda: bool = False
     has_softcap: bool = False
 

@@ -1,4 +1,5 @@
-"""torch's dtypes for the precisions of `spec/precisions.py`: of the weights that are kept, of what is computed, of gradients that are reduced."""
+"""torch's dtypes for the precisions of spec/precisions.py: of weights that are kept, of what is computed, of
+gradients."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import torch
 from shardwise.spec.precisions import PRECISIONS
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""By number format."""
+"""torch's dtype of each number format."""
 KEPT = {name: DTYPES[precision.kept] for name, precision in PRECISIONS.items()}
 COMPUTED = {name: DTYPES[precision.computed] for name, precision in PRECISIONS.items()}
 SUMMED = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16")}
-"""By the names of `memory.reduce_dtype`."""
+"""What gradients are reduced in, by the names of `memory.reduce_dtype`."""

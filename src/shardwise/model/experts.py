@@ -238,7 +238,7 @@ def moe_layers(model: nn.Module) -> list[MixtureOfExperts]:
 
 @torch.no_grad()
 def update_router_bias(model: nn.Module) -> None:
-    """After the optimizer step: overloaded experts become a little less likely (DeepSeek-V3, 2.1.2); counts start anew.
+    """Makes overloaded experts a little less likely (DeepSeek-V3, 2.1.2), after the optimizer step; counts start anew.
 
     With several ranks the caller first sums `tokens_per_expert` over them.
     """

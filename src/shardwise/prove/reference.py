@@ -21,6 +21,7 @@ from shardwise.interop.transformers.model import TransformersModel
 from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.kernels.flash4 import kernel_named
 from shardwise.kernels.float8 import apply_float8, apply_float8_head
+from shardwise.kernels.fused_head import apply_fused_head
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.dtypes import COMPUTED, KEPT
 from shardwise.model.experts import update_router_bias
@@ -108,6 +109,7 @@ def _plain_model(spec: ModelSpec, trial: Trial) -> Decoder:
         )  # it has the decoder's calls
     else:
         model = Decoder(spec, kernel_named(trial.attention)).to(KEPT[trial.precision])
+        apply_fused_head(model)  # rounds where a run's head rounds, should logits not fit at once
     init_trial(model, trial)
     adapt_whole(model, trial.adapter, trial.seed, trial.precision)
     return model

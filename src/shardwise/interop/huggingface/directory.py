@@ -45,7 +45,7 @@ def find_model_dir(path_or_hub_id: str) -> Path:
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps its downloads, by its own rules."""
+    """The folder where huggingface_hub keeps its downloads, by its own rules."""
     if os.environ.get("HF_HUB_CACHE"):
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")

@@ -164,7 +164,8 @@ def is_same_bytes(tensor: TheirTensor, target: Tensor, stored: str) -> bool:
 
 
 def read_straight(file: BinaryIO, target: Tensor) -> None:
-    """As fast as reading gets; copying from a mapped file reached 0.65 of that, for a page fault every 4 KiB."""
+    """Reads as fast as a file can be read; copying from a mapped file reached 0.65 of that, for a page fault every 4
+    KiB."""
     buffer = target.view(-1).view(torch.uint8).numpy().data
     while buffer.nbytes:
         count = file.readinto(buffer)  # type: ignore[attr-defined]

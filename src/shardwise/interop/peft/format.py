@@ -81,7 +81,7 @@ def open_adapter(path: str | Path, spec: ModelSpec) -> PeftAdapter:
 
 
 def read_adapter(path: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Full tensors by our names."""
+    """The adapter's full tensors by our names."""
     from safetensors import safe_open
 
     found = open_adapter(path, spec)
@@ -212,7 +212,7 @@ def _refuse_options(config: dict[str, Any], directory: Path) -> None:
 
 
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """From the file's table of contents: an 8-byte length, then JSON."""
+    """Reads the file's table of contents: an 8-byte length, then JSON."""
     try:
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

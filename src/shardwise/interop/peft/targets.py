@@ -23,7 +23,7 @@ MAX_LISTED = 12
 
 
 class Settings(Protocol):
-    """What [adapter] says."""
+    """The part of [adapter] that says where adapters go."""
 
     @property
     def kind(self) -> str: ...
@@ -84,7 +84,7 @@ def their_modules(spec: ModelSpec) -> Mapping[str, str]:
 
 @cache
 def modules_of(spec: ModelSpec) -> tuple[str, ...]:
-    """Every module with parameters."""
+    """The names of all modules with parameters."""
     return tuple(dict.fromkeys(_module(part.ours) for tensor in tensor_table(spec) for part in tensor.parts))
 
 

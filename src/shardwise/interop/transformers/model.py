@@ -59,7 +59,7 @@ class TransformersModel(nn.Module):
         x_BTD: Tensor | None = None,
         rows_B: Tensor | None = None,
     ) -> Tensor | Losses:
-        """As `Decoder.forward`."""
+        """Logits, or with targets the summed losses, as `Decoder.forward` returns them."""
         assert positions_BT is None and x_BTD is None, "a model of transformers is whole"
         if documents_BT is not None:
             raise no_document_mask(self.spec.name)
@@ -112,7 +112,7 @@ class TransformersModel(nn.Module):
     # Weights --------------------------------------------------------------------------------------------------------
 
     def read(self, directory: Path) -> None:
-        """From a directory's safetensors, by transformers, which knows how their names have changed over time."""
+        """Reads a directory's safetensors by transformers, which knows how their names have changed over time."""
         from shardwise.interop.huggingface.weights import list_files, shorten, translate_read_errors
 
         list_files(directory)  # complete, and no pickles
@@ -173,7 +173,7 @@ class TransformersModel(nn.Module):
 
 
 def build_without_memory(config: Mapping[str, Any], attention: str | None = None) -> Any:
-    """On `meta`. The class is the one that transformers has for this model_type; `auto_map` is not looked at."""
+    """The model on `meta`, of the class that transformers has for this model_type; `auto_map` is not looked at."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     quiet_transformers()

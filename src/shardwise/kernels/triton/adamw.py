@@ -25,7 +25,7 @@ def update(
     scalars: Tensor,
     factor: Tensor | None,
 ) -> None:
-    """In place: all but the last two and the gradient, which is multiplied by `factor` first."""
+    """Updates master, low-precision weight and both moments in place. The gradient is multiplied by `factor` first."""
     assert all(tensor.is_contiguous() for tensor in (master, first, second))
     gradient, size = gradient.contiguous(), master.numel()
     if not size:

@@ -34,7 +34,7 @@ def update(
     scalars: Tensor,
     moments: tuple[Any, Any],
 ) -> None:
-    """In place: weight, low_precision and moments, which are torchao's with codes, or fp32."""
+    """Updates weight, low-precision weight and moments in place; moments are torchao's with codes, or fp32."""
     gradient, size = gradient.contiguous(), weight.numel()
     if not size:
         return
