@@ -88,7 +88,7 @@ def test_export_writes_adapters_or_the_merged_model(run_here, kind: str):
 
 
 def test_adapters_are_merged_into_weights_that_fp8_has_not_rounded(run_here):
-    """What a run in fp8 would have rounded is read again."""
+    """What a run in fp8 would have quantized is read again."""
     run = train(run_here, "small", "train.steps=2", "adapter.kind=lora", "memory.precision=fp32")
     before = find_weights(str(run)).load(CPU).state_dict()
     config = (run / "config.toml").read_text()

@@ -129,7 +129,7 @@ def test_four_bits_are_those_of_bitsandbytes() -> None:
     packed = quantize(weight_OI, torch.bfloat16)
     theirs, state = codec.quantize_4bit(weight_OI, blocksize=64, quant_type="nf4")
     assert torch.equal(packed.codes.view(torch.uint8).flatten(), theirs.flatten())
-    # With our magnitudes, whose second rounding is per row and not per 256 blocks, bitsandbytes reads our numbers to
+    # With our magnitudes, whose second rounding is per row and not per 256 blocks, bitsandbytes reads our values to
     # the last bit.
     scale_O2 = packed.scale.view(torch.float32)
     state.absmax = (table()[packed.absmax.view(torch.uint8).int()] * scale_O2[:, :1] + scale_O2[:, 1:]).flatten()

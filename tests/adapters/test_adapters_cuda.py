@@ -59,7 +59,7 @@ ON_FP8 = pytest.mark.skipif(
 @ON_FP8
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_products_of_frozen_weights_are_those_that_a_cpu_emulates(recipe: str, compiled: bool) -> None:
+def test_matmuls_of_frozen_weights_are_those_that_a_cpu_emulates(recipe: str, compiled: bool) -> None:
     """The same 8 bits; sums in another order, and in forward with fewer digits inside."""
     draw = torch.Generator().manual_seed(0)
     weight_OI, x, g = (
@@ -69,10 +69,10 @@ def test_products_of_frozen_weights_are_those_that_a_cpu_emulates(recipe: str, c
     for one, other in ((here.rows_OI, there.rows_OI), (here.columns_IO, there.columns_IO)):
         assert torch.equal(one.float(), other.cpu().float())
     torch.testing.assert_close(there.columns_scale.cpu(), here.columns_scale)
-    product = frozen_linear(recipe)
-    run = torch.compile(product, fullgraph=True, dynamic=False) if compiled else product
+    matmul = frozen_linear(recipe)
+    run = torch.compile(matmul, fullgraph=True, dynamic=False) if compiled else matmul
     results: list[Any] = []
-    for multiply, factor, device in ((product, here, "cpu"), (run, there, "cuda")):
+    for multiply, factor, device in ((matmul, here, "cpu"), (run, there, "cuda")):
         leaf = x.clone().to(device).requires_grad_()
         y = multiply(leaf, factor)
         y.backward(g.to(device))

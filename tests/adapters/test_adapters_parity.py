@@ -102,7 +102,7 @@ def test_a_stage_without_anything_to_train_passes_gradients_on(ranks: Any) -> No
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_mixed_precision_rounds_the_same_numbers(kind: str, ranks: Any) -> None:
-    """bf16 through FSDP2 against narrow copies by hand. Same rows in the same order: what differs is the order of two
+    """bf16 through FSDP2 against 16-bit weights by hand. Same rows in the same order: what differs is the order of two
     sums in fp32."""
     trial = replace(TRIAL, precision="bf16", global_batch=4, adapter=replace(LORA, kind=kind))
     plans = [trial_plan(trial, **fields) for fields in ({"dp": 2}, {"dp": 2, "zero": 3})]
@@ -117,7 +117,7 @@ def trained_plain(spec: ModelSpec, trial: Trial) -> Record:
 
 
 def held_bytes(spec: ModelSpec, plan: Plan, trial: Trial) -> tuple[int, int, int]:
-    """Bytes of this rank's parameters; how many numbers the optimizer has states for; frozen parameters with a
+    """Bytes of this rank's parameters; how many elements the optimizer has states for; frozen parameters with a
     gradient."""
     engine = build_trial(spec, plan, trial, dist.get_rank(), CPU)
     optimizer = build_optimizer(trial.optimizer, engine.locals())

@@ -1,4 +1,4 @@
-"""Products by the fastest kernel with the same bits: what they compute, and when nothing is measured. Most of it on a
+"""Matmuls by the fastest kernel with the same bits: what they compute, and when nothing is measured. Most of it on a
 GPU."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def factors(
     return a, b
 
 
-def test_the_operation_is_a_product_wherever_there_is_no_gpu() -> None:
+def test_the_operation_is_a_matmul_wherever_there_is_no_gpu() -> None:
     a, b = torch.randn(5, 7), torch.randn(4, 7).t()
     assert torch.equal(operation()(a, b), a @ b)
     assert torch.equal(multiply(a, b), a @ b)
@@ -61,7 +61,7 @@ def test_graphs_with_other_passes_are_told_apart_in_torchs_cache() -> None:
     ("size", "dtype", "is_measured"),
     [(8192, torch.bfloat16, True), (512, torch.bfloat16, False), (8192, torch.float32, False)],
 )
-def test_large_products_of_a_graph_are_measured_where_there_is_a_choice(
+def test_large_matmuls_of_a_graph_are_measured_where_there_is_a_choice(
     size: int, dtype: torch.dtype, is_measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pass alone: a machine without a GPU has no such library."""
@@ -112,12 +112,12 @@ def test_the_fastest_with_the_same_bits_is_kept(monkeypatch: pytest.MonkeyPatch)
     assert calls.count("refuses") == calls.count("wrong") == 1 and calls.count("good") > 4
 
 
-def test_a_head_on_a_cpu_has_its_plain_products() -> None:
+def test_a_head_on_a_cpu_has_its_plain_matmuls() -> None:
     x, weight, gradient = torch.randn(6, 8), torch.randn(10, 8), torch.randn(6, 10)
     sums, inputs = [torch.ones(10, 8) for _ in range(2)], [torch.empty(6, 8) for _ in range(2)]
-    for products, total, dx in zip((HeadMatmuls(), MeasuredHeadMatmuls()), sums, inputs, strict=True):
-        products.weight_gradient(gradient, x, total, False)
-        products.input_gradient(gradient, weight, dx)
+    for matmuls, total, dx in zip((HeadMatmuls(), MeasuredHeadMatmuls()), sums, inputs, strict=True):
+        matmuls.weight_gradient(gradient, x, total, False)
+        matmuls.input_gradient(gradient, weight, dx)
     assert torch.equal(*sums) and torch.equal(*inputs)
     assert torch.equal(MeasuredHeadMatmuls().logits(x, weight), HeadMatmuls().logits(x, weight))
 
@@ -142,7 +142,7 @@ def test_every_kernel_that_takes_part_gives_torchs_bits(layout: str, dtype: torc
     assert 0 < found.ms <= found.torch_ms
     proposals = cublas.proposals(a, b, truth, choose_matmul.MOST_PROPOSALS)
     assert len(proposals) > 1, "there is something to choose from"
-    for launch in proposals:  # near at least, or strides were told wrong
+    for launch in proposals:  # near at least, or strides were given wrong
         out = torch.full_like(truth, torch.nan)
         launch(a, b, out, 0.0)
         torch.testing.assert_close(out, truth, rtol=2e-2, atol=0.5)

@@ -53,7 +53,7 @@ def test_graphs_compute_what_blocks_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_joined_products(name: str) -> None:
+def test_fused_matmuls(name: str) -> None:
     """With biases in gpt2, which has no gate."""
     spec = MODELS[name]
     found = train_in_layout(spec, trial_plan(TRIAL, fuse=True), TRIAL, 0, CPU)
@@ -64,7 +64,7 @@ def test_joined_products(name: str) -> None:
     "name, recompute", [("llama", "full"), ("llama", "selective"), ("llama", "sqrt"), ("gemma", "selective")]
 )
 def test_recomputation(name: str, recompute: str) -> None:
-    """gemma's attention is plain: its products of scores are computed again too."""
+    """gemma's attention is plain: its matmuls of scores are computed again too."""
     found, _ = alone(MODELS[name], trial_plan(TRIAL, compile="trace", recompute=recompute))
     assert difference(found, train_plain(MODELS[name], TRIAL)) < 1e-12
 

@@ -72,7 +72,7 @@ def test_small_matrices_are_not_worth_it(shape: tuple[int, int], recipe: str, wh
     assert why_not(*shape, recipe, together=shape[0]) == why
 
 
-def test_what_is_one_product_is_judged_as_one() -> None:
+def test_what_is_one_matmul_is_judged_as_one() -> None:
     sizes = SHAPE | {"hidden": 2048, "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "ffn": 2048}
     found = []
     for fused in (False, True):
@@ -85,7 +85,7 @@ def test_what_is_one_product_is_judged_as_one() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_products_are_rounded_to_fp8_and_no_more(recipe: str) -> None:
+def test_matmuls_are_quantized_to_fp8_and_no_more(recipe: str) -> None:
     torch.manual_seed(0)
     block: Any = nn.ModuleDict({"up": nn.Linear(32, 48, bias=True)})
     plain = nn.Linear(32, 48)
@@ -98,7 +98,7 @@ def test_products_are_rounded_to_fp8_and_no_more(recipe: str) -> None:
     (true**2).sum().backward()
     for found, truth in ((fast, true), (x.grad, y.grad), (block["up"].weight.grad, plain.weight.grad)):
         error = float((found - truth).detach().norm() / truth.detach().norm())
-        assert 1e-4 < error < 0.1, error  # three bits per number, many numbers per sum
+        assert 1e-4 < error < 0.1, error  # three bits per element, many elements per sum
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
@@ -111,10 +111,10 @@ def test_every_bit_is_that_of_torchao(recipe: str) -> None:
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     theirs = Float8Linear.from_float(nn.Linear(64, 48), config)
     results = []
-    for product in (theirs, lambda x: float8_linear(recipe)(x, theirs.weight) + theirs.bias):
+    for matmul in (theirs, lambda x: float8_linear(recipe)(x, theirs.weight) + theirs.bias):
         x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).mul_(3).requires_grad_()
         theirs.zero_grad()
-        y = product(x)
+        y = matmul(x)
         (y**3).sum().backward()
         results.append((y.detach(), x.grad, theirs.weight.grad))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -162,7 +162,7 @@ def test_a_block_in_fp8_is_one_graph_and_computes_the_same(recipe: str) -> None:
 def test_a_head_in_fp8_has_the_same_gradients_at_once_and_in_backward(
     recipe: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One product per chunk or one for all tokens: what is rounded is the same but for scales of chunks."""
+    """One matmul per chunk or one for all tokens: what is rounded is the same but for scales of chunks."""
     torch.manual_seed(0)
     tokens_BT = torch.randint(0, 80, (3, 8))
     results = []
@@ -218,7 +218,7 @@ def test_hardware_without_fp8_is_refused_in_three_lines(here: Machine, said: str
     assert plan_on(here, fix).precision == fix.split("=")[1]
 
 
-def test_fp8_needs_sequences_that_its_products_take() -> None:
+def test_fp8_needs_sequences_that_its_matmuls_take() -> None:
     assert plan_on(machine((9, 0)), "memory.precision=fp8").precision == "fp8"
     with pytest.raises(UserError) as caught:
         plan_on(machine((9, 0)), "memory.precision=fp8", "train.seq_len=100")
@@ -246,13 +246,13 @@ def test_auto_is_bf16_on_gpus_that_have_it_and_says_so() -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize("vocab", [64, 53])
-def test_a_head_rounds_its_weights_once_to_what_each_product_would(recipe: str, vocab: int) -> None:
-    """53 is no multiple of what the hardware's product takes: padded."""
+def test_a_head_rounds_its_weights_once_to_what_each_matmul_would(recipe: str, vocab: int) -> None:
+    """53 is no multiple of what the hardware's matmul takes: padded."""
     draw = torch.Generator().manual_seed(0)
     weight_VD, x_ND, grad_NV = (torch.randn(size, generator=draw) for size in ((vocab, 32), (48, 32), (48, vocab)))
-    products = Float8HeadMatmuls(recipe, compiled=False)
-    weight, dx_ND = products.prepared(weight_VD), torch.empty(48, 32)
-    products.input_gradient(grad_NV, weight, dx_ND)
-    assert torch.equal(products.logits(x_ND, weight), float8_mm(x_ND, weight_VD, recipe))
+    matmuls = Float8HeadMatmuls(recipe, compiled=False)
+    weight, dx_ND = matmuls.prepared(weight_VD), torch.empty(48, 32)
+    matmuls.input_gradient(grad_NV, weight, dx_ND)
+    assert torch.equal(matmuls.logits(x_ND, weight), float8_mm(x_ND, weight_VD, recipe))
     assert torch.equal(dx_ND, float8_mm(grad_NV, weight_VD.t(), recipe, GRADIENTS[recipe]))
     assert weight.rows is weight.rows and weight.columns is weight.columns

@@ -1,4 +1,4 @@
-"""fp8 beside adapters: frozen weights are rounded once, only what flows through them is rounded at every step. CUDA:
+"""fp8 beside adapters: frozen weights are quantized once, only what flows through them at every step. CUDA:
 tests/adapters/test_adapters_cuda.py."""
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ RECIPES = ("rowwise", "tensorwise")
 CPU = torch.device("cpu")
 
 
-# The product --------------------------------------------------------------------------------------------------------
+# The matmul --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_weight_that_is_rounded_before_gives_the_same_product(recipe: str) -> None:
+def test_a_weight_that_is_quantized_before_gives_the_same_matmul(recipe: str) -> None:
     draw = torch.Generator().manual_seed(0)
     weight_OI = torch.randn(48, 32, generator=draw).bfloat16()
     results = []
-    for product, factor in (
+    for matmul, factor in (
         (float8_linear(recipe), weight_OI),
         (frozen_linear(recipe), quantize_weight(weight_OI, recipe)),
     ):
         x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-        y = product(x, factor)
+        y = matmul(x, factor)
         (y.float() ** 3).sum().backward()
         results.append((y.detach(), x.grad))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
@@ -70,16 +70,16 @@ def test_a_weight_that_is_rounded_before_gives_the_same_product(recipe: str) -> 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_bytes_per_weight_and_nothing_of_x_is_kept(recipe: str) -> None:
-    rounded, kept = quantize_weight(torch.randn(48, 32), recipe), []
+    quantized, kept = quantize_weight(torch.randn(48, 32), recipe), []
 
     def note(tensor: Tensor) -> Tensor:
         kept.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        frozen_linear(recipe)(torch.randn(16, 32, requires_grad=True), rounded)
-    assert sum(part.nbytes for part in rounded) == 2 * 48 * 32 + 4 * ((48 + 32) if recipe == "rowwise" else 2)
-    assert {part.data_ptr() for part in kept} == {rounded.columns_IO.data_ptr(), rounded.columns_scale.data_ptr()}
+        frozen_linear(recipe)(torch.randn(16, 32, requires_grad=True), quantized)
+    assert sum(part.nbytes for part in quantized) == 2 * 48 * 32 + 4 * ((48 + 32) if recipe == "rowwise" else 2)
+    assert {part.data_ptr() for part in kept} == {quantized.columns_IO.data_ptr(), quantized.columns_scale.data_ptr()}
 
 
 def test_a_frozen_matrix_gains_sooner() -> None:
@@ -92,7 +92,7 @@ def test_a_frozen_matrix_gains_sooner() -> None:
 
 
 def by_definition(x: Tensor, kind: torch.dtype, recipe: str) -> Tensor:
-    """The numbers that fp8 leaves, written another way: in fp64, divided by the scale."""
+    """The values that fp8 leaves, written another way: in fp64, divided by the scale."""
     largest = x.double().abs().amax(-1, keepdim=True) if recipe == "rowwise" else x.double().abs().amax()
     scale = largest.clamp(min=1e-30) / torch.finfo(kind).max
     if recipe == "rowwise":
@@ -121,8 +121,8 @@ class Defined(torch.autograd.Function):
 
 
 class DefinedLinear(nn.Module):
-    """The base of an adapted layer or a plain one, its weight rounded before: along rows for forward, along columns for
-    backward."""
+    """The base of an adapted layer or a plain one, its weight quantized before: along rows for forward, along columns
+    for backward."""
 
     def __init__(self, layer: Any, recipe: str):
         super().__init__()
@@ -188,7 +188,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "copies": {"copies": True},
     "copies, selective": {"copies": True, "recompute": "selective"},
     "copies, full": {"copies": True, "recompute": "full"},
-    "copies, joined": {"copies": True, "fuse": True},
+    "copies, fused": {"copies": True, "fuse": True},
     "dp=2": {"dp": 2, "replicate": 2},
     "pp=2": {"pp": 2, "split": (1, 1)},
     "tp=2": {"tp": 2},
@@ -225,7 +225,7 @@ TIED = SPEC.with_overrides({"tied": True})
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_frozen_head_is_rounded_once_too(recipe: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_head_is_quantized_once_too(recipe: str, is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a head that rounds at every step, at once and chunk by chunk; on a CPU one divides by a scale where the other
     multiplies by its inverse."""
     monkeypatch.setattr("shardwise.model.loss.MAX_LOGITS_BYTES", 4 * 128 * 10 if is_fused else 2**20)
@@ -263,8 +263,8 @@ def test_memory_with_a_head_in_fp8_is_that_without(spec: ModelSpec, ranks: Any) 
     """Two times one byte for two. A tied one is the embedding too, and stays what it is."""
     trial = Trial(precision="fp8", adapter=LORA, fp8_recipe="tensorwise")
     [(plain, _)] = ranks.run(held, 1, spec, trial)
-    [(rounded, saved)] = ranks.run(held, 1, spec, replace(trial, fp8_head=True))
-    assert rounded == plain and "head.weight" not in saved
+    [(quantized, saved)] = ranks.run(held, 1, spec, replace(trial, fp8_head=True))
+    assert quantized == plain and "head.weight" not in saved
 
 
 def held(spec: ModelSpec, trial: Trial) -> tuple[int, set[str]]:

@@ -1,4 +1,4 @@
-"""Linear and cross-entropy in one: the plain path's numbers, every product once, one chunk's logits at a time."""
+"""Linear and cross-entropy in one: the plain path's results, every matmul once, one chunk's logits at a time."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_ids_outside_the_vocabulary_fail(target: int) -> None:
 
 
 class Seen(TorchDispatchMode):
-    """Matrix products, the largest tensor that any operation returned, and how many chunks of logits were left when new
+    """Matmuls, the largest tensor that any operation returned, and how many chunks of logits were left when new
     ones were made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.products, self.largest, self.left = 0, 0, 0
+        self.matmuls, self.largest, self.left = 0, 0, 0
         self.logits: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,14 +97,14 @@ class Seen(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mm.default and result.shape[1] == V:
             self.logits.append(weakref.ref(result))
-        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        self.matmuls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
         for tensor in result if isinstance(result, tuple | list) else (result,):
             self.largest = max(self.largest, tensor.numel() if isinstance(tensor, Tensor) else 0)
         return result
 
 
-@pytest.mark.parametrize(("wants_x", "wants_weight", "products"), [(1, 1, 3), (1, 0, 2), (0, 1, 2), (0, 0, 1)])
-def test_only_what_is_wanted_is_computed_and_no_product_twice(wants_x: int, wants_weight: int, products: int) -> None:
+@pytest.mark.parametrize(("wants_x", "wants_weight", "matmuls"), [(1, 1, 3), (1, 0, 2), (0, 1, 2), (0, 0, 1)])
+def test_only_what_is_wanted_is_computed_and_no_matmul_twice(wants_x: int, wants_weight: int, matmuls: int) -> None:
     x_ND, weight, targets_N = problem()
     x_ND.requires_grad_(bool(wants_x))
     weight.requires_grad_(bool(wants_weight))
@@ -112,7 +112,7 @@ def test_only_what_is_wanted_is_computed_and_no_product_twice(wants_x: int, want
         loss = fused(x_ND, weight, targets_N, 6)
         if loss.requires_grad:
             loss.backward()
-    assert seen.products == 4 * products  # four chunks
+    assert seen.matmuls == 4 * matmuls  # four chunks
     assert len(seen.logits) == 4 and seen.left == 0
     assert seen.largest == max(6 * V, N * D, V * D) < N * V
     assert (x_ND.grad is not None, weight.grad is not None) == (bool(wants_x), bool(wants_weight))
@@ -122,7 +122,7 @@ def test_without_gradients_there_is_only_the_loss() -> None:
     x_ND, weight, targets_N = problem()
     with torch.no_grad(), Seen() as seen:
         loss = fused(x_ND, weight, targets_N, 6)
-    assert seen.products == 4 and seen.left == 0 and not loss.requires_grad
+    assert seen.matmuls == 4 and seen.left == 0 and not loss.requires_grad
     torch.testing.assert_close(loss, plain(x_ND, weight, targets_N).detach(), rtol=1e-12, atol=0)
 
 

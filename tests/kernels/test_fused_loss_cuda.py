@@ -1,4 +1,4 @@
-"""The fused loss on a GPU: bf16 against fp64, with its kernel or without, its memory, its products, and that the host
+"""The fused loss on a GPU: bf16 against fp64, with its kernel or without, its memory, its matmuls, and that the host
 never waits."""
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def test_bf16_is_as_near_to_fp64_as_computing_logits_again(softcap: float, compi
     assert fused[0] <= max(again[0], 1e-4) and fused[1] <= 1.2 * again[1] and fused[2] <= again[2], (fused, again)
 
 
-def test_products_add_to_the_fp32_sum_in_place() -> None:
+def test_matmuls_add_to_the_fp32_sum_in_place() -> None:
     """Else a chunk costs two more passes over the gradient of the weights: right, but slower."""
     assert adds_in_place(torch.device("cuda", 0), torch.bfloat16)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_product_is_computed_twice_and_one_kernel_goes_over_a_chunks_logits(compiled: bool) -> None:
+def test_no_matmul_is_computed_twice_and_one_kernel_goes_over_a_chunks_logits(compiled: bool) -> None:
     learned(torch.bfloat16, compiled=compiled)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         learned(torch.bfloat16, compiled=compiled)

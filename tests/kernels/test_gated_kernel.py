@@ -1,4 +1,4 @@
-"""The kernels of gated.py without a GPU: their numbers by Triton's interpreter, and their code for an H200."""
+"""The kernels of gated.py without a GPU: their results by Triton's interpreter, and their code for an H200."""
 
 from __future__ import annotations
 

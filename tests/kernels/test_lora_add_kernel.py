@@ -1,4 +1,4 @@
-"""The kernel of lora_add.py without a GPU: its numbers by Triton's interpreter, and its code for an H200."""
+"""The kernel of lora_add.py without a GPU: its results by Triton's interpreter, and its code for an H200."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triton_kernels import interpret, ptx_for_h200
 pytestmark = pytest.mark.triton
 
 
-def test_it_adds_a_narrow_product() -> None:
+def test_it_adds_a_low_rank_matmul() -> None:
     interpret(__file__)
 
 
@@ -27,7 +27,7 @@ def compare(rows: int, width: int, rank: int, beside: int = 0) -> None:
     x = wide[:, beside:]
     truth = (y.double() + x.double() @ b.double().t()).half()
     found = add(y, x, b)
-    assert (found != truth).sum() <= 1e-2 * found.numel(), "fp32 sums that lie between two numbers, and no others"
+    assert (found != truth).sum() <= 1e-2 * found.numel(), "fp32 sums that lie between two values, and no others"
     assert torch.allclose(found.double(), truth.double(), rtol=2**-10, atol=2**-10)
 
 

@@ -1,4 +1,4 @@
-"""The kernel of fused_loss.py without a GPU: its numbers by Triton's interpreter, and its code for an H200."""
+"""The kernel of fused_loss.py without a GPU: its results by Triton's interpreter, and its code for an H200."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.kernels.triton.loss import TALL, WARPS, WIDE, _cross_entropy, _ex
 
 pytestmark = pytest.mark.triton
 
-NUMBERS = TALL * WIDE // (32 * WARPS)  # of a tile, in a thread
+ELEMENTS = TALL * WIDE // (32 * WARPS)  # of a tile, in a thread
 
 
 def test_it_computes_losses_and_gradients() -> None:
@@ -42,20 +42,20 @@ def loops(ptx: str) -> list[str]:
 
 def test_an_h200_goes_over_a_row_twice_16_bytes_at_a_time_and_no_thread_waits_for_another() -> None:
     sums, gradient, zeros = loops(code(128256))
-    reads = NUMBERS // 8
+    reads = ELEMENTS // 8
     for loop, loads, stores in ((sums, reads, 0), (gradient, reads, reads), (zeros, 0, reads)):
         assert len(re.findall(r"ld\.global\S*\.v4", loop)) == loop.count("ld.global") == loads
         assert len(re.findall(r"st\.global\S*\.v4", loop)) == loop.count("st.global") == stores
         assert "bar.sync" not in loop and "shared" not in loop
-    assert sums.count("ex2.approx") == NUMBERS + NUMBERS // TALL  # the lanes' totals too
-    assert gradient.count("ex2.approx") == NUMBERS
+    assert sums.count("ex2.approx") == ELEMENTS + ELEMENTS // TALL  # the lanes' totals too
+    assert gradient.count("ex2.approx") == ELEMENTS
 
 
 def test_ranks_that_meet_have_a_launch_for_each_loop() -> None:
     first = loops(code(128256, COMBINES=True, GRADIENT=False))
     second = loops(code(128256, COMBINES=True, SUMS=False))
     assert [loop.count("st.global") for loop in first] == [0]
-    assert [loop.count("st.global") for loop in second] == [NUMBERS // 8, NUMBERS // 8]
+    assert [loop.count("st.global") for loop in second] == [ELEMENTS // 8, ELEMENTS // 8]
 
 
 def test_an_id_outside_the_vocabulary_is_noticed() -> None:

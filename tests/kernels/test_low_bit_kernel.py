@@ -63,7 +63,7 @@ def compare(
     is_cut: bool,
     device: str = "cpu",
 ) -> None:
-    """Each step begins with the plain numbers. Gradients of several sizes, some of them zero, so that blocks differ and
+    """Each step begins with the plain values. Gradients of several sizes, some of them zero, so that blocks differ and
     all codes occur."""
     draw = torch.Generator().manual_seed(0)
     ours, theirs = (torch.randn(shape, generator=draw.manual_seed(1)).to(device, dtype) for _ in range(2))
@@ -102,7 +102,7 @@ def _codes(x_ptr, bounds, codes_ptr, size, IS_SIGNED: tl.constexpr):
 
 def search(signed: bool, device: str = "cpu") -> None:
     """At every bound and just below: between them neither the code nor where it is looked for changes but upwards, so
-    all numbers are tried."""
+    all values are tried."""
     values = moments_of((16, 256), device)[0 if signed else 1].qmap
     bounds = bounds_of(values)
     lowest = torch.tensor(-torch.inf, device=device)
@@ -125,12 +125,12 @@ def test_its_code_for_an_h200_rounds_and_reads_as_it_should() -> None:
     flags = {"HAS_FACTOR": True, "HAS_COPY": True, "IS_NARROW": True, "ROWS": ROWS, "BLOCK": BLOCK}
     for is_cut in (False, True):
         ptx = ptx_for_h200(_adamw8bit, types, options={"enable_fp_fusion": False}, IS_CUT=is_cut, **flags)
-        # Eight numbers per thread. Per moment, the exact inverse of a scale, seven lines and a corrected quotient; the
+        # Eight elements per thread. Per moment, the exact inverse of a scale, seven lines and a corrected quotient; the
         # rest is the weight's.
         assert ptx.count("div.rn.f32") == 2 and ptx.count("div.full.f32") == ptx.count("sqrt.approx") == 8
         assert ptx.count("fma.rn.f32") == 8 * (2 * (7 + 2) + 2)
         assert ptx.count("ld.global.v4") >= 3 and ptx.count("st.global.v4") >= 3  # 16 bytes at a time
-        assert ptx.count("ld.shared") <= 8  # threads keep their numbers: looking up a code does not move them
+        assert ptx.count("ld.shared") <= 8  # threads keep their elements: looking up a code does not move them
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""The backward pass of norms with the sums around it: numbers, and what the pass over graphs takes."""
+"""The backward pass of norms with the sums around it: results, and what the pass over graphs takes."""
 
 from __future__ import annotations
 

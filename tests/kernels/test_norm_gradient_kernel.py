@@ -1,4 +1,4 @@
-"""The kernel of norm_gradient.py without a GPU: its numbers by Triton's interpreter, and its code for an H200."""
+"""The kernel of norm_gradient.py without a GPU: its results by Triton's interpreter, and its code for an H200."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def compare(
     found, found_weight = backward(grads[:terms], grads[terms] if around else None, x, scale, weight, learns)
     assert torch.allclose(found.double(), truth, rtol=2**-10, atol=2**-12), (found.double() - truth).abs().max()
     assert (found != truth.to(dtype)).sum() <= 1e-2 * found.numel(), (
-        "fp32 sums that lie between two numbers, and no others"
+        "fp32 sums that lie between two values, and no others"
     )
     assert found_weight.shape == ((width,) if learns else (0,)) and found_weight.dtype == dtype
     if learns:

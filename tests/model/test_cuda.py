@@ -59,8 +59,8 @@ def test_grouped_matmul_equals_the_loop_over_experts(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 * other.abs().max().item())
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_compiled_experts_never_make_the_host_wait(joined: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_compiled_experts_never_make_the_host_wait(fused: bool) -> None:
     """Other tokens, other counts: the same kernels, and nothing that asks the GPU for a number."""
     torch.manual_seed(0)
     layer = MixtureOfExperts(VARIANTS["moe"].with_overrides({"hidden": 64, "ffn": 96})).cuda().bfloat16()
@@ -69,7 +69,7 @@ def test_compiled_experts_never_make_the_host_wait(joined: bool) -> None:
     inputs = [torch.randn(2, 33, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     counts_B = torch.ones(2, dtype=torch.int64, device="cuda")
     expected = [layer(x_BTD, counts_B)[0].detach() for x_BTD in inputs]
-    if joined:
+    if fused:
         fuse_experts(layer.experts)
     compiled = torch.compile(layer.forward, fullgraph=True)
     for number, (x_BTD, out_BTD) in enumerate(zip(inputs, expected, strict=True)):

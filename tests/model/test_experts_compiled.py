@@ -1,4 +1,4 @@
-"""Experts under torch.compile: one graph, whatever the router chooses, and the numbers of the loop over experts."""
+"""Experts under torch.compile: one graph, whatever the router chooses, and the results of the loop over experts."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_a_compiled_block_asks_no_tensor_for_its_value() -> None:
 
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=note, bw_compiler=note)
     results(layer, torch.compile(layer.forward, backend=backend, fullgraph=True), torch.randn(2, 16, 64).bfloat16())
-    assert seen.count("aten._grouped_mm.default") == 9  # three products, and two for the gradients of each
+    assert seen.count("aten._grouped_mm.default") == 9  # three matmuls, and two for the gradients of each
     assert not [name for name in seen if "local_scalar" in name or "nonzero" in name or "_assert" in name]
     assert seen.count("aten.scatter_add.default") == 1  # experts are counted once
 
 
-def test_gate_and_up_in_one_piece_are_one_product() -> None:
+def test_gate_and_up_in_one_piece_are_one_matmul() -> None:
     x_BTD = torch.randn(2, 16, 64).bfloat16()
     layer, apart = make_layer(), make_layer()
     fuse_experts(layer.experts)
@@ -93,7 +93,7 @@ def test_gate_and_up_in_one_piece_are_one_product() -> None:
     assert not layer.experts.gate_up_E2FD[:, :96].any() and layer.experts.gate_up_E2FD[:, 96:].any()
 
 
-def test_joined_experts_without_a_compiler_take_the_loop() -> None:
+def test_fused_experts_without_a_compiler_take_the_loop() -> None:
     x_MD, counts_E = torch.randn(8, 64).bfloat16(), torch.tensor([3, 0, 4, 1])
     experts = make_layer().experts
     expected = experts(x_MD, counts_E)

@@ -1,5 +1,5 @@
-"""Adapters of layers that read the same states: x A^T as one matmul computes what matmuls of their own do, and a
-graph has fewer of them."""
+"""Adapters of layers that read the same states: x A^T as one matmul computes what matmuls of their own do, and a graph
+has fewer of them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def is_fused(module: Any) -> bool:
 
 @pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize(
-    "spec, kind, targets, is_fused",
+    "spec, kind, targets, fuses",
     [
         (SPEC, "lora", EVERY, (True, True)),
         (SPEC, "qlora", EVERY, (True, True)),
@@ -105,14 +105,14 @@ def is_fused(module: Any) -> bool:
     ids=["all", "qlora", "q v", "gate up", "qlora q v", "biases, no gate"],
 )
 def test_compiled_blocks_compute_what_they_did(
-    spec: Any, kind: str, targets: tuple[str, ...], is_fused: tuple[bool, bool], selective: bool
+    spec: Any, kind: str, targets: tuple[str, ...], fuses: tuple[bool, bool], selective: bool
 ) -> None:
     torch.compiler.reset()
     counters.clear()
     model = make(adapter(kind, targets), spec)
     truth = through(model)
     apply_fused_adapters(model.layers.values())
-    assert fused(model) == [is_fused] * 2
+    assert fused(model) == [fuses] * 2
     apply_compile(model.layers.values(), "trace", selective=selective, whole=True)
     assert apart(through(model), truth) < 1e-12
     assert counters["stats"]["unique_graphs"] == 1
@@ -124,31 +124,31 @@ def test_kernels_compute_what_they_did(kind: str) -> None:
     """Kernels both times: unpacking four bits, a kernel multiplies and adds in fp32 in one rounding, which is 6e-9 of
     an eager run's result."""
     results = []
-    for joins in (False, True):
+    for fuses in (False, True):
         torch.compiler.reset()
         model = make(adapter(kind)).to("cuda")
-        if joins:
+        if fuses:
             apply_fused_adapters(model.layers.values())
         apply_compile(model.layers.values(), "blocks", selective=False, whole=True)
         results.append(through(model))
     assert apart(*results) < 1e-12
 
 
-@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_sums_in_one_kernel_are_the_same_sums(kind: str, joins: bool) -> None:
+def test_sums_in_one_kernel_are_the_same_sums(kind: str, fuses: bool) -> None:
     """As graphs see them. What the kernel does is for a GPU."""
     torch.compiler.reset()
     model = make(replace(adapter(kind), rank=8))
     truth = through(model)
-    if joins:
+    if fuses:
         apply_fused_adapters(model.layers.values())
     attention: Any = model.layers["0"].attention
     apply_lora_add(model.layers.values(), torch.float32)
     assert attention.q.lora_add is None, "it is for 16 bits"
     apply_lora_add(model.layers.values(), torch.bfloat16)
     assert attention.q.lora_add is torch.ops.shardwise.lora_add.default
-    apply_compile(model.layers.values(), "trace", selective=joins, whole=True)
+    apply_compile(model.layers.values(), "trace", selective=fuses, whole=True)
     assert apart(through(model), truth) < 1e-12
 
 
@@ -172,7 +172,7 @@ def test_the_kernel_of_the_sum_rounds_once(rank: int, first: int, width: int) ->
     x = wide[..., first : first + rank]
     truth = (y.double() + x.double() @ b.double().t()).bfloat16()
     out = lora_add()(y, x, b)
-    assert (out != truth).float().mean() < 1e-3  # fp32 sums that lie between two numbers
+    assert (out != truth).float().mean() < 1e-3  # fp32 sums that lie between two values
     assert torch.equal(lora_add()(y, x, torch.zeros_like(b)), y)
 
 
@@ -207,18 +207,18 @@ def test_what_drops_is_not_fused() -> None:
     assert fused(model) == [(False, False)] * 2
 
 
-def narrow_matmuls(model: Decoder) -> list[int]:
-    """How many matmuls with a side of at most three ranks in the forward and the backward graph of a block."""
+def low_rank_matmuls(model: Decoder) -> list[int]:
+    """Matmuls with a side of at most three ranks in the forward and the backward graph of a block."""
     torch.compiler.reset()
     counts: list[int] = []
 
-    def is_narrow(node: Node) -> bool:
+    def is_low_rank(node: Node) -> bool:
         factors = [argument.meta["val"].shape for argument in node.all_input_nodes]
         return any(side in (RANK, 2 * RANK, 3 * RANK) for shape in factors for side in shape)
 
     def count(graph: GraphModule, _inputs: Any) -> Any:
         matmuls = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
-        counts.append(sum(is_narrow(node) for node in matmuls))
+        counts.append(sum(is_low_rank(node) for node in matmuls))
         return make_boxed_func(graph.forward)
 
     model.layers["0"].forward = torch.compile(  # type: ignore[method-assign]
@@ -228,12 +228,12 @@ def narrow_matmuls(model: Decoder) -> list[int]:
     return counts
 
 
-def test_graphs_have_fewer_narrow_matmuls() -> None:
+def test_graphs_have_fewer_low_rank_matmuls() -> None:
     """Alone, each of 7 layers has x A^T and one with B; then gradients of A, of B, of what is narrow and of x."""
-    assert narrow_matmuls(make(adapter())) == [7 + 7, 4 * 7]
+    assert low_rank_matmuls(make(adapter())) == [7 + 7, 4 * 7]
     model = make(adapter())
     apply_fused_adapters(model.layers.values())
-    assert narrow_matmuls(model) == [4 + 7, 2 * 7 + 2 * 4]  # q k v, o, gate up, down
+    assert low_rank_matmuls(model) == [4 + 7, 2 * 7 + 2 * 4]  # q k v, o, gate up, down
 
 
 def in_layout(plan: Plan, trial: Trial) -> tuple[Any, list[bool]]:
@@ -255,12 +255,12 @@ def test_training(recompute: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout, is_fused",
+    "layout, fuses",
     [({"dp": 2, "zero": 3}, True), ({"pp": 2, "split": (1, 1)}, True), ({"cp": 2}, True), ({"tp": 2}, False)],
     ids=str,
 )
-def test_layouts(layout: dict[str, Any], is_fused: bool, ranks: Any) -> None:
+def test_layouts(layout: dict[str, Any], fuses: bool, ranks: Any) -> None:
     trial = Trial(global_batch=4, adapter=adapter())
     record, flags = ranks.run(in_layout, 2, trial_plan(trial, compile="trace", **layout), trial)[0]
-    assert set(flags) == {is_fused}
+    assert set(flags) == {fuses}
     assert max(compare(record, train_plain(SPEC, trial))[0]) < 1e-12
