@@ -24,11 +24,11 @@ class Part:
 
 @dataclass(frozen=True)
 class TheirTensor:
-    """A tensor on disk: our parts joined along `join_dim`, then transposed where they store (in, out)."""
+    """A tensor on disk: our parts concatenated along `cat_dim`, then transposed where they store (in, out)."""
 
     name: str
     parts: tuple[Part, ...]
-    join_dim: int = 0
+    cat_dim: int = 0
     transposed: bool = False
 
 
@@ -125,7 +125,7 @@ def _experts(spec: ModelSpec, kind: str, ours: str, theirs: str, fused: bool) ->
         yield from _feedforward(spec, f"{ours}.shared", f"{theirs}.shared_experts")
     if fused:
         gate_up = (Part(f"{ours}.experts.gate"), Part(f"{ours}.experts.up"))
-        yield TheirTensor(f"{theirs}.experts.gate_up_proj", gate_up, join_dim=1)
+        yield TheirTensor(f"{theirs}.experts.gate_up_proj", gate_up, cat_dim=1)
         yield whole(f"{theirs}.experts.down_proj", f"{ours}.experts.down")
         return
     names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -122,12 +122,12 @@ def match_table(
 
 
 def their_shape(tensor: TheirTensor, ours: dict[str, Tensor]) -> tuple[int, ...]:
+    """The shape that the tensor must have on disk, by the shapes of our parts."""
     shapes = [list(select(ours, part).shape) for part in tensor.parts]
-    joined = shapes[0]
-    joined[tensor.join_dim] = (
-        sum(shape[tensor.join_dim] for shape in shapes) if len(shapes) > 1 else joined[tensor.join_dim]
-    )
-    return tuple(reversed(joined)) if tensor.transposed else tuple(joined)
+    whole = shapes[0]
+    if len(shapes) > 1:
+        whole[tensor.cat_dim] = sum(shape[tensor.cat_dim] for shape in shapes)
+    return tuple(reversed(whole)) if tensor.transposed else tuple(whole)
 
 
 def load_file(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]) -> None:
@@ -143,8 +143,8 @@ def load_file(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]
                 continue
             data = mapped.get_tensor(name)
             data = data.t() if tensor.transposed else data
-            sizes = [target.shape[tensor.join_dim] for target in targets]
-            pieces = data.split(sizes, tensor.join_dim) if len(targets) > 1 else [data]
+            sizes = [target.shape[tensor.cat_dim] for target in targets]
+            pieces = data.split(sizes, tensor.cat_dim) if len(targets) > 1 else [data]
             for target, piece in zip(targets, pieces, strict=True):
                 target.copy_(piece)
 
@@ -277,7 +277,7 @@ def plan_shards(
 def gather(tensor: TheirTensor, ours: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
     """Our parts as their tensor: a fresh, contiguous copy on the CPU."""
     parts = [select(ours, part) for part in tensor.parts]
-    data = torch.cat(parts, tensor.join_dim) if len(parts) > 1 else parts[0]
+    data = torch.cat(parts, tensor.cat_dim) if len(parts) > 1 else parts[0]
     data = data.t() if tensor.transposed else data
     return data.to(device="cpu", dtype=stored_dtype(tensor, parts[0], dtype), copy=True).contiguous()
 
