@@ -44,9 +44,10 @@ def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]
 
 
 def pinned_share(share: RankShare, plan: Plan, column: int) -> float:
-    """Bytes of pinned CPU memory for each byte of activations that is offloaded. torch gives pinned memory out in
-    powers of two, tensor by tensor. With full recomputation only hidden states travel; else about two tensors of that
-    width for each that is as wide as the feed-forward layer. `column`: bytes of a tensor that is one element wide."""
+    """Returns the bytes of pinned CPU memory for each byte of activations that is offloaded. torch rounds every pinned
+    tensor up to a power of two (ATen/core/CachingHostAllocator.h). With full recomputation only hidden states travel;
+    else about two tensors of that width for each that is as wide as the feed-forward layer. `column`: bytes of a tensor
+    that is one element wide."""
     hidden, ffn = share.spec.hidden * column, share.layers[0].ffn * column
     tensors = [hidden] if plan.recompute == "full" else [hidden, hidden, ffn]
     return sum(1 << (size - 1).bit_length() for size in tensors) / sum(tensors)
