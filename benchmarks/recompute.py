@@ -29,7 +29,7 @@ from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.plan.prediction.activations import head_activation_bytes, kept_activations, logit_bytes
-from shardwise.plan.prediction.memory import LOSS_TEMPORARIES
+from shardwise.plan.prediction.lifetimes import LOSS_TEMPORARIES
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 

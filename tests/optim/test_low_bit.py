@@ -14,7 +14,7 @@ from shardwise.kernels.low_bit_codes import bounds_of, nearest
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.low_bit import dequantized, is_quantized, kept_in_fp32
 from shardwise.optim.low_bit_update import plain_update
-from shardwise.plan.prediction.memory import STATES_PER_PARAMETER, WEIGHT_BYTES, state_bytes
+from shardwise.plan.prediction.states import STATES_PER_PARAMETER, WEIGHT_BYTES, state_bytes
 from shardwise.spec.schema import OptimizerConfig
 
 SHAPES = [(64, 256), (128, 48), (37, 111), (256,)]

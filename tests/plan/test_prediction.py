@@ -23,7 +23,8 @@ from shardwise.plan.prediction.activations import (
     kept_activations,
     layer_activations,
 )
-from shardwise.plan.prediction.memory import APART, predict_memory
+from shardwise.plan.prediction.lifetimes import APART
+from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.prediction.rank_share import rank_shares
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset

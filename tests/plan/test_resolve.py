@@ -13,7 +13,8 @@ from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.load import load_config
 from shardwise.config.write import write_config
 from shardwise.errors import Exit, UserError
-from shardwise.plan.prediction.memory import PROCESS_BYTES, predict_memory
+from shardwise.plan.prediction.lifetimes import PROCESS_BYTES
+from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.resolve.fit import rank_memory_limit
 from shardwise.plan.resolve.resolve import Resolved, micro_batch_sizes, resolve
 from shardwise.spec.cluster import HEADROOM

@@ -15,7 +15,8 @@ from shardwise.model.initialize import initialize
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.schedule import batch_scale, learning_rate
 from shardwise.plan.prediction.activations import head_activation_bytes, layer_activations
-from shardwise.plan.prediction.memory import ALLOCATOR_SHARE, PROCESS_BYTES, STATES_PER_PARAMETER
+from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE, PROCESS_BYTES
+from shardwise.plan.prediction.states import STATES_PER_PARAMETER
 from shardwise.report.terminal import sparkline
 from shardwise.run.clock import Clock, verdict
 from shardwise.run.generate import Sampling, generate

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from shardwise.cluster.measure.blocks import BlockTimes
 from shardwise.memory.micro_batch import Taken
+from shardwise.plan.prediction.lifetimes import PROCESS_BYTES
 from shardwise.plan.prediction.measured_memory import measured_need, states_bytes
 from shardwise.plan.prediction.measured_rates import scaled_cluster
-from shardwise.plan.prediction.memory import COMPUTE_BYTES, PROCESS_BYTES, WEIGHT_BYTES, gradient_bytes, state_bytes
 from shardwise.plan.prediction.predict import predict
+from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, gradient_bytes, state_bytes
 from shardwise.plan.resolve.resolve import micro_batch_sizes
 from shardwise.run.planner import Forecast
 from shardwise.spec.cluster import ClusterSpec

@@ -17,7 +17,7 @@ from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.layouts.state_bounds import Sharing
 from shardwise.plan.layouts.time_bounds import TimeBounds
-from shardwise.plan.prediction.memory import WEIGHT_BYTES, state_bytes
+from shardwise.plan.prediction.states import WEIGHT_BYTES, state_bytes
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import SCHEDULES
 

@@ -16,10 +16,9 @@ from typing import NamedTuple
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.prediction.activations import kept_activations
-from shardwise.plan.prediction.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, state_bytes
 from shardwise.plan.prediction.rank_share import Cut, cuts, numbers_of, stages_in_flight, stages_of_cut
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.states import groups_of
+from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, groups_of, state_bytes
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import SCHEDULES, stage_owners

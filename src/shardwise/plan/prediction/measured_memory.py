@@ -3,7 +3,8 @@ torch."""
 
 from __future__ import annotations
 
-from shardwise.plan.prediction.memory import ALLOCATOR_SHARE, APART, predict_memory
+from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE, APART
+from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.prediction.rank_share import rank_shares
 from shardwise.spec.job import WHOLE
 from shardwise.spec.model import ModelSpec

@@ -9,23 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE as ALLOCATOR_SHARE
-from shardwise.plan.prediction.lifetimes import APART as APART
-from shardwise.plan.prediction.lifetimes import LOSS_TEMPORARIES as LOSS_TEMPORARIES
-from shardwise.plan.prediction.lifetimes import PROCESS_BYTES as PROCESS_BYTES
 from shardwise.plan.prediction.lifetimes import activations_of, beside_adapters, rank_memory
 from shardwise.plan.prediction.offloaded import offloaded
 from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
-from shardwise.plan.prediction.rank_share import numbers_of as numbers_of
-from shardwise.plan.prediction.rank_share import stages_of as stages_of
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.states import COMPUTE_BYTES as COMPUTE_BYTES
-from shardwise.plan.prediction.states import STATES_PER_PARAMETER as STATES_PER_PARAMETER
-from shardwise.plan.prediction.states import WEIGHT_BYTES as WEIGHT_BYTES
-from shardwise.plan.prediction.states import gathered_bytes as gathered_bytes
-from shardwise.plan.prediction.states import gradient_bytes as gradient_bytes
 from shardwise.plan.prediction.states import groups_of
-from shardwise.plan.prediction.states import state_bytes as state_bytes
 from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.job import WHOLE
 from shardwise.spec.model import ModelSpec

@@ -17,9 +17,9 @@ from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.collectives import Network
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import SLOWED
-from shardwise.plan.prediction.memory import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, gradient_bytes, state_bytes
 from shardwise.plan.prediction.rank_share import RankShare
 from shardwise.plan.prediction.stack import CAST, Stack
+from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, gathered_bytes, gradient_bytes, state_bytes
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.optimizers import OPTIMIZERS
