@@ -78,7 +78,7 @@ class MemoryBounds:
         key = (grid.tp, grid.ep, grid.pp)
         counted = self._grids.get(key)
         if counted is None:
-            (cut,) = cuts(self.space.model, grid.tp, grid.ep, 1, "1f1b", 1, (), self.seq_len)
+            (cut,) = cuts(self.space.model, grid.tp, grid.ep, 1, "1f1b", 1, ())
             whole = self._count(cut)._replace(block=0.0)
             counted = Counted(*(part / grid.pp for part in whole))
             if grid.pp > 1 and self.are_alike:
@@ -164,9 +164,7 @@ class MemoryBounds:
         if found is None:
             split = self.space.split(grid.pp * pace.virtual_stages) if grid.pp > 1 else ()
             assert split is not None, (grid, pace)
-            every = cuts(
-                self.space.model, grid.tp, grid.ep, grid.pp, pace.schedule, pace.virtual_stages, split, self.seq_len
-            )
+            every = cuts(self.space.model, grid.tp, grid.ep, grid.pp, pace.schedule, pace.virtual_stages, split)
             most = max(range(grid.pp), key=lambda rank: every[rank].num_parameters)
             found = self._ranks[key] = [
                 (rank, self._count(every[rank]), list(map(numbers_of, stages_of_cut(every[rank], split))))

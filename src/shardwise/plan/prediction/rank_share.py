@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import SCHEDULES, owners_of, schedule_actions, splits_backward
-from shardwise.spec.split import estimated_costs, tensor_slice
+from shardwise.spec.split import tensor_slice
 from shardwise.spec.timeline import peak_in_flight
 
 
@@ -29,7 +29,6 @@ class Cut:
     experts: int  # parameters of one layer's routed experts, where they are spread over ranks; else they are in `spec`
     head: int  # parameters after the last layer, if it has the last stage
     has_last_stage: bool
-    work: float  # share of the model's FLOPs, before tensor parallelism
 
     @cached_property
     def layer_parameters(self) -> list[int]:
@@ -90,10 +89,6 @@ class RankShare:
         return self.cut.has_last_stage
 
     @property
-    def work(self) -> float:
-        return self.cut.work
-
-    @property
     def layer_parameters(self) -> list[int]:
         return self.cut.layer_parameters
 
@@ -112,7 +107,7 @@ def expert_parameters(spec: ModelSpec) -> int:
 
 
 def rank_shares(spec: ModelSpec, plan: Plan) -> list[RankShare]:
-    """One per rank along the pipeline."""
+    """Returns the share of each rank along the pipeline."""
     return [_rank_share(cut, plan, rank) for rank, cut in enumerate(cuts_of(spec, plan))]
 
 
@@ -121,14 +116,14 @@ def rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
 
 
 def cuts_of(spec: ModelSpec, plan: Plan) -> tuple[Cut, ...]:
-    return cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split, plan.seq_len)
+    return cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split)
 
 
 def cuts(
-    spec: ModelSpec, tp: int, ep: int, pp: int, schedule: str, virtual_stages: int, split: tuple[int, ...], seq_len: int
+    spec: ModelSpec, tp: int, ep: int, pp: int, schedule: str, virtual_stages: int, split: tuple[int, ...]
 ) -> tuple[Cut, ...]:
-    """One per rank along the pipeline."""
-    return _cuts(spec, tp, ep, pp, SCHEDULES[schedule].is_v, virtual_stages, split, seq_len)
+    """Returns the cut of each rank along the pipeline."""
+    return _cuts(spec, tp, ep, pp, SCHEDULES[schedule].is_v, virtual_stages, split)
 
 
 def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
@@ -163,28 +158,19 @@ def numbers_of(layers: Sequence[LayerSpec]) -> range:
 
 
 @lru_cache(1024)
-@lru_cache(1024)
-def _costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], float, float]:
-    return estimated_costs(spec, seq_len)
-
-
-@lru_cache(1024)
 def _cuts(
-    spec: ModelSpec, tp: int, ep: int, pp: int, is_v: bool, virtual_stages: int, split: tuple[int, ...], seq_len: int
+    spec: ModelSpec, tp: int, ep: int, pp: int, is_v: bool, virtual_stages: int, split: tuple[int, ...]
 ) -> tuple[Cut, ...]:
     part = tensor_slice(spec, tp)
-    costs, first, last = _costs(spec, seq_len)
     starts = [0, *accumulate(split)] if pp > 1 else [0, spec.num_layers]
     owners = owners_of(is_v, pp, virtual_stages) if pp > 1 else (0,)
     # A tied head uses the embedding: whole models have one table, a pipeline has one at each end.
     has_table = not spec.tied or pp > 1
-    total = sum(costs) + first + last
     cuts = []
     for rank in range(pp):
         mine = [stage for stage, owner in enumerate(owners) if owner == rank]
         indices = [index for stage in mine for index in range(starts[stage], starts[stage + 1])]
         is_first, is_last = 0 in mine, len(owners) - 1 in mine
-        work = sum(costs[index] for index in indices) + first * is_first + last * is_last
         cut = Cut(
             spec=part,
             layers=tuple(part.layers[index] for index in indices),
@@ -192,7 +178,6 @@ def _cuts(
             experts=spec.num_experts // ep * expert_parameters(spec) if ep > 1 else 0,
             head=(part.num_norm_parameters + part.vocab * part.hidden * has_table) * is_last,
             has_last_stage=is_last,
-            work=work / total,
         )
         cuts.append(cut)
     return tuple(cuts)
