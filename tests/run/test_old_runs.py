@@ -1,7 +1,9 @@
-"""What an earlier version has written is still of use: its runs resume, evaluate, sample and export, its plan files are read.
+"""What an earlier version has written is still of use: its runs resume, evaluate, sample and export, its plan files are
+read.
 
-The files are in golden/old_runs, with a page that says how they came to be. Only commands are used, as their owner would type them.
-Numbers may differ in the last digits from machine to machine, so losses are compared within 1e-5 of themselves.
+The files are in golden/old_runs, with a page that says how they came to be. Only commands are used, as their owner
+would type them. Numbers may differ in the last digits from machine to machine, so losses are compared within 1e-5 of
+themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def read(run_here: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Ca
 
 def shapes(file: Path) -> dict[str, list[int]]:
     with safe_open(file, framework="pt") as tensors:
-        return {name: list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
+        names = tensors.keys()
+        return {name: list(tensors.get_slice(name).get_shape()) for name in names}
 
 
 def check_losses(name: str, run: Path) -> None:

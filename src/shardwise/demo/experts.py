@@ -138,13 +138,13 @@ def make_story(found: list[dict[str, Any]]) -> Story:
 def _checks(found: list[dict[str, Any]]) -> list[Check]:
     layers, hidden = MOE.num_layers, MOE.hidden
     passes = layers * NUM_MICRO
-    copies = CHOSEN * ROWS * TOKENS
+    routed_rows = CHOSEN * ROWS * TOKENS
     rows = [row for x in found for row in x["loads"]]
     here = EXPERTS // WORLD
     leaving = sum(
         sum(row) - sum(row[here * rank : here * (rank + 1)]) for rank, x in enumerate(found) for row in x["loads"]
     )
-    given = WORLD * passes * (4 * copies * 4 * hidden + 8 * EXPERTS)
+    given = WORLD * passes * (4 * routed_rows * 4 * hidden + 8 * EXPERTS)
     dense = found[0]["dense_bytes"]
     wire = (4 * leaving * 4 * hidden) / WORLD + 2 * (WORLD - 1) / WORLD * dense
     return [
@@ -165,8 +165,8 @@ def _checks(found: list[dict[str, Any]]) -> list[Check]:
         Check(
             "rows that reached an expert in a forward pass, all ranks",
             "n LM kbs",
-            f"{WORLD} x {passes} x {copies}",
-            WORLD * passes * copies,
+            f"{WORLD} x {passes} x {routed_rows}",
+            WORLD * passes * routed_rows,
             sum(sum(row) for row in rows),
         ),
         Check(

@@ -68,9 +68,8 @@ class Sleeping(DataParallelWrapper):
         self.unit_s = self.began = 0.0
         self.forward = self._forward  # type: ignore[assignment]
         stage.wrapper = self
-        stage.model.layers[next(iter(stage.model.layers))].feedforward.down.register_forward_pre_hook(  # type: ignore[union-attr]
-            lambda module, args: (_Hold.apply(args[0], held),)
-        )
+        first: Any = next(iter(stage.model.layers.values()))
+        first.feedforward.down.register_forward_pre_hook(lambda module, args: (_Hold.apply(args[0], held),))
 
     def _forward(self, *args: Any, **named: Any) -> Any:
         began = time.perf_counter()

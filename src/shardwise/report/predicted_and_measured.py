@@ -1,7 +1,7 @@
 """Predicted beside measured, part by part, once a run has made its first steps. No torch here.
 
-A clock knows six kinds of time (clock.py), the planner more parts (plan/prediction/step_time.py): each part answers to
-one row. Invariant: on both sides the rows add up to the step. The memory of the same comparison is memory_view.py's.
+A clock knows six kinds of time (run/clock.py), the planner more parts (plan/prediction/step_time.py): each part answers
+to one row. Invariant: on both sides the rows add up to the step. The memory of the same comparison is memory.py's.
 """
 
 from __future__ import annotations

@@ -81,6 +81,6 @@ def _ready(kind: Callable, *arguments: object, plan: Plan, device: torch.device)
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """The median of a few turns, after one that warms up. More turns than the best of them would need: the median of five
-    leaves out two that met somebody else's work."""
+    """The median of a few turns, after one that warms up. More turns than the best of them would need: the median of
+    five leaves out two that met somebody else's work."""
     return median_seconds([action], device, turns=TURNS)[0]
