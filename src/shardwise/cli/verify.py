@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
+from shardwise.spec.precisions import PRECISIONS
 
 if TYPE_CHECKING:
     from shardwise.plan.resolve.resolve import Resolved
@@ -71,7 +72,7 @@ def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
     config = loaded.config
     here = this_machine()
     # fp8 takes the way of bf16, which `auto` means on a GPU; the numbers are those of fp64.
-    computes_bf16 = config.memory.precision == "fp8" or (config.memory.precision == "auto" and here.gpus)
+    computes_bf16 = here.gpus if config.memory.precision == "auto" else PRECISIONS[config.memory.precision].is_fp8
     precision = "bf16" if computes_bf16 else config.memory.precision
     # Tensors that wait in CPU memory are the same tensors, and here there is no other memory.
     memory = replace(config.memory, limit=NO_LIMIT, precision=precision, activation_offload=False)

@@ -28,12 +28,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.memory.environment import Environment, keep, kept
 from shardwise.memory.selective import select
-from shardwise.spec.recompute import segments
+from shardwise.spec.recompute import recompute_of, segments
 
 
 def apply_recompute(blocks: Sequence[nn.Module], mode: str, first: int = 0) -> None:
     """Wraps consecutive blocks in place, the first of which is number `first` of the model; before FSDP2 sees them."""
-    if mode == "selective":
+    if recompute_of(mode).is_selective:
         for block in blocks:
             block.forward = select(block.forward)
         return

@@ -169,7 +169,7 @@ def _compile(part: ModelPart) -> None:
         apply_compile(
             part.blocks,
             plan.compile,
-            selective=plan.recompute == "selective",
+            selective=plan.recomputes.is_selective,
             whole=plan.tp == plan.cp == plan.ep == 1,
             measured=plan.products == "measured",
             gathers_sums=plan.kernels == "own",
@@ -181,7 +181,7 @@ def _dropout(part: ModelPart) -> None:
 
 
 def _recompute(part: ModelPart) -> None:
-    is_in_graphs = part.plan.compile != "none" and part.plan.recompute == "selective"
+    is_in_graphs = part.plan.compile != "none" and part.plan.recomputes.is_selective
     apply_recompute(part.blocks, "none" if is_in_graphs else part.plan.recompute, part.layers.start)
 
 

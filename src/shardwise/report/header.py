@@ -13,6 +13,7 @@ from shardwise.optim.schedule import batch_scale
 from shardwise.parallel.engine import Engine
 from shardwise.run.setup import Setup
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import AdapterConfig, Config, OptimizerConfig
 
@@ -78,10 +79,10 @@ def _states(engine: Engine, config: Config, held: Mapping[str, float]) -> str:
     kept = f"weights {held['weights']}{low_precision}"
     parts = f"{kept}, gradients {held['gradients']}, {optimizer} {held['optimizer']:.3g}"
     text = f"{sum(held.values()):.3g} bytes per {which}: {parts}"
-    if plan.copies and plan.device == "cuda" and not (optimizer in ("adamw", "adamw8bit") and has_kernel()):
+    if plan.copies and plan.device == "cuda" and not (OPTIMIZERS[optimizer].has_kernel and has_kernel()):
         text += "; updated a bucket at a time (one pass over all of it is for adamw and adamw8bit, "
         text += "with Triton and a C compiler)"
-    if optimizer == "adamw8bit":
+    if OPTIMIZERS[optimizer].is_low_bit:
         count, elements = kept_in_fp32(engine.locals())
         share = elements / max(sum(p.numel() for p in engine.locals()), 1)
         text += f"; {count} small or odd tensors ({100 * share:.2g} % of this rank's elements) keep 8"

@@ -38,7 +38,7 @@ def block_times(
 ) -> BlockTimes:
     part, alone = _slice(spec, plan), _alone(plan, attention)
     # No more than a step holds at once, so that what fits does not run out of memory here.
-    count = min(-(-part.num_layers // plan.pp), MAX_BLOCKS[device.type]) if plan.recompute == "none" else 1
+    count = min(-(-part.num_layers // plan.pp), MAX_BLOCKS[device.type]) if plan.recomputes.is_none else 1
     kinds = [replace(layer, index=0) for layer in part.layers]
     spread = (round(n * (part.num_layers - 1) / max(1, count - 1)) for n in range(count))
     chosen = sorted({kinds.index(kind) for kind in kinds} | (set(spread) if count > 1 else set()))

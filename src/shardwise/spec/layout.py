@@ -13,6 +13,8 @@ import difflib
 from collections.abc import Mapping
 
 from shardwise.errors import UserError
+from shardwise.spec.recompute import EVERY_K
+from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.schema import Axes, MemoryConfig
 
 # Words of the string, in the order they are printed -> config keys.
@@ -82,7 +84,10 @@ def format_layout(parallel: Axes, memory: MemoryConfig | None = None) -> str:
         words += [f"cp={parallel.cp}", f"cp_kind={parallel.cp_kind}"]
     if parallel.pp not in ("auto", 1):
         words += [f"pp={parallel.pp}", f"schedule={parallel.schedule}"]
-        if parallel.virtual_stages not in ("auto", 1) and parallel.schedule != "zbv":  # a V always has two
+        if (
+            parallel.virtual_stages not in ("auto", 1)
+            and SCHEDULES[parallel.schedule].most_stages != parallel.virtual_stages
+        ):  # else it goes without saying
             words.append(f"virtual_stages={parallel.virtual_stages}")
         if parallel.split != "auto":
             layers = (parallel.split,) if isinstance(parallel.split, str) else parallel.split
@@ -117,7 +122,7 @@ def word_of(words: Mapping[str, str], name: str, section: type, default: str) ->
     choices = section.__dataclass_fields__[name].metadata["choices"]  # type: ignore[attr-defined]
     if text == "auto":
         return default
-    if text not in choices and not (text.startswith("every-") and text[6:].isdecimal() and "every-K" in choices):
+    if text not in choices and not (text.startswith("every-") and text[6:].isdecimal() and EVERY_K in choices):
         why = f"`{name}` takes: {', '.join(choices)}"
         raise UserError(f"`{name}={text}` in the layout", why=why, fix=f"`{name}={default}`")
     return text

@@ -16,6 +16,7 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.spec.layout import degree_of, format_layout, parse_layout, word_of
 from shardwise.spec.precisions import PRECISIONS, Precision
+from shardwise.spec.recompute import Recompute, recompute_of
 from shardwise.spec.schema import Axes, CommConfig, Config, MemoryConfig, ParallelConfig, SpeedConfig
 from shardwise.spec.split import even_split
 from shardwise.spec.zero import ZERO, ZeroStage
@@ -115,6 +116,11 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     def formats(self) -> Precision:
         """The number formats of weights, activations, states and matmuls."""
         return PRECISIONS[self.precision]
+
+    @property
+    def recomputes(self) -> Recompute:
+        """What backward computes again (activation checkpointing)."""
+        return recompute_of(self.recompute)
 
     @property
     def stage(self) -> ZeroStage:

@@ -6,21 +6,67 @@ Invariant: what the runtime wraps (memory/recompute.py) is what is predicted; bo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 
 from shardwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """One value of `memory.recompute`: what backward computes again instead of keeping it."""
+
+    name: str
+    every: int | None = None
+    """Of every so-many-th block everything is computed again, from its inputs; None: no whole blocks one by one."""
+    is_selective: bool = False
+    """Of each block what is cheap between matmuls and attention is computed again."""
+    in_groups: bool = False
+    """Neighbouring blocks are computed again together: sqrt(L) groups of sqrt(L)."""
+
+    @property
+    def is_none(self) -> bool:
+        """Everything is kept."""
+        return self.every is None and not self.is_selective and not self.in_groups
+
+
+RECOMPUTE: Mapping[str, Recompute] = MappingProxyType(
+    {
+        record.name: record
+        for record in (
+            Recompute("none"),
+            Recompute("full", every=1),
+            Recompute("selective", is_selective=True),
+            Recompute("sqrt", in_groups=True),
+        )
+    }
+)
+"""By name. `every-K` besides: see `recompute_of`."""
+EVERY_K = "every-K"
+"""How the config's choices name every-1, every-2, ..."""
+CONSIDERED = ("none", "every-4", "every-2", "selective", "full", "sqrt")
+"""What the planner chooses from, the cheapest in time first."""
+
+
+@lru_cache(64)
+def recompute_of(mode: str) -> Recompute:
+    """Returns the record of a word of `memory.recompute`."""
+    if mode.startswith("every-"):
+        return Recompute(mode, every=int(mode.removeprefix("every-")))
+    return RECOMPUTE[mode]
 
 
 @lru_cache(4096)
 def segments(mode: str, layers: range) -> tuple[range, ...]:
     """The neighbouring layers of a stage that are computed again together, by their number in the model. Empty where nothing is, or
     where a choice is made inside of each block (`selective`)."""
-    if mode == "full":
-        mode = "every-1"
-    if mode.startswith("every-"):
-        return tuple(range(index, index + 1) for index in layers if index % int(mode.removeprefix("every-")) == 0)
-    if mode != "sqrt":
+    kind = recompute_of(mode)
+    if kind.every is not None:
+        return tuple(range(index, index + 1) for index in layers if index % kind.every == 0)
+    if not kind.in_groups:
         return ()
     count = max(1, round(math.sqrt(len(layers))))
     starts = [layers.start + len(layers) * number // count for number in range(count + 1)]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.precisions import PRECISIONS
+from shardwise.spec.recompute import EVERY_K, RECOMPUTE
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.zero import ZERO
 
@@ -205,7 +206,7 @@ class MemoryConfig:
         "auto",
         "what backward computes again: every block, cheap parts of each, sqrt(L) groups of blocks, every K-th block; "
         "auto: nothing, unless the job does not fit",
-        choices=("auto", "none", "full", "selective", "sqrt", "every-K"),
+        choices=("auto", *RECOMPUTE, EVERY_K),
     )
     offload: str = setting(
         "auto",

@@ -43,13 +43,13 @@ def megatron_flags(spec: ModelSpec, job: Job, plan: Plan) -> tuple[list[str], li
         flags += [("q-lora-rank", spec.q_lora_rank), ("v-head-dim", spec.v_head_dim)]
     _megatron_states(flags, missing, plan)
     _megatron_pipeline(flags, missing, spec, plan)
-    if plan.recompute == "selective":
+    if plan.recomputes.is_selective:
         flags.append(("recompute-activations", True))
         missing.append("recompute=selective: Megatron recomputes attention's core, we recompute norms and activations")
-    elif plan.recompute != "none":
-        group = int(plan.recompute.partition("-")[2] or 1) if plan.recompute.startswith("every-") else 1
+    elif not plan.recomputes.is_none:
+        group = plan.recomputes.every or 1
         flags += [("recompute-granularity", "full"), ("recompute-method", "uniform"), ("recompute-num-layers", group)]
-        if plan.recompute not in ("full", "every-1"):
+        if plan.recomputes.every != 1:
             missing.append(f"recompute={plan.recompute}: the nearest is full recomputation in groups of {group}")
     precision = plan.precision.removesuffix("-true")
     if precision == "fp8":

@@ -8,9 +8,9 @@ from typing import Any
 
 from shardwise.plan.layouts.effort import effort
 from shardwise.plan.layouts.parts import Grid
-from shardwise.plan.layouts.space import RECOMPUTE
 from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import Prediction
+from shardwise.spec.recompute import CONSIDERED
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def rank_of(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def plainness(plan: Plan) -> tuple[Any, ...]:
-    modes = {mode: place for place, mode in enumerate(RECOMPUTE)}
+    modes = {mode: place for place, mode in enumerate(CONSIDERED)}
     return (
         plan.world,
         ("none", "optimizer", "all").index(plan.offload),

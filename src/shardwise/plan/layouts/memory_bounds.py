@@ -23,6 +23,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import SCHEDULES, stage_owners
 from shardwise.spec.split import tensor_slice
+from shardwise.spec.zero import ZERO
 
 ROUNDED = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
@@ -191,15 +192,15 @@ class MemoryBounds:
         dense, spread, block, frozen, used = counted
         if self.adapter.kind != "none":  # what is trained is small
             parts = max(shards, copies) if states.zero else 1
-            return Weights(frozen / parts, used if states.zero in (1, 2) else 0.0, 0.0)
+            return Weights(frozen / parts, used if ZERO[states.zero].keeps_gathered else 0.0, 0.0)
         own = dense / shards + (spread / copies if states.zero else spread)
         gathered = 0.0
-        if states.zero in (1, 2) or (states.zero == 0 and self.compute != self.weight):
+        if ZERO[states.zero].keeps_gathered or (not states.zero and self.compute != self.weight):
             gathered = (dense + spread) * self.compute
-        elif states.zero == 3:
+        elif ZERO[states.zero].drops_parameters:
             gathered = 2.0 * block * self.compute
         gradients = own * self.weight
-        if states.zero == 1 and several:  # they add up where they are computed
+        if ZERO[states.zero].keeps_gradients and several:  # they add up where they are computed
             gradients += (dense + spread) * self.weight
         if offload == "optimizer":
             return Weights(own * self.weight, gathered, gradients if several or states.replicate > 1 else 0.0)

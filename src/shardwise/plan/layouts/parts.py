@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardwise.spec.recompute import recompute_of
+
 
 class Grid(NamedTuple):
     dp: int
@@ -56,5 +58,5 @@ def never_faster(saving: Saving, than: Saving) -> bool:
 
 def _repeats_all_of(mode: str, other: str) -> bool:
     """Every fourth block is among every second; groups of blocks and parts of blocks compare with nothing."""
-    step, of = (1 if word == "full" else int(word[6:]) if word.startswith("every-") else 0 for word in (mode, other))
+    step, of = (recompute_of(word).every or 0 for word in (mode, other))
     return other in ("none", mode) or (step > 0 and of % step == 0 and of > 0)

@@ -22,6 +22,7 @@ from shardwise.plan.resolve.refusal import Asked, Fix
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.precisions import PRECISIONS
 
@@ -107,8 +108,8 @@ def other_trainings(precision: str, optimizer: str, adapter: str, can_adapt: boo
         yield from (
             {"adapter.kind": kind} for kind in ("lora", "qlora") if kind == "lora" or not PRECISIONS[precision].is_fp8
         )
-    if optimizer in ("adam", "adamw"):
-        yield {"optimizer.name": "adamw8bit"}
+    if low_bit := OPTIMIZERS[optimizer].low_bit:
+        yield {"optimizer.name": low_bit}
     if optimizer != "sgd":
         yield {"optimizer.name": "sgd"}
 

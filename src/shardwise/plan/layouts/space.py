@@ -25,6 +25,7 @@ from shardwise.plan.resolve.speed import (
     loss_of,
     norms_of,
     our_stack,
+    results_of,
 )
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.fp8 import MULTIPLE, keeps_base_whole
@@ -33,14 +34,15 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import SECTIONS, Plan
 from shardwise.spec.precisions import PRECISIONS
+from shardwise.spec.recompute import CONSIDERED, recompute_of
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.split import balanced_split, estimated_costs, even_split
+from shardwise.spec.zero import ZERO
 
 SMALL_WORLD = 16
 """Up to so many GPUs every number of them is tried, beyond it powers of two and what nodes divide into."""
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
-RECOMPUTE = ("none", "every-4", "every-2", "selective", "full", "sqrt")
 PROPOSED = tuple(
     sorted((name for name, it in SCHEDULES.items() if it.is_proposed), key=lambda name: SCHEDULES[name].holds_all)
 )
@@ -259,8 +261,8 @@ class Space:
         if self.goes_to_disk and asked is None:
             offloads = [place for place in places if place != "none"][:1]
         elsewhere = self.among("memory.activation_offload", (False, True) if on_gpus else (False,))
-        modes = self.among("memory.recompute", RECOMPUTE)
-        every = [mode for mode in modes if not mode.startswith("every-") or int(mode[6:]) < self.model.num_layers]
+        modes = self.among("memory.recompute", CONSIDERED)
+        every = [mode for mode in modes if (recompute_of(mode).every or 1) < max(2, self.model.num_layers)]
         return [Saving(mode, place, away) for place in offloads for away in elsewhere for mode in every or modes]
 
     @property
@@ -272,7 +274,12 @@ class Space:
         wait elsewhere where there is no pipeline, unless they are asked to."""
         if away and grid.pp > 1 and "memory.activation_offload" not in self.fixed:
             return False
-        return offload != "all" or states.zero == 3 or grid.dp * grid.cp == 1 or "parallel.zero" in self.fixed
+        return (
+            offload != "all"
+            or ZERO[states.zero].drops_parameters
+            or grid.dp * grid.cp == 1
+            or "parallel.zero" in self.fixed
+        )
 
     # Plans ---------------------------------------------------------------------------------------------------------
 
@@ -295,6 +302,7 @@ class Space:
             "global_batch": job.global_batch,
             "num_steps": math.ceil(job.tokens / job.tokens_per_step) if job.tokens else 1,
             "reason": "planned",
+            "results": results_of(self.speed, self.device, self.precision),
         }
 
     def plan(self, grid: Grid, pace: Pace, states: States, saving: Saving, **changes: Any) -> Plan:

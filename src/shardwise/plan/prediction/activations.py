@@ -25,7 +25,7 @@ from functools import partial
 from shardwise.plan.prediction.stack import OURS, Stack
 from shardwise.spec.fp8 import gains
 from shardwise.spec.model import LayerSpec, ModelSpec
-from shardwise.spec.recompute import segments
+from shardwise.spec.recompute import recompute_of, segments
 
 MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks: fused, or again in backward
 CUDA_TIMES = 8  # so many times larger are the chunks of a fused loss on a GPU, in the logits' own format
@@ -279,7 +279,7 @@ def kept_activations(
         return found
 
     numbers = range(layers[0].index, layers[0].index + len(layers))
-    if mode == "selective":
+    if recompute_of(mode).is_selective:
         more = exchanged_activations(spec, layers) if exchanged else 0
         between = more + layer_activations(
             spec, layers, seq_len, token_parts, routed_parts, True, stack, load, size, tokens

@@ -129,7 +129,7 @@ class LayerTimes:
             work = layer_work(self.model, layer, self.shape, self.stack)
             self._once[kind] = work, self._compute(work, num_tensors(self.model, layer))
         work, time = self._once[kind]
-        repeated = self.stack.repeated(work, again, self.plan.recompute == "selective")
+        repeated = self.stack.repeated(work, again, self.plan.recomputes.is_selective)
         one = price.launch
         host = self._calls(layer) * one
         more = price.host_seconds(repeated) + (2 * host + CHECKPOINT_LAUNCHES * one if again else host)

@@ -157,8 +157,8 @@ def _while_reducing(
     after_head = full + head * (kept - dropped) + waiting
     layer, first, last = one / len(share.layers), share.layers[0].index, share.layers[-1].index
     again, count, repeated = activations.working + activations.repeated, 1, float(activations.repeated)
-    if plan.recompute == "sqrt":  # the first group of blocks is computed again together; it may be smaller than others
-        sizes = [len(part) for part in segments("sqrt", numbers_of(stages_of_cut(share.cut, plan.split)[0]))]
+    if plan.recomputes.in_groups:  # the first group of blocks is computed again together; it may be smaller than others
+        sizes = [len(part) for part in segments(plan.recompute, numbers_of(stages_of_cut(share.cut, plan.split)[0]))]
         count, repeated = sizes[0], repeated * sizes[0] / max(sizes)
     to_come = embedding + count * block
     left = gathered if plan.stage.drops_parameters else compute * to_come

@@ -127,7 +127,7 @@ def cuts(
 
 
 def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
-    waiting = _weights_waiting(plan, rank) if plan.recompute != "none" else 0
+    waiting = _weights_waiting(plan, rank) if not plan.recomputes.is_none else 0
     flight = stages_in_flight(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches, rank)
     return RankShare(cut, flight, waiting)
 

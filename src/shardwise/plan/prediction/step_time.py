@@ -122,7 +122,7 @@ _PRICERS: dict[tuple[object, ...], tuple[ClusterSpec, Stack, Pricer]] = {}
 def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack) -> LayerTimes:
     """Layouts that cut layers alike share their prices. The objects are kept with them, so that their ids stay
     theirs."""
-    cut = (plan.tp, plan.sequence, plan.cp, plan.cp_kind, plan.ep, plan.uses_fsdp, plan.recompute == "selective")
+    cut = (plan.tp, plan.sequence, plan.cp, plan.cp_kind, plan.ep, plan.uses_fsdp, plan.recomputes.is_selective)
     size = (plan.precision, plan.micro_batch, plan.seq_len, plan.threads_per_rank, _odd_groups(cluster, plan))
     key = (id(model), id(cluster), id(stack), job.adapter, cut, size)
     found = _RECENT.get(key)

@@ -60,14 +60,15 @@ def with_speed(
             fix="speed.loss=auto or parallel.schedule=1f1b",
         )
     attention = attention_of(attention, spec, plan.precision, plan.cp, plan.cp_kind)
-    late = asked.results == "late" or (asked.results == "auto" and _can_read_late(plan, skips_steps))
-    return replace(plan, **kernels, copies=keeps, loss=loss, attention=attention, results="late" if late else "at-once")
+    results = results_of(asked, plan.device, plan.precision, skips_steps or plan.fill_bubbles != "none")
+    return replace(plan, **kernels, copies=keeps, loss=loss, attention=attention, results=results)
 
 
-def _can_read_late(plan: Plan, skips_steps: bool) -> bool:
-    """Not where a step's results decide about its own update, nor where what was measured plans the next step."""
-    needs_norm = skips_steps or plan.scales_loss
-    return plan.device == "cuda" and not needs_norm and plan.fill_bubbles == "none"
+def results_of(asked: SpeedConfig, device: str, precision: str, at_once: bool = False) -> str:
+    """When a step's loss is read: `late`, with the next step queued, on GPUs. Not where results decide about the step's own update
+    (a scaled loss) or, by `at_once`, about what follows."""
+    can = device == "cuda" and not PRECISIONS[precision].scales_loss and not at_once
+    return ("late" if can else "at-once") if asked.results == "auto" else asked.results
 
 
 def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
