@@ -198,7 +198,7 @@ class MemoryConfig:
     fp8_recipe: str = setting(
         "rowwise", "fp8: a scale for each row of a matrix, or one for all of it", choices=("rowwise", "tensorwise")
     )
-    fp8_head: bool = setting(False, "fp8: the head's products too")
+    fp8_head: bool = setting(False, "fp8: the head's matmuls too")
     limit: int | Auto = setting(
         "auto", "memory one rank may use; `auto`: the device's or the cgroup's", unit="bytes", low=1
     )
@@ -258,11 +258,11 @@ class SpeedConfig:
         choices=("auto", "none", "blocks", "graphs", "trace"),
     )
     fuse: bool | Auto = setting(
-        "auto", "one matrix product for q, k and v, one for gate and up; auto: no, compiled blocks lose by it"
+        "auto", "one matmul for q, k and v, one for gate and up; auto: no, compiled blocks lose by it"
     )
     copies: bool | Auto = setting(
         "auto",
-        "16-bit copies of fp32 weights stay between steps and are written by the update itself; auto: on one GPU",
+        "16-bit weights stay beside the fp32 master weights and are written by the update itself; auto: on one GPU",
     )
     loss: str = setting(
         "auto",
@@ -278,7 +278,7 @@ class SpeedConfig:
     )
     products: str = setting(
         "auto",
-        "large products by the kernel that torch takes (`library`), or by the fastest with the same bits (`measured`); "
+        "large matmuls by the kernel that torch takes (`library`), or by the fastest with the same bits (`measured`); "
         "auto: measured in compiled blocks on GPUs",
         choices=("auto", "library", "measured"),
     )
