@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.demo.wire import PhaseClock, Transfer, Wire, sent_bytes
+from shardwise.demo.wire import PhaseClock, Wire, WireOperation, sent_bytes
 from shardwise.model.initialize import initialize
 from shardwise.optim.build import build_optimizer
 from shardwise.parallel.apply import parallelize_decoder
@@ -43,7 +43,7 @@ class Observed:
     of all bytes."""
 
     engine: Engine
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[WireOperation] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     began_s: float = 0.0
     sent: int | None = None

@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.demo.observe import SPEC, difference, observe_step, truth_of
 from shardwise.demo.ranks import Say
 from shardwise.demo.story import Check, Story, drawing, number, on_the_wire, same_as_one_process, table
-from shardwise.demo.wire import Transfer, of_kind, total
+from shardwise.demo.wire import WireOperation, of_kind, total
 from shardwise.parallel.tensor.collectives import TensorParallel, enter, share
 from shardwise.parallel.tensor.slices import RowLinear
 from shardwise.prove.reference import Trial
@@ -113,7 +113,7 @@ def make_story(found: list[dict[str, Any]]) -> Story:
         f"Backward the same happens at the entrance: each rank has a part of the gradient of x, their sum is "
         f"{_vector(found[0]['x_gradient'])} on both; one process says {_vector(one_gradient)}.",
     )
-    transfers = [Transfer(**transfer) for transfer in found[0]["transfers"]]
+    transfers = [WireOperation(**transfer) for transfer in found[0]["transfers"]]
     big = [transfer for transfer in transfers if transfer.num_bytes == ROWS * TOKENS * SPEC.hidden * 4]
     _shapes(story, found)
     _tape(story, transfers, big)
@@ -151,7 +151,7 @@ def _shapes(story: Story, found: list[dict[str, Any]]) -> None:
     )
 
 
-def _tape(story: Story, transfers: list[Transfer], big: list[Transfer]) -> None:
+def _tape(story: Story, transfers: list[WireOperation], big: list[WireOperation]) -> None:
     """The order in which rank 0 called its collectives, for the first micro-batch."""
     first = [m for m in transfers if m.microbatch == 0]
     lines = []
@@ -170,7 +170,11 @@ def _tape(story: Story, transfers: list[Transfer], big: list[Transfer]) -> None:
 
 
 def _checks(
-    found: list[dict[str, Any]], transfers: list[Transfer], big: list[Transfer], one: list[float], gradient: list[float]
+    found: list[dict[str, Any]],
+    transfers: list[WireOperation],
+    big: list[WireOperation],
+    one: list[float],
+    gradient: list[float],
 ) -> list[Check]:
     size, layers = ROWS * TOKENS * SPEC.hidden * 4, SPEC.num_layers
     forward, backward = (len(of_kind(big, "all-reduce", phase)) for phase in ("forward", "backward"))

@@ -36,7 +36,7 @@ SENT = struct.Struct("@QQ")  # tcpi_bytes_sent and tcpi_bytes_retrans, next to e
 SENT_OFFSET = 200
 
 
-class Transfer(NamedTuple):
+class WireOperation(NamedTuple):
     kind: str
     num_bytes: int  # of the whole buffer: what is summed, what is there after a gather
     phase: str  # forward, backward, ...
@@ -54,7 +54,7 @@ class Wire(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.transfers: list[Transfer] = []
+        self.transfers: list[WireOperation] = []
         self.phase = ""
         self.microbatch: int | None = None
 
@@ -66,7 +66,7 @@ class Wire(TorchDispatchMode):
                 buffers = [args[0]] if isinstance(args[0], Tensor) else list(args[0])
                 num_bytes = sum(buffer.nbytes for buffer in buffers)
                 now = time.perf_counter()
-                self.transfers.append(Transfer(KINDS[name], num_bytes, self.phase, self.microbatch, now))
+                self.transfers.append(WireOperation(KINDS[name], num_bytes, self.phase, self.microbatch, now))
         return func(*args, **(kwargs or {}))
 
 
@@ -105,9 +105,9 @@ def _sent_by(descriptor: int) -> int:
     return int(sent - again)
 
 
-def of_kind(transfers: Iterable[Transfer], kind: str, *phases: str) -> list[Transfer]:
+def of_kind(transfers: Iterable[WireOperation], kind: str, *phases: str) -> list[WireOperation]:
     return [m for m in transfers if m.kind == kind and (not phases or m.phase in phases)]
 
 
-def total(transfers: Iterable[Transfer]) -> int:
+def total(transfers: Iterable[WireOperation]) -> int:
     return sum(transfer.num_bytes for transfer in transfers)
