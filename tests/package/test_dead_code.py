@@ -22,13 +22,14 @@ FOR_OTHERS = {
     "_should_skip_dynamo": "torch calls it",
     "_fields_": "ctypes reads it",
     "tags": "jinja2 reads it",
+    "date": "of a calibrated figure, for people",
 }
 """Names that somebody else uses, and who."""
 
 KEYS_TO_COME = {"background", "staleness", "strategy", "max_restarts", "replan", "spares"}
 """Fields of config sections that are refused by name until they do something."""
 
-STILL_DEAD = {"MEASURED", "check_actions", "local_world", "of_pace", "published_rank", "run_step", "step_bound"}
+STILL_DEAD = {"MEASURED", "check_actions", "local_world", "of_pace", "run_step"}
 """What is still to go."""
 
 
