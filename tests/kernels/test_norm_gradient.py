@@ -216,8 +216,10 @@ def make(dtype: torch.dtype, device: str = "cpu", kind: str = "llama") -> Decode
     return model.to(device, dtype)
 
 
-def gradients(model: Decoder, device: str = "cpu") -> dict[str, Tensor]:
-    tokens_BT = torch.randint(0, model.spec.vocab, (2, 64), generator=torch.Generator().manual_seed(1)).to(device)
+def gradients(model: Decoder, device: str = "cpu", batch: int = 1) -> dict[str, Tensor]:
+    """Of the batch with that number."""
+    model.zero_grad()
+    tokens_BT = torch.randint(0, model.spec.vocab, (2, 64), generator=torch.Generator().manual_seed(batch)).to(device)
     losses = model(tokens_BT, tokens_BT.roll(1, 1))
     (losses.cross_entropy + losses.aux + losses.z).backward()
     named = model.named_parameters()
@@ -318,17 +320,16 @@ def test_kernel_and_definition_agree_on_a_gpu(width: int, learns: bool) -> None:
 
 @pytest.mark.cuda
 def test_compiled_blocks_on_a_gpu_are_as_near_to_the_truth_as_without() -> None:
-    truth = {name: one.cuda() for name, one in gradients(make(torch.float64)).items()}
-    found = {}
+    """Both round the same gradients, and in one batch the one or the other is lucky: the mean over batches tells. The truth has the same weights
+    in bf16, so that nothing but the rounding of computing is compared."""
+    exact, batches, found = make(torch.bfloat16).double(), range(1, 9), {}
+    truths = [{name: one.cuda() for name, one in gradients(exact, batch=batch).items()} for batch in batches]
     for own in (False, True):
         model = make(torch.bfloat16, "cuda")
         if own:
             apply_norm_gradients([*model.layers.values(), model])
         apply_compile(model.layers.values(), "blocks", selective=False, whole=True, gathers_sums=own)
-        found[own] = distances(gradients(model, "cuda"), truth)
-    # Both are roundings of the same gradients. Over all tensors they are equally far from the truth; in one tensor of
-    # few or small elements the one or the other may be lucky. A gradient that is lost would be off by tens of percents.
-    mean = {own: sum(each.values()) / len(each) for own, each in found.items()}
-    assert mean[True] < 1.1 * mean[False] + 1e-3, mean
-    for name in truth:
-        assert found[True][name] < 2 * found[False][name] + 4e-3, (name, found[True][name], found[False][name])
+        far = [distances(gradients(model, "cuda", batch), truth) for batch, truth in zip(batches, truths, strict=True)]
+        found[own] = {name: sum(each[name] for each in far) / len(far) for name in truths[0]}
+    over = {name: (own, found[False][name]) for name, own in found[True].items() if own > 1.1 * found[False][name]}
+    assert not over, over
