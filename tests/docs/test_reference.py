@@ -67,20 +67,6 @@ def test_the_first_pages_stay_short(page: str, most: int):
     assert (ROOT / page).stat().st_size <= most
 
 
-WORKSHOP = re.compile(
-    r"\bborrowed machines?\b|shared/|\bbars? of\b|against which bar|\b(the|this|an?) (issue|session)\b"
-)
-"""What only those know who wrote it. (A bar of progress, or of a plot, is one.)"""
-
-
-@pytest.mark.parametrize(
-    "page", [*EVERY_PAGE, *sorted((ROOT / "src/shardwise/explain/words").glob("*.toml"))], ids=lambda page: page.name
-)
-def test_pages_have_no_word_of_the_workshop(page: Path):
-    assert WORKSHOP.findall(page.read_text(encoding="utf-8")) == []
-    assert not re.search(r"\| (first|then) \|", page.read_text(encoding="utf-8"))
-
-
 def test_results_are_named_by_what_they_are():
     names = [path.name for path in (ROOT / "benchmarks/results").iterdir()]
     assert [name for name in names if re.search(r"_(first|second|third|then|new|old)(_|\.)", name)] == []
