@@ -232,7 +232,7 @@ def _plotted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plot(found: dict[str, Any]) -> str:
-    """Bars by shape: tokens per second as text, the bar is MFU, so that shapes can be compared."""
+    """Rows by shape: tokens per second as text, MFU as a length, so that shapes can be compared."""
     left, wide, row_height, most = 250, 360, 20, 0.8
     body, y = [], 10
     for _, title, rows in by_shape(found):
