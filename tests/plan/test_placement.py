@@ -11,7 +11,9 @@ from shardwise.spec.plan import Plan
 def plan(**degrees):
     zero = {"zero": 3} if degrees.get("dp", 1) * degrees.get("cp", 1) > 1 else {}
     split = {"split": (8,) * degrees["pp"]} if degrees.get("pp", 1) > 1 else {}
-    return Plan("cuda", "bf16", 2048, 5 * 16 * 27, 1, 1, 4, "", **{**zero, **split, **degrees})
+    rest = {"micro_batch": 1, "num_steps": 1, "threads_per_rank": 4, "reason": ""}
+    fixed = {"device": "cuda", "precision": "bf16", "seq_len": 2048, "global_batch": 5 * 16 * 27, **rest}
+    return Plan(**{**fixed, **zero, **split, **degrees})
 
 
 def really(cluster, ranks, stride, world):

@@ -90,16 +90,7 @@ def test_one_rank_alone_has_the_whole_model():
     for spec in SPECS.values():
         (share,) = rank_shares(spec, plan())
         assert share.num_parameters == spec.num_parameters
-        assert (share.work, share.stages_in_flight) == (1.0, 1)
-
-
-def test_work_is_shared_completely():
-    spec = preset("llama3-8b")
-    shares = rank_shares(spec, plan(pp=4, split=(9, 9, 8, 6)))
-    assert sum(share.work for share in shares) == pytest.approx(1.0)
-    assert max(share.work for share in shares) < max(
-        share.work for share in rank_shares(spec, plan(pp=4, split=(8, 8, 8, 8)))
-    )
+        assert share.stages_in_flight == 1
 
 
 @pytest.mark.parametrize("schedule, stages", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3),
