@@ -208,10 +208,11 @@ def no_bound_is_above(space: Space, some: list[Layout]) -> None:
         assert time.of_pace(grid, pace, saving.recompute, sharing) <= seconds, said
         assert time.of_plan(candidate.plan) <= seconds, said
         assert engine.layouts.seconds(candidate.plan) <= candidate.prediction.step_s, said
-        several = candidate.plan.num_microbatches > 1
         kept = 0.0 if saving.activation_offload else memory.kept(grid, pace.micro_batch, saving.recompute)
-        assert memory.of_grid(grid, pace.micro_batch, states, saving.offload).beside(kept, several) <= size, said
-        assert memory.of_layout(grid, pace, states, saving) <= size, said
+        weights = memory.of_grid(grid, pace.micro_batch, states, saving.offload)
+        assert weights.beside(kept) <= memory.of_layout(grid, pace, states, saving) <= size, said
+        assert weights.host <= candidate.prediction.elsewhere["host"] + 1, said
+        assert engine.layouts.first_rank(candidate.plan) < size, said
 
 
 def test_a_twin_that_does_less_is_never_slower():

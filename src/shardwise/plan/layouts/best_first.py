@@ -89,8 +89,8 @@ class BestFirst:
         self.space, self.limit = space, limit
         self.counts = Counts()
         self.time, self.memory = TimeBounds(space, stack), MemoryBounds(space, stack or space.fastest)
-        self.branches = Branches(space, limit, self.time, self.memory, self.counts)
         self.layouts = Layouts(space, stack, self.counts)
+        self.branches = Branches(self.layouts, limit, self.time, self.memory)
 
     def within(self, limit: int) -> BestFirst:
         """The same with less memory, and with what was learnt so far."""
@@ -250,7 +250,7 @@ class BestFirst:
                 size, states = self.space.sizes(grid)[-1], self.branches.least_states(grid)
                 for place in self.branches.places:
                     if self.space.go_together(grid, states, *place):
-                        floors.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0, True), grid))
+                        floors.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0), grid))
         floors.sort(key=lambda entry: (entry[0], entry[1]))
         best: tuple[int, Plan] | None = None
         for grid in list(dict.fromkeys(grid for _, grid in floors))[:FEW]:

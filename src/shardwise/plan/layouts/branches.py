@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardwise.plan.layouts.candidate import Counts
 from shardwise.plan.layouts.effort import effort, effort_of
-from shardwise.plan.layouts.memory_bounds import MemoryBounds
+from shardwise.plan.layouts.memory_bounds import ROUNDED, MemoryBounds
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
-from shardwise.plan.layouts.space import Space
+from shardwise.plan.layouts.priced import Layouts
 from shardwise.plan.layouts.state_bounds import Sharing
 from shardwise.plan.layouts.time_bounds import TimeBounds
-from shardwise.plan.prediction.states import WEIGHT_BYTES, state_bytes
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import SCHEDULES
 
@@ -42,25 +40,26 @@ class Shared(NamedTuple):
 
 
 class Branches:
-    def __init__(self, space: Space, limit: int, time: TimeBounds, memory: MemoryBounds, counts: Counts):
-        self.space, self.limit, self.time, self.memory, self.counts = space, limit, time, memory, counts
+    def __init__(self, layouts: Layouts, limit: int, time: TimeBounds, memory: MemoryBounds):
+        self.layouts, self.limit, self.time, self.memory = layouts, limit, time, memory
+        space = self.space = layouts.space
+        self.counts = layouts.counts
         self.places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
         self.order = {saving: place for place, saving in enumerate(space.savings)}
         self._modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
-        self._on_host = self._host_bytes()
         self._sizes: dict[Grid, list[Sized]] = {}
         self._better: dict[tuple[Grid, int, Place], float] = {}
         self._states: dict[tuple[Grid, int, Place], list[Shared]] = {}
         self._paces: dict[tuple[Grid, int, States, Saving], list[tuple[float, Pace]]] = {}
-        self._layouts: dict[tuple[Grid, Pace, States, Saving], tuple[float, Plan]] = {}
-        self._needed: dict[tuple[Grid, Pace, States, Saving], float] = {}
+        self._plans: dict[tuple[Grid, Pace, States, Saving], Plan] = {}
+        self._bounds: dict[tuple[Grid, Pace, States, Saving], float] = {}
         self._kept: dict[tuple[Grid, int], list[float]] = {}
         self._least: dict[Grid, States] = {}
 
     def within(self, limit: int) -> Branches:
         """The same with another limit; what does not depend on it stays."""
-        other = Branches(self.space, limit, self.time, self.memory, self.counts)
-        other._paces, other._needed, other._layouts = self._paces, self._needed, self._layouts
+        other = Branches(self.layouts, limit, self.time, self.memory)
+        other._paces, other._plans, other._bounds = self._paces, self._plans, self._bounds
         other._kept, other._least = self._kept, self._least
         return other
 
@@ -77,10 +76,6 @@ class Branches:
             self._kept[key] = [self.memory.kept(grid, size, mode) for mode in self._modes]
         return self._kept[key]
 
-    def _several(self, grid: Grid, size: int) -> bool:
-        """Micro-batches."""
-        return -(-self.space.job.global_batch // grid.dp) > size
-
     # Of a grid: sizes of micro-batches and places where states wait ------------------------------------------------
 
     def sizes(self, grid: Grid) -> list[Sized]:
@@ -93,15 +88,11 @@ class Branches:
         found, least, sizes = [], self.least_states(grid), self.space.sizes(grid)
         each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
         places = [place for place in self.places if self.space.go_together(grid, least, "none", place[1])]
-        if self._on_host > self.space.cluster.host_share * grid.gpus:
-            here = [place for place in places if place[0] == "none"]
-            self.counts.too_large += each * len(sizes) * (len(places) - len(here))
-            places = here
         for size in sizes:
-            held, several, fitting = min(self.kept(grid, size)), self._several(grid, size), []
+            held, fitting, host = min(self.kept(grid, size)), [], self.space.cluster.host_share
             for place in places:
                 weights = self.memory.of_grid(grid, size, least, place[0])
-                if weights.beside(0.0 if place[1] else held, several) <= self.limit:
+                if weights.beside(0.0 if place[1] else held) <= self.limit and ROUNDED * weights.host <= host:
                     fitting.append(place)
             self.counts.too_large += each * (len(places) - len(fitting))
             if fitting:
@@ -114,24 +105,16 @@ class Branches:
         key = (grid, size, place)
         found = self._better.get(key)
         if found is None:
-            least, several = self.least_states(grid), self._several(grid, size)
+            least = self.least_states(grid)
             weights = self.memory.of_grid(grid, size, least, place[0])
             modes = self._modes
             if not place[1]:
                 kept = zip(modes, self.kept(grid, size), strict=True)
-                modes = [mode for mode, held in kept if weights.beside(held, several) <= self.limit]
+                modes = [mode for mode, held in kept if weights.beside(held) <= self.limit]
             sharing = Sharing(0.0, 0.0, 0.0, self.time.sharings.update(grid, size, least, place[0]))
             floors = [self.time.of_saving(grid, size, Saving(mode, *place), sharing) for mode in modes]
             found = self._better[key] = min(floors) * effort_of(grid, *place)
         return found
-
-    def _host_bytes(self) -> float:
-        """Masters, gradients and optimizer state of all ranks together, where they are offloaded."""
-        job, precision = self.space.job, self.space.precision
-        if job.adapter.kind != "none" or self.space.device == "cpu":
-            return 0.0
-        each = 2 * WEIGHT_BYTES[precision] + state_bytes(job.optimizer, precision)
-        return 0.99 * each * self.space.model.num_parameters
 
     # Of a size: ZeRO stages and replicas; how much is computed again at least follows from the memory that they leave -------
 
@@ -143,7 +126,7 @@ class Branches:
         return found
 
     def _cut_size(self, grid: Grid, size: int, place: Place) -> list[Shared]:
-        several, slow, each = self._several(grid, size), effort_of(grid, *place), len(self.space.pipelines(grid.pp))
+        slow, each = effort_of(grid, *place), len(self.space.pipelines(grid.pp))
         modes = []
         for mode, held in zip(self._modes, self.kept(grid, size), strict=True):
             saving, course = Saving(mode, *place), self.time.course(grid, size, mode)
@@ -155,11 +138,11 @@ class Branches:
             if not self.space.go_together(grid, states, *place):
                 continue
             weights, fitting = self.memory.of_grid(grid, size, states, place[0]), modes
-            if weights.beside(least, several) > self.limit:
+            if weights.beside(least) > self.limit:
                 self.counts.too_large += len(modes) * each
                 continue
-            if weights.beside(most, several) > self.limit:
-                fitting = [mode for mode in modes if weights.beside(mode[0], several) <= self.limit]
+            if weights.beside(most) > self.limit:
+                fitting = [mode for mode in modes if weights.beside(mode[0]) <= self.limit]
                 self.counts.too_large += (len(modes) - len(fitting)) * each
             sharing = self.time.of_states(grid, size, states, place[0])
             chain = [
@@ -189,14 +172,13 @@ class Branches:
     def layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> tuple[float, Plan] | None:
         """Its floor, by a closer look; None if it cannot fit."""
         key = (grid, pace, states, saving)
-        needed = self._needed.get(key)
-        if needed is None:
-            needed = self._needed[key] = self.memory.of_layout(grid, pace, states, saving)
-        if needed > self.limit:
+        plan = self._plans.get(key)
+        if plan is None and self.memory.of_layout(*key) <= self.limit:
+            plan = self._plans[key] = self.space.plan(*key)
+        if plan is None or self.layouts.first_rank(plan) > self.limit:
             self.counts.too_large += 1
             return None
-        found = self._layouts.get(key)
+        found = self._bounds.get(key)
         if found is None:
-            plan = self.space.plan(grid, pace, states, saving)
-            found = self._layouts[key] = self.time.of_plan(plan) * effort(plan), plan
-        return found
+            found = self._bounds[key] = self.time.of_plan(plan) * effort(plan)
+        return found, plan

@@ -26,6 +26,7 @@ class Layouts:
     def __init__(self, space: Space, stack: Stack | None, counts: Counts):
         self.space, self.stack, self.counts = space, stack, counts
         self._large: dict[tuple[Plan, int], bool] = {}
+        self._first: dict[Plan, int] = {}
         self._memory: dict[Plan, int] = {}
         self._seconds: dict[Plan, float] = {}
         self._predicted: dict[Plan, Candidate] = {}
@@ -37,14 +38,17 @@ class Layouts:
         return self._large[key]
 
     def _fits(self, plan: Plan, limit: int) -> bool:
-        """One rank is enough to know that it does not, and the first is most often the fullest."""
-        model, job = self.space.model, self.space.job
-        if plan.pp > 1:
+        job = self.space.job
+        return self.first_rank(plan) <= limit and fits(self.space.model, plan, job.optimizer, job.adapter, limit)
+
+    def first_rank(self, plan: Plan) -> int:
+        """Bytes of the first rank of a pipeline: one is enough to know that a layout does not fit, and it is most often the fullest."""
+        if plan not in self._first:
+            model, job = self.space.model, self.space.job
             share = rank_share(model, plan, 0)
             groups = groups_of(share.cut, model, job.adapter)
-            if rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan)).peak > limit:
-                return False
-        return fits(model, plan, job.optimizer, job.adapter, limit)
+            self._first[plan] = rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan)).peak
+        return self._first[plan]
 
     def memory_of(self, plan: Plan) -> int:
         if plan not in self._memory:

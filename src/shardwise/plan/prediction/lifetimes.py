@@ -10,6 +10,7 @@ parts add up to beyond the peak is a negative part, `never at once`. Read next: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -69,10 +70,7 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
     ends = groups.blocks[0 if share.spec.tied and plan.pp == 1 else -1]
     activations = activations_of(share, plan, stack, trains_head=ends.trained > 0)
     parts = {
-        "weights": states.weights,
-        "gathered": states.gathered,
-        "gradients": states.gradients,
-        "optimizer": states.optimizer,
+        **state_parts(states),
         "activations": activations.most,
         "allocator": int(ALLOCATOR_SHARE[plan.device] * activations.most),
         "process": PROCESS_BYTES[plan.device],
@@ -87,6 +85,17 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
     parts["allocator"] = max(0, moments[moment] - passing)
     parts[APART] = min(0, moments[moment] - passing)
     return StageMemory(stack.reserved(parts, share.spec, plan, COMPUTE_BYTES[plan.precision]), moment)
+
+
+def state_parts(states: RankStates) -> dict[str, int]:
+    """Bytes of a rank by category, without its activations and with nothing offloaded."""
+    names = ("weights", "gathered", "gradients", "optimizer")
+    return {name: getattr(states, name) for name in names}
+
+
+def while_forward(states: RankStates, parts: Mapping[str, int], held: int) -> int:
+    """Bytes that are there when the activations of all micro-batches in flight are, beside weights and optimizer state."""
+    return (parts["gradients"] if states.accumulated else 0) + parts["gathered"] + held
 
 
 def beside_adapters(stack: Stack, groups: Groups) -> Stack:
@@ -105,7 +114,7 @@ def _moments(
     flight = share.stages_in_flight
     before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
     again = activations.repeated + activations.working
-    moments = {_forward(share): so_far + gathered + held + activations.head}
+    moments = {_forward(share): while_forward(states, parts, held) + activations.head}
     if activations.repeated:
         moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + held + again
     if not states.reduced:
@@ -193,15 +202,9 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     comes on top, when the head's logits are gone; a split backward holds it until the weights have their gradients."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
     tokens = plan.micro_batch * plan.seq_len // plan.cp
-    kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
-    keys = 0 if kind == "ring" else plan.seq_len
-    load, widths = stack.expert_load if plan.ep > 1 else 1.0, (token_parts, routed_parts)
-    stages = _kept(
-        share.cut, plan.split, plan.recompute, keys, *widths, kind == "ulysses", plan.device, stack, load, size,
-        tokens if stack.side_by_side else 0,
-    )  # fmt: skip
+    stages = kept_by_stages(share.cut, plan, stack)
     between = sum(stage.between for stage in stages)
-    held = tokens * between * size * share.stages_in_flight // plan.virtual_stages
+    held = held_bytes(between, tokens, plan.precision, share.stages_in_flight, plan.virtual_stages)
     away = 0
     if plan.activation_offload:
         away = int(held * pinned_share(share, plan, size * tokens))
@@ -287,6 +290,22 @@ def _with_layer_norms(spec: ModelSpec) -> ModelSpec:
     return replace(spec, norm="layer")
 
 
+def held_bytes(between: int, tokens: int, precision: str, in_flight: int, virtual_stages: int) -> int:
+    """Bytes of activations of a rank whose stages keep `between` elements per token, and of which so many are in flight."""
+    return tokens * between * COMPUTE_BYTES[precision] * in_flight // virtual_stages
+
+
+def kept_by_stages(cut: Cut, plan: Plan, stack: Stack) -> tuple[Kept, ...]:
+    """What each of a rank's stages keeps of one micro-batch, in elements per token."""
+    tokens = plan.micro_batch * plan.seq_len // plan.cp
+    kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
+    keys, token_parts = 0 if kind == "ring" else plan.seq_len, plan.tp if plan.sequence else 1
+    return _kept(
+        cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
+        stack.expert_load if plan.ep > 1 else 1.0, COMPUTE_BYTES[plan.precision], tokens if stack.side_by_side else 0,
+    )  # fmt: skip
+
+
 @lru_cache(8192)
 def _kept(
     cut: Cut,
@@ -304,7 +323,17 @@ def _kept(
 ) -> tuple[Kept, ...]:
     """Returns what each of the rank's stages keeps."""
     spec = _as_saved(cut, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
-    return tuple(
-        kept_activations(spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load, size, tokens)
-        for layers in stages_of_cut(cut, split)
-    )
+    known: dict[object, tuple[Kept, int]] = {}  # stages whose layers are alike and computed again alike keep as much
+    found = []
+    for layers in stages_of_cut(cut, split):
+        first = layers[0].index
+        again = [(part.start - first, part.stop - first) for part in segments(mode, numbers_of(layers))]
+        key = (*((layer.is_moe, layer.ffn, layer.window) for layer in layers), *again)
+        if key not in known:
+            kept = kept_activations(
+                spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load, size, tokens
+            )
+            known[key] = kept, first
+        kept, before = known[key]
+        found.append(replace(kept, at=kept.at - before + first) if before != first else kept)
+    return tuple(found)

@@ -22,7 +22,7 @@ from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
 from shardwise.plan.prediction.offloaded import host_rate, offload_seconds
 from shardwise.plan.prediction.pipeline_time import Simulate, least_pipeline_seconds, pipeline_seconds
-from shardwise.plan.prediction.rank_share import RankShare, cuts_of
+from shardwise.plan.prediction.rank_share import RankShare, alike, cuts_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.state_time import StateTime, optimizer_seconds, state_time
 from shardwise.plan.prediction.states import groups_of
@@ -201,13 +201,14 @@ def _rank_states(
 ) -> list[StateTime]:
     """One per rank along the pipeline; ranks that hold and compute as much have one price."""
     network = network_of(cluster, odd_world(cluster, plan.world))
-    known: dict[object, StateTime] = {}
+    kinds = alike(tuple(share.cut for share in shares)) if job.adapter.kind == "none" else range(plan.pp)
+    known: dict[tuple[int, float, float], StateTime] = {}
     found = []
-    for share, stages in zip(shares, mine, strict=True):
+    for kind, share, stages in zip(kinds, shares, mine, strict=True):
         forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
-        whole = groups_of(share.cut, model, job.adapter).whole
-        key = (whole, share.num_parameters, share.spread_parameters, len(share.layers), forward, backward)
+        key = (kind, forward, backward)
         if key not in known:
+            whole = groups_of(share.cut, model, job.adapter).whole
             known[key] = state_time(share, [whole], forward, backward, cluster, network, times.pricer, plan, stack)
         found.append(known[key])
     return found
