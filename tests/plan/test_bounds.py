@@ -1,4 +1,5 @@
-"""Lower bounds follow the prices they bound: whatever price is changed, no bound is above the prediction, and the bounds move with it."""
+"""Lower bounds follow the prices they bound: whatever price is changed, no bound is above the prediction, and the
+bounds move with it."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def bounds(engine: BestFirst, layout: Layout) -> tuple[list[float], list[float]]
         time.of_grid(grid),
         time.of_size(grid, size),
         time.of_saving(grid, size, saving, sharing),
-        time.of_pace(grid, pace, saving.recompute, sharing),
+        time.courses(grid, pace.micro_batch, saving.recompute)[pace].bound(sharing),
         time.of_plan(engine.space.plan(*layout)),
     ]
     return seconds, [weights.beside(0.0), memory.of_layout(*layout)]

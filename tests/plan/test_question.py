@@ -7,7 +7,8 @@ import json
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.plan.answer.question import ask, read_model
+from shardwise.plan.answer.named_model import read_model
+from shardwise.plan.answer.question import ask
 
 
 def test_units_and_constraints_are_read():

@@ -205,7 +205,7 @@ def no_bound_is_above(space: Space, some: list[Layout]) -> None:
         room = engine.within(candidate.prediction.memory_bytes).branches
         place = (saving.offload, saving.activation_offload)
         assert room.size(grid, pace.micro_batch, place) <= seconds * effort(candidate.plan), said
-        assert time.of_pace(grid, pace, saving.recompute, sharing) <= seconds, said
+        assert time.courses(grid, pace.micro_batch, saving.recompute)[pace].bound(sharing) <= seconds, said
         assert time.of_plan(candidate.plan) <= seconds, said
         assert engine.layouts.seconds(candidate.plan) <= candidate.prediction.step_s, said
         kept = 0.0 if saving.activation_offload else memory.kept(grid, pace.micro_batch, saving.recompute)

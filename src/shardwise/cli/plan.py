@@ -1,4 +1,5 @@
-"""`shardwise plan`: ranked layouts for a model on a cluster, each explained and written as a config file that `train` takes."""
+"""`shardwise plan`: ranked layouts for a model on a cluster, each explained and written as a config file that `train`
+takes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 HELP = """Find the fastest layouts that fit, predict them, say why, and write each as a config file for `train`.
 
-MODEL is a preset (`shardwise explain presets`), a Hugging Face directory or a config.json. Words such as parallel.tp=4 are constraints."""
+MODEL is a preset (`shardwise explain presets`), a Hugging Face directory or a config.json. Words such as parallel.tp=4
+are constraints."""
 PATIENCE_S = 5.0
 CONFIG = True
 REPORTS = True

@@ -1,4 +1,5 @@
-"""How `shardwise plan` lays out lines and tables: hanging lines behind a label, columns that give way before layouts are folded."""
+"""How `shardwise plan` lays out lines and tables: hanging lines behind a label, columns that give way before layouts
+are folded."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class View:
 
 
 def table_of(columns: list[str], rows: list[dict[str, str]], width: int, memory: str = "GiB") -> Table:
-    """Words to the left, figures to the right. Only layouts are folded; what a narrow window has no room for is left out."""
+    """Words to the left, figures to the right. Only layouts are folded; what a narrow window has no room for is left
+    out."""
     words = ("layout", "best layout", "what if")
     kept = columns
     for name in LESS_NEEDED:

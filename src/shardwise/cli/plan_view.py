@@ -1,4 +1,5 @@
-"""What `shardwise plan` prints: the table of layouts, the winner in bars, and the reasons. Plain when piped, folded in narrow windows.
+"""What `shardwise plan` prints: the table of layouts, the winner in bars, and the reasons. Plain when piped, folded in
+narrow windows.
 
 Invariant: nothing is said by colour alone, and everything printed is in `--json` too.
 """
@@ -67,7 +68,7 @@ def show(
         )
 
 
-# The layouts -------------------------------------------------------------------------------------------------------------
+# The layouts ---------------------------------------------------------------------------------------------------------
 
 
 def _header(view: View, made: Answer) -> None:
@@ -152,7 +153,7 @@ def _count(value: float) -> str:
     return format_count(value) if value >= 1000 else f"{value:.3g}"
 
 
-# The winner --------------------------------------------------------------------------------------------------------------
+# The winner ----------------------------------------------------------------------------------------------------------
 
 
 def _winner(view: View, made: Answer) -> None:
@@ -185,7 +186,8 @@ def _winner(view: View, made: Answer) -> None:
         f"{axis.name}={axis.ranks} on {axis.link.name} ({axis.link.bandwidth / 1e9:.3g} GB/s)" for axis in axes
     )
     view.line("links", said or "none: one device")
-    rows = f"{plan.global_batch:,} sequences = {plan.micro_batch} micro x {plan.num_microbatches:,} accumulated x {plan.dp:,} ranks"
+    rows = f"{plan.global_batch:,} sequences = {plan.micro_batch} micro x {plan.num_microbatches:,} accumulated"
+    rows += f" x {plan.dp:,} ranks"
     view.line("batch", rows)
     _simpler(view, made)
     _leaner(view, made)
@@ -200,10 +202,8 @@ def _bars(view: View, step: dict[str, float], whole: float, links: dict[str, str
         share = seconds / whole
         bar = "█" * round(share * room) or "▏"
         over = f"  over {links[name]}" if name in links else ""
-        view.line(
-            "#1 step" if index == 0 else "",
-            f"{name:<{width}}  {step_text(seconds):>8}  {100 * share:>4.1f} %  {bar if room >= 4 else ''}{over}".rstrip(),
-        )
+        figures = f"{name:<{width}}  {step_text(seconds):>8}  {100 * share:>4.1f} %"
+        view.line("#1 step" if index == 0 else "", f"{figures}  {bar if room >= 4 else ''}{over}".rstrip())
 
 
 def _simpler(view: View, made: Answer) -> None:
@@ -217,7 +217,8 @@ def _simpler(view: View, made: Answer) -> None:
     if gain >= AS_FAST and not made.inverse:
         view.line(
             "simpler",
-            f"{_layout(fastest.plan)} is {gain:.1%} faster: less than runs differ from day to day, and #1 has fewer parts",
+            f"{_layout(fastest.plan)} is {gain:.1%} faster: less than runs differ from day to day, "
+            "and #1 has fewer parts",
         )
 
 
@@ -244,7 +245,7 @@ def _stages(view: View, row: Row) -> None:
         view.line("peak" if index == 0 else "", f"{of}{_size(stages[number].peak)} GiB: {stages[number].moment}")
 
 
-# The rest ----------------------------------------------------------------------------------------------------------------
+# The rest ------------------------------------------------------------------------------------------------------------
 
 
 def _regions(view: View, made: Answer) -> None:

@@ -1,12 +1,13 @@
-"""`ClusterSpec`: devices, how many, and the links between them. What the planner knows of the hardware. No torch, and no
-table: only what a cluster is.
+"""`ClusterSpec`: devices, how many, and the links between them. What the planner knows of the hardware. No torch, and
+no table: only what a cluster is.
 
     4x8xh100                    4 nodes of 8 cards
     4x8xh100:nic=50GB/s         with one number changed
 
-Links come in tiers, fastest first: the NVLink domain, the network cards, the spine of switches. A message between two ranks goes over the
-first tier that joins them. Invariant: a `ClusterSpec` that exists has a positive rate everywhere, and says of every number where it is from.
-Read next: cluster/describe/table.py (cards that are known by name), read.py (from what people type), here.py (from this machine).
+Links come in tiers, fastest first: the NVLink domain, the network cards, the spine of switches. A message between two
+ranks goes over the first tier that joins them. Invariant: a `ClusterSpec` that exists has a positive rate everywhere,
+and says of every number where it is from. Read next: cluster/describe/table.py (cards that are known by name), read.py
+(from what people type), here.py (from this machine).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from types import MappingProxyType
 from typing import Any
 
 HEADROOM = 0.93
-"""Share of a device's memory, or of a limit, that predictions may fill where there is a choice: the rest is the driver's and the communication
-library's. The planner, a run's own choices and its micro-batch search all keep it."""
+"""Share of a device's memory, or of a limit, that predictions may fill where there is a choice: the rest is the
+driver's and the communication library's. The planner, a run's own choices and its micro-batch search all keep it."""
 
 Curve = tuple[tuple[float, float], ...]
 
@@ -45,15 +46,16 @@ class Device:
     power: str = ""  # what its power limit does
     launch: float = 2.5e-5  # host seconds of one operation inside a model: eager torch, modules and autograd around it
     curves: Mapping[str, Curve] = field(default_factory=_empty, hash=False)
-    """Measured points, ascending. "matmul/bf16": (FLOPs of one product, FLOP/s reached); "attention/bf16" and "attention-backward/bf16" likewise;
-    "elementwise": (bytes read + written, bytes per second)."""
+    """Measured points, ascending. "matmul/bf16": (FLOPs of one product, FLOP/s reached); "attention/bf16" and
+    "attention-backward/bf16" likewise; "elementwise": (bytes read + written, bytes per second)."""
 
 
 @dataclass(frozen=True)
 class Link:
     """One tier. A message of S bytes takes alpha + (S + half) / (bandwidth * share) seconds.
 
-    In a ring over n ranks each step costs one alpha, and half counts once: an all-reduce takes 2(n-1) alpha + (2(n-1)/n S + half) / rate.
+    In a ring over n ranks each step costs one alpha, and half counts once: an all-reduce takes 2(n-1) alpha + (2(n-1)/n
+    S + half) / rate.
     """
 
     name: str  # nvlink | infinity-fabric | pcie | nic | spine | loopback

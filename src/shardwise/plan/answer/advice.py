@@ -1,7 +1,8 @@
-"""Do not distribute: what the planner says when fewer devices, an adapter or no cluster at all is the better answer. No torch.
+"""Do not distribute: what the planner says when fewer devices, an adapter or no cluster at all is the better answer. No
+torch.
 
-Each piece of advice is decided from predictions of this very job, never from a rule of thumb. What is assumed beyond them (the seconds that a job
-needs to start) is said.
+Each piece of advice is decided from predictions of this very job, never from a rule of thumb. What is assumed beyond
+them (the seconds that a job needs to start) is said.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from shardwise.spec.schema import AdapterConfig
 
 START_UP_SECONDS = 60.0
 PER_NODE_SECONDS = 2.0
-"""Until the first step: Python and torch on every rank, process groups, weights, the first batches. Assumed, not measured on the cluster."""
+"""Until the first step: Python and torch on every rank, process groups, weights, the first batches. Assumed, not
+measured on the cluster."""
 
 WORTH = 1.02
 """Fewer devices must lose no more than this to be the better answer."""
@@ -36,7 +38,8 @@ def advice_for(question: Question, result: SearchResult) -> list[Advice]:
 
 
 def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
-    """The fastest number of devices, where that is not all of them: whole nodes first, because that is what people give back."""
+    """The fastest number of devices, where that is not all of them: whole nodes first, because that is what people give
+    back."""
     cluster, by_gpus = question.cluster, result.by_gpus
     if not by_gpus:
         return None
@@ -54,7 +57,8 @@ def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
         gain = "are faster" if slower > 0 else "are as fast, within 2 %,"
         return Advice(
             f"use {nodes} of your {cluster.nodes} nodes: fewer nodes {gain} on this link",
-            f"{best.plan.layout} on {num} GPUs: {compared}; the {link.name} has {link.bandwidth / 1e9:.3g} GB/s per card",
+            f"{best.plan.layout} on {num} GPUs: {compared}; "
+            f"the {link.name} has {link.bandwidth / 1e9:.3g} GB/s per card",
             best,
         )
     here = (
@@ -80,7 +84,8 @@ def _why_no_gain(candidate: Candidate) -> str:
 
 
 def one_card_with_lora(question: Question, result: SearchResult) -> Advice | None:
-    """For a fine-tuning: all weights need several cards, or one that keeps states elsewhere, but adapters fit on one as it is."""
+    """For a fine-tuning: all weights need several cards, or one that keeps states elsewhere, but adapters fit on one as
+    it is."""
     job, winner = question.job, result.candidates[0]
     starts_from_weights = question.loaded.config.model.path is not None
     is_short = job.tokens is not None and job.tokens < question.spec.num_parameters

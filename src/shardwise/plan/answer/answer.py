@@ -1,4 +1,5 @@
-"""`answer`: what `shardwise plan` says to a question, as data. The terminal and `--json` show the same rows. No torch."""
+"""`answer`: what `shardwise plan` says to a question, as data. The terminal and `--json` show the same rows. No
+torch."""
 
 from __future__ import annotations
 
@@ -108,7 +109,8 @@ def answer(
     fewest: bool = False,
     detail: bool = True,
 ) -> Answer:
-    """The search's own order, or what an inverse question asks for: one row per number of GPUs. `detail`: also the rest of the story."""
+    """The search's own order, or what an inverse question asks for: one row per number of GPUs. `detail`: also the rest
+    of the story."""
     inverse = within is not None or budget is not None or fewest
     result = explore(question.spec, question.cluster, question.job, top, detail=detail or inverse)
     if not result.candidates:
@@ -144,8 +146,10 @@ def _not_met(question: Question, result: SearchResult, demand: Demand) -> UserEr
         factor = fastest.whole.seconds / within
         return UserError(
             f"no layout here trains {question.job.tokens:,} tokens within {within / DAY:.3g} days",
-            why=f"the fastest, {fastest.layout} on {fastest.candidate.plan.world} GPUs, takes {fastest.whole.days:.3g} days",
-            fix=f"--within {fastest.whole.days * 1.01:.3g}d, or about {factor:.2g} times the GPUs, or {1 / factor:.0%} of the tokens",
+            why=f"the fastest, {fastest.layout} on {fastest.candidate.plan.world} GPUs, takes "
+            f"{fastest.whole.days:.3g} days",
+            fix=f"--within {fastest.whole.days * 1.01:.3g}d, or about {factor:.2g} times the GPUs, "
+            f"or {1 / factor:.0%} of the tokens",
         )
     whole = row_of(question, found).whole
     assert whole is not None and whole.cost is not None and budget is not None
@@ -176,12 +180,13 @@ def nothing_fits(question: Question, result: SearchResult) -> UserError:
     return UserError(
         where,
         why=f"the closest, {miss.plan.layout} with micro-batch {miss.plan.micro_batch}, needs "
-        f"{format_bytes(miss.prediction.memory_bytes)} of {format_bytes(result.limit)}, {format_bytes(over)} too much: {held}",
+        f"{format_bytes(miss.prediction.memory_bytes)} of {format_bytes(result.limit)}, "
+        f"{format_bytes(over)} too much: {held}",
         fix=" or ".join(ways) or "more GPUs, a smaller model or shorter sequences",
     )
 
 
-# As files and as JSON ----------------------------------------------------------------------------------------------------
+# As files and as JSON ------------------------------------------------------------------------------------------------
 
 
 def file_of(question: Question, row: Row, title: str, notes: Sequence[str]) -> str:

@@ -1,7 +1,9 @@
-"""A plan in the words of other frameworks: Megatron-LM's flags, torchtitan's TOML, DeepSpeed's JSON, accelerate's YAML. No torch.
+"""A plan in the words of other frameworks: Megatron-LM's flags, torchtitan's TOML, DeepSpeed's JSON, accelerate's YAML.
+No torch.
 
-Each writer says the layout and the batch, and has a line for each thing that its framework cannot do or does otherwise. Invariant: nothing of the
-plan is left out silently. Names are those of Megatron-LM core 0.13, torchtitan 0.2, DeepSpeed 0.17, accelerate 1.10.
+Each writer says the layout and the batch, and has a line for each thing that its framework cannot do or does otherwise.
+Invariant: nothing of the plan is left out silently. Names are those of Megatron-LM core 0.13, torchtitan 0.2, DeepSpeed
+0.17, accelerate 1.10.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Exported:
     missing: tuple[str, ...]  # what it cannot do, and what it does instead
 
     def to_print(self, title: str) -> str:
-        """One text that the framework reads, with the rest as comments; JSON has none, so they go under a key that nobody reads."""
+        """One text that the framework reads, with the rest as comments; JSON has none, so they go under a key that
+        nobody reads."""
         if self.kind == "json":
             return json.dumps({"_shardwise": [title, *self.missing], **json.loads(self.text)}, indent=2)
         return "\n".join([f"# {title}", *(f"# {line}" for line in self.missing), self.text])
@@ -55,7 +58,7 @@ def _megatron(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
     return Exported(_wrapped(flags), "flags", (*missing, *_everywhere(job)))
 
 
-# torchtitan --------------------------------------------------------------------------------------------------------------
+# torchtitan ----------------------------------------------------------------------------------------------------------
 
 
 def _torchtitan(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
@@ -77,7 +80,8 @@ def _torchtitan(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exporte
     split = plan.split and plan.split != even_split(spec.num_layers, plan.num_stages)
     if split:
         missing.append(
-            f"split={','.join(map(str, plan.split))}: name the first module of every stage in module_fqns_per_model_part"
+            f"split={','.join(map(str, plan.split))}: "
+            "name the first module of every stage in module_fqns_per_model_part"
         )
     if plan.recompute in ("sqrt",):
         missing.append("recompute=sqrt: blocks are recomputed one by one")
@@ -125,7 +129,7 @@ def _torchtitan(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exporte
     return Exported("\n".join(lines), "toml", (*missing, *_everywhere(job)))
 
 
-# DeepSpeed ---------------------------------------------------------------------------------------------------------------
+# DeepSpeed -----------------------------------------------------------------------------------------------------------
 
 
 def _deepspeed(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
@@ -188,7 +192,7 @@ def _deepspeed(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported
     return Exported(json.dumps(config, indent=2), "json", (*missing, *_everywhere(job)))
 
 
-# accelerate --------------------------------------------------------------------------------------------------------------
+# accelerate ----------------------------------------------------------------------------------------------------------
 
 
 def _accelerate(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
@@ -221,7 +225,8 @@ def _accelerate(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exporte
         ]
     lines += [
         "# in the script:",
-        f"#   Accelerator(gradient_accumulation_steps={plan.num_microbatches}), DataLoader(batch_size={plan.micro_batch})",
+        f"#   Accelerator(gradient_accumulation_steps={plan.num_microbatches}), "
+        f"DataLoader(batch_size={plan.micro_batch})",
     ]
     if plan.zero == 1:
         missing.append("zero=1: FSDP without resharding reduces gradients at every micro-batch, which is zero=2")

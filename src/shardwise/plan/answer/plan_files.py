@@ -1,7 +1,8 @@
-"""Rows of the planner's answer as config files: plans/NAME/1.toml and so on, complete, for `train` and `verify`. No torch.
+"""Rows of the planner's answer as config files: plans/NAME/1.toml and so on, complete, for `train` and `verify`. No
+torch.
 
-Invariant: a file that a person wrote or changed is never overwritten without consent. Each file's first line carries a digest of the rest,
-which says whether it is still ours.
+Invariant: a file that a person wrote or changed is never overwritten without consent. Each file's first line carries a
+digest of the rest, which says whether it is still ours.
 """
 
 from __future__ import annotations

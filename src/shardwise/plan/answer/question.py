@@ -2,28 +2,26 @@
 
     ask("llama3-70b", "64x8xh100", seq="8k", batch="4M", words=["parallel.tp=4"])
 
-Every word goes through the config loader, so a constraint is checked like any setting. What nobody said is assumed, and every assumption has
-its origin. Invariant: whatever `ask` returns can be searched; mistakes are answered here. Read next: searching.py.
+Every word goes through the config loader, so a constraint is checked like any setting. What nobody said is assumed, and
+every assumption has its origin. Invariant: whatever `ask` returns can be searched; mistakes are answered here. Read
+next: searching.py.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from shardwise.cluster.describe.read import read_cluster
 from shardwise.config.keys import COMMAND_LINE, all_keys
 from shardwise.config.load import Loaded, load_config
-from shardwise.config.units import format_bytes, parse_binary, parse_decimal
-from shardwise.config.values import shown
+from shardwise.config.units import parse_binary, parse_decimal
 from shardwise.config.write import with_unit
 from shardwise.errors import UserError
-from shardwise.interop.huggingface.door import find_model_dir, read_spec, spec_from_config
+from shardwise.plan.answer.assumptions import ASSUMED, TYPED, Assumption, hardware_assumptions
+from shardwise.plan.answer.named_model import read_model
 from shardwise.plan.resolve.contradictions import check_pairs
 from shardwise.plan.resolve.hardware import FLASH4_CAPABILITY, too_old_for_flash4
 from shardwise.spec.cluster import ClusterSpec
@@ -31,22 +29,14 @@ from shardwise.spec.fp8 import check_float8_base
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.precisions import PRECISIONS
-from shardwise.spec.presets import preset, preset_names
 
-TYPED, ASSUMED = "typed", "assumed"
 MAX_ASSUMED_SEQ = 8192
 ASSUMED_BATCH = ((2e7, 2**14), (1e9, 2**19), (1e10, 2**20), (1e11, 2**21), (float("inf"), 2**22))
-"""Parameters below -> tokens per step. Powers of two near the batches of GPT-3's family (Brown et al. 2020, arXiv 2005.14165, table 2.1)."""
+"""Parameters below -> tokens per step. Powers of two near the batches of GPT-3's family (Brown et al. 2020, arXiv
+2005.14165, table 2.1)."""
 
 CONSTRAINED = ("parallel", "memory", "speed", "comm")
 """Sections whose typed keys bind the search; so does train.micro_batch."""
-
-
-@dataclass(frozen=True)
-class Assumption:
-    what: str
-    value: str
-    origin: str  # typed | assumed | data sheet | measured ...
 
 
 @dataclass(frozen=True)
@@ -159,7 +149,7 @@ def ask(
         hardware,
         job,
         replace(typed, origins=typed.origins | origins),
-        (*_hardware(hardware, precision), *told.values()),
+        (*hardware_assumptions(hardware, precision), *told.values()),
     )
 
 
@@ -168,62 +158,12 @@ def _check_adapter(job: Job) -> None:
     check_float8_base(job.precision, job.adapter.kind, int(zero or 0), str(offload))
 
 
-# The model -------------------------------------------------------------------------------------------------------------
-
-
-def read_model(text: str) -> tuple[list[str], ModelSpec]:
-    """A preset, a Hugging Face directory, a hub id in the cache, or a config.json: the config words that name it, and its shape."""
-    if text in preset_names():
-        return [f"model.preset={text}"], preset(text)
-    path = Path(text).expanduser()
-    if path.is_file():
-        if path.name == "config.json":
-            return [f"model.path={path.parent}"], _named(read_spec(path.parent), path.parent)
-        return _words_of(spec := _spec_of_file(path)), spec
-    if path.is_dir() or text.count("/") == 1:
-        return [f"model.path={text}"], _named(read_spec(directory := find_model_dir(text)), directory)
-    close = difflib.get_close_matches(text.lower(), preset_names(), n=3, cutoff=0.5)
-    raise UserError(
-        f"unknown model `{text}`",
-        why=f"it is no file or directory here, and no preset; presets are: {', '.join(preset_names())}",
-        fix=f"did you mean {' or '.join(f'`{name}`' for name in close)}?"
-        if close
-        else "name a preset, a Hugging Face directory or its config.json",
-    )
-
-
-def _named(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """Most config.json files say only their architecture; the directory has a name."""
-    name = directory.resolve().name
-    return replace(spec, name=name) if type(spec) is ModelSpec and not name.startswith("snapshot") else spec
-
-
-def _spec_of_file(path: Path) -> ModelSpec:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(config, dict), "it is no JSON object"
-    except (OSError, ValueError, AssertionError) as problem:
-        raise UserError(
-            f"cannot read {path}", why=str(problem), fix="give a Hugging Face config.json, its directory, or a preset"
-        ) from None
-    return replace(spec_from_config(config), name=path.stem)
-
-
-def _words_of(spec: ModelSpec) -> list[str]:
-    """A shape that no preset and no directory has, as words over a preset."""
-    base, derived = preset("tiny"), ("head_dim", "num_kv_heads")  # which `with_overrides` would derive again
-    names = [field.name for field in fields(ModelSpec) if field.name != "name"]
-    changed = {
-        name: getattr(spec, name) for name in names if name in derived or getattr(spec, name) != getattr(base, name)
-    }
-    return ["model.preset=tiny", *(f"model.{name}={shown(value)}" for name, value in changed.items())]
-
-
-# Words and numbers -----------------------------------------------------------------------------------------------------
+# Words and numbers ---------------------------------------------------------------------------------------------------
 
 
 def load_typed(words: Sequence[str]) -> Loaded:
-    """The loader's answer. A key that needs an axis is a constraint on layouts that have it: the axis is the search's to choose."""
+    """The loader's answer. A key that needs an axis is a constraint on layouts that have it: the axis is the search's
+    to choose."""
     names = {word.partition("=")[0].strip().lstrip("-") for word in words}
     layout = " ".join(word for word in words if "layout=" in word)
     helpers = []
@@ -332,46 +272,18 @@ def _precision(asked: str, cluster: ClusterSpec) -> tuple[str, Assumption]:
     if kind not in rates and cluster.device.kind == "cuda":
         raise UserError(
             f"{cluster.device.name} does not compute in {asked}",
-            why=f"memory.precision = {asked} and --cluster {cluster.name} exclude each other; it has {', '.join(rates)}",
+            why=f"memory.precision = {asked} and --cluster {cluster.name} exclude each other; "
+            f"it has {', '.join(rates)}",
             fix=" or ".join(f"memory.precision={name}" for name in ("bf16", "fp16", "fp32") if name in rates),
         )
     return asked, Assumption(what, asked, TYPED)
 
 
 def _attention(typed: Loaded, cluster: ClusterSpec) -> str:
-    """As a `Job` has it. What is installed here says nothing about machines that are described: FlashAttention 4 counts where it is typed."""
+    """As a `Job` has it. What is installed here says nothing about machines that are described: FlashAttention 4 counts
+    where it is typed."""
     if typed.config.model.attention != "flash4":
         return "sdpa"
     if cluster.device.kind != "cuda" or cluster.device.capability < FLASH4_CAPABILITY:
         raise too_old_for_flash4(cluster.device.name, cluster.device.capability, typed.origins)
     return "flash4"
-
-
-def _hardware(cluster: ClusterSpec, precision: str) -> list[Assumption]:
-    device, origins = cluster.device, cluster.origins
-    kind = PRECISIONS[precision].matmul
-    peak = kind if kind in device.flops else max(device.flops, key=lambda name: device.flops[name])
-
-    def of(*names: str) -> str:
-        return next((origins[name] for name in names if name in origins), "data sheet")
-
-    found = [
-        Assumption("memory of a device", format_bytes(device.memory), of("memory")),
-        Assumption(f"peak {peak}", f"{device.flops[peak] / 1e12:,.3g} TFLOP/s", of("flops")),
-        Assumption("largest share of the peak", f"{100 * device.achievable:.0f} %", of("achievable")),
-        Assumption("memory bandwidth", f"{device.bandwidth / 1e9:,.4g} GB/s", of("bandwidth")),
-        Assumption("to CPU memory", f"{device.host / 1e9:,.3g} GB/s", of("host")),
-        Assumption(
-            "CPU memory per device",
-            f"{cluster.host_share / 1e9:,.0f} GB",
-            origins.get("cpu_memory", "measured" if cluster.host_memory else "assumed"),
-        ),
-    ]
-    for number, link in enumerate(cluster.tiers):
-        origin = of("link") if number == 0 else of(link.name, "nic")
-        found.append(Assumption(link.name, f"{link.bandwidth / 1e9:,.3g} GB/s per device among {link.span:,}", origin))
-    if device.watts:
-        found.append(Assumption("power", f"{device.watts:.0f} W per device", of("watts")))
-    found.append(Assumption("MFU", "counts causal attention once and nothing that is computed again", "convention"))
-    found.append(Assumption("p10-p90", "where 8 of 10 published runs of this kind lay", "convention"))
-    return found

@@ -1,6 +1,7 @@
 """`--what-if nic=50GB/s`: the same question with one thing changed, for a look beside the base. No torch.
 
-    nic=50GB/s  link=900GB/s  memory=141GB  nodes=8  gpus=1024  seq=16k  batch=8M  tokens=2T  price=1.90  section.key=value
+    nic=50GB/s  link=900GB/s  memory=141GB  nodes=8  gpus=1024  seq=16k  batch=8M  tokens=2T  price=1.90
+    section.key=value
 
 What is known of hardware is read and checked by cluster/describe/changes.py, config keys by the loader.
 """

@@ -1,7 +1,8 @@
-"""`--why-not LAYOUT`: a layout, or a part of one, against the winner: what it costs, why, and the smallest change after which it fits or wins.
+"""`--why-not LAYOUT`: a layout, or a part of one, against the winner: what it costs, why, and the smallest change after
+which it fits or wins.
 
-What the layout leaves open is completed by the search under its words as constraints, so it is judged by its best form. Every change that is
-named was tried. No torch.
+What the layout leaves open is completed by the search under its words as constraints, so it is judged by its best form.
+Every change that is named was tried. No torch.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def why_not(base: Answer, layout: str) -> WhyNot:
     )
 
 
-# What it costs -----------------------------------------------------------------------------------------------------------
+# What it costs -------------------------------------------------------------------------------------------------------
 
 
 def differences(question: Question, other: Candidate, winner: Candidate) -> list[Difference]:
@@ -102,7 +103,8 @@ def reason(part: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
         return _message_reason(PARTS_OF_AXES[part], other, winner, cluster)
     if part == "bubble":
         slots = other.num_microbatches * other.virtual_stages
-        return f"{other.pp} ranks of a pipeline wait for {other.num_microbatches} micro-batches: (p-1)/(m v) = {(other.pp - 1) / slots:.0%}"
+        share = f"(p-1)/(m v) = {(other.pp - 1) / slots:.0%}"
+        return f"{other.pp} ranks of a pipeline wait for {other.num_microbatches} micro-batches: {share}"
     if part == "compute":
         if other.tp > winner.tp:
             return f"tp={other.tp} cuts matrices narrower, which run below their rate"
@@ -140,7 +142,7 @@ def _message_reason(axis: str, other: Plan, winner: Plan, cluster: ClusterSpec) 
     return f"{axis}={theirs[axis].ranks} instead of {ours[axis].ranks}, {over}"
 
 
-# What would change the verdict -------------------------------------------------------------------------------------------
+# What would change the verdict ---------------------------------------------------------------------------------------
 
 
 def _nearest(question: Question, words: list[str], row: Row | None) -> list[tuple[str, Row]]:
@@ -168,7 +170,8 @@ def _said(word: str, plan: Plan) -> str:
 
 
 def wins_if(question: Question, other: Candidate, winner: Candidate) -> list[str]:
-    """Where the two change places: the speed of each link, and the batch. Only these two plans are compared, on the same job."""
+    """Where the two change places: the speed of each link, and the batch. Only these two plans are compared, on the
+    same job."""
     found = []
     for number, link in enumerate(question.cluster.tiers):
 
@@ -181,7 +184,8 @@ def wins_if(question: Question, other: Candidate, winner: Candidate) -> list[str
             crossing = _crossing(slower_by, end)
             if crossing is not None:
                 found.append(
-                    f"{link.name} {word} {crossing * link.bandwidth / 1e9:.3g} GB/s per card (it has {link.bandwidth / 1e9:.3g})"
+                    f"{link.name} {word} {crossing * link.bandwidth / 1e9:.3g} GB/s per card "
+                    f"(it has {link.bandwidth / 1e9:.3g})"
                 )
     for size in _batches(question.job.global_batch, max(other.plan.dp, winner.plan.dp)):
         if _lead(question, _with_batch(other, size), _with_batch(winner, size)) < 0:
@@ -221,7 +225,7 @@ def _with_batch(candidate: Candidate, size: int) -> Candidate:
     return replace(candidate, plan=replace(plan, global_batch=size, micro_batch=min(plan.micro_batch, rows)))
 
 
-# In words ----------------------------------------------------------------------------------------------------------------
+# In words ------------------------------------------------------------------------------------------------------------
 
 
 def why_not_lines(made: WhyNot, winner: Row) -> list[tuple[str, str]]:

@@ -1,14 +1,15 @@
-"""The fastest layouts of a space without predicting all of them: best first, by floors. No torch.
+"""The fastest layouts of a space without predicting all of them: best first, by lower bounds. No torch.
 
-A heap holds regions of the space, each with a floor of the step time of everything in it. The lowest is taken out and cut into smaller
-regions, until single layouts are left and predicted. A predicted layout that comes out of the heap is the next best one: no region that
-is still inside can hold a faster one. So nothing that could win is skipped, and nothing is cut finer than it must be:
+A heap holds regions of the space, each with a lower bound of the step time of everything in it. The lowest is taken out and
+cut into smaller regions, until single layouts are left and predicted. A predicted layout that comes out of the heap is
+the next best one: no region that is still inside can hold a faster one. So nothing that could win is skipped, and
+nothing is cut finer than it must be:
 
     grid -> size and place -> states and saving -> pace -> bound of the layout -> memory, then the prediction itself
 
-A region is dropped when its smallest layout does not fit, or when a layout that does less extra work fits already (space.never_faster).
-Invariant: the same answer as predicting everything and sorting by `rank_of`, one layout of each family. A test compares.
-Read next: branches.py, which cuts; layouts.py.
+A region is dropped when its smallest layout does not fit, or when a layout that does less extra work fits already
+(space.never_faster). Invariant: the same answer as predicting everything and sorting by `rank_of`, one layout of each
+family. A test compares. Read next: branches.py, which cuts; layouts.py.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def anything(grid: Grid, pace: Pace | None, states: States | None, saving: Savin
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """A search makes hundreds of thousands of small tuples, which stay, and no cycles. Looking for some again and again takes a third of its time."""
+    """A search makes hundreds of thousands of small tuples, which stay, and no cycles. Looking for some again and again
+    takes a third of its time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -107,8 +109,8 @@ class BestFirst:
         longest: Longest = any_length,
         group: Group = family,
     ) -> list[Candidate]:
-        """At most `top` layouts, best first, one of each group. `counts`: numbers of GPUs, else all. `accept`: whether a region may hold what is
-        asked for."""
+        """At most `top` layouts, best first, one of each group. `counts`: numbers of GPUs, else all. `accept`: whether
+        a region may hold what is asked for."""
         heap: list[tuple[Any, ...]] = []
         found: list[Candidate] = []
         number = 0
@@ -138,13 +140,13 @@ class BestFirst:
     # Regions, from large to small ----------------------------------------------------------------------------------
 
     def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
-        for floor, size, place in self.branches.sizes(grid):
-            ask.push(max(bound, floor), (), self._open_size, grid, size, place)
+        for closer, size, place in self.branches.sizes(grid):
+            ask.push(max(bound, closer), (), self._open_size, grid, size, place)
 
     def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
-        floor = self.branches.size(grid, size, place)
-        if floor > bound:  # others may come first
-            ask.push(floor, (), self._open_size, grid, size, place)
+        closer = self.branches.size(grid, size, place)
+        if closer > bound:  # others may come first
+            ask.push(closer, (), self._open_size, grid, size, place)
             return
         for states, sharing, savings in self.branches.states(grid, size, place):
             if not ask.is_told(grid, states) and ask.accept(grid, None, states, None):
@@ -158,8 +160,8 @@ class BestFirst:
     ) -> None:
         """One kind of recomputation after the other, so that the heap stays small."""
         if chain and not ask.is_told(grid, states):
-            floor, order, saving = chain.pop()
-            ask.push(max(bound, floor), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
+            closer, order, saving = chain.pop()
+            ask.push(max(bound, closer), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
 
     def _open_mode(
         self,
@@ -186,9 +188,9 @@ class BestFirst:
         if ask.is_told(grid, states):
             return
         while chain and chain[-1][0] <= bound:
-            floor, pace = chain.pop()
+            closer, pace = chain.pop()
             fitting = ask.fitting.setdefault((grid, pace, states), [])
-            self._open_saving(ask, max(bound, floor), grid, pace, states, saving, fitting)
+            self._open_saving(ask, max(bound, closer), grid, pace, states, saving, fitting)
         if chain:
             ask.push(chain[-1][0], (self.branches.order[saving],), self._open_next, grid, states, saving, chain)
 
@@ -207,9 +209,9 @@ class BestFirst:
             return
         found = self.branches.layout(grid, pace, states, saving)
         if found is not None:
-            floor, plan = found
+            closer, plan = found
             order = (self.branches.order[saving],)
-            ask.push(max(bound, floor), order, self._open_layout, grid, states, saving, plan, fitting)
+            ask.push(max(bound, closer), order, self._open_layout, grid, states, saving, plan, fitting)
 
     def _open_layout(
         self,
@@ -227,8 +229,8 @@ class BestFirst:
             self.counts.too_large += 1
             return
         fitting.append(saving)
-        floor = self.layouts.seconds(plan) * effort(plan)
-        ask.push(max(bound, floor), (self.branches.order[saving],), self._open_fitting, grid, states, plan)
+        closer = self.layouts.seconds(plan) * effort(plan)
+        ask.push(max(bound, closer), (self.branches.order[saving],), self._open_fitting, grid, states, plan)
 
     def _open_fitting(self, ask: _Question, bound: float, grid: Grid, states: States, plan: Plan) -> None:
         """The prediction in all its parts takes longer than its sum."""
@@ -241,8 +243,8 @@ class BestFirst:
     # When nothing fits ---------------------------------------------------------------------------------------------
 
     def smallest(self, counts: Iterable[int], accept: Accept = anything) -> Candidate | None:
-        """What needs the least memory, found among the layouts whose floors are lowest."""
-        floors = []
+        """What needs the least memory, found among the layouts whose lower bounds are lowest."""
+        least = []
         for gpus in counts:
             for grid in self.space.grids(gpus):
                 if not accept(grid, None, None, None):
@@ -250,10 +252,10 @@ class BestFirst:
                 size, states = self.space.sizes(grid)[-1], self.branches.least_states(grid)
                 for place in self.branches.places:
                     if self.space.go_together(grid, states, *place):
-                        floors.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0), grid))
-        floors.sort(key=lambda entry: (entry[0], entry[1]))
+                        least.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0), grid))
+        least.sort(key=lambda entry: (entry[0], entry[1]))
         best: tuple[int, Plan] | None = None
-        for grid in list(dict.fromkeys(grid for _, grid in floors))[:FEW]:
+        for grid in list(dict.fromkeys(grid for _, grid in least))[:FEW]:
             for plan in self._small_plans(grid, accept):
                 if not self.layouts.fits_on_host(plan):
                     continue

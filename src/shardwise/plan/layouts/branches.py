@@ -1,9 +1,11 @@
-"""How regions of the space are cut into smaller ones, each with a floor of its time; what cannot fit is left out. No torch.
+"""How regions of the space are cut into smaller ones, each with a lower bound of its time; what cannot fit is left
+out. No torch.
 
     grid -> size and place -> states and saving -> pace -> one layout
 
-Every cut is made once and kept, so that a further question over the same space walks over what others have cut. Invariant: a floor is at most the
-predicted step time of every layout in its region, times its effort; what is left out is above the limit. Read next: best_first.py, which walks.
+Every cut is made once and kept, so that a further question over the same space walks over what others have cut.
+Invariant: a bound is at most the predicted step time of every layout in its region, times its effort; what is left out
+is above the limit. Read next: best_first.py, which walks.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ Place = tuple[str, bool]
 class Sized(NamedTuple):
     """Part of a grid."""
 
-    floor: float
+    bound: float
     size: int
     place: Place
 
@@ -36,7 +38,7 @@ class Shared(NamedTuple):
 
     states: States
     sharing: Sharing
-    savings: list[tuple[float, int, Saving]]  # floor, plainness; the lowest last
+    savings: list[tuple[float, int, Saving]]  # bound, plainness; the lowest last
 
 
 class Branches:
@@ -96,12 +98,12 @@ class Branches:
                     fitting.append(place)
             self.counts.too_large += each * (len(places) - len(fitting))
             if fitting:
-                floor = self.time.of_size(grid, size)
-                found += [Sized(floor * effort_of(grid, *place), size, place) for place in fitting]
+                bound = self.time.of_size(grid, size)
+                found += [Sized(bound * effort_of(grid, *place), size, place) for place in fitting]
         return found
 
     def size(self, grid: Grid, size: int, place: Place) -> float:
-        """A better floor of a size: by the quickest recomputation that the smallest states leave room for."""
+        """A closer lower bound of a size: by the quickest recomputation that the smallest states leave room for."""
         key = (grid, size, place)
         found = self._better.get(key)
         if found is None:
@@ -112,11 +114,11 @@ class Branches:
                 kept = zip(modes, self.kept(grid, size), strict=True)
                 modes = [mode for mode, held in kept if weights.beside(held) <= self.limit]
             sharing = Sharing(0.0, 0.0, 0.0, self.time.sharings.update(grid, size, least, place[0]))
-            floors = [self.time.of_saving(grid, size, Saving(mode, *place), sharing) for mode in modes]
-            found = self._better[key] = min(floors) * effort_of(grid, *place)
+            bounds = [self.time.of_saving(grid, size, Saving(mode, *place), sharing) for mode in modes]
+            found = self._better[key] = min(bounds) * effort_of(grid, *place)
         return found
 
-    # Of a size: ZeRO stages and replicas; how much is computed again at least follows from the memory that they leave -------
+    # Of a size: ZeRO stages and replicas; how much is computed again follows from the memory that they leave
 
     def states(self, grid: Grid, size: int, place: Place) -> list[Shared]:
         key = (grid, size, place)
@@ -163,14 +165,14 @@ class Branches:
         if found is None:
             place, courses = saving[1:], self.time.courses(grid, size, saving.recompute)
             slow = {name: effort_of(grid, *place, name) for name in SCHEDULES}
-            floors = [(course.bound(sharing) * slow[pace.schedule], pace) for pace, course in courses.items()]
-            found = self._paces[key] = sorted(floors, reverse=True)
+            bounds = [(course.bound(sharing) * slow[pace.schedule], pace) for pace, course in courses.items()]
+            found = self._paces[key] = sorted(bounds, reverse=True)
         return found
 
     # One layout ----------------------------------------------------------------------------------------------------
 
     def layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> tuple[float, Plan] | None:
-        """Its floor, by a closer look; None if it cannot fit."""
+        """Its lower bound, by a closer look; None if it cannot fit."""
         key = (grid, pace, states, saving)
         plan = self._plans.get(key)
         if plan is None and self.memory.of_layout(*key) <= self.limit:

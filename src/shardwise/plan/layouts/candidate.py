@@ -37,7 +37,8 @@ class Counts:
 
 
 def rank_of(candidate: Candidate) -> tuple[Any, ...]:
-    """Sorts candidates: by time, with what each technique must win (effort.py); of equal ones fewer GPUs and the plainer layout come first."""
+    """Sorts candidates: by time, with what each technique must win (effort.py); of equal ones fewer GPUs and the
+    plainer layout come first."""
     plan = candidate.plan
     return candidate.prediction.step_s * effort(plan), *plainness(plan)
 
@@ -64,7 +65,8 @@ def plainness(plan: Plan) -> tuple[Any, ...]:
 
 
 Group = Callable[[Grid | Plan, int], Hashable]
-"""From the degrees and the ZeRO stage of a layout: of layouts for which it is the same, the search tells the best alone."""
+"""From the degrees and the ZeRO stage of a layout: of layouts for which it is the same, the search tells the best
+alone."""
 
 
 def family(grid: Grid | Plan, zero: int) -> Hashable:

@@ -1,8 +1,9 @@
 """What a technique must win before it is worth its trouble. No torch.
 
-The same run differs by 1 to 6 % from one day to the next, so a layout that is predicted to be 1 % faster is not known to be faster. It has more
-parts that can break, though, and more to understand. Candidates are therefore ranked by their step time times `effort`. Invariant: at least 1,
-and a layout that does all that another does, and more, has no smaller one (best_first.py relies on it).
+The same run differs by 1 to 6 % from one day to the next, so a layout that is predicted to be 1 % faster is not known
+to be faster. It has more parts that can break, though, and more to understand. Candidates are therefore ranked by their
+step time times `effort`. Invariant: at least 1, and a layout that does all that another does, and more, has no smaller
+one (best_first.py relies on it).
 """
 
 from __future__ import annotations

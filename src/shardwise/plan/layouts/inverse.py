@@ -1,11 +1,12 @@
 """Questions the other way round: how many GPUs are enough, and what a budget buys. No torch.
 
-    meeting(engine, Demand(job, cluster), True, 5)                             the fewest GPUs on which anything fits, and the next
-    meeting(engine, Demand(job, cluster, within=30 * 86400.0), False, 5)       ... and that are through with job.tokens in time
-    meeting(engine, Demand(job, cluster, budget=500_000), False, 5)            the fastest that cost no more
+    meeting(engine, Demand(job, cluster), True, 5)                 the fewest GPUs on which anything fits
+    meeting(engine, Demand(job, cluster, within=2e6), False, 5)    ... and that are through with job.tokens in time
+    meeting(engine, Demand(job, cluster, budget=5e5), False, 5)    the fastest that cost no more
 
-One layout is told for each number of GPUs: the best of those that meet the demand. Invariant: the same answer as predicting every layout on every
-number of GPUs in `Space.finer_counts`, whatever the size of the cluster. A test compares.
+One layout is told for each number of GPUs: the best of those that meet the demand. Invariant: the same answer as
+predicting every layout on every number of GPUs in `Space.finer_counts`, whatever the size of the cluster. A test
+compares.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Demand:
 
 
 def meeting(engine: BestFirst, demand: Demand, fewest: bool, top: int) -> list[Candidate]:
-    """At most `top` layouts that meet the demand, of different numbers of GPUs. With `fewest`, or a time to keep, the fewest GPUs come first, else
-    the fastest layout does. Empty: none meets it."""
+    """At most `top` layouts that meet the demand, of different numbers of GPUs. With `fewest`, or a time to keep, the
+    fewest GPUs come first, else the fastest layout does. Empty: none meets it."""
     counts = engine.space.finer_counts
     if not fewest and demand.within is None:
         return engine.best(top, counts, longest=demand.longest_step, group=number_of_gpus)

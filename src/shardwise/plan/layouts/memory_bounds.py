@@ -1,9 +1,10 @@
 """Lower bounds of memory: what every layout of a region holds at least, told in microseconds. No torch.
 
-Nothing is counted here: weights, gradients and optimizer state are those that states.py predicts, and activations those of lifetimes.py, of a rank
-that holds the least a region allows. That is the first rank under the schedule that leaves it least; where layers differ, the mean over the pipeline's
-ranks, because the fullest has no less. Invariant, held by a test on random layouts and with every price changed: no bound is above the prediction.
-Read next: memory.py, which predicts; branches.py, which asks.
+Nothing is counted here: weights, gradients and optimizer state are those that states.py predicts, and activations those
+of lifetimes.py, of a rank that holds the least a region allows. That is the first rank under the schedule that leaves
+it least; where layers differ, the mean over the pipeline's ranks, because the fullest has no less. Invariant, held by a
+test on random layouts and with every price changed: no bound is above the prediction. Read next: memory.py, which
+predicts; branches.py, which asks.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ NOTHING = Weights(0.0, 0.0, 0.0, 0.0)
 
 class MemoryBounds:
     def __init__(self, space: Space, stack: Stack):
-        # Whether matmuls are fused depends on the adapters; what is sure is that nothing keeps an activated gate. Fused, all may be large
-        # enough for fp8.
+        # Whether matmuls are fused depends on the adapters; what is sure is that nothing keeps an activated gate.
+        # Fused, all may be large enough for fp8.
         less, least = stack.fused_activation or bool(stack.side_by_side), min(stack.fp8_least, 1)
         self.space, self.stack = space, replace(stack, side_by_side=(), fused_activation=less, fp8_least=least)
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
@@ -94,7 +95,8 @@ class MemoryBounds:
         return Weights(*(size / parts_of for size in (always, forward, parts["gradients"], away["host"])))
 
     def _first_rank(self, grid: Grid) -> tuple[Pipeline, Cut]:
-        """Of all schedules the one whose first rank has fewest parameters, and what that has; or a rank that has all layers."""
+        """Of all schedules the one whose first rank has fewest parameters, and what that has; or a rank that has all
+        layers."""
         pp = 1 if self._is_mean(grid) else grid.pp
         key = (grid.tp, grid.ep, pp)
         if key not in self._smallest:
@@ -112,8 +114,9 @@ class MemoryBounds:
     # Activations ---------------------------------------------------------------------------------------------------
 
     def kept(self, grid: Grid, size: int, mode: str) -> float:
-        """Activations, whatever the schedule: of all schedules the least that their first rank holds. Where layers are not alike, the last
-        rank of an interleaved one holds the fewest micro-batches, half of one per rank of the pipeline."""
+        """Activations, whatever the schedule: of all schedules the least that their first rank holds. Where layers are
+        not alike, the last rank of an interleaved one holds the fewest micro-batches, half of one per rank of the
+        pipeline."""
         count = -(-self.batch // (grid.dp * size))
         if grid.pp == 1 or self._is_mean(grid):
             kept = self._held(grid, 1, size, mode, ("1f1b", 1), 1)
@@ -147,8 +150,8 @@ class MemoryBounds:
         return found
 
     def _lightest(self, pp: int, mode: str, count: int) -> list[tuple[Pipeline, int]]:
-        """Schedules of which the first rank may hold the least, by layers that keep all they compute and inputs of others; and the activations
-        that it has in flight."""
+        """Schedules of which the first rank may hold the least, by layers that keep all they compute and inputs of
+        others; and the activations that it has in flight."""
         key = (pp, mode, count)
         if key not in self._lights:
             found: dict[tuple[float, float], tuple[Pipeline, int]] = {}

@@ -45,8 +45,8 @@ class Saving(NamedTuple):
 
 
 def never_faster(saving: Saving, than: Saving) -> bool:
-    """Whether `saving` does all the extra work of `than`, and perhaps more. What is computed again is not moved, so of two layouts that
-    move activations the one that computes more again may be faster."""
+    """Whether `saving` does all the extra work of `than`, and perhaps more. What is computed again is not moved, so of
+    two layouts that move activations the one that computes more again may be faster."""
     if than.activation_offload and saving.recompute != than.recompute:
         return False
     return (

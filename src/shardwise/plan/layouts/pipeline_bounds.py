@@ -50,7 +50,8 @@ class Turns:
         return self._turns[key]
 
     def largest(self, pp: int) -> list[tuple[bool, int, int]]:
-        """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Of both kinds those that can be quickest."""
+        """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Of both
+        kinds those that can be quickest."""
         if pp not in self._largest:
             found = set()
             for schedule, virtual_stages in self.space.pipelines(pp):

@@ -1,4 +1,5 @@
-"""Single layouts of a space: the memory they need, whether they fit, what is predicted of them. Kept from question to question. No torch.
+"""Single layouts of a space: the memory they need, whether they fit, what is predicted of them. Kept from question to
+question. No torch.
 
 Read next: memory.py, prediction.py.
 """
@@ -42,7 +43,8 @@ class Layouts:
         return self.first_rank(plan) <= limit and fits(self.space.model, plan, job.optimizer, job.adapter, limit)
 
     def first_rank(self, plan: Plan) -> int:
-        """Bytes of the first rank of a pipeline: one is enough to know that a layout does not fit, and it is most often the fullest."""
+        """Bytes of the first rank of a pipeline: one is enough to know that a layout does not fit, and it is most often
+        the fullest."""
         if plan not in self._first:
             model, job = self.space.model, self.space.job
             share = rank_share(model, plan, 0)

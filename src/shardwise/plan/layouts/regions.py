@@ -1,7 +1,9 @@
-"""What the winner is not: for every value that an axis could have had, the best layout with it and what it costs. No torch.
+"""What the winner is not: for every value that an axis could have had, the best layout with it and what it costs. No
+torch.
 
-Degrees (tp, cp, pp, ep) are told with everything else chosen anew. What a layout does with given degrees (ZeRO stage, schedule, micro-batch,
-recomputation, offloading) is told for the winner's degrees. All of them on as many GPUs as the winner has.
+Degrees (tp, cp, pp, ep) are told with everything else chosen anew. What a layout does with given degrees (ZeRO stage,
+schedule, micro-batch, recomputation, offloading) is told for the winner's degrees. All of them on as many GPUs as the
+winner has.
 """
 
 from __future__ import annotations

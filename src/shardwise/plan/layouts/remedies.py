@@ -1,4 +1,5 @@
-"""What would make a job fit that does not: the one list of changes, which `plan` and `train` try before they tell them. No torch.
+"""What would make a job fit that does not: the one list of changes, which `plan` and `train` try before they tell them.
+No torch.
 
     layout_changes      how the same training is laid out; the search has tried all of these itself
     more_ranks          as many times the ranks as there are devices for
@@ -68,7 +69,7 @@ class Remedy:
         return f"{format_bytes(self.memory_bytes)}, {step}"
 
 
-# The list --------------------------------------------------------------------------------------------------------------
+# The list ------------------------------------------------------------------------------------------------------------
 
 
 def layout_changes(asked: Asked, plan: Plan) -> Iterator[Fix]:
@@ -114,11 +115,12 @@ def other_trainings(precision: str, optimizer: str, adapter: str, can_adapt: boo
         yield {"optimizer.name": "sgd"}
 
 
-# What `plan` says ------------------------------------------------------------------------------------------------------
+# What `plan` says ----------------------------------------------------------------------------------------------------
 
 
 def remedies(model: ModelSpec, cluster: ClusterSpec, job: Job, find: Find) -> list[Remedy]:
-    """One of each kind, the mildest that fits; of constraints every one that may be left out. Those that keep the losses come first."""
+    """One of each kind, the mildest that fits; of constraints every one that may be left out. Those that keep the
+    losses come first."""
     found = []
     for tries, all_of_them in ((_without_a_constraint, True), (_more_gpus, False), (_shorter, False), (_other, False)):
         for what, change, other_cluster, other_job in tries(cluster, job):

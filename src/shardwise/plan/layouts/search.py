@@ -32,7 +32,8 @@ from shardwise.spec.model import ModelSpec
 __all__ = ["Candidate", "Counts", "Region", "Remedy", "SearchResult", "explore", "memory_limit", "search"]
 
 SEVERAL, FEWER = 64, 16
-"""Beyond so many GPUs, numbers of them that are so many times smaller than all are not told beside the ranking; inverse.py looks at all."""
+"""Beyond so many GPUs, numbers of them that are so many times smaller than all are not told beside the ranking;
+inverse.py looks at all."""
 
 LEANER = (0.5,)
 """Of the limit: the Pareto set also has the fastest layouts that leave so much memory free."""
@@ -67,7 +68,8 @@ def explore(
     detail: bool | None = None,
     stack: Stack | None = None,
 ) -> SearchResult:
-    """`detail`: also what is best per number of GPUs, the Pareto set and the regions; by default if more than one layout is asked for."""
+    """`detail`: also what is best per number of GPUs, the Pareto set and the regions; by default if more than one
+    layout is asked for."""
     began = time.perf_counter()
     engine = _engine(model, cluster, job, stack)
     candidates = engine.best(top)
@@ -133,7 +135,8 @@ def check_not_empty(space: Space) -> None:
         fixed = {key: space.fixed[key] for key in keys}
         return not any(True for _ in Space(space.model, space.cluster, space.job, fixed).some_grids())
 
-    what = f"{space.model.name}, {space.cluster.world} devices and a batch of {space.job.global_batch} x {space.job.seq_len} tokens"
+    batch = f"a batch of {space.job.global_batch} x {space.job.seq_len} tokens"
+    what = f"{space.model.name}, {space.cluster.world} devices and {batch}"
     for count in (1, 2):
         for keys in combinations(space.fixed, count):
             if is_empty(*keys):
@@ -145,7 +148,8 @@ def check_not_empty(space: Space) -> None:
                 )
     raise UserError(
         "the constraints leave no layout",
-        why=f"no layout of {what} has {', '.join(f'{key}={shown(value)}' for key, value in space.fixed.items())} together",
+        why=f"no layout of {what} has "
+        f"{', '.join(f'{key}={shown(value)}' for key, value in space.fixed.items())} together",
         fix=f"leave out one of {', '.join(space.fixed)}"
         if space.fixed
         else "a larger --batch or other sequence lengths",

@@ -1,8 +1,9 @@
 """Every layout that the planner considers for a job: what the runtime accepts, within the job's constraints. No torch.
 
 Invariant: a `Plan` made here is one that `shardwise train` takes (a test sends them through the config's rules and
-plan/resolve/degrees.py). Left out is what cannot be better or changes the losses: micro-batches that do not divide a rank's rows, other splits
-than the balanced one, other number formats, disks; unless a constraint asks for them. Read next: parts.py (what a layout is made of), searching.py.
+plan/resolve/degrees.py). Left out is what cannot be better or changes the losses: micro-batches that do not divide a
+rank's rows, other splits than the balanced one, other number formats, disks; unless a constraint asks for them. Read
+next: parts.py (what a layout is made of), searching.py.
 """
 
 from __future__ import annotations
@@ -103,9 +104,10 @@ class Space:
 
     @cached_property
     def finer_counts(self) -> list[int]:
-        """Numbers of GPUs that are tried where their number is the question, ascending: every one up to SMALL_WORLD, every number of nodes up to
-        as many, and beyond that steps of at most one in SMALL_WORLD; the same of replicas whose degrees are fixed. A larger cluster of the same
-        nodes is asked all that a smaller one is, so its answer needs no more GPUs."""
+        """Numbers of GPUs that are tried where their number is the question, ascending: every one up to SMALL_WORLD,
+        every number of nodes up to as many, and beyond that steps of at most one in SMALL_WORLD; the same of replicas
+        whose degrees are fixed. A larger cluster of the same nodes is asked all that a smaller one is, so its answer
+        needs no more GPUs."""
         world, per_node, asked = self.cluster.world, self.cluster.per_node, self._asked_ranks
         if self.speed.copies is True:
             return [1]
@@ -183,8 +185,9 @@ class Space:
         return (Pace(size, *how) for how in self.pipelines(grid.pp) for size in self.sizes(grid))
 
     def sizes(self, grid: Grid) -> list[int]:
-        """Of micro-batches, largest first. Ranks that could take rows of a micro-batch each need not cut its sequences: with as many
-        data-parallel ranks more instead of context-parallel ones, every rank has as many tokens and nothing to send for them."""
+        """Of micro-batches, largest first. Ranks that could take rows of a micro-batch each need not cut its sequences:
+        with as many data-parallel ranks more instead of context-parallel ones, every rank has as many tokens and
+        nothing to send for them."""
         key = (grid.dp, grid.cp)
         if key not in self._sizes:
             rows = -(-self.job.global_batch // grid.dp)
@@ -228,7 +231,8 @@ class Space:
     # States and savings --------------------------------------------------------------------------------------------
 
     def states(self, grid: Grid) -> list[States]:
-        """Nothing is shared by one rank. Hybrid: replicas of a model that is sharded inside, each of at least one domain of the fast link."""
+        """Nothing is shared by one rank. Hybrid: replicas of a model that is sharded inside, each of at least one
+        domain of the fast link."""
         key = (grid.dp, grid.cp, grid.tp)
         if key not in self._states:
             self._states[key] = self._states_of(grid)
@@ -270,8 +274,8 @@ class Space:
         return "nvme" in (self.fixed.get("memory.offload"), self.fixed.get("memory.offload_to"))
 
     def go_together(self, grid: Grid, states: States, offload: str, away: bool = False) -> bool:
-        """Parameters in CPU memory are gathered block by block, whatever the ZeRO stage: only its name for that is offered. Activations
-        wait elsewhere where there is no pipeline, unless they are asked to."""
+        """Parameters in CPU memory are gathered block by block, whatever the ZeRO stage: only its name for that is
+        offered. Activations wait elsewhere where there is no pipeline, unless they are asked to."""
         if away and grid.pp > 1 and "memory.activation_offload" not in self.fixed:
             return False
         return (

@@ -37,9 +37,9 @@ class Sharings:
         self._shares: dict[tuple[int, int, bool], tuple[RankShare, HeldParameters]] = {}
 
     def of(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
-        """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers differ, of all ranks
-        together. What is hidden behind computing is a convex function of sizes, so the mean over ranks is no less. Nothing computes longer
-        than where all is computed again."""
+        """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers
+        differ, of all ranks together. What is hidden behind computing is a convex function of sizes, so the mean over
+        ranks is no less. Nothing computes longer than where all is computed again."""
         pp, by_layer = grid.pp, grid.pp > 1 and self.works.are_alike
         rows = -(-self.space.job.global_batch // grid.dp)
         # Replicas of shards meet once more: not counted, so that all of them have one price.

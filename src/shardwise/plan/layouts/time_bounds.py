@@ -1,10 +1,11 @@
 """Lower bounds of step time: what every layout of a region takes at least, told in microseconds. No torch.
 
-The search looks at millions of layouts and predicts hundreds; lower bounds say which of them can still win. Nothing is priced here: a bound is
-the price of a step, asked for the cheapest of what a region leaves open. Layers have their price (work_bounds.py), sharing the weights and updating
-them have theirs (state_bounds.py), paging has its own; of a pipeline only how many layers a rank has and how many come before it is counted
-(pipeline_bounds.py). Invariant, held by a test on random layouts and with every price changed: no bound is above the prediction.
-Read next: memory_bounds.py, branches.py.
+The search looks at millions of layouts and predicts hundreds; lower bounds say which of them can still win. Nothing is
+priced here: a bound is the price of a step, asked for the cheapest of what a region leaves open. Layers have their
+price (work_bounds.py), sharing the weights and updating them have theirs (state_bounds.py), paging has its own; of a
+pipeline only how many layers a rank has and how many come before it is counted (pipeline_bounds.py). Invariant, held by
+a test on random layouts and with every price changed: no bound is above the prediction. Read next: memory_bounds.py,
+branches.py.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import splits_backward
 
 Way = tuple[float, int, bool]
-"""Seconds of a rank and of those before it; layers times micro-batches of that rank; whether it is the last, which has a head
-to hide messages behind."""
+"""Seconds of a rank and of those before it; layers times micro-batches of that rank; whether it is the last, which has
+a head to hide messages behind."""
 
 
 class Course(NamedTuple):
@@ -98,9 +99,6 @@ class TimeBounds:
     def of_saving(self, grid: Grid, size: int, saving: Saving, sharing: Sharing) -> float:
         return self.course(grid, size, saving.recompute).bound(sharing) + self.paging(grid, size, saving)
 
-    def of_pace(self, grid: Grid, pace: Pace, mode: str, sharing: Sharing) -> float:
-        return self.courses(grid, pace.micro_batch, mode)[pace].bound(sharing)
-
     def course(self, grid: Grid, size: int, mode: str) -> Course:
         """Whatever the schedule."""
         key = (grid, size, mode)
@@ -122,8 +120,8 @@ class TimeBounds:
         return found
 
     def courses(self, grid: Grid, size: int, mode: str) -> dict[Pace, Course]:
-        """By schedule. A rank's first forward comes after those of the ranks before it, which have their whole backward still to do after
-        its last, unless they split it."""
+        """By schedule. A rank's first forward comes after those of the ranks before it, which have their whole backward
+        still to do after its last, unless they split it."""
         key = (grid, size, mode)
         found = self._paces.get(key)
         if found is None:
@@ -151,7 +149,8 @@ class TimeBounds:
         return _course(self.slower(grid.gpus), work.total * count / grid.pp, path, ways, max)
 
     def _link(self, grid: Grid, size: int, mode: str) -> float:
-        """Seconds that the slowest link between stages takes for one message: those of one direction wait for each other."""
+        """Seconds that the slowest link between stages takes for one message: those of one direction wait for each
+        other."""
         return transfers(self.works.times(grid, size, mode), grid.gpus, grid.pp, self.stack or self.works.stack_for())[
             1
         ]

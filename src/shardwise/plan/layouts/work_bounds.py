@@ -1,6 +1,7 @@
 """Seconds of one micro-batch through the whole model: what lower bounds of step time are made of. No torch.
 
-Layouts that cut layers alike share them. Invariant: no layout with these degrees computes faster. Read next: time_bounds.py.
+Layouts that cut layers alike share them. Invariant: no layout with these degrees computes faster. Read next:
+time_bounds.py.
 """
 
 from __future__ import annotations

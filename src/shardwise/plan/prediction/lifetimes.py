@@ -94,7 +94,8 @@ def state_parts(states: RankStates) -> dict[str, int]:
 
 
 def while_forward(states: RankStates, parts: Mapping[str, int], held: int) -> int:
-    """Bytes that are there when the activations of all micro-batches in flight are, beside weights and optimizer state."""
+    """Bytes that are there when the activations of all micro-batches in flight are, beside weights and optimizer
+    state."""
     return (parts["gradients"] if states.accumulated else 0) + parts["gathered"] + held
 
 
@@ -291,7 +292,8 @@ def _with_layer_norms(spec: ModelSpec) -> ModelSpec:
 
 
 def held_bytes(between: int, tokens: int, precision: str, in_flight: int, virtual_stages: int) -> int:
-    """Bytes of activations of a rank whose stages keep `between` elements per token, and of which so many are in flight."""
+    """Bytes of activations of a rank whose stages keep `between` elements per token, and of which so many are in
+    flight."""
     return tokens * between * COMPUTE_BYTES[precision] * in_flight // virtual_stages
 
 
