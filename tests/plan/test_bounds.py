@@ -29,7 +29,7 @@ def scaled(value: Any, factor: float) -> Any:
         return lambda *args, **named: factor * value(*args, **named)
     if isinstance(value, dict):
         return {key: scaled(one, factor) for key, one in value.items()}
-    return factor * value
+    return max(1, int(factor * value)) if isinstance(value, int) else factor * value  # bytes are whole
 
 
 PRICES: dict[str, tuple[object, str]] = {
@@ -119,6 +119,15 @@ def test_bounds_follow_every_price(name: str, monkeypatch: pytest.MonkeyPatch) -
                     patch.setattr(module, attribute, getattr(where, attribute))
             moved |= any(hold(seed, 12)[part] != usual[seed][part] for seed in range(3))
     assert moved, "no bound follows this price"
+
+
+def test_fewer_ranks_on_a_cpu_have_more_threads_each():
+    """What was asked before says nothing about another number of ranks."""
+    space = Space(ModelSpec.preset("tiny"), read_cluster("4xcpu"), Job(512, 8, precision="fp32"), {})
+    engine = BestFirst(space, 2**50)
+    for layout in some(space, 40, 1):
+        predicted = predict(space.model, space.cluster, space.job, space.plan(*layout))
+        assert max(bounds(engine, layout)[0]) <= predicted.step_s * (1 + 1e-9), layout
 
 
 def test_no_bound_of_any_region_is_above_the_prediction():

@@ -48,7 +48,8 @@ class Sharings:
         world = odd_world(self.space.cluster, grid.gpus)
         # One rank keeps 16-bit copies, unless its states are elsewhere.
         alone = offload if grid.gpus == 1 else ""
-        key = (*grid[1:5], grid.ep, size, states.zero, dp, rows > size, pp > 1, alone, replicas, world)
+        several, priced = (rows > size, pp > 1), self.works.alone(grid)
+        key = (*grid[1:5], grid.ep, size, states.zero, dp, several, alone, replicas, world, priced)
         found = self._messages.get(key)
         if found is None:
             network = network_of(self.space.cluster, world)
@@ -69,7 +70,7 @@ class Sharings:
         alone = (
             (rows > size,) if grid.gpus == 1 else None
         )  # gradients beside copies are wider where several are added up
-        key = (grid.tp, grid.ep, grid.pp, shards, spread, offload, count, alone)
+        key = (grid.tp, grid.ep, grid.pp, shards, spread, offload, count, alone, self.works.alone(grid))
         found = self._updates.get(key)
         if found is None:
             found = self._updates[key] = self._update(grid, size, states, offload)

@@ -160,7 +160,7 @@ class TimeBounds:
         if not saving.activation_offload or grid.pp > 1:
             return 0.0
         mode = saving.recompute
-        key = (*grid[1:5], grid.ep, size, mode, grid.gpus == 1)
+        key = (*grid[1:5], grid.ep, size, mode, self.works.alone(grid))
         if key not in self._paged:
             times, work = self.works.times(grid, size, mode), self.works.of(grid, size, mode)
             plan = replace(times.plan, recompute=mode)

@@ -55,11 +55,16 @@ class Works:
 
     def of(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> Work:
         """`shared`: the host also starts what gathers parameters."""
-        key = (grid.tp, grid.sequence, grid.cp, grid.cp_kind, grid.ep, size, mode, grid.gpus == 1, kernels, shared)
+        key = (*grid[1:5], grid.ep, size, mode, self.alone(grid), kernels, shared)
         found = self._works.get(key)
         if found is None:
             found = self._works[key] = self._add_up(self.times(grid, size, mode, kernels, shared), mode)
         return found
+
+    def alone(self, grid: Grid) -> tuple[bool, int]:
+        """What else a layer's price depends on: one rank may keep low-precision weights, and fewer ranks on a CPU have
+        more threads each."""
+        return grid.gpus == 1, self.space.threads(grid.gpus)
 
     def stack_for(self, kernels: str = FASTEST) -> Stack:
         if self.stack is not None:
@@ -82,7 +87,7 @@ class Works:
             grid.ep,
             size,
             mode == "selective",
-            grid.gpus == 1,
+            self.alone(grid),
             kernels,
             shared,
         )
