@@ -19,6 +19,7 @@ from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.predict import predict
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.presets import preset
 
 Layout = tuple[Grid, Pace, States, Saving]
 
@@ -123,7 +124,7 @@ def test_bounds_follow_every_price(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_fewer_ranks_on_a_cpu_have_more_threads_each():
     """What was asked before says nothing about another number of ranks."""
-    space = Space(ModelSpec.preset("tiny"), read_cluster("4xcpu"), Job(512, 8, precision="fp32"), {})
+    space = Space(preset("tiny"), read_cluster("4xcpu"), Job(512, 8, precision="fp32"), {})
     engine = BestFirst(space, 2**50)
     for layout in some(space, 40, 1):
         predicted = predict(space.model, space.cluster, space.job, space.plan(*layout))
