@@ -1,9 +1,0 @@
-"""Model tests are many tiny matrices: one thread each is fastest."""
-
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    torch.set_num_threads(1)
