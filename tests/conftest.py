@@ -52,6 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"needs {name}"))
 
 
+def pytest_collection_finish() -> None:
+    """What all modules have made by now stays until the end: the garbage collector need not look at it again and
+    again."""
+    gc.collect()
+    gc.freeze()
+
+
 @cache
 def _has_gpu() -> bool:
     import torch
@@ -61,7 +68,8 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def same_start() -> None:
-    """A test draws the same numbers, whatever ran before it, in one thread: its matrices are tiny, and lanes share cores."""
+    """A test draws the same numbers, whatever ran before it, in one thread: its matrices are tiny, and lanes share
+    cores."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
         torch.set_num_threads(1)
