@@ -3,8 +3,7 @@ directory.
 
 Training is made short by words appended to the command: few steps of a very small model, in one process unless the
 command says how it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train`
-then stands for the command its recipe runs. That one starts processes of its own, as everything does that is not
-`shardwise`; the others are warm ones.
+then stands for the command its recipe runs. Commands are warm processes; what is not `shardwise` is typed into a shell.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def test_every_command_of_the_document_works(document, environment, ranks, tmp_p
 
 def _type(command: Command, home: Path, environment: dict[str, str], ranks: RankPool) -> None:
     typed = shortened(command.text)
-    if command.text.startswith("shardwise "):
+    if typed.startswith("shardwise "):
         done = warm_command(ranks, *shlex.split(typed, comments=True)[1:], cwd=home, timeout=TIMEOUT_S)
     else:
         done = subprocess.run(

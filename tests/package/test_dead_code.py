@@ -22,6 +22,8 @@ FOR_OTHERS = {
     "_should_skip_dynamo": "torch calls it",
     "_fields_": "ctypes reads it",
     "tags": "jinja2 reads it",
+    "transform_rows": "docs/architecture.md shows it",
+    "replaces": "docs/architecture.md shows it",
     "date": "of a calibrated figure, for people",
 }
 """Names that somebody else uses, and who."""
@@ -29,7 +31,7 @@ FOR_OTHERS = {
 KEYS_TO_COME = {"background", "staleness", "strategy", "max_restarts", "replan", "spares"}
 """Fields of config sections that are refused by name until they do something."""
 
-STILL_DEAD = {"MEASURED", "check_actions", "local_world", "of_pace", "run_step"}
+STILL_DEAD = {"MEASURED", "check_actions", "deepspeed", "keeps_gathered", "local_world", "run_step"}
 """What is still to go."""
 
 
