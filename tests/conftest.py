@@ -52,13 +52,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"needs {name}"))
 
 
-def pytest_collection_finish() -> None:
-    """What all modules have made by now stays until the end: the garbage collector need not look at it again and
-    again."""
-    gc.collect()
-    gc.freeze()
-
-
 @cache
 def _has_gpu() -> bool:
     import torch
