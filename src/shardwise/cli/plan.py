@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.cli.plan_view import show
+    from shardwise.interop.frameworks.export import check_framework, export_as
     from shardwise.plan.answer.answer import answer, to_json
-    from shardwise.plan.answer.export_as import check_framework, export_as
     from shardwise.plan.answer.question import ask
     from shardwise.plan.answer.what_if import change, what_if
     from shardwise.plan.answer.why import why_not

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.errors import UserError
-from shardwise.plan.answer.export_megatron import megatron_flags
+from shardwise.interop.frameworks.megatron import megatron_flags
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.optimizers import OPTIMIZERS

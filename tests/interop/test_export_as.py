@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.plan.answer.export_as import FRAMEWORKS, export_as
+from shardwise.interop.frameworks.export import FRAMEWORKS, export_as
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
