@@ -63,32 +63,49 @@ JOB = words(
 )
 EXPERTS = words("model.preset=tiny-moe model.expert_ffn=48 model.num_experts=4 model.num_layers=2")
 LATENT = words(
-    "model.preset=deepseek-v3 model.num_layers=3 model.hidden=64 model.num_heads=4 model.num_kv_heads=4 model.ffn=96 model.vocab=256 "
+    "model.preset=deepseek-v3 model.num_layers=3 model.hidden=64 model.num_heads=4 model.num_kv_heads=4 model.ffn=96 "
+    "model.vocab=256 "
     "model.q_lora_rank=24 model.kv_lora_rank=16 model.qk_nope_head_dim=8 model.qk_rope_head_dim=8 model.v_head_dim=16 "
-    "model.num_experts=8 model.experts_per_token=2 model.expert_ffn=32 model.first_dense_layers=1 model.num_expert_groups=2 "
+    "model.num_experts=8 model.experts_per_token=2 model.expert_ffn=32 model.first_dense_layers=1 "
+    "model.num_expert_groups=2 "
     "model.topk_groups=1"
 )
 GEMMA = words(
-    "model.preset=gemma2-2b model.num_layers=4 model.hidden=64 model.num_heads=4 model.num_kv_heads=2 model.head_dim=16 model.ffn=96 "
+    "model.preset=gemma2-2b model.num_layers=4 model.hidden=64 model.num_heads=4 model.num_kv_heads=2 "
+    "model.head_dim=16 model.ffn=96 "
     "model.vocab=256 model.sliding_window=8 model.query_scale_dim=16"
 )
 GPT2 = words(
-    "model.preset=gpt2 model.num_layers=4 model.hidden=64 model.num_heads=4 model.num_kv_heads=4 model.head_dim=16 model.ffn=96 "
+    "model.preset=gpt2 model.num_layers=4 model.hidden=64 model.num_heads=4 model.num_kv_heads=4 model.head_dim=16 "
+    "model.ffn=96 "
     "model.vocab=256"
 )
 
 COMPUTED = (
-    "loss", "grad_norm", "eval_loss", "lr", "tokens", "target_tokens", "aux_loss", "z_loss", "expert_load_max", "expert_load_min",
-    "dropped_tokens", "scale", "skipped",
-)  # fmt: skip
+    "loss",
+    "grad_norm",
+    "eval_loss",
+    "lr",
+    "tokens",
+    "target_tokens",
+    "aux_loss",
+    "z_loss",
+    "expert_load_max",
+    "expert_load_min",
+    "dropped_tokens",
+    "scale",
+    "skipped",
+)
 """What a line of metrics.jsonl has that does not depend on time."""
 
 FOREIGN = """
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 torch.manual_seed(0)
-shape = dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, ffn_dim=50, word_embed_proj_dim=24, max_position_embeddings=64)
-OPTForCausalLM(OPTConfig(vocab_size=256, bos_token_id=0, eos_token_id=0, pad_token_id=1, **shape)).save_pretrained("foreign")
+shape = dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, ffn_dim=50)
+shape |= dict(word_embed_proj_dim=24, max_position_embeddings=64)
+shape |= dict(vocab_size=256, bos_token_id=0, eos_token_id=0, pad_token_id=1)
+OPTForCausalLM(OPTConfig(**shape)).save_pretrained("foreign")
 """
 """A model that only transformers can build, with random weights. Run once; both sides read what it has written."""
 
@@ -163,15 +180,24 @@ JOBS = [
     Job("traced", "dp=1", "bf16", "speed.compile=trace"),
     Job("auto", "dp=2", "fp32", "train.micro_batch=auto"),
     Job("foreign", "dp=2 zero=3", "fp32", model=("model.path=foreign",)),
-    Job("resumed", "dp=2 zero=2", "fp32", after=(
-        "resume run --no-verify --allow train.steps train.steps=5 parallel.layout=tp=2",
-    )),
-    Job("exported", "dp=2 zero=1", "fp32", after=(
-        "export run --to hf --out exported",
-        f"train --no-verify model.path=exported {' '.join(JOB)} --nproc 1 adapter.kind=lora adapter.rank=4 run.name=tuned",
-        "export tuned --merge-lora --out merged",
-    )),
-]  # fmt: skip
+    Job(
+        "resumed",
+        "dp=2 zero=2",
+        "fp32",
+        after=("resume run --no-verify --allow train.steps train.steps=5 parallel.layout=tp=2",),
+    ),
+    Job(
+        "exported",
+        "dp=2 zero=1",
+        "fp32",
+        after=(
+            "export run --to hf --out exported",
+            f"train --no-verify model.path=exported {' '.join(JOB)} --nproc 1 adapter.kind=lora adapter.rank=4 "
+            f"run.name=tuned",
+            "export tuned --merge-lora --out merged",
+        ),
+    ),
+]
 
 
 def write_text(file: Path) -> None:
@@ -232,9 +258,14 @@ def run(commands: list[tuple[str, ...]], tree: Path, folder: Path, deadline: flo
         log = folder / f"output-{number}.txt"
         with log.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "shardwise", *command], cwd=folder, env=environment(tree), stdin=subprocess.DEVNULL,
-                stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", "shardwise", *command],
+                cwd=folder,
+                env=environment(tree),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 code = process.wait(max(0.0, ends - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -392,7 +423,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     heads = ("job", "layout", "format", "numbers", "tensors", "first difference")
     lines = [heads] + [
         (
-            row["job"], row["layout"], row["precision"],
+            row["job"],
+            row["layout"],
+            row["precision"],
             *(
                 f"{row[what]} same" if row[f"{what}_equal"] else "DIFFER" if row["ran"] else "NOT RUN"
                 for what in ("numbers", "tensors")
@@ -400,7 +433,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             row["first_difference"] or "-",
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads) - 1)]
     return "\n".join("  ".join([f"{text:<{w}}" for text, w in zip(line, widths)] + [line[-1]]) for line in lines)
 
@@ -461,7 +494,8 @@ def main() -> int:
     }
     print("\n" + table(rows))
     print(
-        f"\n{len(rows) - len(different)} of {len(rows)} jobs have the numbers of {commit[:12]}, bit by bit; torch {report['torch']}"
+        f"\n{len(rows) - len(different)} of {len(rows)} jobs have the numbers of {commit[:12]}, bit by bit; torch "
+        f"{report['torch']}"
     )
     out = args.out or (None if args.only else RESULTS)
     if out:

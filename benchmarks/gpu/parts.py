@@ -22,7 +22,7 @@ RULES = [
     for pattern, part in (
         (r"nccl", "messages"),
         (r"memcpy|memset|multi_tensor.*copy|direct_copy|CatArray|split_with_sizes|chunk_cat|FillFunctor", "copies"),
-        (r"adam|multi_tensor_apply|LpNorm|^_squares|sgd|fused_update", "optimizer"),
+        (r"adam|multi_tensor_apply|LpNorm|^_squared_norm|^_squares|sgd|fused_update", "optimizer"),
         (r"flash|fmha|sdpa|attention|flex", "attention"),
         (r"gemm|nvjet|cutlass|cublas|xmma|wgmma|splitk|_mm\b|_mm_|matmul|scaled_mm|grouped", "matmul"),
         (r"softmax|nll|cross_entropy|logsumexp|log_sum_exp|linear_loss", "loss"),

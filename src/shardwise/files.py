@@ -1,7 +1,7 @@
 """Files and directories that appear complete or not at all, and the three lines for those that cannot be written.
 
-Everything Shardwise writes for keeps goes through here: a scratch neighbour first, one rename at the end. Whatever ends the
-writing early, nobody ever sees half of it.
+Everything Shardwise writes for keeps goes through here: a scratch neighbour first, one rename at the end. Whatever ends
+the writing early, nobody ever sees half of it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def config(**parallel):
     return replace(Config(), parallel=ParallelConfig(**parallel))
 
 
-# Degrees and processes --------------------------------------------------------------------------------------------------
+# Degrees and processes ------------------------------------------------------------------------------------------------
 
 
 def test_degrees_that_multiply_to_the_world_pass():
@@ -52,41 +52,172 @@ def test_degrees_that_do_not_fit_are_refused(parallel, world, needed, fix):
         check_world(config(**parallel | fixed), world if fixed else int(number), {})
 
 
-# Keys among themselves --------------------------------------------------------------------------------------------------
+# Keys among themselves ------------------------------------------------------------------------------------------------
 
 # words -> what, part of why, fix
 CASES = {
-    "nothing to fill": (["parallel.fill_bubbles=eval"], '`parallel.fill_bubbles = "eval"` without a pipeline', "pp is 1", "parallel.fill_bubbles=none"),
-    "another job to fill": (["parallel.pp=2", "parallel.fill_bubbles=jobs/other.toml"], 'a second job in idle pipeline slots (`parallel.fill_bubbles = "jobs/other.toml"`) is not available yet', "only side work", "parallel.fill_bubbles=eval"),
-    "replicas do not divide": (["parallel.dp=8", "parallel.replicate=3"], "`parallel.replicate = 3` does not divide dp=8", "dp = replicas x shards", "parallel.replicate=2 or parallel.replicate=4"),
-    "more replicas than ranks": (["parallel.dp=2", "parallel.replicate=4", "parallel.zero=2"], "`parallel.replicate = 4` does not divide dp=2", "", "parallel.replicate=2"),
-    "replicas without zero": (["parallel.dp=8", "parallel.replicate=3", "parallel.zero=0"], "`parallel.replicate = 3` does not divide dp=8", "", "parallel.replicate=8"),
-    "shards of nothing": (["parallel.layout=dp=4 replicate=2 zero=0"], "`parallel.replicate = 2` leaves shards, but `parallel.zero = 0` shards nothing", "dp=4 over 2 replicas makes 2 shards", "parallel.zero=1 or parallel.replicate=4"),
-    "sp alone": (["parallel.sp=true"], "`parallel.sequence = true` without tensor parallelism", "tp is 1", "parallel.sequence=auto"),
-    "sp and tp=1": (["parallel.layout=dp=2 tp=1 sp"], "`parallel.sequence = true` without tensor parallelism", "", "parallel.sequence=auto"),
-    "sp and length": (["parallel.layout=tp=4 sp", "train.seq_len=126"], "`parallel.sequence = true` cannot cut 126 tokens into 4 equal parts", "train.seq_len / tp", "parallel.sequence=false or train.seq_len=124 or train.seq_len=128"),
-    "ring and length": (["parallel.layout=cp=4", "train.seq_len=100"], "`train.seq_len = 100` cannot be shared by cp=4 ranks (ring)", "8 equal pieces", "train.seq_len=96 or train.seq_len=104"),
-    "ulysses and length": (["parallel.layout=cp=4 cp_kind=ulysses", "train.seq_len=102"], "`train.seq_len = 102` cannot be shared by cp=4 ranks (ulysses)", "train.seq_len / cp tokens", "train.seq_len=100 or train.seq_len=104"),
-    "ring and a short length": (["parallel.layout=cp=4", "train.seq_len=4"], "`train.seq_len = 4` cannot be shared by cp=4 ranks (ring)", "", "train.seq_len=8"),
-    "sp and a short length": (["parallel.layout=tp=8 sp", "train.seq_len=4"], "`parallel.sequence = true` cannot cut 4 tokens into 8 equal parts", "", "parallel.sequence=false or train.seq_len=8"),
-    "experts over slices": (["parallel.layout=tp=2 ep=2", "parallel.sequence=false"], "ep=2 with tp=2 needs sequence parallelism", "must share the tokens", "parallel.sequence=auto or parallel.ep=1"),
-    "experts over slices, length": (["parallel.layout=tp=4 ep=2", "train.seq_len=126"], "ep=2 with tp=4 needs sequence parallelism", "", "train.seq_len=128 or parallel.ep=1"),
-    "schedule without pipeline": (["parallel.schedule=zbv"], '`parallel.schedule = "zbv"` without a pipeline', "pp is 1", "parallel.schedule=1f1b"),
-    "all without pipeline": (["parallel.pp=1", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "parallel.split=even"], '`parallel.schedule = "interleaved"` without a pipeline', "", "parallel.schedule=1f1b parallel.virtual_stages=auto parallel.split=auto"),
-    "split without pipeline": (["parallel.split=3,3"], "`parallel.split = [3, 3]` without a pipeline", "", "parallel.split=auto"),
-    "1f1b over stages": (["parallel.pp=2", "parallel.virtual_stages=3"], '`parallel.schedule = "1f1b"` does not work with `parallel.virtual_stages = 3`', "one stage per rank", "parallel.virtual_stages=1 or parallel.schedule=interleaved"),
-    "gpipe over stages": (["parallel.layout=pp=2 schedule=gpipe virtual_stages=2"], '`parallel.schedule = "gpipe"` does not work with `parallel.virtual_stages = 2`', "", "parallel.virtual_stages=1 or parallel.schedule=interleaved"),
-    "interleaved over nothing": (["parallel.layout=pp=2 schedule=interleaved virtual_stages=1"], '`parallel.schedule = "interleaved"` does not work with `parallel.virtual_stages = 1`', "takes turns", "parallel.virtual_stages=2 or parallel.schedule=1f1b"),
-    "zbv of one": (["parallel.layout=pp=2 schedule=zbv virtual_stages=1"], '`parallel.schedule = "zbv"` does not work with `parallel.virtual_stages = 1`', "two stages on each", "parallel.virtual_stages=2"),
-    "zbv of three": (["parallel.layout=pp=2 schedule=zbv virtual_stages=3"], '`parallel.schedule = "zbv"` does not work with `parallel.virtual_stages = 3`', "", "parallel.virtual_stages=2"),
-    "split too long": (["parallel.pp=2", "parallel.split=2,2,2"], "`parallel.split = [2, 2, 2]` has 3 entries for 2 stages", "pp=2 of them", "parallel.split=auto or parallel.split=even"),
-    "split per rank": (["parallel.layout=pp=2 schedule=zbv split=3,3"], "`parallel.split = [3, 3]` has 2 entries for 4 stages", "pp=2 x virtual_stages=2", "parallel.split=auto or parallel.split=even"),
-    "empty split": (["parallel.pp=2", "parallel.split=[]"], "`parallel.split = []` has 0 entries for 2 stages", "", "parallel.split=auto or parallel.split=even"),
-}  # fmt: skip
+    "nothing to fill": (
+        ["parallel.fill_bubbles=eval"],
+        '`parallel.fill_bubbles = "eval"` without a pipeline',
+        "pp is 1",
+        "parallel.fill_bubbles=none",
+    ),
+    "another job to fill": (
+        ["parallel.pp=2", "parallel.fill_bubbles=jobs/other.toml"],
+        'a second job in idle pipeline slots (`parallel.fill_bubbles = "jobs/other.toml"`) is not available yet',
+        "only side work",
+        "parallel.fill_bubbles=eval",
+    ),
+    "replicas do not divide": (
+        ["parallel.dp=8", "parallel.replicate=3"],
+        "`parallel.replicate = 3` does not divide dp=8",
+        "dp = replicas x shards",
+        "parallel.replicate=2 or parallel.replicate=4",
+    ),
+    "more replicas than ranks": (
+        ["parallel.dp=2", "parallel.replicate=4", "parallel.zero=2"],
+        "`parallel.replicate = 4` does not divide dp=2",
+        "",
+        "parallel.replicate=2",
+    ),
+    "replicas without zero": (
+        ["parallel.dp=8", "parallel.replicate=3", "parallel.zero=0"],
+        "`parallel.replicate = 3` does not divide dp=8",
+        "",
+        "parallel.replicate=8",
+    ),
+    "shards of nothing": (
+        ["parallel.layout=dp=4 replicate=2 zero=0"],
+        "`parallel.replicate = 2` leaves shards, but `parallel.zero = 0` shards nothing",
+        "dp=4 over 2 replicas makes 2 shards",
+        "parallel.zero=1 or parallel.replicate=4",
+    ),
+    "sp alone": (
+        ["parallel.sp=true"],
+        "`parallel.sequence = true` without tensor parallelism",
+        "tp is 1",
+        "parallel.sequence=auto",
+    ),
+    "sp and tp=1": (
+        ["parallel.layout=dp=2 tp=1 sp"],
+        "`parallel.sequence = true` without tensor parallelism",
+        "",
+        "parallel.sequence=auto",
+    ),
+    "sp and length": (
+        ["parallel.layout=tp=4 sp", "train.seq_len=126"],
+        "`parallel.sequence = true` cannot cut 126 tokens into 4 equal parts",
+        "train.seq_len / tp",
+        "parallel.sequence=false or train.seq_len=124 or train.seq_len=128",
+    ),
+    "ring and length": (
+        ["parallel.layout=cp=4", "train.seq_len=100"],
+        "`train.seq_len = 100` cannot be shared by cp=4 ranks (ring)",
+        "8 equal pieces",
+        "train.seq_len=96 or train.seq_len=104",
+    ),
+    "ulysses and length": (
+        ["parallel.layout=cp=4 cp_kind=ulysses", "train.seq_len=102"],
+        "`train.seq_len = 102` cannot be shared by cp=4 ranks (ulysses)",
+        "train.seq_len / cp tokens",
+        "train.seq_len=100 or train.seq_len=104",
+    ),
+    "ring and a short length": (
+        ["parallel.layout=cp=4", "train.seq_len=4"],
+        "`train.seq_len = 4` cannot be shared by cp=4 ranks (ring)",
+        "",
+        "train.seq_len=8",
+    ),
+    "sp and a short length": (
+        ["parallel.layout=tp=8 sp", "train.seq_len=4"],
+        "`parallel.sequence = true` cannot cut 4 tokens into 8 equal parts",
+        "",
+        "parallel.sequence=false or train.seq_len=8",
+    ),
+    "experts over slices": (
+        ["parallel.layout=tp=2 ep=2", "parallel.sequence=false"],
+        "ep=2 with tp=2 needs sequence parallelism",
+        "must share the tokens",
+        "parallel.sequence=auto or parallel.ep=1",
+    ),
+    "experts over slices, length": (
+        ["parallel.layout=tp=4 ep=2", "train.seq_len=126"],
+        "ep=2 with tp=4 needs sequence parallelism",
+        "",
+        "train.seq_len=128 or parallel.ep=1",
+    ),
+    "schedule without pipeline": (
+        ["parallel.schedule=zbv"],
+        '`parallel.schedule = "zbv"` without a pipeline',
+        "pp is 1",
+        "parallel.schedule=1f1b",
+    ),
+    "all without pipeline": (
+        ["parallel.pp=1", "parallel.schedule=interleaved", "parallel.virtual_stages=2", "parallel.split=even"],
+        '`parallel.schedule = "interleaved"` without a pipeline',
+        "",
+        "parallel.schedule=1f1b parallel.virtual_stages=auto parallel.split=auto",
+    ),
+    "split without pipeline": (
+        ["parallel.split=3,3"],
+        "`parallel.split = [3, 3]` without a pipeline",
+        "",
+        "parallel.split=auto",
+    ),
+    "1f1b over stages": (
+        ["parallel.pp=2", "parallel.virtual_stages=3"],
+        '`parallel.schedule = "1f1b"` does not work with `parallel.virtual_stages = 3`',
+        "one stage per rank",
+        "parallel.virtual_stages=1 or parallel.schedule=interleaved",
+    ),
+    "gpipe over stages": (
+        ["parallel.layout=pp=2 schedule=gpipe virtual_stages=2"],
+        '`parallel.schedule = "gpipe"` does not work with `parallel.virtual_stages = 2`',
+        "",
+        "parallel.virtual_stages=1 or parallel.schedule=interleaved",
+    ),
+    "interleaved over nothing": (
+        ["parallel.layout=pp=2 schedule=interleaved virtual_stages=1"],
+        '`parallel.schedule = "interleaved"` does not work with `parallel.virtual_stages = 1`',
+        "takes turns",
+        "parallel.virtual_stages=2 or parallel.schedule=1f1b",
+    ),
+    "zbv of one": (
+        ["parallel.layout=pp=2 schedule=zbv virtual_stages=1"],
+        '`parallel.schedule = "zbv"` does not work with `parallel.virtual_stages = 1`',
+        "two stages on each",
+        "parallel.virtual_stages=2",
+    ),
+    "zbv of three": (
+        ["parallel.layout=pp=2 schedule=zbv virtual_stages=3"],
+        '`parallel.schedule = "zbv"` does not work with `parallel.virtual_stages = 3`',
+        "",
+        "parallel.virtual_stages=2",
+    ),
+    "split too long": (
+        ["parallel.pp=2", "parallel.split=2,2,2"],
+        "`parallel.split = [2, 2, 2]` has 3 entries for 2 stages",
+        "pp=2 of them",
+        "parallel.split=auto or parallel.split=even",
+    ),
+    "split per rank": (
+        ["parallel.layout=pp=2 schedule=zbv split=3,3"],
+        "`parallel.split = [3, 3]` has 2 entries for 4 stages",
+        "pp=2 x virtual_stages=2",
+        "parallel.split=auto or parallel.split=even",
+    ),
+    "empty split": (
+        ["parallel.pp=2", "parallel.split=[]"],
+        "`parallel.split = []` has 0 entries for 2 stages",
+        "",
+        "parallel.split=auto or parallel.split=even",
+    ),
+}
 
 
 def apply(words: list[str], fix: str) -> list[str]:
-    """The command line with a printed fix typed into it: its keys replace those that were there, in a layout string too."""
+    """The command line with a printed fix typed into it: its keys replace those that
+    were there, in a layout string too."""
     fixed = dict(word.split("=", 1) for word in fix.split())
     plain = []
     for word in words:

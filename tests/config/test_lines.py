@@ -20,7 +20,8 @@ def test_tables_dotted_keys_and_comments():
 
 
 def test_values_that_span_lines_hide_no_keys_and_invent_none():
-    text = 'a = """\nfake = 1\n[fake]\n"""\nb = [\n  1, # c = 2\n  "x = 3",\n]\nd = { e = 1, f = { g = 2 } }\nh = \'\'\'\ni = 1\'\'\'\nj = 1\n'
+    text = 'a = """\nfake = 1\n[fake]\n"""\nb = [\n  1, # c = 2\n  "x = 3",\n]\n'
+    text += "d = { e = 1, f = { g = 2 } }\nh = '''\ni = 1'''\nj = 1\n"
     assert dict(key_lines(text)) == {
         ("a",): 1, ("b",): 5, ("d",): 9, ("d", "e"): 9, ("d", "f"): 9, ("d", "f", "g"): 9, ("h",): 10, ("j",): 12
     }  # fmt: skip

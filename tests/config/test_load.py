@@ -154,7 +154,8 @@ def test_windows_line_ends_and_byte_order_mark(tmp_path):
 def test_nothing_heavy_is_imported():
     code = (
         "import sys; from shardwise.config.load import load_config; import shardwise.cluster.describe.machine as m;"
-        "load_config(None, ['model.num_layers=2']); m.this_machine(); import shardwise.explain.pages as p; p.preset_rows();"
+        "load_config(None, ['model.num_layers=2']); m.this_machine(); import shardwise.explain.pages as p; "
+        "p.preset_rows();"
         "bad = {'torch', 'numpy', 'rich'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

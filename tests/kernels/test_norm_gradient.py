@@ -320,8 +320,8 @@ def test_kernel_and_definition_agree_on_a_gpu(width: int, learns: bool) -> None:
 
 @pytest.mark.cuda
 def test_compiled_blocks_on_a_gpu_are_as_near_to_the_truth_as_without() -> None:
-    """Both round the same gradients, and in one batch the one or the other is lucky: the mean over batches tells. The truth has the same weights
-    in bf16, so that nothing but the rounding of computing is compared."""
+    """Both round the same gradients, and in one batch the one or the other is lucky: the mean over batches tells. The
+    truth has the same weights in bf16, so that nothing but the rounding of computing is compared."""
     exact, batches, found = make(torch.bfloat16).double(), range(1, 9), {}
     truths = [{name: one.cuda() for name, one in gradients(exact, batch=batch).items()} for batch in batches]
     for own in (False, True):

@@ -1,4 +1,5 @@
-"""Every test file runs alone: what it imports stands beside it or at the top of tests/, and no two files have one name."""
+"""Every test file runs alone: what it imports stands beside it or at the top of tests/, and no two files have one
+name."""
 
 from __future__ import annotations
 

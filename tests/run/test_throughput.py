@@ -86,7 +86,7 @@ def test_flops_are_counted_as_the_page_says(trained):
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "elementwise"),
         ("_lora_add", "elementwise"),
         ("_norm_gradient", "elementwise"),
-        ("_squares", "optimizer"),
+        ("_squared_norm", "optimizer"),
         ("a kernel that nobody knows", "other"),
     ],
 )

@@ -116,7 +116,8 @@ def test_zbv_never_waits_and_holds_what_1f1b_holds(pp):
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 8])
 def test_dualpipev_takes_as_long_as_zbv_with_few_split_backwards(pp):
-    """Its authors' figures: one activation more than the 2 pp of a V, and a split backward only where a rank would wait."""
+    """Its authors' figures: one activation more than the 2 pp of a V, and a split backward only where a rank would
+    wait."""
     for m in range(2 * pp, 4 * pp):
         actions = schedule_actions("dualpipev", pp, 2, m)
         assert total_time("dualpipev", pp, 2, m) == total_time("zbv", pp, 2, m)

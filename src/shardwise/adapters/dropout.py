@@ -29,10 +29,10 @@ def apply_dropout(blocks: Iterable[nn.Module], dropout: AdapterDropout | None) -
     if dropout is None or not dropout.rate:
         return
     for block in blocks:
-        block.forward = _told(block.forward, dropout)
+        block.forward = _with_rows(block.forward, dropout)
 
 
-def _told(forward: Callable[..., Any], dropout: AdapterDropout) -> Callable[..., Any]:
+def _with_rows(forward: Callable[..., Any], dropout: AdapterDropout) -> Callable[..., Any]:
     @wraps(forward)
     def run(x: Tensor, inputs: AttentionInputs, *args: Any) -> Any:
         dropout.begin(inputs.rows_B, inputs.positions_BT)

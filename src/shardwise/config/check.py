@@ -1,8 +1,8 @@
 """Rules between keys, checked before anything heavy is imported.
 
 Each rule is one small function that raises a three-line error; `check_config` lists them. Invariant: no rule needs more
-than the config itself. Read next: check_layout.py (the rules of [parallel]), plan/resolve/degrees.py (what the model and the
-machine allow).
+than the config itself. Read next: check_layout.py (the rules of [parallel]), plan/resolve/degrees.py (what the model
+and the machine allow).
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def _kernels(config: Config, origins: Origins) -> None:
         key = "speed.fuse = true" if speed.compile in ("auto", "none") else f"speed.compile = {speed.compile}"
         raise UserError(
             f"`speed.kernels = liger` does not go with `{key}`",
-            why="a compiler fuses norms and activations with what stands around them; kernels from elsewhere would cut that apart",
+            why="a compiler fuses norms and activations with what stands around them; kernels from elsewhere would "
+            "cut that apart",
             fix="speed.kernels=torch, or speed.compile=none speed.fuse=false",
             where=where_written(origins, "speed.kernels", key.split(" ")[0]),
         )

@@ -1,7 +1,7 @@
 """The rules of [parallel] that need no model: which degrees, schedules and switches go together.
 
-Invariant: a config that passes may still be too much for its model or its machine (plan/resolve/degrees.py says), but no two of its
-own keys contradict each other. Every `fix` is a setting that can be typed.
+Invariant: a config that passes may still be too much for its model or its machine (plan/resolve/degrees.py says), but
+no two of its own keys contradict each other. Every `fix` is a setting that can be typed.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def check_world(config: Config, world: int, origins: Origins) -> None:
     parallel = config.parallel
     degrees = {"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp, "pp": parallel.pp}
     fixed = {name: int(value) for name, value in degrees.items() if value != "auto"}
-    product = math.prod(fixed.values())
-    if product == world or (len(fixed) < len(degrees) and world % product == 0):
+    needed = math.prod(fixed.values())
+    if needed == world or (len(fixed) < len(degrees) and world % needed == 0):
         return
     said = [f"{name}={value}" for name, value in fixed.items() if value > 1] or ["dp=1"]
-    fixes = [product] if len(fixed) == len(degrees) else [world // product * product, -(-world // product) * product]
+    fixes = [needed] if len(fixed) == len(degrees) else [world // needed * needed, -(-world // needed) * needed]
     words = [f"--nproc {count}" for count in fixes if count]
-    without_dp = product // fixed.get("dp", 1)
+    without_dp = needed // fixed.get("dp", 1)
     if "dp" in fixed and world % without_dp == 0:
         words.append(f"parallel.dp={world // without_dp}")
     raise UserError(
-        f"the layout needs {product if len(fixed) == len(degrees) else f'a multiple of {product}'} processes, "
+        f"the layout needs {needed if len(fixed) == len(degrees) else f'a multiple of {needed}'} processes, "
         f"there are {world}",
         why=" x ".join(said)
-        + (f" = {product}" if len(said) > 1 else "")
+        + (f" = {needed}" if len(said) > 1 else "")
         + "; dp x cp x tp x pp must be the number of processes",
         fix=" or ".join(words),
         where=where_written(origins, *(f"parallel.{name}" for name in fixed)),
@@ -72,7 +72,8 @@ def check_replicas(dp: int, replicate: int, zero: int | str, origins: Origins) -
     if zero == 0 and replicate != dp:
         raise UserError(
             f"`parallel.replicate = {replicate}` leaves shards, but `parallel.zero = 0` shards nothing",
-            why=f"dp={dp} over {replicate} replica{'s' if replicate > 1 else ''} makes {dp // replicate} shards of each",
+            why=f"dp={dp} over {replicate} replica{'s' if replicate > 1 else ''} makes {dp // replicate} shards of "
+            f"each",
             fix=f"parallel.zero=1 or parallel.replicate={dp}",
             where=where,
         )
@@ -115,7 +116,8 @@ def _experts_over_slices(config: Config, origins: Origins) -> None:
     changes += [f"train.seq_len={-(-seq_len // parts) * parts}"] * (seq_len % parts > 0)
     raise UserError(
         f"ep={parallel.ep} with tp={parallel.tp} needs sequence parallelism",
-        why="each rank sends its own tokens to the experts, so tensor-parallel ranks must share the tokens between them",
+        why="each rank sends its own tokens to the experts, so tensor-parallel ranks must share the tokens between "
+        "them",
         fix=f"{' '.join(changes)} or parallel.ep=1",
         where=where_written(origins, "parallel.ep", "parallel.tp", "parallel.sequence", "train.seq_len"),
     )
@@ -173,10 +175,10 @@ def _entries_of_split(parallel: ParallelConfig, origins: Origins) -> None:
     pp, stages = degree(parallel.pp), stages_per_rank(parallel)
     if isinstance(parallel.split, str) or len(parallel.split) == pp * stages:
         return
-    product = f"pp={pp}" + (f" x virtual_stages={stages}" if stages > 1 else "")
+    stages_said = f"pp={pp}" + (f" x virtual_stages={stages}" if stages > 1 else "")
     raise UserError(
         f"`parallel.split = {shown(parallel.split)}` has {len(parallel.split)} entries for {pp * stages} stages",
-        why=f"it lists the layers of each stage, and there are {product} of them",
+        why=f"it lists the layers of each stage, and there are {stages_said} of them",
         fix="parallel.split=auto or parallel.split=even",
         where=where_written(origins, "parallel.pp", "parallel.virtual_stages", "parallel.split"),
     )

@@ -1,8 +1,8 @@
 """Where each key of a TOML file stands.
 
 `tomllib` gives values without positions. This scanner gives positions without values: it follows tables, dotted and
-quoted keys, inline tables and values that span lines. Invariant: it never raises, so it can also point at the place in a
-file that `tomllib` refuses. Read next: load.py.
+quoted keys, inline tables and values that span lines. Invariant: it never raises, so it can also point at the place in
+a file that `tomllib` refuses. Read next: load.py.
 """
 
 from __future__ import annotations

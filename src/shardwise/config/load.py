@@ -1,8 +1,8 @@
 """From a TOML file and `section.key=value` words to one frozen `Config`, with the origin of every value.
 
 Later wins: defaults, then the file, then the words from left to right. Nothing heavy is imported, so every mistake in a
-config is found in a blink. Invariant: each key of the result has an entry in `origins`. Read next: schema.py (the keys),
-values.py (one value), check.py (rules between keys).
+config is found in a blink. Invariant: each key of the result has an entry in `origins`. Read next: schema.py (the
+keys), values.py (one value), check.py (rules between keys).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ EXCLUSIVE = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checked config and where each value came from: `"train.steps" -> "run.toml:14" | "command line" | "default"`."""
+    """A checked config and where each value came from: `"train.steps" -> "run.toml:14" | "command line" |
+    "default"`."""
 
     config: Config
     origins: dict[str, str]

@@ -1,9 +1,9 @@
 """Numbers with units, in and out.
 
 Invariant: reading never guesses. A string either is a number with a unit of the expected kind or raises `ValueError`
-with a sentence that names the spellings that work. `k`, `M`, `G` are powers of 1024 where lengths are meant ("8k" tokens
-per sequence) and powers of 1000 where amounts are meant ("300B" tokens of training). Read next: values.py, which calls
-these for the keys that carry a unit.
+with a sentence that names the spellings that work. `k`, `M`, `G` are powers of 1024 where lengths are meant ("8k"
+tokens per sequence) and powers of 1000 where amounts are meant ("300B" tokens of training). Read next: values.py, which
+calls these for the keys that carry a unit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One raw value becomes a checked value, or a three-line error that names the key, the rule and what to type.
 
-Order of the checks: other spellings -> type and unit -> range -> choices -> built yet. Invariant: a value that comes out
-of `read_value` goes back in unchanged, so a written config reads as itself. Read next: load.py (calls this per key).
+Order of the checks: other spellings -> type and unit -> range -> choices -> built yet. Invariant: a value that comes
+out of `read_value` goes back in unchanged, so a written config reads as itself. Read next: load.py (calls this per
+key).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class MixtureOfExperts(nn.Module):
         back_M = inverse(order_M)
         counts_BE = count_experts(choice.experts_NK.view(x_BTD.shape[0], -1), self.num_experts)
         counts_E = counts_BE.sum(0)
-        sorted_MD = arrange(x_ND, order_M, back_M, copies=self.experts_per_token)
+        sorted_MD = arrange(x_ND, order_M, back_M, num_repeats=self.experts_per_token)
         # 2. Every expert works on its own rows.
         out_MD = self.experts(sorted_MD, counts_E)
         # 3. Back to token order, weighted sum of each token's K results (fixed order: the same bits every time).
@@ -193,26 +193,26 @@ def inverse(order_M: Tensor) -> Tensor:
     return torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
 
-def arrange(x_ND: Tensor, order_M: Tensor, back_M: Tensor, copies: int = 1) -> Tensor:
-    """`copies` of every row, in another order: copy m is of row m // copies. `back_M` is the way back."""
-    return _Arrange.apply(x_ND, order_M, back_M, copies)
+def arrange(x_ND: Tensor, order_M: Tensor, back_M: Tensor, num_repeats: int = 1) -> Tensor:
+    """Every row `num_repeats` times, in another order: output m is of row m // num_repeats. `back_M` leads back."""
+    return _Arrange.apply(x_ND, order_M, back_M, num_repeats)
 
 
 class _Arrange(torch.autograd.Function):
-    """Backward takes the rows back and adds the copies in a fixed order; an index's own would add them one by one, and
+    """Backward takes the rows back and adds the repeats in a fixed order; an index's own would add them one by one, and
     on a GPU in the order threads arrive."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, back_M: Tensor, copies: int) -> Tensor:
+    def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, back_M: Tensor, num_repeats: int) -> Tensor:
         ctx.save_for_backward(back_M)
-        ctx.copies = copies
-        return x_ND.index_select(0, order_M if copies == 1 else order_M // copies)
+        ctx.num_repeats = num_repeats
+        return x_ND.index_select(0, order_M if num_repeats == 1 else order_M // num_repeats)
 
     @staticmethod
     def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None, None]:
         (back_M,) = ctx.saved_tensors
         rows_MD = grad_MD.index_select(0, back_M)
-        return rows_MD if ctx.copies == 1 else rows_MD.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+        return rows_MD if ctx.num_repeats == 1 else rows_MD.unflatten(0, (-1, ctx.num_repeats)).sum(1), None, None, None
 
 
 def can_group(x: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The actions that pipeline schedules are made of, what each needs before it can start, and the check of whole lists.
 
-A schedule gives one list of actions per rank. Sends and receives are not in the lists, they follow from them: a send never blocks, a
-receive waits, and under that rule a list that passes `check_actions` cannot deadlock.
+A schedule gives one list of actions per rank. Sends and receives are not in the lists, they follow from them: a send
+never blocks, a receive waits, and under that rule a list that passes `check_actions` cannot deadlock.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward inputs", "W": "backward
 
 
 class Action(NamedTuple):
-    """`kind`: F forward, B whole backward, I gradient of the inputs only, W gradient of the weights only. E is a forward of
-    something held out, which `parallel/pipeline/idle_slots.py` puts into idle slots; no schedule has it."""
+    """`kind`: F forward, B whole backward, I gradient of the inputs only, W gradient of the weights only. E is a
+    forward of something held out, which `parallel/pipeline/idle_slots.py` puts into idle slots; no schedule has it."""
 
     kind: str
     stage: int

@@ -10,15 +10,17 @@ from shardwise.spec.precisions import PRECISIONS
 
 MULTIPLE = 16  # of both sides of a matrix: what the hardware's products take
 WORTH = {"rowwise": 1000, "tensorwise": 600}
-"""Of outputs * inputs / (outputs + inputs): from here on fp8 gains. For every token the three products save 6 O I / rate of the product, and rounding
-both sides both ways moves 6 (O + I) bytes. On an H200 (bf16 700, fp8 1250 TFLOP/s with one scale and 1000 with one per row, 4 TB/s) that is even at
-400 and 580; half as much again pays for launches and for sums that are refreshed."""
+"""Of outputs * inputs / (outputs + inputs): from here on fp8 gains. For every token the three products save 6 O I /
+rate of the product, and rounding both sides both ways moves 6 (O + I) bytes. On an H200 (bf16 700, fp8 1250 TFLOP/s
+with one scale and 1000 with one per row, 4 TB/s) that is even at 400 and 580; half as much again pays for launches and
+for sums that are refreshed."""
 FROZEN_WORTH = 0.75
 """Of that, for a frozen matrix: two products save 4 O I, and what is rounded moves 3 (O + I)."""
 
 
 def why_not(outputs: int, inputs: int, recipe: str, *, together: int | None, is_frozen: bool = False) -> str | None:
-    """Why a matrix stays in bf16, or None. `together`: outputs of the product that it takes part in; None: any size will do."""
+    """Why a matrix stays in bf16, or None. `together`: outputs of the product that it takes part in; None: any size
+    will do."""
     if outputs % MULTIPLE or inputs % MULTIPLE:
         return f"{outputs} x {inputs} does not divide by {MULTIPLE}"
     if together is None or gains(together, inputs, WORTH[recipe] * (FROZEN_WORTH if is_frozen else 1.0)):

@@ -1,8 +1,9 @@
 """What a model is, in numbers: `ModelSpec`, one flat description that every decoder in this package is built from.
 
 Owns the shapes, the parameter and FLOP counts that follow from them, and the checks that make a spec buildable.
-Invariant: a `ModelSpec` that exists is valid, and nothing here imports torch, because the planner lives on these numbers.
-Zero means "none" for optional sizes, so that every field can be written in TOML. Read next: `presets.py`, `decoder.py`.
+Invariant: a `ModelSpec` that exists is valid, and nothing here imports torch, because the planner lives on these
+numbers. Zero means "none" for optional sizes, so that every field can be written in TOML. Read next: `presets.py`,
+`decoder.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class ModelSpec:
     rope_mscale_all_dim: float = 0.0
     rope_attention_factor: float = 0.0
 
-    # Attention. The window counts the token itself. Layers before window_from, and every global_every-th, see everything.
+    # Attention. The window counts the token itself. Layers before window_from, and every global_every-th, see
+    # everything.
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
@@ -93,7 +95,8 @@ class ModelSpec:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
 
-    # Mixture of experts: on when num_experts > 0. Layer i has experts if i >= first_dense_layers and (i + 1) % moe_every == 0.
+    # Mixture of experts: on when num_experts > 0. Layer i has experts if i >= first_dense_layers and (i + 1) %
+    # moe_every == 0.
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -126,7 +129,8 @@ class ModelSpec:
 
     @property
     def is_ours(self) -> bool:
-        """Our own decoder computes it, so it can be cut anywhere. False: transformers builds it (transformers_spec.py)."""
+        """Our own decoder computes it, so it can be cut anywhere. False: transformers builds it
+        (transformers_spec.py)."""
         return True
 
     @property
@@ -224,7 +228,8 @@ class ModelSpec:
         return reach - reach * reach / (2 * seq_len)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token: forward and backward, causal attention counted once (not twice as some tables do)."""
+        """Training FLOPs per token: forward and backward, causal attention counted once (not twice as some tables
+        do)."""
         lookups = self.num_embedding_parameters - (self.vocab * self.hidden if self.tied else 0)
         matmul = 6 * (self.num_active_parameters - lookups)
         # Per key: one multiply-add over the query's width and one over the value's; times 3 for forward and backward.
@@ -234,7 +239,8 @@ class ModelSpec:
     # Changing and storing -----------------------------------------------------------------------------------------
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> ModelSpec:
-        """A changed copy. Sizes that were derived (head_dim, num_kv_heads, expert_ffn) are derived again unless given."""
+        """A changed copy. Sizes that were derived (head_dim, num_kv_heads, expert_ffn) are derived again unless
+        given."""
         changes = dict(overrides)
         for name in changes:
             check_field_name(name)
@@ -349,7 +355,8 @@ def _check_latent(spec: ModelSpec) -> None:
     if wrong:
         raise _impossible(
             f"latent attention with {wrong[0]} = {getattr(spec, wrong[0])!r}",
-            "its keys and values come from one latent per token: no grouped heads, biases, q/k norms or learned positions",
+            "its keys and values come from one latent per token: no grouped heads, biases, q/k norms or learned "
+            "positions",
             f"leave {wrong[0]} at its default",
         )
 
@@ -370,7 +377,8 @@ def _check_experts(spec: ModelSpec) -> None:
         )
     if groups > 1 and (spec.num_experts // groups < 2 or spec.experts_per_token > kept * (spec.num_experts // groups)):
         raise _impossible(
-            f"{groups} expert groups of {spec.num_experts // groups} with {kept} kept for {spec.experts_per_token} experts",
+            f"{groups} expert groups of {spec.num_experts // groups} with {kept} kept for {spec.experts_per_token} "
+            f"experts",
             "a group is scored by its best two experts, and the kept groups must hold experts_per_token experts",
             "use fewer groups or raise topk_groups",
         )

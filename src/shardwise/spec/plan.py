@@ -1,10 +1,12 @@
-"""`Plan`: exactly what the runtime executes, with every `auto` resolved. Written to plan.json, no torch needed to read it.
+"""`Plan`: exactly what the runtime executes, with every `auto` resolved. Written to plan.json, no torch needed to read
+it.
 
     world = dp x cp x tp x pp        dp = replicate x shard        ep divides dp x cp x tp
 
 Ranks are numbered with the pipeline outermost, then replicas, shards, context and tensor parallelism, whose ranks are
-neighbours and share the fastest links. Expert-parallel ranks are neighbours too: `ep` of them in a row. Invariant: a `Plan` that exists is consistent; whether the model and the machine
-can bear it was checked before (degrees.py). Read next: resolve.py, which makes it.
+neighbours and share the fastest links. Expert-parallel ranks are neighbours too: `ep` of them in a row. Invariant: a
+`Plan` that exists is consistent; whether the model and the machine can bear it was checked before (degrees.py). Read
+next: resolve.py, which makes it.
 """
 
 from __future__ import annotations
@@ -53,10 +55,12 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
-    """One resolved job: the sections [parallel], [memory], [speed] and [comm] of the config with every `auto` resolved, and the batch.
+    """One resolved job: the sections [parallel], [memory], [speed] and [comm] of the config with every `auto` resolved,
+    and the batch.
 
-    A key that a section has is a field here, by the same name: it is written in the schema and read where it acts. What follows below are the
-    keys whose type or default is another once `auto` is resolved. A data-parallel index owns a fixed range of each step's rows."""
+    A key that a section has is a field here, by the same name: it is written in the schema and read where it acts. What
+    follows below are the keys whose type or default is another once `auto` is resolved. A data-parallel index owns a
+    fixed range of each step's rows."""
 
     device: str  # cpu | cuda
     precision: str = field()
@@ -134,7 +138,8 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
 
     @property
     def uses_fsdp(self) -> bool:
-        """FSDP2 holds the parameters: to share them, to round them or their gradients, or to keep them in CPU memory."""
+        """FSDP2 holds the parameters: to share them, to round them or their gradients, or to keep them in CPU
+        memory."""
         return self.zero > 0 or (self.is_mixed and not self.copies) or self.rounds_sums or self.offload == "all"
 
     @property
@@ -179,7 +184,8 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
 
     @property
     def expert_replicas(self) -> int:
-        """Of those, how many hold the same rows. Hybrid keeps its replicas, unless a row of experts is longer than a replica."""
+        """Of those, how many hold the same rows. Hybrid keeps its replicas, unless a row of experts is longer than a
+        replica."""
         if not self.zero:
             return self.expert_copies
         return self.replicate if self.stage_world // self.replicate % self.ep == 0 else 1
@@ -203,7 +209,8 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     # The batch ----------------------------------------------------------------------------------------------------
 
     def rows(self, dp_index: int) -> range:
-        """The rows of every global batch that the ranks of this data-parallel index train on; the first may have one more."""
+        """The rows of every global batch that the ranks of this data-parallel index train on; the first may have one
+        more."""
         assert 0 <= dp_index < self.dp, (dp_index, self.dp)
         share, more = divmod(self.global_batch, self.dp)
         first = dp_index * share + min(dp_index, more)
@@ -238,7 +245,8 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
 
     @property
     def layout(self) -> str:
-        """The layout string that is used everywhere: plan table, logs, `parallel.layout`. An even split goes without saying."""
+        """The layout string that is used everywhere: plan table, logs, `parallel.layout`. An even split goes without
+        saying."""
         is_even = self.split == () or self.split == even_split(sum(self.split), self.num_stages)
         said = {"replicate": self.replicate if self.zero else "auto", "split": "auto" if is_even else self.split}
         parallel = ParallelConfig(**values_of(Axes, self) | said)
@@ -251,7 +259,8 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
 
     @classmethod
     def of(cls, config: Config, **resolved: Any) -> Plan:
-        """The config's own values, with what was resolved in place of every `auto`. What is neither has the field's default."""
+        """The config's own values, with what was resolved in place of every `auto`. What is neither has the field's
+        default."""
         values = {
             name: value
             for section, keys in SECTIONS.items()
@@ -266,7 +275,8 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     ) -> Plan:
         """A plan for a hand-written loop (`shardwise.parallelize`), which has its batches itself: only who holds what.
 
-        `world`: the number of processes, for a layout without dp. A precision in the string comes before the argument."""
+        `world`: the number of processes, for a layout without dp. A precision in the string comes before the
+        argument."""
         words = {key.partition(".")[2]: text for key, text in parse_layout(layout).items()}
         cut = [axis for axis in ("tp", "pp", "cp", "ep") if words.get(axis, "1") not in ("1", "auto")]
         if cut:

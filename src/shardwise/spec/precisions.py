@@ -1,7 +1,9 @@
-"""The precisions that a model can be trained in, as records: which number formats weights, matmuls, gradients and states have. No torch.
+"""The precisions that a model can be trained in, as records: which number formats weights, matmuls, gradients and
+states have. No torch.
 
-To add one, write a `Precision` here; if it needs a conversion of the model, that goes where the model is built (`parallel/apply.py`). The config's choices, the
-bytes that the planner counts, the dtypes of the runtime and the names in other frameworks all follow from the record.
+To add one, write a `Precision` here; if it needs a conversion of the model, that goes where the model is built
+(`parallel/apply.py`). The config's choices, the bytes that the planner counts, the dtypes of the runtime and the names
+in other frameworks all follow from the record.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ class Precision:
     matmul: str
     """The rate of a device that its large matmuls run at: fp64 fp32 bf16 fp16 fp8."""
     proof_limit: float
-    """The largest relative difference of losses between a run's first steps and their repetition in one process. With 16 bits a rounding
-    that falls the other way moves a weight by 0.4 %, and steps multiply that; mistakes are found in fp64 (prove/verify.py)."""
+    """The largest relative difference of losses between a run's first steps and their repetition in one process. With
+    16 bits a rounding that falls the other way moves a weight by 0.4 %, and steps multiply that; mistakes are found in
+    fp64 (prove/verify.py)."""
     scales_loss: bool = False
     """Gradients do not fit its range as they are: the loss is multiplied while they are computed."""
     alone: str | None = None

@@ -1,4 +1,5 @@
-"""`Prediction`: what the planner says of a job before it runs, in bytes and seconds. What runs and reports knows only this noun. No torch."""
+"""`Prediction`: what the planner says of a job before it runs, in bytes and seconds. What runs and reports knows only
+this noun. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which layers backward computes again together (activation checkpointing), and where saved activations can wait. No torch.
+"""Which layers backward computes again together (activation checkpointing), and where saved activations can wait. No
+torch.
 
 Invariant: what the runtime wraps (memory/recompute.py) is what is predicted; both ask here.
 """
@@ -61,8 +62,8 @@ def recompute_of(mode: str) -> Recompute:
 
 @lru_cache(4096)
 def segments(mode: str, layers: range) -> tuple[range, ...]:
-    """The neighbouring layers of a stage that are computed again together, by their number in the model. Empty where nothing is, or
-    where a choice is made inside of each block (`selective`)."""
+    """The neighbouring layers of a stage that are computed again together, by their number in the model. Empty where
+    nothing is, or where a choice is made inside of each block (`selective`)."""
     kind = recompute_of(mode)
     if kind.every is not None:
         return tuple(range(index, index + 1) for index in layers if index % kind.every == 0)

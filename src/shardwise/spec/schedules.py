@@ -1,7 +1,8 @@
 """Pipeline schedules as records: each is one function that gives the action list of every rank, and the facts about it.
 
-The executor runs the lists, `spec/timeline.py` times and draws them, the planner prices them; all of them ask the record, none knows a schedule
-by name. To add one, write its function and one `Schedule` in `SCHEDULES`; nothing else needs to change.
+The executor runs the lists, `spec/timeline.py` times and draws them, the planner prices them; all of them ask the
+record, none knows a schedule by name. To add one, write its function and one `Schedule` in `SCHEDULES`; nothing else
+needs to change.
 
 Invariant: every list made here passes `check_actions`, for any number of micro-batches.
 
@@ -16,7 +17,8 @@ split. With M micro-batches:
                  F = I = W and M >= pp; every rank may hold min(M, pp), which in 1f1b only rank 0 does.
     zbv          split as well, two stages per rank in a V: 2 min(M, pp) activations of half the size. If F = I = W
                  and M >= pp, half the bubble of ZB-H1: only the way down to the last rank is left.
-    dualpipev    the V of DeepSeek's DualPipe: in its steady state a forward and a whole backward of two micro-batches stand side by
+    dualpipev    the V of DeepSeek's DualPipe: in its steady state a forward and a whole backward of two micro-batches
+    stand side by
                  side; backward is split only where a rank would wait. Holds one activation more than zbv.
 """
 
@@ -54,15 +56,18 @@ class Schedule:
     instead: str | None = None
 
     is_v: bool = False
-    """Stages go down the ranks and up again, so the first rank has both ends of the model. Else they go round and round."""
+    """Stages go down the ranks and up again, so the first rank has both ends of the model. Else they go round and
+    round."""
     splits_backward: bool = False
     """It has I and W actions, the gradients of inputs and of weights apart."""
     holds_all: bool = False
     """All micro-batches wait for their backward at once."""
     repeats: Callable[[int, int, int], bool] = lambda pp, virtual_stages, num_microbatches: True
-    """(pp, virtual stages, micro-batches): whether later groups of micro-batches pass as the first ones do, so that some stand for all."""
+    """(pp, virtual stages, micro-batches): whether later groups of micro-batches pass as the first ones do, so that
+    some stand for all."""
     most_held: Callable[[int, int, int, int], int] | None = None
-    """(pp, virtual stages, micro-batches, rank) -> activations held at most, where there is a formula; else its list is counted."""
+    """(pp, virtual stages, micro-batches, rank) -> activations held at most, where there is a formula; else its list is
+    counted."""
 
     is_proposed: bool = True
     """Whether the planner considers it by itself. Else it runs when asked for."""
@@ -141,8 +146,9 @@ def _zbv(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
 
 
 def _dualpipev(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """DualPipeV in the eight steps of its authors (DeepSeek, "DualPipe", the cut-in-half variant). 0 is a rank's stage on the way down,
-    1 the one on the way up; B is a whole backward, I and W are its halves. It is defined for M >= 2 pp; fewer pass as in zbv."""
+    """DualPipeV in the eight steps of its authors (DeepSeek, "DualPipe", the cut-in-half variant). 0 is a rank's stage
+    on the way down, 1 the one on the way up; B is a whole backward, I and W are its halves. It is defined for M >= 2
+    pp; fewer pass as in zbv."""
     if num_microbatches < 2 * pp:
         return _zbv(pp, virtual_stages, num_microbatches)
     lists = []
@@ -164,7 +170,8 @@ def _dualpipev(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
 
 
 def _numbered(turns: Sequence[str], stages: tuple[int, int]) -> list[Action]:
-    """Turns such as F0, I1 or W as actions: each stage takes its micro-batches in order, W the oldest weight gradients that wait."""
+    """Turns such as F0, I1 or W as actions: each stage takes its micro-batches in order, W the oldest weight gradients
+    that wait."""
     taken: Counter[tuple[str, int]] = Counter()
     waiting: deque[tuple[int, int]] = deque()
     order = []

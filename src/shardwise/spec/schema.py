@@ -54,7 +54,8 @@ class ModelConfig:
     )
     attention: str = setting(
         "auto",
-        "attention kernel; cudnn, flash, flash4 and flex are for CUDA; auto: the fastest there, by measurement, sdpa on CPUs",
+        "attention kernel; cudnn, flash, flash4 and flex are for CUDA; auto: the fastest there, by measurement, sdpa "
+        "on CPUs",
         choices=("auto", "sdpa", "math", "flex", "cudnn", "flash", "flash4"),
     )
     overrides: tuple[tuple[str, Any], ...] = setting(
@@ -210,7 +211,8 @@ class MemoryConfig:
     )
     offload: str = setting(
         "auto",
-        "what leaves the device: `optimizer` its state and update, `all` the parameters too; `nvme`: optimizer, to a disk; "
+        "what leaves the device: `optimizer` its state and update, `all` the parameters too; `nvme`: optimizer, to a "
+        "disk; "
         "auto: nothing, unless the job does not fit on a GPU",
         choices=("auto", "none", "optimizer", "all", "nvme"),
     )
@@ -253,7 +255,8 @@ class SpeedConfig:
 
     compile: str = setting(
         "auto",
-        "blocks become compiled kernels; `graphs` also replays their launches; `trace` runs their graphs with plain kernels; "
+        "blocks become compiled kernels; `graphs` also replays their launches; `trace` runs their graphs with plain "
+        "kernels; "
         "auto: blocks on GPUs",
         choices=("auto", "none", "blocks", "graphs", "trace"),
     )
@@ -284,7 +287,8 @@ class SpeedConfig:
     )
     results: str = setting(
         "auto",
-        "when a loss is read: `at-once`, or `late`, with the next step queued; auto: late on GPUs, but not with fp16 or "
+        "when a loss is read: `at-once`, or `late`, with the next step queued; auto: late on GPUs, but not with fp16 "
+        "or "
         "on_nan=skip",
         choices=("auto", "at-once", "late"),
     )

@@ -28,8 +28,10 @@ def balanced_split(layer_seconds: Sequence[float], first: float, last: float, nu
     """Layers per stage so that the slowest stage is as fast as possible; of those splits the most even one.
 
     `first` is added to the first stage (embedding), `last` to the last (head). Exact:
-      1. the smallest possible maximum: of the costs that a stage can have, the least within which all layers find a place
-      2. within that maximum the smallest sum of squares, by dynamic programming over the few bounds that are left: the sum is fixed, so
+      1. the smallest possible maximum: of the costs that a stage can have, the least within which all layers find a
+      place
+      2. within that maximum the smallest sum of squares, by dynamic programming over the few bounds that are left: the
+      sum is fixed, so
          this is the most even split
       3. walked from the front; of equal choices the one that gives more layers to the earlier stage
     """
@@ -97,16 +99,16 @@ def balanced_split(layer_seconds: Sequence[float], first: float, last: float, nu
             ends = range(num_layers, num_layers + 1)
         return [(end, paid) for end in ends if (paid := cost(stage, begin, end)) <= limit]
 
-    squares: list[dict[int, float]] = [{} for _ in range(num_stages)] + [{num_layers: 0.0}]
+    spread: list[dict[int, float]] = [{} for _ in range(num_stages)] + [{num_layers: 0.0}]
     for stage in reversed(range(num_stages)):
         for begin in bounds[stage]:
-            rest = squares[stage + 1]
-            squares[stage][begin] = min(
+            rest = spread[stage + 1]
+            spread[stage][begin] = min(
                 (paid * paid + rest.get(end, math.inf) for end, paid in choices(stage, begin)), default=math.inf
             )
     path = [0]
     for stage in range(num_stages):
-        best, rest = squares[stage][path[-1]] * _SAME, squares[stage + 1]
+        best, rest = spread[stage][path[-1]] * _SAME, spread[stage + 1]
         path.append(max(e for e, paid in choices(stage, path[-1]) if paid * paid + rest.get(e, math.inf) <= best))
     return tuple(end - begin for begin, end in pairwise(path))
 

@@ -1,6 +1,7 @@
 """The stages of ZeRO, as records: what each shares out over the data-parallel ranks, and when ranks meet. No torch.
 
-To add a variant, write a `ZeroStage` here; the runtime (`parallel/zero`) sets FSDP2's flags from it, the planner counts and prices by it.
+To add a variant, write a `ZeroStage` here; the runtime (`parallel/zero`) sets FSDP2's flags from it, the planner counts
+and prices by it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,11 @@ class ZeroStage:
     shards_states: bool
     """Optimizer states and master weights are shared out."""
     reduces_every_microbatch: bool
-    """Gradients are reduce-scattered after each micro-batch, so that no rank holds all of them. Else they add up on each rank until the last."""
+    """Gradients are reduce-scattered after each micro-batch, so that no rank holds all of them. Else they add up on
+    each rank until the last."""
     drops_parameters: bool
-    """Gathered parameters are dropped after each use and gathered again. Else they stay from the first forward to the last backward."""
-
-    @property
-    def keeps_gathered(self) -> bool:
-        """Ranks hold all gathered parameters during a step, beside their shard."""
-        return self.shards_states and not self.drops_parameters
+    """Gathered parameters are dropped after each use and gathered again. Else they stay from the first forward to the
+    last backward."""
 
     @property
     def keeps_gradients(self) -> bool:

@@ -161,12 +161,10 @@ def _deepspeed(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported
         missing.append(
             f"a batch of {plan.global_batch} does not divide evenly; we fill up with empty sequences, it cannot"
         )
-    precision = plan.precision.removesuffix("-true")
-    if precision in ("bf16", "fp16"):
-        config[precision] = {"enabled": True}
-    elif precision == "fp8":
-        config["bf16"] = {"enabled": True}
-        missing.append("fp8: it has no fp8 products of its own; bf16 is written")
+    if plan.formats.deepspeed:
+        config[plan.formats.deepspeed] = {"enabled": True}
+    if plan.formats.is_fp8:
+        missing.append(f"fp8: it has no fp8 matmuls of its own; {plan.formats.deepspeed} is written")
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
         if plan.stage.drops_parameters:

@@ -18,12 +18,12 @@ def shares(tensors: list[Tensor]) -> Tensor:
     found = torch.empty(len(tensors), PROGRAMS, dtype=torch.float32, device=tensors[0].device)
     for tensor, row in zip(tensors, found, strict=True):
         each = triton.cdiv(tensor.numel(), PROGRAMS * BLOCK)
-        _squares[(PROGRAMS,)](tensor, row, tensor.numel(), each, PROGRAMS, BLOCK, num_warps=WARPS)
+        _squared_norm[(PROGRAMS,)](tensor, row, tensor.numel(), each, PROGRAMS, BLOCK, num_warps=WARPS)
     return found
 
 
 @triton.jit
-def _squares(x_ptr, out_ptr, size, EACH: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+def _squared_norm(x_ptr, out_ptr, size, EACH: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     for number in range(EACH):

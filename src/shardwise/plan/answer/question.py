@@ -101,9 +101,9 @@ def ask(
 ) -> Question:
     model_words, spec = read_model(model)
     hardware = read_cluster(cluster)
-    told: dict[str, Assumption] = {}
+    assumptions: dict[str, Assumption] = {}
 
-    seq_len, told["train.seq_len"] = _seq_len(seq, words, spec)
+    seq_len, assumptions["train.seq_len"] = _seq_len(seq, words, spec)
     length = [f"train.seq_len={seq_len}"]
     if tokens:
         length.append(f"train.tokens={_number('--tokens', tokens, parse_decimal)}")
@@ -115,17 +115,17 @@ def ask(
     if typed.config.model.overrides:
         spec = spec.with_overrides(dict(typed.config.model.overrides))
     _check_length(spec, seq_len)
-    batch_tokens, told["train.global_batch_tokens"] = _batch(typed, spec, seq_len)
-    precision, told["memory.precision"] = _precision(typed.config.memory.precision, hardware)
+    batch_tokens, assumptions["train.global_batch_tokens"] = _batch(typed, spec, seq_len)
+    precision, assumptions["memory.precision"] = _precision(typed.config.memory.precision, hardware)
     optimizer, adapter, train = typed.config.optimizer.name, typed.config.adapter, typed.config.train
     by_person = typed.origins["optimizer.name"] == COMMAND_LINE
-    told["optimizer.name"] = Assumption("optimizer", optimizer, TYPED if by_person else ASSUMED)
+    assumptions["optimizer.name"] = Assumption("optimizer", optimizer, TYPED if by_person else ASSUMED)
     if adapter.kind != "none":
-        told["adapter.kind"] = Assumption("adapter", f"{adapter.kind} of rank {adapter.rank}", TYPED)
+        assumptions["adapter.kind"] = Assumption("adapter", f"{adapter.kind} of rank {adapter.rank}", TYPED)
     per_hour = _price(price) if price else None
     if (costs := hardware.price if per_hour is None else per_hour) is not None:
         origin = TYPED if per_hour is not None else hardware.origins.get("price", "cluster")
-        told["price"] = Assumption("price per GPU-hour", f"{costs:.2f}", origin)
+        assumptions["price"] = Assumption("price per GPU-hour", f"{costs:.2f}", origin)
     constraints = constraints_of(typed)
     check_pairs(spec, hardware, constraints, batch_tokens // seq_len)
     total = train.tokens or (train.steps * batch_tokens if train.steps else None)
@@ -141,15 +141,15 @@ def ask(
         _attention(typed, hardware),
     )
     if job.attention != "sdpa":
-        told["model.attention"] = Assumption("attention", "FlashAttention 4", TYPED)
+        assumptions["model.attention"] = Assumption("attention", "FlashAttention 4", TYPED)
     _check_adapter(job)
-    origins = {key: one.origin for key, one in told.items() if key in typed.origins and one.origin != TYPED}
+    origins = {key: one.origin for key, one in assumptions.items() if key in typed.origins and one.origin != TYPED}
     return Question(
         spec,
         hardware,
         job,
         replace(typed, origins=typed.origins | origins),
-        (*hardware_assumptions(hardware, precision), *told.values()),
+        (*hardware_assumptions(hardware, precision), *assumptions.values()),
     )
 
 

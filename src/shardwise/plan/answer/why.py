@@ -24,7 +24,7 @@ from shardwise.spec.layout import parse_layout
 from shardwise.spec.plan import Plan
 
 SHARE = 0.005
-"""Differences below this share of the winner's step are not told."""
+"""Differences below this share of the winner's step are not reported."""
 
 REACH = 64.0
 """Links are tried up to this many times slower and faster."""
@@ -90,17 +90,17 @@ def differences(question: Question, other: Candidate, winner: Candidate) -> list
     """Parts of a step in which the two differ, the dearest first."""
     ours, theirs = winner.prediction.step, other.prediction.step
     more = {part: theirs.get(part, 0.0) - ours.get(part, 0.0) for part in {**ours, **theirs}}
-    told = [part for part, seconds in more.items() if abs(seconds) > SHARE * winner.prediction.step_s]
+    reported = [part for part, seconds in more.items() if abs(seconds) > SHARE * winner.prediction.step_s]
     return [
         Difference(part, more[part], reason(part, other.plan, winner.plan, question.cluster) if more[part] > 0 else "")
-        for part in sorted(told, key=lambda part: -more[part])
+        for part in sorted(reported, key=lambda part: -more[part])
     ]
 
 
 def reason(part: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
     """Why this part of a step takes longer in one plan than in another."""
     if part in PARTS_OF_AXES:
-        return _message_reason(PARTS_OF_AXES[part], other, winner, cluster)
+        return _link_reason(PARTS_OF_AXES[part], other, winner, cluster)
     if part == "bubble":
         slots = other.num_microbatches * other.virtual_stages
         share = f"(p-1)/(m v) = {(other.pp - 1) / slots:.0%}"
@@ -126,7 +126,7 @@ def reason(part: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
     return ""
 
 
-def _message_reason(axis: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
+def _link_reason(axis: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
     theirs = {found.name: found for found in placement(cluster, other)}
     ours = {found.name: found for found in placement(cluster, winner)}
     if axis not in theirs:

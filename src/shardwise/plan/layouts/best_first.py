@@ -1,8 +1,8 @@
 """The fastest layouts of a space without predicting all of them: best first, by lower bounds. No torch.
 
-A heap holds regions of the space, each with a lower bound of the step time of everything in it. The lowest is taken out and
-cut into smaller regions, until single layouts are left and predicted. A predicted layout that comes out of the heap is
-the next best one: no region that is still inside can hold a faster one. So nothing that could win is skipped, and
+A heap holds regions of the space, each with a lower bound of the step time of everything in it. The lowest is taken out
+and cut into smaller regions, until single layouts are left and predicted. A predicted layout that comes out of the heap
+is the next best one: no region that is still inside can hold a faster one. So nothing that could win is skipped, and
 nothing is cut finer than it must be:
 
     grid -> size and place -> states and saving -> pace -> bound of the layout -> memory, then the prediction itself
@@ -73,11 +73,11 @@ class _Question:
     accept: Accept
     longest: Longest
     group: Group
-    told: set[Hashable] = field(default_factory=set)  # groups whose best layout was found
+    settled: set[Hashable] = field(default_factory=set)  # groups whose best layout was found
     fitting: dict[tuple[Grid, Pace, States], list[Saving]] = field(default_factory=dict)
 
-    def is_told(self, grid: Grid, states: States) -> bool:
-        return self.group(grid, states.zero) in self.told
+    def is_settled(self, grid: Grid, states: States) -> bool:
+        return self.group(grid, states.zero) in self.settled
 
     def is_too_slow(self, bound: float, grid: Grid) -> bool:
         """Whether no layout of a region is fast enough that takes, times its effort, at least `bound` seconds."""
@@ -132,8 +132,8 @@ class BestFirst:
                     opens(ask, bound, *what)
                 continue
             plan = what[0].plan
-            if (told := group(plan, plan.zero)) not in ask.told:
-                ask.told.add(told)
+            if (settled := group(plan, plan.zero)) not in ask.settled:
+                ask.settled.add(settled)
                 found.append(what[0])
         return found
 
@@ -149,7 +149,7 @@ class BestFirst:
             ask.push(closer, (), self._open_size, grid, size, place)
             return
         for states, sharing, savings in self.branches.states(grid, size, place):
-            if not ask.is_told(grid, states) and ask.accept(grid, None, states, None):
+            if not ask.is_settled(grid, states) and ask.accept(grid, None, states, None):
                 chain = savings[:]
                 if ask.accept is not anything:
                     chain = [one for one in chain if ask.accept(grid, None, states, one[2])]
@@ -159,7 +159,7 @@ class BestFirst:
         self, ask: _Question, bound: float, grid: Grid, size: int, states: States, sharing: Sharing, chain: list[Any]
     ) -> None:
         """One kind of recomputation after the other, so that the heap stays small."""
-        if chain and not ask.is_told(grid, states):
+        if chain and not ask.is_settled(grid, states):
             closer, order, saving = chain.pop()
             ask.push(max(bound, closer), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
 
@@ -175,7 +175,7 @@ class BestFirst:
         others: list[Any],
     ) -> None:
         self._next_mode(ask, bound, grid, size, states, sharing, others)
-        if not ask.is_told(grid, states):
+        if not ask.is_settled(grid, states):
             chain = self.branches.paces(grid, size, states, saving, sharing)[:]
             if ask.accept is not anything:
                 chain = [one for one in chain if ask.accept(grid, one[1], states, saving)]
@@ -185,7 +185,7 @@ class BestFirst:
         self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, chain: list[tuple[float, Pace]]
     ) -> None:
         """One schedule after the other, so that the heap stays small."""
-        if ask.is_told(grid, states):
+        if ask.is_settled(grid, states):
             return
         while chain and chain[-1][0] <= bound:
             closer, pace = chain.pop()
@@ -205,7 +205,7 @@ class BestFirst:
         fitting: list[Saving],
     ) -> None:
         """One layout: a better bound first."""
-        if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
+        if ask.is_settled(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
         found = self.branches.layout(grid, pace, states, saving)
         if found is not None:
@@ -223,7 +223,7 @@ class BestFirst:
         plan: Plan,
         fitting: list[Saving],
     ) -> None:
-        if ask.is_told(grid, states) or any(never_faster(saving, than=other) for other in fitting):
+        if ask.is_settled(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
         if self.layouts.is_too_large(plan, self.limit):
             self.counts.too_large += 1
@@ -234,7 +234,7 @@ class BestFirst:
 
     def _open_fitting(self, ask: _Question, bound: float, grid: Grid, states: States, plan: Plan) -> None:
         """The prediction in all its parts takes longer than its sum."""
-        if ask.is_told(grid, states):
+        if ask.is_settled(grid, states):
             return
         candidate = self.layouts.predicted(plan)
         if candidate.prediction.step_s <= ask.longest(grid.gpus):

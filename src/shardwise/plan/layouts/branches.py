@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.plan.layouts.effort import effort, effort_of
-from shardwise.plan.layouts.memory_bounds import ROUNDED, MemoryBounds
+from shardwise.plan.layouts.memory_bounds import JUST_BELOW, MemoryBounds
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.priced import Layouts
 from shardwise.plan.layouts.state_bounds import Sharing
@@ -94,7 +94,7 @@ class Branches:
             held, fitting, host = min(self.kept(grid, size)), [], self.space.cluster.host_share
             for place in places:
                 weights = self.memory.of_grid(grid, size, least, place[0])
-                if weights.beside(0.0 if place[1] else held) <= self.limit and ROUNDED * weights.host <= host:
+                if weights.beside(0.0 if place[1] else held) <= self.limit and JUST_BELOW * weights.host <= host:
                     fitting.append(place)
             self.counts.too_large += each * (len(places) - len(fitting))
             if fitting:

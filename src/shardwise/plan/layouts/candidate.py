@@ -70,7 +70,7 @@ alone."""
 
 
 def family(grid: Grid | Plan, zero: int) -> Hashable:
-    """Layouts that differ in less than this are told once, by the best of them."""
+    """Layouts that differ in less than this are reported once, by the best of them."""
     return grid.dp, grid.tp, grid.cp, grid.pp, grid.ep, zero
 
 

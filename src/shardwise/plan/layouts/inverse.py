@@ -4,7 +4,7 @@
     meeting(engine, Demand(job, cluster, within=2e6), False, 5)    ... and that are through with job.tokens in time
     meeting(engine, Demand(job, cluster, budget=5e5), False, 5)    the fastest that cost no more
 
-One layout is told for each number of GPUs: the best of those that meet the demand. Invariant: the same answer as
+One layout is reported for each number of GPUs: the best of those that meet the demand. Invariant: the same answer as
 predicting every layout on every number of GPUs in `Space.finer_counts`, whatever the size of the cluster. A test
 compares.
 """

@@ -1,4 +1,4 @@
-"""Lower bounds of memory: what every layout of a region holds at least, told in microseconds. No torch.
+"""Lower bounds of memory: what every layout of a region holds at least, computed in microseconds. No torch.
 
 Nothing is counted here: weights, gradients and optimizer state are those that states.py predicts, and activations those
 of lifetimes.py, of a rank that holds the least a region allows. That is the first rank under the schedule that leaves
@@ -22,7 +22,7 @@ from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import groups_of, states_of
 from shardwise.spec.recompute import segments
 
-ROUNDED = 1 - 1e-5
+JUST_BELOW = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
 
 Pipeline = tuple[str, int]
@@ -39,7 +39,7 @@ class Weights(NamedTuple):
 
     def beside(self, kept: float) -> float:
         """With activations."""
-        return ROUNDED * (self.always + max(self.forward + kept, self.complete))
+        return JUST_BELOW * (self.always + max(self.forward + kept, self.complete))
 
 
 NOTHING = Weights(0.0, 0.0, 0.0, 0.0)

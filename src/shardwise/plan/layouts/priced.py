@@ -18,7 +18,7 @@ from shardwise.plan.prediction.step_time import step_seconds
 from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.plan import Plan
 
-ROUNDED = 1 - 1e-12
+JUST_BELOW = 1 - 1e-12
 
 
 class Layouts:
@@ -73,7 +73,7 @@ class Layouts:
             self._seconds[plan] = sum(
                 step_seconds(space.model, space.cluster, space.job, plan, stack, apart=False).values()
             )
-        return self._seconds[plan] * ROUNDED
+        return self._seconds[plan] * JUST_BELOW
 
     def predicted(self, plan: Plan) -> Candidate:
         if plan not in self._predicted:

@@ -1,9 +1,9 @@
 """What the winner is not: for every value that an axis could have had, the best layout with it and what it costs. No
 torch.
 
-Degrees (tp, cp, pp, ep) are told with everything else chosen anew. What a layout does with given degrees (ZeRO stage,
-schedule, micro-batch, recomputation, offloading) is told for the winner's degrees. All of them on as many GPUs as the
-winner has.
+Degrees (tp, cp, pp, ep) are reported with everything else chosen anew. What a layout does with given degrees (ZeRO
+stage, schedule, micro-batch, recomputation, offloading) is reported for the winner's degrees. All of them on as many
+GPUs as the winner has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.spec.cluster import ClusterSpec
 
 @dataclass(frozen=True)
 class Region:
-    """All layouts with one value that the winner does not have, told by the best of them."""
+    """All layouts with one value that the winner does not have, reported by the best of them."""
 
     axis: str  # as the layout string and the config call it: tp, pp, zero, recompute, schedule, micro_batch, ...
     value: str

@@ -32,7 +32,7 @@ from shardwise.spec.model import ModelSpec
 __all__ = ["Candidate", "Counts", "Region", "Remedy", "SearchResult", "explore", "memory_limit", "search"]
 
 SEVERAL, FEWER = 64, 16
-"""Beyond so many GPUs, numbers of them that are so many times smaller than all are not told beside the ranking;
+"""Beyond so many GPUs, numbers of them that are so many times smaller than all are not reported beside the ranking;
 inverse.py looks at all."""
 
 LEANER = (0.5,)
@@ -73,7 +73,7 @@ def explore(
     began = time.perf_counter()
     engine = _engine(model, cluster, job, stack)
     candidates = engine.best(top)
-    counts = replace(engine.counts)  # of the ranking; what is told beside it looks at the same layouts again
+    counts = replace(engine.counts)  # of the ranking; what is reported beside it looks at the same layouts again
     if not candidates:
         check_not_empty(engine.space)
         miss = engine.smallest(engine.space.gpu_counts)
@@ -83,7 +83,7 @@ def explore(
     by_gpus, rejected, trade_offs = {}, [], []
     if top > 1 if detail is None else detail:
         winner = candidates[0]
-        for gpus in sorted(told_counts(engine.space.gpu_counts)):
+        for gpus in sorted(reported_counts(engine.space.gpu_counts)):
             if best := [winner] if gpus == winner.plan.world else engine.best(1, [gpus]):
                 by_gpus[gpus] = best[0]
         rejected = regions(engine, candidates[0])
@@ -93,8 +93,8 @@ def explore(
     return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=counts, engine=engine)
 
 
-def told_counts(counts: list[int]) -> list[int]:
-    """Numbers of GPUs whose best layout is told: of a large cluster those that are not far from all of them."""
+def reported_counts(counts: list[int]) -> list[int]:
+    """Numbers of GPUs whose best layout is reported: of a large cluster those that are not far from all of them."""
     most = max(counts)
     return counts if most <= SEVERAL else [gpus for gpus in counts if gpus * FEWER >= most]
 

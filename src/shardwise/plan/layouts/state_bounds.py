@@ -32,7 +32,7 @@ class Sharing(NamedTuple):
 class Sharings:
     def __init__(self, space: Space, works: Works, turns: Turns):
         self.space, self.works, self.turns = space, works, turns
-        self._messages: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._collectives: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._updates: dict[tuple[object, ...], float] = {}
         self._shares: dict[tuple[int, int, bool], tuple[RankShare, HeldParameters]] = {}
 
@@ -50,10 +50,10 @@ class Sharings:
         alone = offload if grid.gpus == 1 else ""
         several, priced = (rows > size, pp > 1), self.works.alone(grid)
         key = (*grid[1:5], grid.ep, size, states.zero, dp, several, alone, replicas, world, priced)
-        found = self._messages.get(key)
+        found = self._collectives.get(key)
         if found is None:
             network = network_of(self.space.cluster, world)
-            found = self._messages[key] = self._sharing(grid, size, states, dp, by_layer, network, alone)
+            found = self._collectives[key] = self._sharing(grid, size, states, dp, by_layer, network, alone)
         each, casts, once = found
         update = self.update(grid, size, states, offload)
         if by_layer:

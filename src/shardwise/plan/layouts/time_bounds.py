@@ -1,4 +1,4 @@
-"""Lower bounds of step time: what every layout of a region takes at least, told in microseconds. No torch.
+"""Lower bounds of step time: what every layout of a region takes at least, computed in microseconds. No torch.
 
 The search looks at millions of layouts and predicts hundreds; lower bounds say which of them can still win. Nothing is
 priced here: a bound is the price of a step, asked for the cheapest of what a region leaves open. Layers have their

@@ -119,7 +119,7 @@ def ways_to_fit(
 
 
 def _candidates(asked: Asked, plan: Plan) -> Iterator[Fix]:
-    """Single changes. Of several values for one key only the first that fits is told."""
+    """Single changes. Of several values for one key only the first that fits is reported."""
     config = asked.config
     yield from layout_changes(asked, plan)
     yield from more_ranks(asked, plan, _devices(asked))

@@ -65,8 +65,8 @@ def with_speed(
 
 
 def results_of(asked: SpeedConfig, device: str, precision: str, at_once: bool = False) -> str:
-    """When a step's loss is read: `late`, with the next step queued, on GPUs. Not where results decide about the step's own update
-    (a scaled loss) or, by `at_once`, about what follows."""
+    """When a step's loss is read: `late`, with the next step queued, on GPUs. Not where results decide about the step's
+    own update (a scaled loss) or, by `at_once`, about what follows."""
     can = device == "cuda" and not PRECISIONS[precision].scales_loss and not at_once
     return ("late" if can else "at-once") if asked.results == "auto" else asked.results
 
