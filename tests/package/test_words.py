@@ -2,7 +2,6 @@
 workshop.
 
 Lines of at most 120 columns are ruff's to check.
-shrink.
 """
 
 from __future__ import annotations
