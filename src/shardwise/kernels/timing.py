@@ -41,15 +41,16 @@ def median_seconds(
     ends = time.perf_counter() + budget_s
     while len(found[0]) < turns or (time.perf_counter() < ends and len(found[0]) < MOST_TURNS):
         for action, times in zip(actions, found, strict=True):
-            for _ in range(untimed):
-                action()
-            times.append(_seconds(action, device, calls))
+            times.append(_seconds(action, device, calls, untimed))
     return [median(times) for times in found]
 
 
-def _seconds(action: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Seconds of one call: between two events on a GPU, by the wall clock on a CPU."""
+def _seconds(action: Callable[[], object], device: torch.device, calls: int, untimed: int) -> float:
+    """Seconds of one call: between two events on a GPU, by the wall clock on a CPU. The GPU is still busy with the
+    untimed calls when the clock starts, so that it never waits for the host to start a kernel."""
     if device.type != "cuda":
+        for _ in range(untimed):
+            action()
         began = time.perf_counter()
         for _ in range(calls):
             action()
@@ -57,6 +58,8 @@ def _seconds(action: Callable[[], object], device: torch.device, calls: int) -> 
     torch.cuda.synchronize(device)
     stream = torch.cuda.current_stream(device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(untimed):
+        action()
     start.record(stream)
     for _ in range(calls):
         action()
