@@ -37,6 +37,7 @@ def start(folder: Path, *words: object) -> subprocess.Popen[str]:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "taken").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # nothing of a folder above
     for number in range(6):
         (tmp_path / f"test_{number}.py").write_text(FILE.format(pause=0.2, holds=number != 4))
     return tmp_path

@@ -140,10 +140,9 @@ def test_a_written_cluster_reads_as_itself(text, tmp_path):
 def test_a_file_of_a_person(tmp_path):
     path = _file(
         tmp_path,
-        'nodes = 4\nper_node = 8\ngpu = "h100"\nnic = "400Gb/s"\nprice = 2.5\n'(
-            '[device]\nachievable = 0.7\nlaunch = "4us"\nflops = { bf16 = 8e14 }\ncurves = { "matmul/bf16" = [[1e12, '
-            "6e14], [1e9, 1e14]] }\n"
-        ),
+        'nodes = 4\nper_node = 8\ngpu = "h100"\nnic = "400Gb/s"\nprice = 2.5\n'
+        '[device]\nachievable = 0.7\nlaunch = "4us"\n'
+        'flops = { bf16 = 8e14 }\ncurves = { "matmul/bf16" = [[1e12, 6e14], [1e9, 1e14]] }\n',
     )
     cluster = read_cluster(path)
     assert cluster.device.achievable == 0.7 and cluster.device.flops["bf16"] == 8e14
