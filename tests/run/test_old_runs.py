@@ -27,13 +27,11 @@ CLOSE = 1e-5
 
 @pytest.fixture
 def home(workdir: Path) -> Path:
-    """A directory as the owner of the runs had it. Git keeps no empty directories, so they are made again."""
+    """A directory as the owner of the runs had it, but for empty directories, which git and some tools leave out."""
     shutil.copy(STORIES, workdir)
     shutil.copytree(OLD / "base-hf", workdir / "base-hf")
     for name in (*RUNS, "complicated"):
         shutil.copytree(OLD / name, workdir / "runs" / name)
-        for empty in ("log", "crash", "events"):
-            (workdir / "runs" / name / empty).mkdir(exist_ok=True)
     return workdir
 
 

@@ -153,6 +153,7 @@ class RunDir:
         The first rank holds it too (`join_lock`): a run whose launcher was killed is in use until its ranks have ended.
         """
         try:
+            self.make_folders()
             file = open(self.path / "lock", "a+")  # noqa: SIM115  (held open on purpose)
         except OSError as error:
             raise cannot_write(self.path, error) from None
@@ -172,6 +173,11 @@ class RunDir:
         file.flush()
         _flock(file, exclusive=False)
         return file
+
+    def make_folders(self) -> None:
+        """Make those that are missing: tools that copy a run may leave empty ones out."""
+        for folder in (self.events, self.checkpoints, self.crash, self.log):
+            folder.mkdir(exist_ok=True)
 
     def join_lock(self) -> IO[str]:
         """Hold a run that this process's launcher holds already."""
@@ -216,8 +222,7 @@ def create_run_dir(parent: str | Path, name: str | None, model_name: str) -> Run
         run = RunDir(parent / name) if name else _first_free(parent, model_name)
         if name:
             run.path.mkdir()
-        for folder in (run.events, run.checkpoints, run.crash, run.log):
-            folder.mkdir()
+        run.make_folders()
     except FileExistsError:
         raise UserError(
             f"run directory {parent / (name or '')} is already in use",
