@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 
 import pytest
 from demo_processes import left_over, start_demo
+
+from shardwise.demo.ranks import _collect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -77,6 +80,17 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(scenes: dict[str, str]) ->
 def test_a_rank_that_fails_is_named_with_its_traceback(scenes: dict[str, str]) -> None:
     assert "BUG rank 1 failed at: the second act" in scenes["fails"]
     assert "ValueError: no such scene" in scenes["fails"]
+
+
+def test_the_first_rank_that_fails_explains_those_that_lost_it() -> None:
+    """On a busy machine all of them have failed before anybody looks, whatever their order."""
+    for culprit in (0, 1):
+        pipes = [Pipe(duplex=False) for _ in range(2)]
+        for rank, (_, there) in enumerate(pipes):
+            there.send(("doing", "the second act"))
+            there.send(("failed", (1.0 if rank == culprit else 2.0, "ValueError")))
+        with pytest.raises(RuntimeError, match=f"rank {culprit} failed at: the second act"):
+            _collect([here for here, _ in pipes], time.monotonic() + 60, 60.0)
 
 
 def test_a_rank_that_is_killed_is_named(scenes: dict[str, str]) -> None:

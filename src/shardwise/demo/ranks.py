@@ -57,29 +57,44 @@ def play(act: Act, world: int, deadline_s: float = DEADLINE_S) -> list[Any]:
 
 
 def _collect(pipes: list[Connection], end: float, deadline_s: float) -> list[Any]:
+    """What each rank has sent at last. Of ranks that failed, the first one explains the others, which only lost it."""
     doing, results = ["starting"] * len(pipes), dict[int, Any]()
+    failed = dict[int, tuple[float, Exception]]()  # when, by the clock that all processes share
+
+    def read_all() -> None:
+        for rank, pipe in enumerate(pipes):
+            while rank not in results and rank not in failed and pipe.poll():
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:  # it had no time to send anything: whatever the others say came after it
+                    failed[rank] = (0.0, _killed(rank, doing[rank]))
+                    continue
+                if kind == "failed":
+                    at_s, trace = value
+                    failed[rank] = (at_s, RuntimeError(f"rank {rank} failed at: {doing[rank]}\n{trace}"))
+                elif kind == "doing":
+                    doing[rank] = value
+                else:
+                    results[rank] = value
+
     while len(results) < len(pipes):
         waiting = [rank for rank in range(len(pipes)) if rank not in results]
-        ready = wait([pipes[rank] for rank in waiting], timeout=max(0.0, end - time.monotonic()))
-        if not ready:
+        if not wait([pipes[rank] for rank in waiting], timeout=max(0.0, end - time.monotonic())):
             raise _stuck({rank: doing[rank] for rank in waiting}, deadline_s)
-        for rank in (rank for rank in waiting if pipes[rank] in ready):
-            try:
-                kind, value = pipes[rank].recv()
-            except EOFError:
-                raise UserError(
-                    f"rank {rank} of the demo was killed",
-                    why=f"it was at: {doing[rank]}; often the system ran out of memory",
-                    fix="close other programs and try again",
-                    code=Exit.HARDWARE,
-                ) from None
-            if kind == "failed":
-                raise RuntimeError(f"rank {rank} failed at: {doing[rank]}\n{value}")
-            if kind == "doing":
-                doing[rank] = value
-            else:
-                results[rank] = value
+        read_all()
+        if failed:
+            read_all()  # the first to fail may have been looked at before it did
+            raise min(failed.values(), key=lambda one: one[0])[1]
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _killed(rank: int, doing: str) -> UserError:
+    return UserError(
+        f"rank {rank} of the demo was killed",
+        why=f"it was at: {doing}; often the system ran out of memory",
+        fix="close other programs and try again",
+        code=Exit.HARDWARE,
+    )
 
 
 def _stuck(doing: dict[int, str], deadline_s: float) -> UserError:
@@ -105,7 +120,7 @@ def _rank(act: Act, rank: int, world: int, store: str, pipe: Connection, parent:
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
-        pipe.send(("failed", traceback.format_exc()))
+        pipe.send(("failed", (time.monotonic(), traceback.format_exc())))
     else:
         pipe.send(("done", found))
 
