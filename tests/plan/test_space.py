@@ -11,8 +11,9 @@ import pytest
 from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.cluster.describe.read import read_cluster
 from shardwise.config.load import load_config
+from shardwise.plan.layouts.gpu_counts import divisors
 from shardwise.plan.layouts.parts import Saving, never_faster
-from shardwise.plan.layouts.space import Space, divisors
+from shardwise.plan.layouts.space import Space
 from shardwise.plan.resolve.refusal import Asked
 from shardwise.plan.resolve.resolve import plan_of
 from shardwise.spec.job import Job

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
+from shardwise.plan.layouts.gpu_counts import divisors, finer_gpu_counts, gpu_counts
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.resolve.degrees import tensor_degrees
 from shardwise.plan.resolve.speed import (
@@ -39,9 +40,6 @@ from shardwise.spec.recompute import CONSIDERED, recompute_of
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.split import balanced_split, estimated_costs, even_split
 from shardwise.spec.zero import ZERO
-
-SMALL_WORLD = 16
-"""Up to so many GPUs every number of them is tried, beyond it powers of two and what nodes divide into."""
 
 VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
 PROPOSED = tuple(
@@ -90,29 +88,12 @@ class Space:
     @cached_property
     def gpu_counts(self) -> list[int]:
         """Descending."""
-        world, nodes, per_node = self.cluster.world, self.cluster.nodes, self.cluster.per_node
-        if self.speed.copies is True:
-            return [1]
-        if world <= SMALL_WORLD:
-            return list(range(world, 0, -1))
-        counts = {world, *_powers(1, world), *(per_node * n for n in divisors(nodes)), *_powers(per_node, world)}
-        if nodes <= SMALL_WORLD:
-            counts |= {per_node * n for n in range(1, nodes + 1)}
-        asked = self._asked_ranks
-        counts |= {world // asked * asked, *_powers(asked, world)} - {0}
-        return sorted(counts, reverse=True)
+        return [1] if self.speed.copies is True else gpu_counts(self.cluster, self._asked_ranks)
 
     @cached_property
     def finer_counts(self) -> list[int]:
-        """Numbers of GPUs that are tried where their number is the question, ascending: every one up to SMALL_WORLD,
-        every number of nodes up to as many, and beyond that steps of at most one in SMALL_WORLD; the same of replicas
-        whose degrees are fixed. A larger cluster of the same nodes is asked all that a smaller one is, so its answer
-        needs no more GPUs."""
-        world, per_node, asked = self.cluster.world, self.cluster.per_node, self._asked_ranks
-        if self.speed.copies is True:
-            return [1]
-        few = range(1, min(world, SMALL_WORLD) + 1)
-        return sorted({*self.gpu_counts, *few, *_steps(per_node, world), *(_steps(asked, world) if asked > 1 else ())})
+        """Numbers of GPUs that are tried where their number is the question, ascending."""
+        return [1] if self.speed.copies is True else finer_gpu_counts(self.cluster, self._asked_ranks)
 
     @property
     def _asked_ranks(self) -> int:
@@ -382,25 +363,3 @@ class Space:
 @lru_cache(4096)
 def _balanced(model: ModelSpec, seq_len: int, num_stages: int) -> tuple[int, ...]:
     return balanced_split(*estimated_costs(model, seq_len), num_stages)
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
-
-
-def _steps(unit: int, most: int) -> list[int]:
-    """Multiples of `unit` up to `most`, in steps of one unit at first and of at most one in SMALL_WORLD later."""
-    found, step = [unit], unit
-    while (following := found[-1] + step) <= most:
-        found.append(following)
-        if following >= 2 * SMALL_WORLD * step:
-            step *= 2
-    return found if unit <= most else []
-
-
-def _powers(first: int, most: int) -> list[int]:
-    """first, 2 first, 4 first, ..."""
-    return [first << n for n in range((most // first).bit_length())] if first <= most else []
