@@ -1,5 +1,5 @@
 """AdamW over masters and copies: its plain twin here, against torch's own AdamW. The kernel is in
-test_fused_update_cuda.py."""
+test_fused_adamw_cuda.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which adapters are added by one kernel. No torch.
 
-Invariant: what the runtime does (adapters/lora_add.py) is what is predicted; both ask here.
+Invariant: what the runtime does (kernels/lora_add.py) is what is predicted; both ask here.
 """
 
 from __future__ import annotations

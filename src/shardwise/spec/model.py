@@ -130,7 +130,7 @@ class ModelSpec:
     @property
     def is_ours(self) -> bool:
         """Our own decoder computes it, so it can be cut anywhere. False: transformers builds it
-        (transformers_spec.py)."""
+        (interop/transformers/spec.py)."""
         return True
 
     @property

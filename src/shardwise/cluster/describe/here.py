@@ -2,7 +2,7 @@
 numbers. No torch.
 
 Invariant: every number says whether it was measured here, is a data sheet's or is assumed. Where cards differ, the
-smallest memory and the slowest rate count, because all ranks wait for the slowest. Read next: measure.py.
+smallest memory and the slowest rate count, because all ranks wait for the slowest. Read next: measure/devices.py.
 """
 
 from __future__ import annotations

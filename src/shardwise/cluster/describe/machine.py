@@ -1,8 +1,8 @@
 """What this machine offers: cores, memory, GPUs. No torch, so planning can start before anything heavy is loaded.
 
 Limits of containers count: a process held to 2 cores and 8 GiB by its control group has 2 cores and 8 GiB, whatever the
-hardware is. Invariant: every number is what this process may use, never more. Read next: measure.py, which times what
-is only counted here.
+hardware is. Invariant: every number is what this process may use, never more. Read next: measure/devices.py, which
+times what is only counted here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan as flags of Megatron-LM (core 0.13). No torch. Part of export_as.py."""
+"""A plan as flags of Megatron-LM (core 0.13). No torch. Part of export.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of fused_update.py, in Triton. Imported only where there is CUDA.
+"""The kernel of optim/fused_adamw.py, in Triton. Imported only where there is CUDA.
 
     w <- w - lr decay w        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g g
     w <- w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)        copy <- w, rounded

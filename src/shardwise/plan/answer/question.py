@@ -4,7 +4,7 @@
 
 Every word goes through the config loader, so a constraint is checked like any setting. What nobody said is assumed, and
 every assumption has its origin. Invariant: whatever `ask` returns can be searched; mistakes are answered here. Read
-next: searching.py.
+next: search.py.
 """
 
 from __future__ import annotations

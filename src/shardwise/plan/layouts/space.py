@@ -3,7 +3,7 @@
 Invariant: a `Plan` made here is one that `shardwise train` takes (a test sends them through the config's rules and
 plan/resolve/degrees.py). Left out is what cannot be better or changes the losses: micro-batches that do not divide a
 rank's rows, other splits than the balanced one, other number formats, disks; unless a constraint asks for them. Read
-next: parts.py (what a layout is made of), searching.py.
+next: parts.py (what a layout is made of), search.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From what the user asked for to a `Plan`: fills every `auto` and refuses what cannot work, before torch is imported.
 
 The degrees of the axes come first (degrees.py); then the ZeRO stage and the micro-batch, by predicted memory
-(memory.py). Where that does not fit, or on several GPUs could be faster, the search decides (planned.py). What was
-chosen and why goes into the config (filled.py).
+(memory.py). Where that does not fit, or on several GPUs could be faster, the search decides (searched.py). What was
+chosen and why goes into the config (resolved_config.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ No torch.
 What the user has set is a constraint; only what is open may change. On CPUs the usual layout stays while it fits: ranks
 there share one memory, and a prediction before anything was measured is no reason to leave it. Invariant: a layout that
 is proposed here was predicted to fit, and is planned again from its settings, by the rules of every other one. Read
-next: resolve.py, searching.py.
+next: resolve.py, search.py.
 """
 
 from __future__ import annotations
