@@ -114,6 +114,7 @@ def run_here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., in
     from shardwise.cli.main import main
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("shardwise.run.block_times.BUDGET_S", 0.0)  # three turns are timed, not a second of them
     return lambda *words: int(main([str(word) for word in words]))
 
 

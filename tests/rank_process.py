@@ -91,9 +91,11 @@ def be_template(control_fd: str, folder: str) -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
-    import shardwise.launch.worker  # noqa: F401  and with it what it imports: once here, not in every rank
+    import shardwise.launch.worker  # and with it what it imports: once here, not in every rank
+    import shardwise.run.block_times
 
     torch.set_num_threads(1)
+    shardwise.run.block_times.BUDGET_S = 0.0  # a run of milliseconds: three turns are timed, not a second of them
     gc.collect()
     gc.freeze()  # the hundred thousands of objects of these modules are not walked again after each job
     control, alive = socket.socket(fileno=int(control_fd)), set()
