@@ -10,6 +10,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
+import torch
+
 from shardwise.data.loader import Loader
 from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.schedule import learning_rate
@@ -43,6 +45,9 @@ class Setup:
         if isinstance(self.optimizer, OffloadedOptimizer):
             listener.say(self.optimizer.about())
         self.learning_rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
+        # torch seeds its own generator from the system in every process. What draws from it (nothing of ours) is to be
+        # the same in two runs with one seed, and so is the state of it that checkpoints keep.
+        torch.default_generator.manual_seed(config.train.seed)
         self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
         self.loader = opened.enter_context(self._open_loader())
         self.fills_bubbles = plan.fill_bubbles == "eval"
