@@ -91,6 +91,27 @@ def test_compare_sets_two_runs_side_by_side(said, reported):
     assert reported("compare", "first", "diverged")["losses"]["first_different_step"] is not None
 
 
+def test_compare_prints_settings_as_they_are_typed(said, reported, tmp_path):
+    for name, text in {
+        "small": "[model]\nnum_layers = 2\nffn = 64\n[optimizer]\nbetas = [0.9, 0.99]\n",
+        "large": '[model]\nnum_layers = 4\n[train]\nsteps = 7\n[data]\nsource = ["a.txt", "b.txt"]\n',
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(text)
+    pair = tmp_path / "small", tmp_path / "large"
+    lines = [line.split(maxsplit=1) for line in said("compare", *pair).splitlines()[1:]]
+    shown = {key: values.strip().split("  ") for key, values in lines[:5]}
+    assert {key: [values[0], values[-1].strip()] for key, values in shown.items()} == {
+        "data.source": ['"python"', '["a.txt", "b.txt"]'],
+        "train.steps": ["-", "7"],
+        "optimizer.betas": ["[0.9, 0.99]", "[0.9, 0.95]"],
+        "model.ffn": ["64", "-"],
+        "model.num_layers": ["2", "4"],
+    }
+    settings = reported("compare", *pair)["settings"]
+    assert settings["model.num_layers"] == [2, 4] and settings["model.ffn"] == [64, None]
+
+
 def test_stop_of_a_finished_run_changes_nothing(said, house):
     assert "is not running (finished)" in said("stop", "first")
     assert not (house / "runs/first/stop").exists()

@@ -12,6 +12,7 @@ from shardwise.errors import Exit
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
+    from shardwise.spec.schema import Config
 
 HELP = "Two runs side by side: what differs in their configs, and their losses, speed and memory."
 REPORTS = True
@@ -44,17 +45,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(a: RunDir, b: RunDir) -> dict[str, list[Any]]:
+    """Returns the keys that differ, each with its value in both runs; None stands for one that is not set."""
     from shardwise.config.load import load_config
 
-    left, right = load_config(a.config).config, load_config(b.config).config
-    return {
-        f"{section.name}.{key.name}": [x, y]
-        for section in fields(left)
-        for key in fields(getattr(left, section.name))
-        if (x := getattr(getattr(left, section.name), key.name))
-        != (y := getattr(getattr(right, section.name), key.name))
-        and (section.name, key.name) != ("run", "name")
+    left, right = _values(load_config(a.config).config), _values(load_config(b.config).config)
+    keys = [*left, *(key for key in right if key not in left)]
+    return {key: [left.get(key), right.get(key)] for key in keys if left.get(key) != right.get(key)}
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """Returns every key of a config but the run's name, as a user types it: fields of the model that replace those of
+    its preset are keys of [model]."""
+    values = {
+        f"{section.name}.{key.name}": getattr(getattr(config, section.name), key.name)
+        for section in fields(config)
+        for key in fields(getattr(config, section.name))
     }
+    del values["run.name"], values["model.overrides"]
+    return values | {f"model.{name}": value for name, value in config.model.overrides}
 
 
 def _figures(run: RunDir) -> dict[str, float | None]:
@@ -87,18 +95,21 @@ def _shared_losses(a: RunDir, b: RunDir) -> dict[str, Any]:
 
 
 def _difference(x: float, y: float) -> float:
-    """Infinite between a number and none; zero between two that are none."""
+    """Returns how far two losses are apart, in nats: infinity if one of them is not a number, 0 if neither is."""
     if math.isnan(x) or math.isnan(y):
         return 0.0 if math.isnan(x) and math.isnan(y) else math.inf
     return abs(x - y)
 
 
 def _print(a: RunDir, b: RunDir, settings: dict, figures: dict, shared: dict) -> None:
+    from shardwise.config.values import shown
+
     width = max([len(a.name), len(b.name), 14])
     label = max([18, *(len(key) for key in settings)])
     print(f"{'':<{label}}  {a.name:>{width}}  {b.name:>{width}}")
-    for key, (x, y) in settings.items():
-        print(f"{key:<{label}}  {x!s:>{width}}  {y!s:>{width}}")
+    for key, values in settings.items():
+        x, y = ("-" if value is None else shown(value) for value in values)
+        print(f"{key:<{label}}  {x:>{width}}  {y:>{width}}")
     for key in figures["a"]:
         x, y = (f"{figures[side][key]:.6g}" if figures[side][key] is not None else "-" for side in "ab")
         print(f"{key:<{label}}  {x:>{width}}  {y:>{width}}")
