@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.errors import UserError
 from shardwise.parallel import fsdp2
-from shardwise.parallel.fsdp2 import PRIVATE_NAMES, PrivateName
+from shardwise.parallel.fsdp2 import PRIVATE_NAMES
 from shardwise.parallel.mesh import build_mesh
+from shardwise.private_names import BOTH, PrivateName, has_name
 from shardwise.spec.plan import Plan
 
 PACKAGE = Path(shardwise.__file__).parent
@@ -36,7 +37,7 @@ def test_torch_has_the_private_name(row: PrivateName) -> None:
 
 @pytest.mark.parametrize("row", PRIVATE_NAMES, ids=str)
 def test_a_row_says_where_the_name_was_seen_and_what_for(row: PrivateName) -> None:
-    assert row.why and set(row.seen) <= set(fsdp2.BOTH) and (row.older or row.seen == fsdp2.BOTH)
+    assert row.why and set(row.seen) <= set(BOTH) and (row.older or row.seen == BOTH)
 
 
 def test_no_name_is_listed_twice() -> None:
@@ -63,7 +64,7 @@ def test_a_torch_that_lacks_a_name_is_refused_in_three_lines(
         fsdp2.check_torch.__wrapped__()
     what, why, fix = str(caught.value).splitlines()
     assert torch.__version__ in what and str(gone) in why and gone.why in why
-    assert all(version in fix for version in fsdp2.BOTH)
+    assert all(version in fix for version in BOTH)
 
 
 def test_it_is_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_an_attribute_that_only_a_constructor_sets_is_found() -> None:
         def __init__(self) -> None:
             self._set_here = 1
 
-    assert fsdp2._has(Owner, "_set_here") and not fsdp2._has(Owner, "_not_set")
+    assert has_name(Owner, "_set_here") and not has_name(Owner, "_not_set")
 
 
 # What the names are used for -----------------------------------------------------------------------------------------

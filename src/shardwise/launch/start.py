@@ -1,4 +1,4 @@
-"""From a command line to a running job: resolve the config, make or find the run directory, start the ranks.
+"""Leads from a command line to a running job: resolves the config, makes or finds the run directory, starts the ranks.
 
 Used by `train` and `resume`. Everything that can be refused is refused here, before torch is imported. Config, shapes
 and corpus are read once: a run of one process gets what was read here, the ranks of a larger one read the run directory
@@ -30,6 +30,7 @@ from shardwise.launch.allocator import set_allocator
 from shardwise.optim.offload.disk import check_directory
 from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.resolve.resolve import resolve
+from shardwise.private_names import check_private_names
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
 from shardwise.run.ranks import Ranks, ranks_from_environment
 from shardwise.run.rundir import FREE_TO_CHANGE, RunDir, create_run_dir
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
     from shardwise.spec.model import ModelSpec
 
-FIRST_WORD_S = 1.0  # torchrun ends everybody when one rank exits: the first one gets time to say why
+FIRST_WORD_S = 1.0  # seconds; torchrun ends all ranks when one exits: the first one gets time to say why
 
 
 @dataclass
@@ -55,8 +56,8 @@ class PlannedRun(RunInputs):
 
 
 def plan_run(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | None = None) -> PlannedRun:
-    """Resolve every `auto`. Raw text is tokenised here, once, so that the ranks only map the result. `cluster`: a file
-    with what was measured of this machine."""
+    """Resolves every `auto` and returns the run that is ready to start. Raw text is tokenised here, once, so that the
+    ranks only map the result. `cluster` is a file with what was measured of this machine."""
     machine = this_machine()
     if machine.gpu_problem:
         print(f"gpu      {machine.gpu_problem}; this run is on CPUs", file=sys.stderr)
@@ -73,7 +74,8 @@ def plan_run(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | N
 
 
 def measured_file(path: str, machine: Machine) -> ClusterSpec:
-    """As `shardwise doctor --out` or `bench layers --out` wrote it, for devices like this machine's."""
+    """Returns the cluster of a file that `shardwise doctor --out` or `bench layers --out` wrote, for devices like this
+    machine's."""
     cluster = read_cluster(path)
     kind = "cuda" if machine.gpus else "cpu"
     if cluster.device.kind != kind:
@@ -90,8 +92,8 @@ def measured_file(path: str, machine: Machine) -> ClusterSpec:
 
 
 def check_offload_dir(config: Config, plan: Plan, spec: ModelSpec) -> None:
-    """What can be refused about it is refused before torch is loaded; every rank of this machine reserves its part
-    later."""
+    """Refuses an offload directory that cannot serve, before torch is loaded; every rank of this machine reserves its
+    part later."""
     if plan.offload_to != "nvme":
         return
     directory = Path(plan.offload_dir)
@@ -102,7 +104,7 @@ def check_offload_dir(config: Config, plan: Plan, spec: ModelSpec) -> None:
 
 
 def new_run(planned: PlannedRun) -> RunDir:
-    """A run directory that is complete, or none."""
+    """Makes a run directory and returns it; what is half made is removed again."""
     run = create_run_dir(planned.config.run.dir, planned.config.run.name, planned.spec.name)
     try:
         write_run(run, planned)
@@ -117,18 +119,20 @@ def new_run(planned: PlannedRun) -> RunDir:
 
 
 def write_run(run: RunDir, planned: PlannedRun) -> None:
+    """Writes the config and the plan of a run into its directory, and removes a stop request from before."""
     write_config(planned.config, planned.origins, run.config)
     write_atomically(run.plan, json.dumps(planned.plan.to_dict(), indent=1) + "\n")
     run.stop_request.unlink(missing_ok=True)
 
 
 def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify: bool = True) -> int:
-    """Hold the run, bring its files up to date, train; returns the exit code. One process is this one, and reads
-    nothing again."""
+    """Holds the run, brings its files up to date, trains and returns the exit code. A run of one process is trained in
+    this one, which reads nothing again."""
     if planned.plan.device == "cuda":
         set_allocator(planned.plan.allocator, os.environ)
     with run.lock():
         write_run(run, planned)
+        check_private_names()
         if planned.plan.world == 1:
             from shardwise.launch.worker import run_worker
 
@@ -142,7 +146,7 @@ def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify
 
 
 def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> PlannedRun:
-    """An existing run once more, with what may change changed."""
+    """Returns an existing run that is ready to start once more, with what may change changed."""
     if run.is_locked():
         run.lock()  # raises, naming the holder
     for key in allow:
@@ -175,11 +179,12 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
 
 
 def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: Loaded, *, verify: bool = True) -> int:
-    """This process is one rank of a job that torchrun started: rank 0 prepares, all agree on the run directory,
-    train."""
+    """Trains as one rank of a job that torchrun started, and returns the exit code: rank 0 prepares, all agree on the
+    run directory."""
     set_allocator(loaded.config.speed.allocator, os.environ)
     import torch
 
+    check_private_names()
     from shardwise.launch.worker import run_worker, start_process_group
     from shardwise.spec.schema import CommConfig
 
@@ -214,7 +219,7 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: L
 
 
 def _odd_ranks(loaded: Loaded, world: int, device: torch.device) -> list[int]:
-    """Ranks whose config is not rank 0's."""
+    """Collective. Returns the ranks whose config is not rank 0's."""
     import torch
     import torch.distributed as dist
 
@@ -237,7 +242,7 @@ def _other_config(odd: list[int]) -> UserError:
 
 
 def _share_text(text: str, device: torch.device) -> str:
-    """Rank 0's text on every rank, as plain bytes: nothing is unpickled."""
+    """Collective. Returns rank 0's text on every rank, sent as plain bytes: nothing is unpickled."""
     import torch
     import torch.distributed as dist
 

@@ -10,14 +10,10 @@ middle of a step. Read next: zero/sharding.py, which is the main user.
 
 from __future__ import annotations
 
-import dis
-import importlib
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,37 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.errors import UserError
+from shardwise.private_names import PrivateName, check_private_names
 
 # The table -----------------------------------------------------------------------------------------------------------
 
-BOTH = ("2.11", "2.13")
 _INSIDE = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_INSIDE}._fsdp_param_group.FSDPParamGroup"
 _PARAM = f"{_INSIDE}._fsdp_param.FSDPParam"
 _STATE = f"{_INSIDE}._fsdp_state.FSDPState"
 _GATHER = f"{_INSIDE}._fsdp_collectives.AllGatherResult"
-
-
-class PrivateName(NamedTuple):
-    """A name that torch may change without notice."""
-
-    name: str
-    owner: str  # the class or module that has it
-    why: str
-    seen: tuple[str, ...] = BOTH
-    older: str = ""  # what it is called where it is not
-
-    def __str__(self) -> str:
-        return f"{self.owner.rpartition('.')[2]}.{self.name}"
-
-    def is_there(self) -> bool:
-        """Whether the installed torch has it, or what it was called before."""
-        try:
-            owner = _find(self.owner)
-        except (ImportError, AttributeError):
-            return False
-        return _has(owner, self.name) or (bool(self.older) and _has(owner, self.older))
 
 
 PRIVATE_NAMES = (
@@ -104,38 +78,7 @@ PRIVATE_NAMES = (
 @cache
 def check_torch() -> None:
     """Refuses a torch in which one of these names is gone. Called before anything is built."""
-    gone = [row for row in PRIVATE_NAMES if not row.is_there()]
-    if gone:
-        more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-        raise UserError(
-            f"models cannot be split with torch {torch.__version__}",
-            why=f"it lacks {gone[0]}{more} ({gone[0].why}), a private name that was seen in {' and '.join(BOTH)}",
-            fix=f"pip install 'torch=={BOTH[-1]}.*'; torch {BOTH[0]} to {BOTH[-1]} work",
-        )
-
-
-def _find(path: str) -> Any:
-    """The module or class at a dotted path."""
-    parent, _, name = path.rpartition(".")
-    try:
-        return importlib.import_module(path)
-    except ImportError:
-        if not parent:
-            raise
-        return getattr(_find(parent), name)
-
-
-def _has(owner: Any, name: str) -> bool:
-    """Whether a module or class has a name: as an attribute, as a declared field, or set on `self` by one of its
-    methods."""
-    if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
-        return True
-    methods = [value for value in vars(owner).values() if isinstance(value, FunctionType)]
-    return any(
-        step.opname == "STORE_ATTR" and step.argval == name
-        for method in methods
-        for step in dis.get_instructions(method)
-    )
+    check_private_names(PRIVATE_NAMES)
 
 
 # Public names that 2.11 does not have yet ----------------------------------------------------------------------------
