@@ -13,8 +13,8 @@ adapters, recomputation, offloading, compiled graphs, resuming in another layout
 What depends on time or on the machine is pinned: pipelines are split by hand and micro-batches have a size. The one job
 with `micro_batch=auto` is so small that everything fits, so that both sides must choose the largest. A checkpoint's
 rng.safetensors is left out: older commits kept torch's own generator as each process had seeded it, and nothing that is
-trained draws from it. Both sides run on this machine, one after the other; numbers of different machines or versions of torch cannot be
-compared like this.
+trained draws from it. Both sides run on this machine, one after the other; numbers of different machines or versions of
+torch cannot be compared like this.
 
 The exit code is 1 if anything differs or a job did not run. The rows of a complete comparison are kept in
 results/same_numbers.json. All jobs took 27 minutes on two busy cores; `--only pipeline` or `--only bf16` takes some of

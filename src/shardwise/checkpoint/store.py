@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON in a directory that appears in one rename, complete or not at all.
+"""Writes and reads checkpoints: safetensors and JSON in a directory that appears in one rename, complete or not at all.
 
     checkpoints/step-200/  manifest.json  weights.safetensors  optimizer.safetensors  rng.safetensors
 
@@ -38,6 +38,7 @@ class Checkpoint:
     step: int
 
     def manifest(self) -> dict[str, Any]:
+        """Returns the content of manifest.json, or raises if it cannot be read."""
         try:
             manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
             _ = [(about["bytes"], about["sha256"]) for about in manifest["files"].values()]
@@ -46,7 +47,7 @@ class Checkpoint:
             raise damaged(self.path / MANIFEST, f"{type(error).__name__}: {error}") from None
 
     def verify(self) -> None:
-        """Every file is there, with the size and digest it was committed with."""
+        """Raises unless every file is there, with the size and digest it was committed with."""
         for name, about in self.manifest()["files"].items():
             file = self.path / name
             if not file.exists():
@@ -57,6 +58,7 @@ class Checkpoint:
                 raise damaged(file, "its digest does not match the manifest")
 
     def load(self, group: str) -> Tensors:
+        """Returns all tensors of a group (`weights`, `optimizer` or `rng`), by name."""
         try:
             return load_file(self.path / f"{group}.safetensors")
         except (OSError, SafetensorError) as error:
@@ -64,7 +66,7 @@ class Checkpoint:
 
     @contextmanager
     def open(self, group: str) -> Iterator[Any]:
-        """The group's file, to take single tensors from (`keys()`, `get_tensor(name)`) without reading the rest."""
+        """Opens a group's file, to take single tensors from (`keys()`, `get_tensor(name)`) without reading the rest."""
         file = self.path / f"{group}.safetensors"
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -74,10 +76,9 @@ class Checkpoint:
 
 
 def save(parent: Path, step: int, groups: dict[str, Tensors], state: dict[str, Any], keep: int) -> Checkpoint:
-    """Commit the checkpoint of a step; then drop all but the newest `keep`."""
-    for leftover in parent.glob(
-        ".step-*"
-    ):  # of a process that was killed while it wrote: this run is locked, so not alive
+    """Commits the checkpoint of a step and returns it; then drops all but the newest `keep`."""
+    # Left by a process that was killed while it wrote: this run is locked, so it is not alive.
+    for leftover in parent.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
     checkpoint = write(parent / f"step-{step}", step, groups, state)
     for old in committed(parent)[keep:]:
@@ -86,7 +87,7 @@ def save(parent: Path, step: int, groups: dict[str, Tensors], state: dict[str, A
 
 
 def write(final: Path, step: int, groups: dict[str, Tensors], state: dict[str, Any]) -> Checkpoint:
-    """Write all groups and commit them under `final` with one rename."""
+    """Writes all groups, commits them under `final` with one rename, and returns the checkpoint."""
     files = {}
     with appearing_at_once(final, replace=True) as scratch:  # replace: the same step again, after a resume
         for group, tensors in groups.items():
@@ -99,14 +100,14 @@ def write(final: Path, step: int, groups: dict[str, Tensors], state: dict[str, A
 
 
 def committed(parent: Path) -> list[Checkpoint]:
-    """Committed checkpoints, newest first."""
+    """Returns the committed checkpoints, newest first."""
     return [Checkpoint(path, step_of(path) or 0) for path in listing.committed(parent)]
 
 
 def newest_good(
     parent: Path, *, verify: bool = True, at_step: int | None = None
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose digests hold, and a line for each damaged one that was passed over."""
+    """Returns the newest checkpoint whose digests hold, and a line for each damaged one that was passed over."""
     skipped: list[str] = []
     candidates = committed(parent) if at_step is None else [Checkpoint(listing.at_step(parent, at_step), at_step)]
     for checkpoint in candidates:
@@ -128,8 +129,8 @@ def newest_good(
 
 
 def abandon_after(parent: Path, step: int) -> None:
-    """A run that goes on from an older step leaves the newer checkpoints behind: renamed, so that they are never
-    resumed."""
+    """Renames the checkpoints after a step, so that they are never resumed: a run that goes on from an older step
+    leaves them behind."""
     for checkpoint in committed(parent):
         if checkpoint.step > step:
             target = parent / f"abandoned-{checkpoint.path.name}"
@@ -138,11 +139,13 @@ def abandon_after(parent: Path, step: int) -> None:
 
 
 def digest(file: Path) -> str:
+    """Returns the SHA-256 of a file, as hexadecimal digits."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def damaged(file: Path, why: str) -> UserError:
+    """Returns the error for a checkpoint file that cannot be used."""
     return UserError(
         f"checkpoint file {file} is damaged",
         why=why,

@@ -1,5 +1,5 @@
-"""`shardwise bench layers|collectives|step`: what operations, links and whole steps reach on this machine. The first
-two can go into a cluster file."""
+"""`shardwise bench layers|collectives|step` measures what operations, links and whole steps reach on this machine. The
+first two can go into a cluster file."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _curve_lines(rates: LayerRates) -> list[str]:
 
 
 def _amount(value: float) -> str:
-    """`120 G`, to put a unit behind."""
+    """Returns a number such as `120 G`, to put a unit behind."""
     return format_count(value).replace("B", "G") + ("" if value >= 999.5 else " ")
 
 
@@ -147,7 +147,8 @@ def _timed_line(point: CollectiveTime, fitted: float) -> str:
 
 
 def _step(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains in a scratch directory; the run itself sets what it measured beside what was predicted."""
+    """Trains in a scratch directory and returns the report; the run itself sets what it measured beside what was
+    predicted."""
     from shardwise.report.predicted_and_measured import comparison_lines
     from shardwise.run.rundir import RunDir
 
@@ -167,7 +168,8 @@ def _step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _existing(path: str | None) -> ClusterSpec | None:
-    """What the file says so far; before anything is measured, so that a file that cannot be read costs no time."""
+    """Returns the cluster that the file describes so far. It is read before anything is measured, so that a file that
+    cannot be read costs no time."""
     if not path or not Path(path).exists():
         return None
     cluster, here = cluster_from_toml(path), this_cluster(this_machine())
@@ -193,5 +195,5 @@ def _count(devices: tuple[str, ...]) -> str:
 
 
 def _progress(what: str) -> None:
-    """On stderr, so that `--json` stays one document."""
+    """Prints a line to stderr, so that `--json` stays one document."""
     print(f"measuring {what} ...", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`shardwise compare`: two runs side by side, what differs in their configs first."""
+"""`shardwise compare` sets two runs side by side, what differs in their configs first."""
 
 from __future__ import annotations
 
@@ -66,6 +66,8 @@ def _values(config: Config) -> dict[str, Any]:
 
 
 def _figures(run: RunDir) -> dict[str, float | None]:
+    """Returns a run's steps, losses in nats, speed and memory, by the label they are printed with; None for what is not
+    known."""
     steps = list(run.steps().values())
     evaluations = [line["eval_loss"] for line in run.lines() if "eval_loss" in line]
     timed = steps[1:] or steps

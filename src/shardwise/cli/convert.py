@@ -1,4 +1,4 @@
-"""`shardwise convert`: weights of one format into another. Both directions stream tensor by tensor and end in one
+"""`shardwise convert` turns weights of one format into another. Both directions stream tensor by tensor and end in one
 rename."""
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> DataConfig:
-    """The [data] section from `data.key=value` words, then from the options."""
+    """Returns the [data] section from `data.key=value` words, then from the options."""
     from shardwise.config.load import load_config
 
     foreign = [word for word in getattr(args, "overrides", []) if not word.startswith("data.")]

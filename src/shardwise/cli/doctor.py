@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what this machine is and how fast, measured here and now in some seconds."""
+"""`shardwise doctor` says what this machine is and how fast, measured here and now in some seconds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(run_directory: str) -> dict[str, Any]:
-    """Everything, as one JSON-ready document."""
+    """Returns everything that was found and measured, as one JSON-ready document."""
     started = time.perf_counter()
     cores, memory, cpu = usable_cores(), usable_memory(), cpu_model()
     _progress("disk")
@@ -164,7 +164,8 @@ def _versions(label: str, entries: list[dict[str, Any]]) -> str:
 
 
 def cluster_toml(report: dict[str, Any]) -> str:
-    """This machine as one node of a cluster, measured where it was measured: what `plan` and `bench` read."""
+    """Returns this machine as one node of a cluster file, measured where it was measured: what `plan` and `bench`
+    read."""
     rates = [DeviceRates(**entry) for entry in report["devices"]]
     link = report["link"]
     fit = None
@@ -181,5 +182,5 @@ def cluster_toml(report: dict[str, Any]) -> str:
 
 
 def _progress(what: str) -> None:
-    """On stderr, so that `--json` stays one document."""
+    """Prints a line to stderr, so that `--json` stays one document."""
     print(f"measuring {what} ...", file=sys.stderr, flush=True)

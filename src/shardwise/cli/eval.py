@@ -1,4 +1,4 @@
-"""`shardwise eval`: loss and perplexity on held-out text, in one process."""
+"""`shardwise eval` computes loss and perplexity on held-out text, in one process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`shardwise explain WORD`: half a page on a technique, in parts that are the same for every word; `--demo` acts it
-out."""
+"""`shardwise explain WORD` prints half a page on a technique, in parts that are the same for every word; `--demo` acts
+it out."""
 
 from __future__ import annotations
 

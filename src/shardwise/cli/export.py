@@ -1,4 +1,4 @@
-"""`shardwise export`: a run's weights as a Hugging Face directory."""
+"""`shardwise export` writes a run's weights as a Hugging Face directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwise generate`: sample text from a run, a checkpoint or a model directory."""
+"""`shardwise generate` samples text from a run, a checkpoint or a model directory."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _pieces(
 def _chat(
     args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, weights: StoredWeights, sampling: Sampling
 ) -> int:
-    """Turn by turn; with --prompt one turn, else until end of input."""
+    """Chats turn by turn and returns the exit code; with --prompt one turn, else until end of input."""
     from shardwise.data.chat import open_template
 
     custom = weights.config.data.chat_template if weights.config else None

@@ -1,4 +1,4 @@
-"""`shardwise init`: a config file with every key that works today, what it means and its value."""
+"""`shardwise init` writes a config file with every key that works today, what it means and its value."""
 
 from __future__ import annotations
 

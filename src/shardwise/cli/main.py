@@ -1,4 +1,4 @@
-"""The `shardwise` command: finds the verb, hands over, and turns user errors into three lines.
+"""Is the `shardwise` command: finds the verb, hands over, and turns user errors into three lines.
 
 A verb is a module of this package with HELP, add_arguments(parser) and run(args); REPORTS = True gives it `--json`,
 CONFIG = True lets it take config words.
@@ -83,12 +83,13 @@ def _run(words: list[str]) -> int:
 
 
 class _Terminated(BaseException):
-    """SIGTERM, as something that unwinds: scratch directories go, locks are given back."""
+    """Is raised for SIGTERM, so that it unwinds the stack: scratch directories are removed, locks given back."""
 
 
 @contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """A scheduler's SIGTERM ends any verb like Ctrl-C does. Training has handlers of its own, which finish the step."""
+    """Lets a scheduler's SIGTERM end any verb like Ctrl-C does. Training has handlers of its own, which finish the
+    step."""
 
     def unwind(number: int, frame: object) -> None:
         raise _Terminated
@@ -104,7 +105,7 @@ def _sigterm_unwinds() -> Iterator[None]:
 
 
 def _bug(error: Exception) -> UserError:
-    """Three lines to the person, the traceback to a file."""
+    """Returns the three lines to show for a bug of ours, and writes the traceback to a file."""
     import tempfile
     import traceback
 
@@ -149,7 +150,8 @@ def _dispatch(name: str, words: list[str]) -> int:
 
 
 def _overrides(parser: argparse.ArgumentParser, words: list[str], takes_config: bool) -> dict[int, str]:
-    """The `section.key=value` words and where they stand. What follows an option that takes a value is that value."""
+    """Returns the `section.key=value` words by where they stand. A word after an option that takes a value is that
+    value."""
     takes_value = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
     free = {n: word for n, word in enumerate(words) if n == 0 or words[n - 1] not in takes_value}
     if (
@@ -163,12 +165,15 @@ def _overrides(parser: argparse.ArgumentParser, words: list[str], takes_config: 
 
 
 class _Parser(argparse.ArgumentParser):
+    """Turns argparse's complaints into three lines."""
+
     def error(self, message: str) -> Any:
         usage = " ".join(self.format_usage().split())
         raise UserError(message, why=usage, fix=f"`{self.prog} --help` lists every option")
 
 
 def overview() -> str:
+    """Returns what `shardwise --help` prints."""
     width = max(map(len, VERBS))
     lines = [f"  {name:<{width}}  {what}" for name, what in VERBS.items()]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""`shardwise plan`: ranked layouts for a model on a cluster, each explained and written as a config file that `train`
+"""`shardwise plan` ranks layouts for a model on a cluster, each explained and written as a config file that `train`
 takes."""
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _patience() -> Iterator[None]:
-    """Large clusters and slow links have many layouts that are nearly as good: a search that takes long says so."""
+    """Prints a line when a search takes long: large clusters and slow links have many layouts that are nearly as
+    good."""
     note = "searching ...; large clusters and slow links take longest, and words such as parallel.tp=1 narrow it down"
     timer = threading.Timer(PATIENCE_S, lambda: print(note, file=sys.stderr, flush=True))
     timer.daemon = True
@@ -131,7 +132,8 @@ def _patience() -> Iterator[None]:
 
 
 def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None, float | None]:
-    """Seconds and money that the answer may take. Both need to know how much is trained, one what it costs."""
+    """Returns the seconds and the money that training may take. Both need to know how much is trained, one what it
+    costs."""
     from shardwise.config.units import parse_decimal, parse_seconds
 
     within = _read("--within", args.within, parse_seconds, "30d")
@@ -151,6 +153,8 @@ def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None
 
 
 def _read(option: str, text: str | None, parse: Callable[[str], float], example: str) -> float | None:
+    """Returns the value of an option, or None where it was not given; a text that cannot be read is refused with an
+    example."""
     if text is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""How `shardwise plan` lays out lines and tables: hanging lines behind a label, columns that give way before layouts
-are folded."""
+"""Lays out the lines and tables of `shardwise plan`: lines that hang behind a label, columns that give way before
+layouts are folded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from rich.text import Text
 
 LABEL = 9
 WIDTH = 120
-LAYOUT = 30  # columns that a layout should have before it is folded
+LAYOUT = 30  # characters that a layout should have before it is folded
 LESS_NEEDED = ("tok/s/GPU", "waits for", "cost", "training", "micro", "MFU", "p10-p90", "GPUs", "change", "GiB")
 """Columns that a narrow window goes without, the first one first."""
 
 
 class View:
+    """A terminal of a certain width, in characters."""
+
     def __init__(self) -> None:
         self.console = Console(highlight=False, markup=False, emoji=False)
         if not self.console.is_terminal:
@@ -25,7 +27,7 @@ class View:
         self.width = min(WIDTH, self.console.width)
 
     def line(self, label: str, text: str) -> None:
-        """Long lines hang under their first word."""
+        """Prints a labelled line; a long one hangs under its first word."""
         indent = " " * LABEL
         room = max(20, self.width - LABEL)
         rows = textwrap.wrap(text, room, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True) or [""]
@@ -37,7 +39,7 @@ class View:
             self.console.print(indent + row, soft_wrap=True)
 
     def table(self, table: Table) -> None:
-        """Without the spaces that fill up its lines, where nobody sees colours."""
+        """Prints a table, without the spaces that fill up its lines where nobody sees colours."""
         if self.console.is_terminal:
             self.console.print(table)
             return
@@ -53,8 +55,8 @@ class View:
 
 
 def table_of(columns: list[str], rows: list[dict[str, str]], width: int, memory: str = "GiB") -> Table:
-    """Words to the left, figures to the right. Only layouts are folded; what a narrow window has no room for is left
-    out."""
+    """Returns a table with words to the left and figures to the right. Only layouts are folded; columns that a narrow
+    window has no room for are left out."""
     words = ("layout", "best layout", "what if")
     kept = columns
     for name in LESS_NEEDED:
@@ -73,6 +75,8 @@ def table_of(columns: list[str], rows: list[dict[str, str]], width: int, memory:
 
 
 def _width(columns: list[str], rows: list[dict[str, str]], memory: str) -> int:
+    """Returns how many characters the columns take, with layouts of at most LAYOUT."""
+
     def of(name: str) -> int:
         widest = max(len(memory if name == "GiB" else name), *(len(row[name]) for row in rows))
         return min(widest, LAYOUT) if "layout" in name else widest

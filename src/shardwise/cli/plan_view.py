@@ -1,5 +1,5 @@
-"""What `shardwise plan` prints: the table of layouts, the winner in bars, and the reasons. Plain when piped, folded in
-narrow windows.
+"""Prints the answer of `shardwise plan`: the table of layouts, the winner in bars, and the reasons. Plain when piped,
+folded in narrow windows.
 
 Invariant: nothing is said by colour alone, and everything printed is in `--json` too.
 """
@@ -34,7 +34,7 @@ def show(
     refused: WhyNot | None,
     changed: Sequence[WhatIf],
 ) -> None:
-    """The whole answer; a narrower question (`--why-not`, `--what-if`) gets the table and its own part."""
+    """Prints the whole answer; a narrower question (`--why-not`, `--what-if`) gets the table and its own part."""
     view, is_narrow_question = View(), bool(refused or changed)
     _header(view, made)
     view.table(_rows_table(made, view.width))
@@ -126,7 +126,8 @@ def _cells(question: Question, row: Row) -> dict[str, str]:
 
 
 def _layout(plan: Plan) -> str:
-    """A long list of layers per stage is the balanced one, which `auto` stands for; the file has it in full."""
+    """Returns a layout's text. A long list of layers per stage is the balanced one, which `auto` stands for; the file
+    has it in full."""
     words = plan.layout.split(" ")
     return " ".join("split=auto" if word.startswith("split=") and word.count(",") > 7 else word for word in words)
 
@@ -194,7 +195,7 @@ def _winner(view: View, made: Answer) -> None:
 
 
 def _bars(view: View, step: dict[str, float], whole: float, links: dict[str, str]) -> None:
-    """Where every second goes, largest first; a bar's length is its share."""
+    """Prints where every second of a step goes, largest first; a bar's length is its share."""
     parts = sorted(((seconds, name) for name, seconds in step.items() if seconds > 0.001 * whole), reverse=True)
     width = max(len(name) for _, name in parts)
     room = max(0, min(BAR, view.width - LABEL - width - 30))
@@ -207,7 +208,7 @@ def _bars(view: View, step: dict[str, float], whole: float, links: dict[str, str
 
 
 def _simpler(view: View, made: Answer) -> None:
-    """Where something is a little faster than what comes first: how much, and that it is no reason."""
+    """Prints, where something is a little faster than what comes first, how much, and that it is no reason."""
     row = made.rows[0]
     rest = [other.candidate for other in made.rows] + [
         one.candidate for one in made.result.regions if one.slower and one.candidate
@@ -223,7 +224,7 @@ def _simpler(view: View, made: Answer) -> None:
 
 
 def _leaner(view: View, made: Answer) -> None:
-    """The fastest of the Pareto set that needs much less memory on as many GPUs."""
+    """Prints the fastest layout of the Pareto set that needs much less memory on as many GPUs."""
     row = made.rows[0]
     plan, most = row.candidate.plan, 0.6 * row.candidate.prediction.memory_bytes
     same = [found for found in made.result.pareto if found.plan.world == plan.world]
@@ -237,7 +238,7 @@ def _leaner(view: View, made: Answer) -> None:
 
 
 def _stages(view: View, row: Row) -> None:
-    """Each pipeline rank's peak, and when it happens."""
+    """Prints each pipeline rank's peak, and when it happens."""
     stages = row.candidate.prediction.stages
     numbers = range(len(stages)) if len(stages) <= 4 else (0, 1, len(stages) - 1)
     for index, number in enumerate(numbers):
@@ -263,7 +264,7 @@ def _regions(view: View, made: Answer) -> None:
 
 
 def _counts(view: View, made: Answer) -> None:
-    """The best of all, half, a quarter of the GPUs and so on, and of the fewest that it fits on."""
+    """Prints the best of all, half, a quarter of the GPUs and so on, and of the fewest that the model fits on."""
     counts = sorted(made.result.by_gpus)
     if len(counts) < 2 or made.inverse:
         return
@@ -309,7 +310,7 @@ def _what_if_table(made: Answer, changed: Sequence[WhatIf], width: int) -> Table
 
 
 def _assumed(view: View, question: Question) -> None:
-    """By origin, so that what was only assumed stands out."""
+    """Prints the assumptions by origin, so that what was only assumed stands out."""
     groups: dict[str, list[str]] = {}
     for one in question.assumptions:
         origin, _, why = one.origin.partition(": ")

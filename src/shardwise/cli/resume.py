@@ -1,4 +1,4 @@
-"""`shardwise resume`: go on from a run's newest good checkpoint, on the same or another number of processes."""
+"""`shardwise resume` goes on from a run's newest good checkpoint, on the same or another number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwise runs`: the runs of a directory, oldest first."""
+"""`shardwise runs` lists the runs of a directory, oldest first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardwise stop`: ask a run to finish its step, commit a checkpoint and end."""
+"""`shardwise stop` asks a run to finish its step, commit a checkpoint and end."""
 
 from __future__ import annotations
 

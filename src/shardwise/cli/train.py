@@ -1,4 +1,4 @@
-"""`shardwise train`: the default run without a config, or the run a config describes."""
+"""`shardwise train` starts the default run without a config, or the run that a config describes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _continue(found: RunDir, args: argparse.Namespace, nproc: int | None) -> Pla
 
 
 def _dry_run(planned: PlannedRun) -> int:
-    """Everything that would happen, without torch: resolved config, plan, predicted memory, the first sample."""
+    """Prints everything that would happen, without torch: resolved config, plan, predicted memory, the first sample."""
     from shardwise.config.units import format_bytes, format_count
     from shardwise.config.write import resolved_text
     from shardwise.data.show import about_row, print_row, render_rows

@@ -1,4 +1,4 @@
-"""`shardwise verify`: the proof that a layout computes what one process computes, on this machine, without a GPU."""
+"""`shardwise verify` proves that a layout computes what one process computes, on this machine, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELP = (
 )
 CONFIG = True
 REPORTS = True
-NO_LIMIT = 2**62  # bytes: what is proven is a small model, whatever the real one needs
+NO_LIMIT = 2**62  # bytes of memory: what is proven is a small model, whatever the real one needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
-    """The plan on a machine that has memory for everything: a proof is about numbers."""
+    """Returns the plan for a machine that has memory for everything: a proof is about numbers."""
     from shardwise.cluster.describe.machine import this_machine
     from shardwise.plan.resolve.resolve import resolve
 

@@ -1,4 +1,4 @@
-"""`shardwise watch`: follow a run from another terminal; it reads the run directory and never touches the run."""
+"""`shardwise watch` follows a run from another terminal; it reads the run directory and never touches the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 HELP = "Follow a run in the terminal until it ends; after a failure, show the verdict."
 REPORTS = True
 POLL_S = 0.5
-WIDTH = 80  # of a pipeline's picture
+WIDTH = 80  # characters of a pipeline's picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
 
 
 def _follow(found: RunDir) -> int:
-    """New lines as they appear; on a terminal one block that is drawn anew."""
+    """Prints new lines as they appear, and returns the exit code; on a terminal one block that is drawn anew."""
     from shardwise.report.memory import measured_memory
     from shardwise.report.step_breakdown import bar, measured_pipeline, where_of
     from shardwise.report.terminal import LiveView

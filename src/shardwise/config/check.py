@@ -1,4 +1,4 @@
-"""Rules between keys, checked before anything heavy is imported.
+"""Checks the rules between keys before anything heavy is imported.
 
 Each rule is one small function that raises a three-line error; `check_config` lists them. Invariant: no rule needs more
 than the config itself. Read next: check_layout.py (the rules of [parallel]), plan/resolve/degrees.py (what the model
@@ -19,7 +19,7 @@ from shardwise.spec.schema import Config
 
 
 def check_config(config: Config, origins: Origins) -> None:
-    """Every rule that a config can break on its own."""
+    """Checks every rule that a config can break on its own, and raises for the first that it breaks."""
     _one_of(config, origins, "train", ("steps", "tokens", "epochs"), "how long to train")
     _one_of(config, origins, "train", ("global_batch", "global_batch_tokens"), "the batch of one optimizer step")
     _model_named_once(config, origins)
@@ -174,7 +174,8 @@ def _offload(config: Config, origins: Origins) -> None:
 
 
 def _results(config: Config, origins: Origins) -> None:
-    """What must be known before the next step cannot be read after it was queued."""
+    """Refuses late results where something must be known before the next step: it cannot be read after that was
+    queued."""
     if config.speed.results != "late":
         return
     needed = {

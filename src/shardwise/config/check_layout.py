@@ -1,4 +1,4 @@
-"""The rules of [parallel] that need no model: which degrees, schedules and switches go together.
+"""Checks the rules of [parallel] that need no model: which degrees, schedules and switches go together.
 
 Invariant: a config that passes may still be too much for its model or its machine (plan/resolve/degrees.py says), but
 no two of its own keys contradict each other. Every `fix` is a setting that can be typed.
@@ -33,7 +33,7 @@ def check_layout(config: Config, origins: Origins) -> None:
 
 
 def check_world(config: Config, world: int, origins: Origins) -> None:
-    """The degrees that are set must fit `world` processes: dp x cp x tp x pp = world."""
+    """Refuses degrees that do not fit `world` processes: dp x cp x tp x pp = world."""
     parallel = config.parallel
     degrees = {"dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp, "pp": parallel.pp}
     fixed = {name: int(value) for name, value in degrees.items() if value != "auto"}
@@ -58,7 +58,8 @@ def check_world(config: Config, world: int, origins: Origins) -> None:
 
 
 def check_replicas(dp: int, replicate: int, zero: int | str, origins: Origins) -> None:
-    """dp = replicas x shards. Without ZeRO nothing is sharded: every data-parallel rank is a replica."""
+    """Refuses replicas that do not divide dp: dp = replicas x shards. Without ZeRO nothing is sharded: every
+    data-parallel rank is a replica."""
     where = where_written(origins, "parallel.dp", "parallel.zero", "parallel.replicate")
     if dp % replicate:
         below = max(n for n in range(1, min(replicate, dp + 1)) if dp % n == 0)
@@ -80,7 +81,7 @@ def check_replicas(dp: int, replicate: int, zero: int | str, origins: Origins) -
 
 
 def degree(asked: int | str) -> int:
-    """What tp, pp and cp are when nobody sets them."""
+    """Returns a degree of tp, pp or cp; it is 1 when nobody sets it."""
     return 1 if asked == "auto" else int(asked)
 
 

@@ -1,4 +1,4 @@
-"""Names and spellings of other frameworks, answered with ours. The table itself is data: foreign.toml.
+"""Answers names and spellings of other frameworks with ours. The table itself is data: foreign.toml.
 
 Invariant (tested): every answer names a key that exists in schema.py. Read next: unknown.py, which turns an answer into
 an error.
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ForeignName:
-    """What a name from elsewhere is called here.
+    """What a name of another framework is called here.
 
     key    ours; None where there is nothing to set
     same   the value carries over as it is, so the answer can show the finished line
@@ -38,7 +38,7 @@ def _table() -> Mapping[str, Any]:
 
 @cache
 def foreign_names() -> Mapping[str, ForeignName]:
-    """Normalised foreign name -> answer."""
+    """Returns the answers by normalised foreign name."""
     names = {
         name: ForeignName(name, entry.get("key"), entry["from"], entry["say"], entry.get("same", False))
         for name, entry in _table()["names"].items()
@@ -47,7 +47,8 @@ def foreign_names() -> Mapping[str, ForeignName]:
 
 
 def foreign_name(name: str) -> ForeignName | None:
-    """Megatron's `--tensor-model-parallel-size` and a config's `tensor_model_parallel_size` are one name.
+    """Returns the answer for a name, or None. Megatron's `--tensor-model-parallel-size` and a config's
+    `tensor_model_parallel_size` are one name.
 
     `section.name` asks for names that mean something only there, such as torchtitan's `model.name`.
     """
@@ -59,5 +60,5 @@ def foreign_section(name: str) -> str | None:
 
 
 def spellings(dotted_key: str) -> Mapping[str, str]:
-    """Other spellings of this key's values, lower case -> ours."""
+    """Returns other spellings of this key's values, lower case -> ours."""
     return _table()["values"].get(dotted_key, {})

@@ -1,4 +1,4 @@
-"""The schema as a table: one `Key` per config key, read from the dataclasses of schema.py.
+"""Reads the schema into a table: one `Key` per config key, from the dataclasses of schema.py.
 
 Everything that treats keys alike (loader, writer, `init`, docs) walks this table instead of the dataclasses. Invariant:
 the order is the order of schema.py. `model.overrides` is not a key: its entries are written as keys of [model].
@@ -20,7 +20,7 @@ COMMAND_LINE = "command line"  # origins that are not a place in a file
 DEFAULT = "default"
 
 Origins = Mapping[str, str]
-"""Key -> where its value was written: `run.toml:14`, COMMAND_LINE or DEFAULT."""
+"""Where the value of each key was written: `run.toml:14`, COMMAND_LINE or DEFAULT."""
 
 ALIASES = MappingProxyType({"parallel.sp": "parallel.sequence"})
 
@@ -53,7 +53,7 @@ class Key:
 
 
 def make_key(section: str, name: str, hint: Any, default: Any, about: Mapping[str, Any]) -> Key:
-    """A `Key` from a type annotation and the metadata that `schema.setting` attached."""
+    """Returns a `Key` from a type annotation and the metadata that `schema.setting` attached."""
     kinds: set[type] = set()
     words: tuple[str, ...] = ()
     item, length, optional, auto = None, None, False, False
@@ -80,13 +80,13 @@ def make_key(section: str, name: str, hint: Any, default: Any, about: Mapping[st
 
 @cache
 def section_classes() -> Mapping[str, type]:
-    """Section name -> its dataclass, in the order of `Config`."""
+    """Returns the dataclass of each section, in the order of `Config`."""
     return MappingProxyType(dict(typing.get_type_hints(schema.Config)))
 
 
 @cache
 def all_keys() -> Mapping[str, Key]:
-    """Dotted name -> `Key`, in the order of schema.py."""
+    """Returns every `Key` by its dotted name, in the order of schema.py."""
     table: dict[str, Key] = {}
     for section, cls in section_classes().items():
         hints = typing.get_type_hints(cls)
@@ -99,12 +99,14 @@ def all_keys() -> Mapping[str, Key]:
 
 
 def keys_of(section: str) -> tuple[Key, ...]:
+    """Returns the keys of one section, in the order of schema.py."""
     return tuple(key for key in all_keys().values() if key.section == section)
 
 
 @cache
 def model_spec_keys() -> Mapping[str, Key]:
-    """ModelSpec fields that may be overridden in [model]: those that hold a plain value, but for the model's name."""
+    """Returns the ModelSpec fields that may be overridden in [model]: those that hold a plain value, but for the
+    model's name."""
     from shardwise.spec.model import ModelSpec  # torch-free; here because `config` starts before any model is named
 
     hints = typing.get_type_hints(ModelSpec)
@@ -119,6 +121,6 @@ def model_spec_keys() -> Mapping[str, Key]:
 
 
 def where_written(origins: Origins, *names: str) -> str | None:
-    """The last place where somebody wrote one of these keys."""
+    """Returns the last place where somebody wrote one of these keys; None if all have their defaults."""
     written = [origins[name] for name in names if origins.get(name, DEFAULT) != DEFAULT]
     return written[-1] if written else None

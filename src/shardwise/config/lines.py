@@ -1,4 +1,4 @@
-"""Where each key of a TOML file stands.
+"""Finds where each key of a TOML file stands.
 
 `tomllib` gives values without positions. This scanner gives positions without values: it follows tables, dotted and
 quoted keys, inline tables and values that span lines. Invariant: it never raises, so it can also point at the place in
@@ -20,7 +20,7 @@ _BARE = re.compile(r"[^,\]}\n#]*")
 
 
 def key_lines(text: str) -> list[tuple[Path, int]]:
-    """Every key of the file with its line (from 1), in file order; tables are listed too."""
+    """Returns every key of the file with its line (from 1), in file order; tables are listed too."""
     scanner = _Scanner(text)
     scanner.file()
     return [(path, text.count("\n", 0, position) + 1) for path, position in scanner.found]
@@ -50,7 +50,7 @@ class _Scanner:
                 self.rest_of_line()
 
     def assignment(self, prefix: Path) -> bool:
-        """`key = value`, wherever it stands. False when this is something else."""
+        """Reads `key = value`, wherever it stands; returns False when this is something else."""
         start = self.position
         path = self.key_path()
         if not path:

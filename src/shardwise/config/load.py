@@ -1,4 +1,4 @@
-"""From a TOML file and `section.key=value` words to one frozen `Config`, with the origin of every value.
+"""Turns a TOML file and `section.key=value` words into one frozen `Config`, with the origin of every value.
 
 Later wins: defaults, then the file, then the words from left to right. Nothing heavy is imported, so every mistake in a
 config is found in a blink. Invariant: each key of the result has an entry in `origins`. Read next: schema.py (the
@@ -59,7 +59,7 @@ class _Given:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
-    """Read, merge and check. Raises `UserError` for every mistake a person can make."""
+    """Reads, merges and checks; returns the config. Raises `UserError` for every mistake a person can make."""
     from_file = _collect(_read_file(Path(path))) if path is not None else {}
     from_words = _collect((_read_word(word) for word in overrides), later_wins=True)
     for group in EXCLUSIVE:
@@ -103,7 +103,7 @@ def _set_twice(name: str, first: str, second: str) -> UserError:
 
 
 def find_key(dotted: str, raw: Any = None) -> Key:
-    """A key by its full name; unknown ones are refused with a suggestion, in which `raw` is the value."""
+    """Returns a key by its full name; unknown ones are refused with a suggestion, in which `raw` is the value."""
     section, dot, name = dotted.partition(".")
     if not dot:
         raise key_without_section(dotted, raw, COMMAND_LINE)
@@ -113,7 +113,7 @@ def find_key(dotted: str, raw: Any = None) -> Key:
 
 
 def _find_key(section: str, name: str, raw: Any, where: str) -> Key:
-    """The key, or the error for a name we do not have."""
+    """Returns the key, or raises the error for a name we do not have."""
     dotted = ALIASES.get(f"{section}.{name}", f"{section}.{name}")
     if key := all_keys().get(dotted):
         return key
@@ -181,7 +181,7 @@ def _not_a_section(section: str, where: str) -> UserError:
 
 
 def _syntax_error(path: Path, text: str, problem: str) -> UserError:
-    """`tomllib`'s complaint, with the slip people make most where the line shows it."""
+    """Returns `tomllib`'s complaint, with the slip people make most where the line shows it."""
     position = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", problem)
     last = text.count("\n") + 1
     line = int(position[1]) if position and position[1] else last
@@ -226,7 +226,7 @@ def _read_word(word: str) -> _Given:
 
 
 def _with_layout(given: dict[str, _Given]) -> dict[str, _Given]:
-    """Replaces `parallel.layout` by the keys it stands for."""
+    """Returns the values with `parallel.layout` replaced by the keys it stands for."""
     layout = given.get("parallel.layout")
     if layout is None:
         return given

@@ -1,4 +1,4 @@
-"""A run's own config read again, for going on with another layout.
+"""Reads a run's own config again, for going on with another layout.
 
 config.toml holds every value and, behind it, where it came from. What the planner filled in was right for the layout of
 that time: as soon as somebody sets a degree or a number of processes, those choices are made anew. Invariant: without
@@ -23,7 +23,7 @@ CHOSEN_TOGETHER = ("parallel.", "memory.recompute", "memory.offload")
 
 
 def reopen(path: Path, words: Sequence[str], nproc: int | None = None) -> Loaded:
-    """The config of an existing run with `words` applied. Pass `nproc` on to `resolve`, which divides it."""
+    """Returns the config of an existing run with `words` applied. Pass `nproc` on to `resolve`, which divides it."""
     load_config(path)  # a damaged file is refused before anything is read out of its comments
     before = written_origins(path.read_text(encoding="utf-8"))
     given = _keys_of(words)

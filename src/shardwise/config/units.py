@@ -1,4 +1,4 @@
-"""Numbers with units, in and out.
+"""Reads and prints numbers with units.
 
 Invariant: reading never guesses. A string either is a number with a unit of the expected kind or raises `ValueError`
 with a sentence that names the spellings that work. `k`, `M`, `G` are powers of 1024 where lengths are meant ("8k"
@@ -37,22 +37,22 @@ _CLOCK = re.compile(r"\s*(?:(\d+):)?(\d{1,2}):(\d{2})\s*")
 
 
 def parse_binary(text: str) -> int:
-    """`8k` is 8192, `4M` is 4194304: lengths and batches, where powers of two are meant."""
+    """Returns a length or a batch, where powers of two are meant: `8k` is 8192, `4M` is 4194304."""
     return _whole(text, _scaled(text, BINARY, "a number such as 8192, 8k or 4M"))
 
 
 def parse_decimal(text: str) -> int:
-    """`1T` is 10**12, `300B` is 3 * 10**11: amounts, where people count in thousands."""
+    """Returns an amount, where people count in thousands: `1T` is 10**12, `300B` is 3 * 10**11."""
     return _whole(text, _scaled(text, DECIMAL, "a number such as 5000000, 1.5M, 300B or 1T"))
 
 
 def parse_bytes(text: str) -> int:
-    """`40GiB` (powers of 1024) or `25MB` (powers of 1000)."""
+    """Returns bytes from `40GiB` (powers of 1024) or `25MB` (powers of 1000)."""
     return _whole(text, _scaled(text, BYTES, "a size such as 6GiB, 512MiB or 25MB"))
 
 
 def parse_steps(text: str) -> range:
-    """`10:13` is steps 10, 11, 12 and 13."""
+    """Returns a range of steps: `10:13` is steps 10, 11, 12 and 13."""
     match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
     if match is None:
         raise ValueError("expected a first and a last step such as 10:13")
@@ -63,7 +63,7 @@ def parse_steps(text: str) -> range:
 
 
 def parse_rate(text: str) -> float:
-    """`50GB/s` in bytes per second; `400Gbit/s` and `400Gb/s` are bits."""
+    """Returns bytes per second from `50GB/s`; `400Gbit/s` and `400Gb/s` are bits."""
     expected = "a rate such as 50GB/s or 400Gbit/s"
     match = re.fullmatch(r"(.*?)(b|bit|bits|B|iB)(?:/s|ps)\s*", text)
     if match is None:
@@ -75,7 +75,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """`90s`, `5m`, `1h30m`, `2d`, or a clock such as `1:30:00`."""
+    """Returns seconds from `90s`, `5m`, `1h30m`, `2d`, or a clock such as `1:30:00`."""
     if clock := _CLOCK.fullmatch(text):
         hours, minutes, seconds = (int(part or 0) for part in clock.groups())
         return float(hours * 3600 + minutes * 60 + seconds)
@@ -95,7 +95,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(count: float) -> str:
-    """Memory as people compare it: `38.2 GiB`."""
+    """Returns a number of bytes as people compare memory: `38.2 GiB`."""
     for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if abs(count) >= 1024**power * 0.9995:
             return f"{_three_digits(count / 1024**power)} {unit}"
@@ -103,7 +103,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Parameters and tokens: `3.4 M`, `70.6 B`."""
+    """Returns a number of parameters or tokens: `3.4 M`, `70.6 B`."""
     for power, unit in ((4, "T"), (3, "B"), (2, "M"), (1, "k")):
         if abs(count) >= 1000**power * 0.9995:
             return f"{_three_digits(count / 1000**power)} {unit}"
@@ -111,7 +111,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration: `1:12`, `2:05:00`, `3 d 4:00:00`; below ten seconds `0.29 s`."""
+    """Returns a duration: `1:12`, `2:05:00`, `3 d 4:00:00`; below ten seconds `0.29 s`."""
     if seconds < 10:
         return f"{seconds:.2f} s" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
     whole = round(seconds)
@@ -144,6 +144,7 @@ def _scaled(text: str, units: dict[str, int], expected: str) -> Decimal:
 
 
 def _whole(text: str, value: Decimal) -> int:
+    """Returns a whole number, or raises for one that is not."""
     # Decimal, not float: "0.1G" style inputs must not pick up binary rounding before this test.
     if value != int(value):
         raise ValueError(f"{text.strip()!r} is {value}, which is not a whole number")

@@ -1,4 +1,4 @@
-"""What to say about a name that is no key of ours: another section's, another framework's, or a slip of the fingers."""
+"""Answers a name that is no key of ours: another section's, another framework's, or a slip of the fingers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REFERENCE = "`shardwise init` writes a file with every key and what it means"
 
 
 def unknown_key(section: str, name: str, raw: Any, where: str | None) -> UserError:
-    """`section.name` is not a key, though the section exists."""
+    """Returns the error for a `section.name` that is not a key, though the section exists."""
     names = _names_in(section)
     what = f"unknown key `{section}.{name}`"
     has = f"[{section}] has: {', '.join(key.name for key in keys_of(section))}"
@@ -35,7 +35,7 @@ def unknown_key(section: str, name: str, raw: Any, where: str | None) -> UserErr
 
 
 def unknown_section(section: str, raw: Any, where: str | None) -> UserError:
-    """A table, or a key before any table, whose name is not one of our sections."""
+    """Returns the error for a table, or a key before any table, whose name is not one of our sections."""
     sections = list(section_classes())
     if not isinstance(raw, Mapping):
         return key_without_section(section, raw, where)
@@ -51,7 +51,7 @@ def unknown_section(section: str, raw: Any, where: str | None) -> UserError:
 
 
 def key_without_section(name: str, raw: Any, where: str | None) -> UserError:
-    """`steps = 100` at the top of a file, or `steps=100` on the command line."""
+    """Returns the error for `steps = 100` at the top of a file, or `steps=100` on the command line."""
     what = f"`{name}` stands in no section"
     why = f"every key belongs to one of: {', '.join(section_classes())}"
     if sections := _sections_with(name):
@@ -77,7 +77,7 @@ def _foreign(what: str, answer: ForeignName, raw: Any, where: str | None) -> Use
 
 
 def _line(dotted: str, raw: Any, where: str | None) -> str:
-    """The finished setting, as it is written where the mistake was made."""
+    """Returns the finished setting, as it is written where the mistake was made."""
     if raw is None or isinstance(raw, Mapping):
         return dotted
     if where == COMMAND_LINE:

@@ -1,4 +1,4 @@
-"""One raw value becomes a checked value, or a three-line error that names the key, the rule and what to type.
+"""Turns one raw value into a checked value, or a three-line error that names the key, the rule and what to type.
 
 Order of the checks: other spellings -> type and unit -> range -> choices -> built yet. Invariant: a value that comes
 out of `read_value` goes back in unchanged, so a written config reads as itself. Read next: load.py (calls this per
@@ -33,7 +33,7 @@ _NOUNS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "t
 
 
 def read_value(key: Key, raw: Any, where: str | None) -> Any:
-    """The value of `key` from what TOML gave, checked against everything schema.py says about it."""
+    """Returns the value of `key` from what TOML gave, checked against everything schema.py says about it."""
     if isinstance(raw, str | int) and not isinstance(raw, bool):
         raw = spellings(key.dotted).get(str(raw).strip().lower(), raw)
     value = _typed(key, raw, where)
@@ -45,7 +45,7 @@ def read_value(key: Key, raw: Any, where: str | None) -> Any:
 
 
 def read_typed(key: Key, text: str) -> Any:
-    """What a person typed after `section.key=`: TOML when it parses and fits the key, else the text itself."""
+    """Returns what a person typed after `section.key=`: TOML when it parses and fits the key, else the text itself."""
     text = text.strip()
     value = toml_or_text(text)
     if key.item is not None and isinstance(value, str) and "," in text and not text.startswith(('"', "'")):
@@ -59,7 +59,7 @@ def read_typed(key: Key, text: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value the way it is written in a config file."""
+    """Returns a value the way it is written in a config file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -73,7 +73,7 @@ def shown(value: Any) -> str:
 
 
 def example(key: Key) -> str:
-    """A value this key takes, for the `fix` line."""
+    """Returns a value that this key takes, for the `fix` line."""
     if key.default not in (None, "auto", ()):
         return shown(key.default)
     if key.choices:
@@ -91,7 +91,7 @@ def example(key: Key) -> str:
 
 
 def toml_or_text(text: str) -> Any:
-    """`3` is a number, `[1, 2]` a list, `6GiB` and `a.txt` are texts."""
+    """Returns the value of a text: `3` is a number, `[1, 2]` a list, `6GiB` and `a.txt` are texts."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -133,7 +133,7 @@ def _entries(key: Key, raw: list[Any], where: str | None) -> tuple[Any, ...]:
 
 
 def _scalar(key: Key, kinds: frozenset[type], raw: Any, where: str | None) -> Any:
-    """`raw` as one of `kinds`, or None when it is none of them."""
+    """Returns `raw` as one of `kinds`, or None when it is none of them."""
     if isinstance(raw, bool):
         return raw if bool in kinds else None
     if isinstance(raw, str):
@@ -149,6 +149,7 @@ def _scalar(key: Key, kinds: frozenset[type], raw: Any, where: str | None) -> An
 
 
 def _with_unit(key: Key, raw: str, where: str | None) -> float:
+    """Returns the number that a text with a unit stands for, in the unit of the key."""
     assert key.unit is not None, key
     try:
         value = _PARSE[key.unit](raw)
@@ -223,7 +224,7 @@ def _check_choice(key: Key, value: Any, where: str | None) -> None:
 
 
 def _is_choice(choice: str, value: Any) -> bool:
-    """`every-K` stands for every-1, every-2, ..."""
+    """Returns whether a value is one of a choice; `every-K` stands for every-1, every-2, ..."""
     if choice.endswith("-K"):
         return re.fullmatch(re.escape(choice[:-1]) + r"[1-9]\d*", str(value)) is not None
     return choice == value
@@ -249,5 +250,5 @@ def _check_available(key: Key, value: Any, where: str | None) -> None:
 
 
 def _same(value: Any, choice: Any) -> bool:
-    """Equal and of one kind: False is not 0 here."""
+    """Returns whether two values are equal and of one kind: False is not 0 here."""
     return value == choice and isinstance(value, bool) == isinstance(choice, bool)

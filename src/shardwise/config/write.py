@@ -1,4 +1,4 @@
-"""A config as text: the resolved file of a run, and the commented file of `shardwise init`.
+"""Writes a config as text: the resolved file of a run, and the commented file of `shardwise init`.
 
 Invariant: what is written here loads again as an equal `Config`; nothing is ever half written. Read next: load.py.
 """
@@ -18,11 +18,13 @@ _COMMENT_COLUMN = 44
 
 
 def write_config(config: Config, origins: Mapping[str, str], path: str | Path) -> None:
-    """Every key with its value; each line ends in where the value came from. Unset keys stand as comments."""
+    """Writes every key with its value to a file; each line ends in where the value came from. Unset keys stand as
+    comments."""
     write_atomically(path, resolved_text(config, origins))
 
 
 def resolved_text(config: Config, origins: Mapping[str, str]) -> str:
+    """Returns what `write_config` writes."""
     lines = ["# The resolved configuration: every key, and where its value came from."]
     for section in section_classes():
         lines += ["", f"[{section}]"]
@@ -41,7 +43,7 @@ def resolved_text(config: Config, origins: Mapping[str, str]) -> str:
 
 
 def commented_config(config: Config | None = None) -> str:
-    """Every key that works today, with what it means and its value; for people to edit."""
+    """Returns every key that works today, with what it means and its value, for people to edit."""
     config = config or Config()
     lines = [
         "# A Shardwise configuration. Every value below is the default unless you changed it;",
@@ -66,7 +68,7 @@ def commented_config(config: Config | None = None) -> str:
 
 
 def is_built(key: Key) -> bool:
-    """Whether setting this key can change anything today."""
+    """Returns whether setting this key can change anything today."""
     if key.later:
         return False
     return key.available is None or sum(value != "auto" for value in key.available) > 1
@@ -82,7 +84,7 @@ def _explained(key: Key, value: Any) -> list[str]:
 
 
 def with_unit(key: Key, value: Any) -> str:
-    """A value as a person would write it: 26214400 bytes as "25MiB", 300 seconds as "5m"."""
+    """Returns a value as a person would write it: 26214400 bytes as "25MiB", 300 seconds as "5m"."""
     if key.unit == "bytes" and isinstance(value, int) and value % 2**20 == 0:
         return f'"{value // 2**20}MiB"'
     if key.unit == "time" and isinstance(value, float) and value % 60 == 0:
@@ -101,5 +103,5 @@ def _wrapped(names: list[str]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """File names may hold anything; a TOML comment may not hold control characters."""
+    """Returns the text without control characters: file names may hold anything, a TOML comment may not."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -1,4 +1,4 @@
-"""Text to tokens to packed batches.
+"""Turns text into tokens and tokens into packed batches.
 
 `sources` finds documents, `tokenizer` and `chat` turn them into token ids (and say which ids carry loss), `prepare`
 writes them as memory-mapped shards, `shards` opens those, `sequences` cuts them into training rows in an order that is

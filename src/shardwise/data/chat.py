@@ -1,4 +1,4 @@
-"""Conversations to text by a chat template, and which parts of that text carry loss.
+"""Turns conversations into text by a chat template, and says which parts of that text carry loss.
 
 Templates are the Jinja files that come with a model; they run in jinja2's sandbox. Loss is on the assistant's answers
 only, end-of-turn token included. Where the template marks answers itself (`{% generation %}`), its marks are used;
@@ -39,6 +39,8 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 @dataclass(frozen=True)
 class Rendered:
+    """A conversation as text, with the character spans of its answers."""
+
     text: str
     answers: list[Span]
     num_lost: int  # answers whose place in the text is not stable
@@ -55,11 +57,11 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps([self.template, self.special_strings], sort_keys=True).encode()).hexdigest()
 
     def prompt(self, messages: list[Message]) -> str:
-        """The text a model should continue with its answer."""
+        """Returns the text a model should continue with its answer."""
         return self._render(messages, add_generation_prompt=True)[0]
 
     def render(self, messages: list[Message]) -> Rendered:
-        """The whole conversation and the character spans of its answers."""
+        """Returns the whole conversation as text, with the character spans of its answers."""
         text, marked = self._render(messages)
         if marked:
             return Rendered(text, marked, num_lost=0)
@@ -69,7 +71,8 @@ class ChatTemplate:
         return Rendered(text, spans, num_lost=len(turns) - len(spans))
 
     def _answer_span(self, messages: list[Message], index: int, text: str) -> Span | None:
-        """From the end of the generation prompt to the end of the turn, if both stand in `text` as rendered alone."""
+        """Returns the span from the end of the generation prompt to the end of the turn, if both stand in `text` as
+        rendered alone; else None."""
         try:
             before = self._render(messages[:index])[0]
             prompt = self.prompt(messages[:index])
@@ -120,7 +123,7 @@ class ChatTemplate:
 
 
 def open_template(path: str | None, model_dir: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template file the user named, else the model's own, else the built-in one."""
+    """Returns the template file the user named, else the model's own, else the built-in one."""
     if path is not None:
         file = Path(path).expanduser()
         return ChatTemplate(_read(file), tokenizer.special_strings, origin=str(file))
@@ -139,7 +142,8 @@ def open_template(path: str | None, model_dir: Path | None, tokenizer: Tokenizer
 def render(
     row: list[Message] | dict[str, Any], template: ChatTemplate, tokenizer: Tokenizer
 ) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of one conversation, given as messages or as a row (prompt and response, for example)."""
+    """Returns the ids and the loss mask of one conversation, given as messages or as a row (prompt and response, for
+    example)."""
     fields = {"messages": row} if isinstance(row, list) else row
     document = document_of_row(fields, text_field="text", origin="row", num_bytes=0)
     ids, mask, _ = encode_conversations([document], template, tokenizer)
@@ -149,7 +153,8 @@ def render(
 def encode_conversations(
     documents: list[Document], template: ChatTemplate, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, int]]:
-    """All conversations' ids in one array with their loss mask; then their lengths and the number of lost answers."""
+    """Returns all conversations' ids in one array with their loss mask; then their lengths in tokens and the number of
+    lost answers."""
     rendered = [template.render(_clean(document.messages or [])) for document in documents]
     encoded = tokenizer.encode_spans([one.text for one in rendered], [one.answers for one in rendered])
     all_ids, all_masks = [], []
@@ -163,13 +168,15 @@ def encode_conversations(
 
 
 def _length_in_common(one: str, other: str) -> int:
+    """Returns how many characters two texts have in common at their start."""
     if other.startswith(one):
         return len(one)
     return next((at for at, (left, right) in enumerate(zip(one, other)) if left != right), min(len(one), len(other)))
 
 
 def _clean(messages: list[Message]) -> list[Message]:
-    """Without the characters that mark structure: NUL (the byte separator) and the two brackets."""
+    """Returns the messages without the characters that mark structure: NUL (the byte separator) and the two
+    brackets."""
     cleaned = []
     for message in messages:
         content = message["content"]
@@ -198,7 +205,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlocks(Extension):
-        """`{% generation %} ... {% endgeneration %}` renders its body between the two brackets."""
+        """Renders the body of `{% generation %} ... {% endgeneration %}` between the two brackets."""
 
         tags = {"generation"}  # noqa: RUF012 -- jinja2 reads it as a class attribute
 

@@ -1,4 +1,4 @@
-"""From the `[data]` section to rows that can be trained on: the one call the rest of the program makes.
+"""Turns the `[data]` section into rows that can be trained on: the one call the rest of the program makes.
 
 Prepared directories are used as they are. Everything else is prepared once into the cache, under a name that is a
 digest of the file listing (sizes and modification times), the tokenizer and the settings, and reused silently
@@ -53,9 +53,10 @@ class Corpus:
         return f"{title}, {human_bytes(self.num_bytes)}"
 
     def unigram_entropy(self) -> float:
-        """Nats per token of a model that knows only how frequent each token is, from a sample of the training tokens.
+        """Returns the entropy, in nats per token, of a model that knows only how frequent each token is, from a sample
+        of the training tokens.
 
-        What a network must beat before it has learned anything about order.
+        A network must beat it before it has learned anything about order.
         """
         counts = np.zeros(max(store.max_token for store in self.stores) + 1, dtype=np.float64)
         total = sum(store.train.num_tokens for store in self.stores)
@@ -73,7 +74,8 @@ class Corpus:
         return float(-(share * np.log(share)).sum())
 
     def held_out_start(self, num_tokens: int) -> list[int]:
-        """The first tokens of a held-out document (of a training one if none is held out): a prompt for samples."""
+        """Returns the first tokens of a held-out document (of a training one if none is held out): a prompt for
+        samples."""
         splits = [store.validation for store in self.stores] + [store.train for store in self.stores]
         split = next(split for split in splits if split.num_documents)
         end = min(int(split.documents[1]) - 1, num_tokens)
@@ -83,7 +85,8 @@ class Corpus:
 def open_corpus(
     data: DataConfig, *, seq_len: int, seed: int, vocab: int, model_dir: Path | None, cache_dir: Path, progress: bool
 ) -> Corpus:
-    """Opens (and, the first time, prepares) every source of `data`. `progress` shows a bar and the notes on stderr."""
+    """Opens (and, the first time, prepares) every source of `data`, and returns them as one corpus. `progress` shows a
+    bar and the notes on stderr."""
     names = (data.source,) if isinstance(data.source, str) else tuple(data.source)
     _check_mix(names, data.mix)
     prepared = {name: TokenStore(Path(name).expanduser()) for name in names if is_prepared(Path(name).expanduser())}
@@ -143,7 +146,8 @@ def _check_mix(names: tuple[str, ...], mix: tuple[float, ...] | None) -> None:
 
 
 def _choose_tokenizer(data: DataConfig, model_dir: Path | None, prepared: dict[str, TokenStore]) -> Tokenizer:
-    """`auto` is the model's own; without one, whatever the prepared data was made with."""
+    """Returns the tokenizer of the config. `auto` is the model's own; without one, it is the one that the prepared data
+    was made with."""
     tokenizer = open_tokenizer(data.tokenizer, model_dir)
     if data.tokenizer == "auto" and tokenizer.path is None and prepared:
         return next(iter(prepared.values())).tokenizer()
@@ -250,8 +254,8 @@ def _cut(
 
 
 def _hold_out_sequences(train: list[Layout], fraction: float, notes: list[str]) -> tuple[list[Layout], list[Layout]]:
-    """Too few documents to hold any out: the last sequences of each source are held out instead, if it has two or
-    more."""
+    """Returns training and held-out layouts where there are too few documents to hold one out: the last sequences of
+    each source are held out instead, if it has two or more."""
     kept, held = [], []
     for layout in train:
         count = max(1, round(fraction * layout.count)) if layout.count >= 2 else 0

@@ -1,4 +1,5 @@
-"""Batches on time: a background thread reads, packs and (on request) pins the next steps while the current one runs.
+"""Delivers batches on time: a background thread reads, packs and (on request) pins the next steps while the current one
+runs.
 
 The only file of `data/` that imports torch. Invariant: what `next()` returns depends on the step number alone, never on
 timing; a mistake in the thread surfaces in `next()`, in the caller's thread.
@@ -20,13 +21,15 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class TensorBatch:
+    """Rows of token ids and their targets, as tensors of [rows, seq_len]."""
+
     tokens: torch.Tensor
     targets: torch.Tensor
     documents: torch.Tensor | None
-    row_numbers: torch.Tensor | None = None  # of every row among all rows of all steps
+    row_numbers: torch.Tensor | None = None  # a number for each row, unique among all rows of all steps
 
     def to(self, device: torch.device) -> TensorBatch:
-        """The batch on a device; pinned memory travels while the host goes on."""
+        """Returns the batch on a device; pinned memory travels while the host goes on."""
         documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
         numbers = None if self.row_numbers is None else self.row_numbers.to(device, non_blocking=True)
         tokens, targets = self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
@@ -43,7 +46,7 @@ class TensorBatch:
         return TensorBatch(self.tokens.pin_memory(), self.targets.pin_memory(), documents, numbers)
 
     def padding(self, rows: int) -> TensorBatch:
-        """Rows of this length without targets."""
+        """Returns rows of this length without targets."""
         tokens = self.tokens.new_zeros(rows, self.tokens.shape[1])
         documents = None if self.documents is None else self.documents.new_zeros(rows, self.tokens.shape[1])
         numbers = None if self.row_numbers is None else self.row_numbers.new_zeros(rows)
@@ -70,7 +73,7 @@ def to_tensors(batch: Batch, row_numbers: torch.Tensor | None = None) -> TensorB
 
 
 def number_rows(step: int, rows: range) -> torch.Tensor:
-    """A number for every row of every step."""
+    """Returns a number for every row, unique among the rows of all steps."""
     return torch.arange(rows.start, rows.stop) + step * 2**32
 
 
@@ -99,8 +102,8 @@ class Loader:
         depth: int = 2,
         pin_memory: bool = False,
     ):
-        """`num_microbatches`: at least so many; what the rows do not fill has no targets and changes nothing.
-        `same_shape`: every micro-batch has `micro_batch` rows, as pipelines need."""
+        """At least `num_microbatches` are made of a step; what the rows do not fill has no targets and changes nothing.
+        With `same_shape` every micro-batch has `micro_batch` rows, as pipelines need."""
         assert micro_batch >= 1 and depth >= 1, (micro_batch, depth)
         self._sequences, self._global_batch, self._rows = sequences, global_batch, rows
         self._micro_batch, self._num_microbatches, self._same_shape = micro_batch, num_microbatches, same_shape
@@ -112,7 +115,7 @@ class Loader:
         self._thread.start()
 
     def next(self) -> StepBatch:
-        """The next step's batch, waiting for it if need be."""
+        """Returns the next step's batch, and waits for it if need be."""
         if self._failure is not None:
             raise self._failure
         while True:
@@ -169,8 +172,8 @@ class Loader:
 
 
 def cut_microbatches(batch: TensorBatch, size: int, at_least: int = 0, same_shape: bool = False) -> list[TensorBatch]:
-    """Consecutive rows in parts of `size`. Missing parts, and with `same_shape` missing rows, are padded: IGNORE has no
-    loss."""
+    """Returns consecutive rows in parts of `size`. Missing parts, and with `same_shape` missing rows, are padded:
+    IGNORE has no loss."""
     parts = [batch.rows(first, first + size) for first in range(0, batch.tokens.shape[0], size)]
     while len(parts) < at_least:  # one row is enough to keep step with the other ranks
         parts.append(batch.padding(1))

@@ -1,4 +1,4 @@
-"""The order of samples: pure functions of (seed, position), so position is one integer and nothing is remembered.
+"""Orders samples by pure functions of (seed, position), so position is one integer and nothing is remembered.
 Determinism follows: any number of ranks and workers reads the same rows.
 
 A permutation of n items is a Feistel network on the smallest even-bit domain that holds n, walked until it lands inside
@@ -19,7 +19,7 @@ BLOCK = 2**16
 
 
 def mix64(values: np.ndarray, key: int) -> np.ndarray:
-    """A 64-bit hash of each value under a key (two rounds of the splitmix64 finaliser)."""
+    """Returns a 64-bit hash of each value under a key (two rounds of the splitmix64 finaliser)."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
         x = values.astype(np.uint64) + np.uint64((key * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % 2**64)
         for _ in range(2):
@@ -30,7 +30,7 @@ def mix64(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def combine(*parts: int) -> int:
-    """One key from several integers; every part and its place matter."""
+    """Returns one key made of several integers; every part and its place matter."""
     key = 0
     for part in parts:
         key = int(mix64(np.array([key ^ (part % 2**64)], dtype=np.uint64), len(parts))[0])
@@ -38,7 +38,7 @@ def combine(*parts: int) -> int:
 
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Where each position of [0, size) goes under the permutation that its key names."""
+    """Returns where each position of [0, size) goes under the permutation that its key names."""
     assert size > 0 and (positions.size == 0 or (positions.min() >= 0 and positions.max() < size)), (size, positions)
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     x = positions.astype(np.uint64)
@@ -59,7 +59,8 @@ def _feistel(x: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
 
 
 def slots_of(weights: Sequence[float]) -> np.ndarray:
-    """BLOCK slots divided in proportion to the weights: largest remainders, at least one slot each."""
+    """Returns how many of BLOCK slots each source has, in proportion to the weights: largest remainders, at least one
+    slot each."""
     share = np.asarray(weights, dtype=np.float64) / np.sum(weights) * BLOCK
     slots = np.maximum(1, np.floor(share)).astype(np.int64)
     order = np.argsort(slots - share, kind="stable")  # most underserved first
@@ -72,7 +73,7 @@ def slots_of(weights: Sequence[float]) -> np.ndarray:
 
 
 def mixture(samples: np.ndarray, slots: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each sample: which source it comes from, and the how-manieth of that source it is."""
+    """Returns, for each sample, which source it comes from and which sample of that source it is."""
     blocks, within = np.divmod(samples.astype(np.int64), BLOCK)
     slot = permute(within, BLOCK, mix64(blocks.astype(np.uint64), combine(seed, 2)))
     ends = np.cumsum(slots)

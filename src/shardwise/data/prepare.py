@@ -1,4 +1,5 @@
-"""Text to token shards, once: reads documents, tokenises batches of them on all cores, writes a prepared directory.
+"""Turns text into token shards, once: reads documents, tokenises batches of them on all cores, writes a prepared
+directory.
 
 Three things overlap: this thread reads documents, a small pool of threads encodes batches (the tokenizers library
 leaves the interpreter and uses every core), and finished batches are written in order. At most BATCHES_IN_FLIGHT are
@@ -39,7 +40,7 @@ FILES_LISTED = 1000
 
 @dataclass(frozen=True)
 class PreparedInfo:
-    """What was written."""
+    """What was written: the directory, its index, and lines worth showing a person."""
 
     directory: Path
     index: dict[str, Any]
@@ -67,6 +68,8 @@ class _Encoded:
 
 @dataclass
 class _Totals:
+    """Counts over all documents that were read."""
+
     num_bytes: int = 0
     num_documents: int = 0
     max_token: int = -1
@@ -90,7 +93,8 @@ def prepare(
     progress: bool | Callable[[int, int], None] = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> PreparedInfo:
-    """Tokenises `sources` into `out_dir`. `progress` is a callable (done, total bytes), or True for a bar."""
+    """Tokenises `sources` into `out_dir` and returns what was written. `progress` is a callable (done, total bytes), or
+    True for a bar."""
     _check_out(out_dir, force)
     template = template or open_template(None, None, tokenizer)
     found = [find_source(source) if isinstance(source, str) else source for source in sources]
@@ -126,7 +130,7 @@ def prepare(
 
 
 def is_held_out(numbers: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Which documents, by their number in reading order, belong to the validation split."""
+    """Returns which documents, by their number in reading order, belong to the validation split."""
     return mix64(numbers.astype(np.uint64), seed) >> np.uint64(11) < np.uint64(int(fraction * 2**53))
 
 
@@ -158,13 +162,14 @@ def _nonempty(sources: Sequence[Source], reading: Reading, totals: _Totals) -> I
 
 
 def _batch_bytes(workers: int | None) -> int:
-    """Enough documents per call to keep every core busy, within bounds that keep memory small."""
+    """Returns how many bytes of documents are encoded per call: enough to keep every core busy, within bounds that keep
+    memory small."""
     cores = workers or os.cpu_count() or 1
     return min(32, max(2, cores)) * 2**20
 
 
 def _batches(documents: Iterator[Document], batch_bytes: int) -> Iterator[list[Document]]:
-    """Runs of documents of one kind (text or conversation), of bounded size."""
+    """Yields runs of documents of one kind (text or conversation), of bounded size."""
     for _, run in groupby(documents, key=lambda document: document.messages is None):
         batch: list[Document] = []
         size = 0

@@ -1,4 +1,4 @@
-"""Progress of a long pass over bytes: a bar on a terminal, a plain line now and then elsewhere. Writes to stderr."""
+"""Shows the progress of a long pass over bytes on stderr: a bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class ByteProgress:
-    """`with ByteProgress("tokenising", total) as progress: progress(done_bytes)`. Silent for work of under a second."""
+    """Shows how far a pass is: `with ByteProgress("tokenising", total) as progress: progress(done_bytes)`. It is silent
+    for work of under a second."""
 
     def __init__(self, what: str, total: int):
         self._what, self._total = what, total

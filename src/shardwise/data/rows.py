@@ -1,4 +1,4 @@
-"""One row of a .jsonl or .parquet file becomes one document: plain text, or a conversation.
+"""Turns one row of a .jsonl or .parquet file into one document: plain text, or a conversation.
 
 Invariant: a row is either understood or refused with its place; nothing is guessed. What a conversation looks like as
 text is decided later, by the model's template (`chat.py`).
@@ -29,7 +29,8 @@ ROW_FIELDS = (
 
 @dataclass(slots=True)
 class Document:
-    """`text` (raw bytes of a file, or a row's string) or `messages`. `num_bytes` is its share of the file on disk."""
+    """A document has either `text` (raw bytes of a file, or a row's string) or `messages`. `num_bytes` is its share of
+    the file on disk."""
 
     origin: str
     num_bytes: int
@@ -38,7 +39,7 @@ class Document:
 
 
 def document_of_row(row: Any, *, text_field: str, origin: str, num_bytes: int) -> Document:
-    """Messages first, then the text field, then prompt and answer: the richest form a row offers."""
+    """Returns the richest form that a row offers: messages first, then the text field, then prompt and answer."""
     if not isinstance(row, Mapping):
         raise UserError(
             f"a row that is not an object but {type(row).__name__}",
@@ -138,7 +139,7 @@ def _malformed(why: str, origin: str) -> UserError:
 
 
 def _sound(text: str) -> str:
-    """Without lone surrogates, which JSON escapes can spell and UTF-8 cannot."""
+    """Returns the text without lone surrogates, which JSON escapes can spell and UTF-8 cannot."""
     if text.isascii():
         return text
     try:

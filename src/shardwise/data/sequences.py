@@ -1,4 +1,4 @@
-"""Token streams cut into training rows, and rows dealt into batches.
+"""Cuts token streams into training rows, and deals rows into batches.
 
 `stream` packing cuts the stream every seq_len tokens. `whole` packing starts a sequence at a document and takes as many
 whole documents as fit, padding the rest; a document longer than a sequence is split over several (nothing is dropped).
@@ -21,7 +21,8 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """`targets` are `tokens` shifted by one, IGNORE where there is no loss; `documents` numbers them within a row."""
+    """Rows of a step. `targets` are `tokens` shifted by one, IGNORE where there is no loss; `documents` numbers the
+    documents within a row."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -46,13 +47,14 @@ class Layout:
             self.first, self.count = 0, max(0, (split.num_tokens - 1) // seq_len)
 
     def part(self, first: int, count: int) -> Layout:
-        """Sequences [first, first + count) of this layout."""
+        """Returns sequences [first, first + count) of this layout."""
         assert first >= 0 and first + count <= self.count, (first, count, self.count)
         other = copy(self)
         other.first, other.count = self.first + first, count
         return other
 
     def range_of(self, index: int) -> tuple[int, int]:
+        """Returns the first token of a sequence and the one behind its last, as positions in the stream."""
         assert 0 <= index < self.count, (index, self.count)
         index += self.first
         if self._starts is None:
@@ -85,7 +87,7 @@ class Layout:
                 batch.documents[row, length:] = batch.documents[row, length - 1] + 1  # padding is a document of its own
 
     def _document_starts(self, start: int, last: int) -> np.ndarray:
-        """Positions 1, 2, ... of tokens (start, last) at which a document begins, relative to `start`."""
+        """Returns the positions 1, 2, ... of tokens (start, last) at which a document begins, relative to `start`."""
         documents = self.split.documents
         first, stop = np.searchsorted(documents, np.array([start, last - 1], dtype=np.uint64), side="right")
         return documents[first:stop].astype(np.int64) - start
@@ -119,7 +121,7 @@ class Sequences:
         return int(self._ends[-1])
 
     def batch(self, step: int, rows: range, global_batch: int) -> Batch:
-        """Rows `rows` of the global batch of step `step` (the first step is 1)."""
+        """Returns rows `rows` of the global batch of step `step` (the first step is 1)."""
         assert step >= 1 and rows.step == 1 and 0 <= rows.start <= rows.stop <= global_batch, (step, rows, global_batch)
         sources, indices = self.locate((step - 1) * global_batch + np.arange(rows.start, rows.stop, dtype=np.int64))
         shape = (len(rows), self.seq_len)
@@ -133,7 +135,7 @@ class Sequences:
         return batch
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which layout, and which of its sequences, each sample of the endless stream of samples is."""
+        """Returns which layout, and which of its sequences, each sample of the endless stream of samples is."""
         assert self.num_sequences > 0, "no sequences to draw from"
         if self._slots is None:
             positions = self._shuffled(samples, self.num_sequences, 0)
@@ -154,7 +156,8 @@ class Sequences:
 
 
 def whole_document_starts(documents: np.ndarray, seq_len: int) -> np.ndarray:
-    """Where each sequence starts when documents stay whole; `documents` are their starts and the end of the stream.
+    """Returns where each sequence starts when documents stay whole; `documents` are their starts and the end of the
+    stream.
 
     1. a sequence ends at the last document boundary within seq_len of its start;
     2. where there is none, the document at hand is longer than a sequence: it is cut at seq_len and goes on in the

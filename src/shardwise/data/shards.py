@@ -1,4 +1,4 @@
-"""A prepared directory: token shards, document offsets, loss masks and the index that describes them.
+"""Opens a prepared directory: token shards, document offsets, loss masks and the index that describes them.
 
     index.json                counts, dtype, tokenizer, sources, and size and sha256 of every other file
     train-00000.tokens        token ids, raw little-endian `dtype`; the shards of a split are one long stream
@@ -46,6 +46,7 @@ class TokenStore:
 
     @property
     def max_token(self) -> int:
+        """The largest token id in the directory."""
         return int(self.index["max_token"])
 
     @property
@@ -54,7 +55,7 @@ class TokenStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of text behind the tokens."""
+        """The bytes of text behind the tokens."""
         return int(self.index["bytes"])
 
     @property
@@ -104,7 +105,7 @@ class Split:
             self._starts.append(self._starts[-1] + count)
 
     def tokens(self, start: int, end: int) -> np.ndarray:
-        """Tokens [start, end) of the stream, as int64."""
+        """Returns tokens [start, end) of the stream, as int64."""
         out = np.empty(end - start, dtype=np.int64)
         for shard, first, last, at in self._parts(start, end):
             out[at : at + last - first] = self._tokens[shard][first:last]
@@ -118,7 +119,7 @@ class Split:
         return out
 
     def mask(self, start: int, end: int) -> np.ndarray:
-        """Which of those tokens carry loss, as bool."""
+        """Returns which of tokens [start, end) carry loss, as bool."""
         out = np.ones(end - start, dtype=bool)
         for shard, first, last, at in self._parts(start, end):
             mask = self._masks[shard]
@@ -127,7 +128,7 @@ class Split:
         return out
 
     def _parts(self, start: int, end: int) -> list[tuple[int, int, int, int]]:
-        """(shard, first, last, position in the result) of every shard that [start, end) touches."""
+        """Returns (shard, first, last, position in the result) of every shard that [start, end) touches."""
         assert 0 <= start <= end <= self.num_tokens, (start, end, self.num_tokens)
         parts, shard, position = [], bisect_right(self._starts, start) - 1, start
         while position < end:

@@ -1,4 +1,4 @@
-"""Training rows for people to look at: the text of a sequence, with what carries loss made visible."""
+"""Shows training rows to people: the text of a sequence, with what carries loss made visible."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class Run(TypedDict):
 
 
 class ShownRow(TypedDict):
+    """A row as it is shown: its text in stretches, and how many tokens and how much padding it has."""
+
     runs: list[Run]
     tokens: int
     padding: int
 
 
 def render_rows(sequences: Sequences, tokenizer: Tokenizer, num: int) -> list[ShownRow]:
-    """The first rows of step 1. A token carries loss when it is the target of the one before it."""
+    """Returns the first rows of step 1. A token carries loss when it is the target of the one before it."""
     num = min(num, sequences.num_sequences)
     batch = sequences.batch(1, range(num), num)
     sources, indices = sequences.locate(np.arange(num))

@@ -1,4 +1,4 @@
-"""Where documents come from: text files, rows of .jsonl and .parquet, directories of these, and Python's own library.
+"""Finds and reads documents: text files, rows of .jsonl and .parquet, directories of these, and Python's own library.
 
 Invariant: the order of documents is a function of the files alone (directories are read in sorted order), and memory
 does not grow with a file: long text files are cut at line ends into documents of at most MAX_TEXT_BYTES. Rows are
@@ -51,7 +51,7 @@ class Source:
 
     @cached_property
     def listing_digest(self) -> str:
-        """Changes when a file is added, removed, resized or touched."""
+        """A digest that changes when a file is added, removed, resized or touched."""
         digest = sha256()
         for path, size in zip(self.files, self.sizes, strict=True):
             digest.update(f"{path.relative_to(self.root).as_posix()}\0{size}\0{path.stat().st_mtime_ns}\n".encode())
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass
 class Reading:
-    """How to read, and what was met on the way."""
+    """How to read documents, and what was met on the way."""
 
     text_field: str = "text"
     raw_bytes: bool = False  # the byte tokenizer takes files as they are, valid UTF-8 or not
@@ -72,7 +72,8 @@ class Reading:
 
 
 def find_source(name: str) -> Source:
-    """Lists the files of one source; every problem with the listing is found here, before anything is read."""
+    """Lists the files of one source and returns it; every problem with the listing is found here, before anything is
+    read."""
     if name == "python":
         return _python_library()
     path = Path(name).expanduser()
@@ -101,7 +102,7 @@ def find_source(name: str) -> Source:
 
 
 def read_documents(source: Source | str, reading: Reading | None = None) -> Iterator[Document]:
-    """Every document of a source, in a stable order, in constant memory."""
+    """Yields every document of a source, in a stable order, in constant memory."""
     reading = reading or Reading()
     source = find_source(source) if isinstance(source, str) else source
     for file in source.files:
@@ -144,7 +145,8 @@ def _files_below(directory: Path) -> list[Path]:
 
 
 def _walk(root: Path, pruned: frozenset[str]) -> list[Path]:
-    """Visible files below `root`, sorted by relative path with `/` between parts: the same on every system."""
+    """Returns the visible files below `root`, sorted by relative path with `/` between parts: the same on every
+    system."""
     found = []
     visited = set()
     for where, directories, files in os.walk(root, onerror=_raise, followlinks=True):
@@ -168,7 +170,7 @@ def _suffix(path: Path) -> str:
 
 
 def _text_pieces(path: Path, reading: Reading, *, skip_invalid: bool) -> Iterator[Document]:
-    """One document, or several of at most MAX_TEXT_BYTES cut at line ends when the file is longer."""
+    """Yields one document, or several of at most MAX_TEXT_BYTES cut at line ends when the file is longer."""
     with path.open("rb") as file:
         offset, rest = 0, b""
         while True:
@@ -187,7 +189,8 @@ def _text_pieces(path: Path, reading: Reading, *, skip_invalid: bool) -> Iterato
 
 
 def _cut(piece: bytes) -> int:
-    """Where a full piece ends: after a blank line in its second half, else after a line, else between characters."""
+    """Returns where a full piece ends, in bytes: after a blank line in its second half, else after a line, else between
+    characters."""
     blank = piece.rfind(b"\n\n", len(piece) // 2)
     if blank >= 0:
         return blank + 2
@@ -201,7 +204,7 @@ def _cut(piece: bytes) -> int:
 
 
 def _valid(piece: bytes, path: Path, offset: int, reading: Reading, skip_invalid: bool = False) -> bytes | str | None:
-    """The piece if it is UTF-8, repaired with consent; None when it is to be skipped."""
+    """Returns the piece if it is UTF-8, repaired with consent; None when it is to be skipped."""
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError as error:

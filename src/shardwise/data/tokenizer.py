@@ -1,4 +1,5 @@
-"""Tokenizers: the built-in bytes, and any Hugging Face `tokenizer.json` through the `tokenizers` library.
+"""Turns text into token ids and back: the built-in bytes, and any Hugging Face `tokenizer.json` through the
+`tokenizers` library.
 
 Invariant: every document ends with `separator`, and `separator` never appears inside plain text by accident: the byte
 tokenizer drops NUL bytes, because byte 0 is its separator. `digest` names the mapping from text to ids: two tokenizers
@@ -46,43 +47,45 @@ class Tokenizer(ABC):
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned integer that holds every id."""
+        """The smallest unsigned integer type that holds every id."""
         for kind in (np.uint8, np.uint16):
             if self.vocab_size <= np.iinfo(kind).max + 1:
                 return np.dtype(kind)
         return np.dtype(np.uint32)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a piece of text, nothing added."""
+        """Returns the ids of a piece of text, nothing added."""
         return self.encode_batch([text])[0]
 
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` for many texts, on all cores."""
+        """Returns the ids of many texts, computed on all cores; nothing is added."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of the start of a document, with whatever the tokenizer itself puts there (a begin token, often)."""
+        """Returns the ids of the start of a document, with whatever the tokenizer itself puts there (a begin token,
+        often)."""
         return self.encode(text)
 
     @abstractmethod
     def encode_documents(self, texts: Sequence[bytes | str]) -> tuple[np.ndarray, np.ndarray]:
-        """All documents' ids in one array, each ended by the separator, and the length of each."""
+        """Returns all documents' ids in one array, each ended by the separator, and the length of each."""
 
     @abstractmethod
     def encode_spans(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids of each text and, per id, whether it holds a character of one of that text's spans."""
+        """Returns the ids of each text and, per id, whether it holds a character of one of that text's spans."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
-        """Text of the ids; incomplete characters become the replacement mark, special tokens vanish unless kept."""
+        """Returns the text of the ids; incomplete characters become the replacement mark, special tokens vanish unless
+        kept."""
 
     @abstractmethod
     def stream(self) -> TextStream:
-        """A fresh incremental decoder for generated tokens."""
+        """Returns a fresh incremental decoder for generated tokens."""
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per UTF-8 byte; byte 0 ends a document."""
+    """Has one id per UTF-8 byte; byte 0 ends a document."""
 
     def __init__(self) -> None:
         self.name, self.vocab_size, self.separator, self.digest = "bytes", 256, 0, "bytes"
@@ -117,7 +120,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A Hugging Face tokenizer.json."""
+    """Uses a Hugging Face tokenizer.json."""
 
     def __init__(self, path: Path, *, separator: int | None = None, special_strings: dict[str, str] | None = None):
         from tokenizers import Tokenizer as Core
@@ -180,7 +183,8 @@ class FileTokenizer(Tokenizer):
 
 
 def open_tokenizer(name: str, model_dir: Path | None = None) -> Tokenizer:
-    """`bytes`, the path of a tokenizer.json (or a directory that holds one), or `auto`: the model's own, else bytes."""
+    """Returns the tokenizer of a name: `bytes`, the path of a tokenizer.json (or a directory that holds one), or
+    `auto`, the model's own, else bytes."""
     if name == "bytes":
         return ByteTokenizer()
     if name == "auto":
@@ -191,12 +195,14 @@ def open_tokenizer(name: str, model_dir: Path | None = None) -> Tokenizer:
 
 
 def _byte(token: int) -> bytes:
-    """A model may have more ids than there are bytes; one beyond them shows as the replacement mark (0xff is no
-    UTF-8)."""
+    """Returns the byte of an id. A model may have more ids than there are bytes; one beyond them shows as the
+    replacement mark (0xff is no UTF-8)."""
     return bytes([token if token < 256 else 0xFF])
 
 
 class _ByteStream:
+    """Decodes bytes as they arrive."""
+
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -252,7 +258,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A small file beside the tokenizer; absent or malformed ones simply say nothing."""
+    """Returns the content of a small file beside the tokenizer; it is empty for one that is absent or malformed."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -261,7 +267,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_strings(directory: Path) -> dict[str, str]:
-    """eos_token, bos_token, ... as the files beside tokenizer.json spell them (a string, or an object with
+    """Returns eos_token, bos_token, ... as the files beside tokenizer.json spell them (a string, or an object with
     `content`)."""
     found: dict[str, str] = {}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -273,6 +279,7 @@ def _special_strings(directory: Path) -> dict[str, str]:
 
 
 def _find_separator(path: Path, vocabulary: dict[str, int], special_strings: dict[str, str]) -> int:
+    """Returns the id that ends a document, as the files beside tokenizer.json name it."""
     named = special_strings.get("eos_token")
     if named in vocabulary:
         return vocabulary[named]

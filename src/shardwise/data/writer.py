@@ -55,7 +55,7 @@ class SplitWriter:
         self.num_tokens = self.num_documents = self.num_trained = 0
 
     def append(self, ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray | None) -> None:
-        """Whole documents: their ids in one array, the length of each, and which ids carry loss (None: all)."""
+        """Appends whole documents: their ids in one array, the length of each, and which ids carry loss (None: all)."""
         assert lengths.sum() == len(ids), (lengths.sum(), len(ids))
         starts = self.num_tokens + np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(lengths) else lengths
         self._documents.append(starts.astype("<u8"))
@@ -91,7 +91,7 @@ class SplitWriter:
         self._tokens, self._mask, self._in_shard = None, None, 0
 
     def close(self) -> dict[str, Any]:
-        """This split's part of the index."""
+        """Closes the files and returns this split's part of the index."""
         if self._tokens is not None:
             self._close_shard()
         self._documents.append(np.array([self.num_tokens], dtype="<u8"))

@@ -1,4 +1,4 @@
-"""Techniques acted out on a few local processes: `shardwise explain WORD --demo`.
+"""Acts techniques out on a few local processes: `shardwise explain WORD --demo`.
 
 A demo is one file with WORLD, `act` (runs on every rank, returns what it saw) and `make_story` (turns what all ranks
 saw into a story), and one line here. Invariant: no torch in this file, so that a page can say whether its word has a
@@ -16,4 +16,4 @@ DEMOS = {
     "context": "context",
     "experts": "experts",
 }
-"""Word -> file of this folder."""
+"""The file of this folder that acts a word out."""

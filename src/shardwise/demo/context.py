@@ -1,4 +1,4 @@
-"""Context parallelism acted out: two ranks share every sequence, by a ring and by Ulysses; four show the zigzag.
+"""Acts context parallelism out: two ranks share every sequence, by a ring and by Ulysses; four show the zigzag.
 
 A few token numbers are dealt out by the layout's own `Zigzag`; the rest are steps of the engine. Read next:
 `parallel/context/ring.py`.
@@ -24,7 +24,7 @@ ROWS, TOKENS, NUM_MICRO = 4, 64, 2
 TRIAL = Trial(global_batch=NUM_MICRO * ROWS, micro_batch=ROWS, seq_len=TOKENS, precision="fp32")
 EXACT = Trial(global_batch=4, micro_batch=2, seq_len=16, num_steps=2, documents=True)
 KINDS = ("ring", "ulysses")
-DRAWN, DRAWN_TOKENS = 4, 16  # ranks and tokens of the picture
+DRAWN, DRAWN_TOKENS = 4, 16  # ranks and tokens that the picture shows
 
 
 def act(rank: int, world: int, say: Say) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 
 def _work(rank: int, world: int) -> dict[str, float]:
-    """Pairs of query and key that this rank computes in a pass over one row: with its pieces, and with a plain stretch
-    of the row."""
+    """Returns how many pairs of query and key this rank computes in a pass over one row: with its zigzag pieces, and
+    with a plain stretch of the row."""
     place, stretch = Zigzag(world, rank, TOKENS), TOKENS // world
     zigzag = sum(block.work for source in range(world) for block in place.blocks(source))
     return {"zigzag": zigzag, "stretch": rank * stretch * stretch + stretch * stretch / 2}
@@ -63,6 +63,7 @@ def _step(rank: int, world: int, kind: str) -> dict[str, Any]:
 
 
 def _saved(engine: Any) -> int:
+    """Returns the bytes that autograd keeps for the backward pass of one micro-batch."""
     batch, _ = trial_batch(SPEC, engine.plan, TRIAL, 1, 0)
     micro = batch.microbatches[0]
     return saved_bytes(engine.models[0], micro.tokens, micro.targets)
@@ -112,10 +113,12 @@ def make_story(found: list[dict[str, Any]]) -> Story:
 
 
 def _causal(place: Zigzag) -> float:
+    """Returns how many pairs of query and key a rank of the picture computes with its zigzag pieces."""
     return sum(block.work for source in range(place.size) for block in place.blocks(source))
 
 
 def _stretch(place: Zigzag) -> float:
+    """Returns how many pairs of query and key a rank of the picture computes with a plain stretch of the row."""
     length = DRAWN_TOKENS // DRAWN
     return place.index * length * length + length * length / 2
 

@@ -1,4 +1,4 @@
-"""Data parallelism acted out: four replicas, their gradients before and after the sum, and why the sum is not an
+"""Acts data parallelism out: four replicas, their gradients before and after the sum, and why the sum is not an
 average.
 
 The small gradients are summed by `parallel/shards.py`, as pipelines do it; the rest are steps of the engine. Read next:
@@ -29,8 +29,8 @@ from shardwise.spec.plan import Plan
 WORLD = 4
 TRIAL = Trial(global_batch=16, micro_batch=2, seq_len=16, precision="fp32")
 EXACT = Trial(global_batch=16, micro_batch=2, seq_len=16, num_steps=2)
-BUCKET = 160 * 1024  # small, so that this model has several
-SHOWN = 4  # entries of a gradient
+BUCKET = 160 * 1024  # bytes: small, so that this model has several buckets
+SHOWN = 4  # elements of a gradient that are printed
 
 
 def act(rank: int, world: int, say: Say) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 
 def _ways(rank: int, plan: Plan) -> dict[str, Any]:
-    """The gradient of the last norm in three ways: averages of averages, this engine, one process."""
+    """Returns the gradient of the last norm, computed in three ways: averages of averages, this engine, one process."""
     whole, rows = EXACT.batch(SPEC, 1), plan.rows(rank)
     whole.targets[: len(plan.rows(0)), 3:] = IGNORE  # rank 0 has little to learn from
     part = whole.rows(rows.start, rows.stop)
@@ -87,7 +87,7 @@ def _ways(rank: int, plan: Plan) -> dict[str, Any]:
 
 
 def _plain(micro: Any, num_targets: int) -> tuple[torch.Tensor, float]:
-    """By the plain model in this process: gradient of the last norm, mean loss."""
+    """Returns the gradient of the last norm and the mean loss in nats, computed by the plain model in this process."""
     model = Decoder(SPEC).double()
     initialize(model, EXACT.seed)
     loss = plain_gradients(model, micro, num_targets, EXACT.precision)
@@ -157,6 +157,7 @@ def make_story(found: list[dict[str, Any]]) -> Story:
 
 
 def _far(a: list[float], b: list[float]) -> float:
+    """Returns the largest difference between two lists."""
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
@@ -182,7 +183,7 @@ def _uneven(story: Story, names: list[str], found: list[dict[str, Any]]) -> None
 
 
 def _timeline(story: Story, seen: dict[str, Any]) -> None:
-    """Two micro-batches on a line, and under it when buckets left."""
+    """Draws two micro-batches on a line, and under it when buckets left."""
     width, spans = 72, seen["spans"]
     start, end = spans[0][2], max(begin + took for _, _, begin, took in spans)
     compute, leaves = ["."] * width, [" "] * width

@@ -1,4 +1,4 @@
-"""Expert parallelism acted out: four ranks, two experts each; tokens travel to the experts they chose and come back.
+"""Acts expert parallelism out: four ranks, two experts each; tokens travel to the experts they chose and come back.
 
 Small numbers go through the exchange of `parallel/expert/dispatch.py`; the rest is a step of the engine. Read next:
 `parallel/expert/dispatch.py`.
@@ -68,7 +68,8 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 
 def _small(rank: int) -> dict[str, Any]:
-    """Token t of rank r is the number 10 r + t; an expert adds 100 times its own number, plus 100."""
+    """Sends three numbers per rank to experts and back. Token t of rank r is the number 10 r + t; an expert adds 100
+    times its own number, plus 100. Returns what was sent, what arrived and what came back."""
     chosen = torch.tensor(CHOICES[rank])
     order = chosen.argsort(stable=True)
     tokens = 10.0 * rank + torch.arange(3.0)

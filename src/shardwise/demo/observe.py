@@ -1,4 +1,4 @@
-"""One step of the real engine, watched: what every demo of a layout needs.
+"""Watches one step of the real engine: what every demo of a layout needs.
 
 The engine is built and stepped as `verify` does it. A step goes before the one that counts: from then on gloo has its
 connections and the optimizer its state. (DDP begins its second step with two small broadcasts, to agree on the order of
@@ -32,14 +32,14 @@ CPU = torch.device("cpu")
 SPEC = preset("tiny").with_overrides(
     {"num_layers": 4, "hidden": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "ffn": 128, "vocab": 128}
 )
-"""Small, and every size divides by four: nothing is padded, so formulas are exact."""
+"""A small model. Every size divides by four: nothing is padded, so formulas are exact."""
 
 Look = Callable[[Engine, torch.optim.Optimizer], None]
 
 
 @dataclass
 class Observed:
-    """One rank's step. `transfers` leave out the all-reduce that carries norm and losses; `sent` is the system's count
+    """One rank's step. `transfers` leaves out the all-reduce that carries norm and losses; `sent` is the system's count
     of all bytes."""
 
     engine: Engine
@@ -59,7 +59,8 @@ def observe_step(
     spec: ModelSpec = SPEC,
     **layout: Any,
 ) -> Observed:
-    """Collective. `prepare` is called before the step that counts, `look` between its backward and its update."""
+    """Collective. Makes two steps and returns what was seen of the second. `prepare` is called before it, `look`
+    between its backward and its update."""
     plan = trial_plan(trial, **layout)
     engine = parallelize_decoder(spec, plan, rank, CPU, "auto", lambda model: initialize(model, trial.seed))
     optimizer = build_optimizer(trial.optimizer, engine.locals())
@@ -89,12 +90,12 @@ def observe_step(
 
 
 def truth_of(trial: Trial, rank: int, spec: ModelSpec = SPEC) -> Record | None:
-    """What one process computes; rank 0 does it, for all layouts of this trial."""
+    """Returns what one process computes; rank 0 does it, for all layouts of this trial, and other ranks get None."""
     return train_plain(spec, trial) if rank == 0 else None
 
 
 def difference(trial: Trial, truth: Record | None, rank: int, spec: ModelSpec = SPEC, **layout: Any) -> float:
-    """Collective. The largest difference of losses, norms, gradients and parameters from one process; 0 on other
-    ranks."""
+    """Collective. Returns the largest difference of losses, norms, gradients and parameters from one process; 0 on
+    other ranks than the first."""
     record = train_in_layout(spec, trial_plan(trial, **layout), trial, rank, CPU)
     return max(compare(record, truth)[0]) if truth else 0.0

@@ -1,4 +1,5 @@
-"""One demo from the first line to the exit code: starts its ranks, makes a story of what they saw, prints it."""
+"""Performs one demo from the first line to the exit code: starts its ranks, makes a story of what they saw, prints
+it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from shardwise.errors import Exit
 
 
 def perform(word: str, as_json: bool = False) -> int:
+    """Performs the demo of a word and returns the exit code."""
     began = time.perf_counter()
     # To the error stream where a program reads the other one.
     print(

@@ -1,4 +1,4 @@
-"""Pipelines acted out: four ranks, one model, four schedules; the measured timeline under the simulated one.
+"""Acts pipelines out: four ranks, one model, four schedules; the measured timeline under the simulated one.
 
 The stages are real and compute real gradients, but the model is so small that its time would be noise. So each action
 also sleeps for as long as a larger one would compute; sleeping ranks share cores without disturbing each other. Read
@@ -32,7 +32,7 @@ from shardwise.spec.timeline import Timed, Timeline, draw, peak_in_flight, simul
 
 WORLD = 4
 NUM_MICRO = 8
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "zero-bubble": 1, "zbv": 2}  # stages per rank
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "zero-bubble": 1, "zbv": 2}  # schedule -> stages per rank
 UNIT_S = 0.020
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 MODEL = SPEC.with_overrides({"num_layers": 8})
@@ -88,7 +88,7 @@ class Sleeping(DataParallelWrapper):
 
 
 class LiveActivations:
-    """How many activations of a rank are alive, now and at most."""
+    """Counts how many activations of a rank are alive, now and at most."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -99,7 +99,7 @@ class LiveActivations:
 
 
 class _Hold(torch.autograd.Function):
-    """Its input once more, in memory whose end is noticed: the input of a matrix, which a stage keeps until its
+    """Returns its input once more, in memory whose end is noticed: the input of a matmul, which a stage keeps until its
     weights' gradient."""
 
     @staticmethod
@@ -212,7 +212,7 @@ def make_story(found: list[dict[str, Any]]) -> Story:
 
 
 def _timelines(schedule: str, ranks: list[dict[str, Any]]) -> tuple[Timeline, Timeline]:
-    """As planned, and as the clocks of the ranks say; they are one clock, that of the machine."""
+    """Returns the timeline as planned, and as the clocks of the ranks say; they are one clock, that of the machine."""
     virtual = SCHEDULES[schedule]
     actions, owners = schedule_actions(schedule, WORLD, virtual, NUM_MICRO), stage_owners(schedule, WORLD, virtual)
     simulated = simulate(actions, owners, lambda action: UNIT_S * UNITS[action.kind] / virtual)

@@ -31,11 +31,12 @@ from shardwise.errors import Exit, UserError
 DEADLINE_S = 60.0
 Say = Callable[[str], None]
 Act = Callable[[int, int, Say], Any]
-"""(rank, world, say) -> what it saw. `say` names what the rank does now, for the message about one that is stuck."""
+"""Called with (rank, world, say) and returns what the rank saw. `say` names what the rank does now, for the message
+about one that is stuck."""
 
 
 def play(act: Act, world: int, deadline_s: float = DEADLINE_S) -> list[Any]:
-    """What `act` returned on each of `world` ranks."""
+    """Returns what `act` returned on each of `world` ranks."""
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     sys.stdout.flush()  # else a forked rank would print it again
     processes, pipes = [], []
@@ -57,7 +58,8 @@ def play(act: Act, world: int, deadline_s: float = DEADLINE_S) -> list[Any]:
 
 
 def _collect(pipes: list[Connection], end: float, deadline_s: float) -> list[Any]:
-    """What each rank has sent at last. Of ranks that failed, the first one explains the others, which only lost it."""
+    """Returns what each rank has sent at last. Of ranks that failed, the first one explains the others, which only lost
+    it."""
     doing, results = ["starting"] * len(pipes), dict[int, Any]()
     failed = dict[int, tuple[float, Exception]]()  # when, by the clock that all processes share
 

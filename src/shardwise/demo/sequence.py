@@ -1,4 +1,4 @@
-"""Sequence parallelism acted out: tensor parallelism over two ranks without it and with it, collective by collective,
+"""Acts sequence parallelism out: tensor parallelism over two ranks without it and with it, collective by collective,
 byte by byte.
 
 Small numbers go through the borders of `parallel/tensor/collectives.py`; the rest are steps of the engine. Read next:
@@ -82,7 +82,7 @@ def _step(rank: int, world: int, sequence: bool) -> dict[str, Any]:
 
 
 def _norm_gradient(rank: int, world: int, truth: Record | None) -> dict[str, Any]:
-    """The gradient of the last norm before and after the ranks add their parts."""
+    """Returns the gradient of the last norm before and after the ranks add their parts."""
     plan = trial_plan(EXACT, tp=world, sequence=True)
     engine = build_trial(SPEC, plan, EXACT, rank, CPU)
     shard = next(shard for shard in engine.shards if shard.name == "norm.weight")

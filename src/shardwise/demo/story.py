@@ -1,4 +1,5 @@
-"""What a demo shows: numbered steps of text, tables and drawings, and checks of counted figures against formulas.
+"""Lays out what a demo shows: numbered steps of text, tables and drawings, and checks of counted figures against
+formulas.
 
 Invariant: nothing is wider than 100 columns, nothing is said by colour alone, and `to_dict` has the figures that `show`
 prints.
@@ -20,7 +21,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Check:
-    """A counted figure beside a formula and its numbers. `limit`: the difference that is still the same."""
+    """A counted figure beside a formula and its numbers. A difference of at most `limit` still counts as equal."""
 
     what: str
     formula: str
@@ -53,7 +54,8 @@ def same_as_one_process(difference: float, steps: int) -> Check:
 
 
 def on_the_wire(formula: str, numbers: str, expected: float, sent: list[int | None], of: str = "") -> list[Check]:
-    """Where the system counts per socket. gloo adds headers to every transfer: up to 5 % of these small ones."""
+    """Returns a check of the bytes that left the ranks' sockets, where the system counts them. gloo adds headers to
+    every transfer: up to 5 % of these small ones."""
     counted = [value for value in sent if value is not None]
     if not counted:
         return []
@@ -63,6 +65,8 @@ def on_the_wire(formula: str, numbers: str, expected: float, sent: list[int | No
 
 @dataclass
 class Story:
+    """What a demo tells, step by step."""
+
     word: str
     title: str
     steps: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
@@ -70,7 +74,7 @@ class Story:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def step(self, heading: str, *parts: Any) -> None:
-        """Parts are paragraphs (str), tables, or drawings (Text)."""
+        """Adds a step. Its parts are paragraphs (str), tables, or drawings (Text)."""
         self.steps.append((heading, parts))
 
     @property
@@ -109,14 +113,15 @@ def _indented(part: Any) -> Padding:
 
 
 def make_console() -> Console:
-    """Plain where output is piped or NO_COLOR is set: rich sees to that. A pipe has no width, so it gets ours."""
+    """Returns a console that is plain where output is piped or NO_COLOR is set: rich sees to that. A pipe has no width,
+    so it gets ours."""
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(WIDTH, console.width) if console.is_terminal else WIDTH
     return console
 
 
 def table(columns: list[str], rows: list[list[Any]], words: tuple[int, ...] = (0,)) -> Table:
-    """Figures to the right; the columns of `words` to the left."""
+    """Returns a table with figures to the right and the columns of `words` to the left."""
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for index, name in enumerate(columns):
         made.add_column(name, justify="left" if index in words else "right")
@@ -126,12 +131,12 @@ def table(columns: list[str], rows: list[list[Any]], words: tuple[int, ...] = (0
 
 
 def drawing(text: str) -> Text:
-    """As it stands; in a window that is too narrow its lines are folded, not cut."""
+    """Returns a drawing as it stands; in a window that is too narrow its lines are folded, not cut."""
     return Text(text, overflow="fold")
 
 
 def number(value: float) -> str:
-    """1,234 for counts and large figures, two digits for the rest."""
+    """Returns a number as text: 1,234 for counts and large figures, two digits for the rest."""
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.2g}"
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism acted out: a feed-forward part cut by hand-made numbers, then a step of the engine with tp = 2.
+"""Acts tensor parallelism out: a feed-forward part cut by hand-made numbers, then a step of the engine with tp = 2.
 
 The small matrices go through the borders of `parallel/tensor/collectives.py`, where the engine's collectives are called
 too. Read next: `parallel/tensor/slices.py`.
@@ -26,7 +26,7 @@ ROWS, TOKENS = 4, 64  # b and s of a micro-batch
 NUM_MICRO = 2
 TRIAL = Trial(global_batch=NUM_MICRO * ROWS, micro_batch=ROWS, seq_len=TOKENS, precision="fp32")
 EXACT = Trial(global_batch=4, micro_batch=2, seq_len=16, num_steps=2)
-BORDERS = 2 * SPEC.num_layers  # regions: attention and feed-forward part of every layer
+BORDERS = 2 * SPEC.num_layers  # regions that are cut: attention and feed-forward part of every layer
 
 X = [[1.0, 2.0]]
 UP = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]]  # four channels, each a row of two weights
@@ -56,7 +56,8 @@ def act(rank: int, world: int, say: Say) -> dict[str, Any]:
 
 
 def _small_region(rank: int, world: int) -> dict[str, Any]:
-    """x -> down(relu(up(x))), cut as `parallel/tensor/slices.py` cuts it; backward of the sum of the outputs."""
+    """Computes x -> down(relu(up(x))), cut as `parallel/tensor/slices.py` cuts it, and the backward pass of the sum of
+    the outputs; returns the numbers on the way."""
     assert dist.group.WORLD is not None
     tp = TensorParallel(dist.group.WORLD)
     start, stop = share(len(UP), world, rank)
@@ -77,6 +78,7 @@ def _small_region(rank: int, world: int) -> dict[str, Any]:
 
 
 def _one_process() -> tuple[list[float], list[float]]:
+    """Returns the output and the gradient of the input that one process computes."""
     x = torch.tensor(X, requires_grad=True)
     out = F.linear(F.relu(F.linear(x, torch.tensor(UP))), torch.tensor(DOWN))
     out.sum().backward()
@@ -152,7 +154,7 @@ def _shapes(story: Story, found: list[dict[str, Any]]) -> None:
 
 
 def _tape(story: Story, transfers: list[WireOperation], big: list[WireOperation]) -> None:
-    """The order in which rank 0 called its collectives, for the first micro-batch."""
+    """Shows the order in which rank 0 called its collectives, for the first micro-batch."""
     first = [m for m in transfers if m.microbatch == 0]
     lines = []
     for phase in ("forward", "backward"):

@@ -1,4 +1,4 @@
-"""Counts what really travels, in two independent ways; neither is a counter of ours inside `parallel/`.
+"""Counts what is really sent, in two independent ways; neither is a counter of ours inside `parallel/`.
 
     Wire          notes every operation that torch hands to a process group: its kind, the bytes of its
                   buffer, when and in which phase
@@ -37,20 +37,23 @@ SENT_OFFSET = 200
 
 
 class WireOperation(NamedTuple):
+    """One collective or send that torch handed to a process group."""
+
     kind: str
     num_bytes: int  # of the whole buffer: what is summed, what is there after a gather
     phase: str  # forward, backward, ...
     microbatch: int | None
-    at_s: float
+    at_s: float  # seconds by the host's clock
 
     def share(self, world: int) -> float:
-        """Bytes that one of `world` ranks sends for it."""
+        """Returns the bytes that one of `world` ranks sends for it."""
         times = {"all-reduce": 2 * (world - 1) / world, "send": 1.0}
         return self.num_bytes * times.get(self.kind, (world - 1) / world)
 
 
 class Wire(TorchDispatchMode):
-    """Used as a context. Fails on a collective it does not know, rather than not counting it."""
+    """Notes every operation of a process group while it is open as a context. It fails on a collective it does not
+    know, rather than not counting it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +87,15 @@ class PhaseClock(Clock):
 
 
 def sent_bytes() -> int | None:
-    """By this process, over the sockets that are open now, repetitions left out; None where the system does not
-    count."""
+    """Returns the bytes that this process has sent over the sockets that are open now, repetitions left out; None where
+    the system does not count."""
     if sys.platform != "linux":
         return None
     return sum(_sent_by(int(name)) for name in os.listdir("/proc/self/fd")) or None
 
 
 def _sent_by(descriptor: int) -> int:
+    """Returns the bytes that were sent over one descriptor; 0 if it is no TCP socket."""
     try:
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return 0
@@ -110,4 +114,5 @@ def of_kind(transfers: Iterable[WireOperation], kind: str, *phases: str) -> list
 
 
 def total(transfers: Iterable[WireOperation]) -> int:
+    """Returns the bytes of all these buffers together."""
     return sum(transfer.num_bytes for transfer in transfers)

@@ -1,4 +1,4 @@
-"""ZeRO acted out: the same model on four ranks in stages 0 to 3, side by side; bytes come from the tensors themselves.
+"""Acts ZeRO out: the same model on four ranks in stages 0 to 3, side by side; bytes come from the tensors themselves.
 
 Each stage is a step of the engine with two micro-batches. Hooks on the blocks look at what FSDP2 has gathered at that
 moment. Read next: `parallel/zero/sharding.py`.
@@ -24,8 +24,8 @@ STAGES = (0, 1, 2, 3)
 NUM_MICRO = 2
 TRIAL = Trial(global_batch=WORLD * NUM_MICRO, micro_batch=1, seq_len=8, precision="fp32")
 EXACT = Trial(global_batch=WORLD * NUM_MICRO, micro_batch=1, seq_len=8, num_steps=1)
-GROUPS = SPEC.num_layers + 2  # one per block, one for each end
-BLOCK = 4 * (SPEC.num_parameters - (2 * SPEC.vocab + 1) * SPEC.hidden) // SPEC.num_layers  # bytes
+GROUPS = SPEC.num_layers + 2  # groups of FSDP2: one per block, one for each end
+BLOCK = 4 * (SPEC.num_parameters - (2 * SPEC.vocab + 1) * SPEC.hidden) // SPEC.num_layers  # bytes of a block
 ONCE = 4 * SPEC.num_parameters - (SPEC.num_layers - 1) * BLOCK
 """Bytes that stage 3 gathers once per micro-batch: last block and head, where backward begins, and the embedding, which
 it does not read."""
@@ -71,7 +71,7 @@ def _stage(rank: int, world: int, zero: int) -> dict[str, Any]:
 
 
 class GroupsHere(NamedTuple):
-    """What is whole on a rank: one sign per group (# in full, + arriving, . sharded), and bytes."""
+    """What a rank has whole at one moment: one sign per group (# in full, + arriving, . sharded), and bytes."""
 
     when: str
     groups: str
@@ -80,7 +80,7 @@ class GroupsHere(NamedTuple):
 
 
 def _watch(engine: Engine, moments: list[GroupsHere]) -> None:
-    """Look before each block's forward, as its backward begins, and shortly before that ends."""
+    """Notes what is there before each block's forward, as its backward begins, and shortly before that ends."""
     model = engine.stages[0].model
     groups = parameter_groups(model)
     groups.sort(key=lambda group: (_is_head(group, model), not _is_embed(group, model)))
@@ -234,11 +234,12 @@ def _checks(stage: int, ranks: list[dict[str, Any]]) -> list[Check]:
 
 
 def _sent(ranks: list[dict[str, Any]]) -> list[int | None]:
+    """Returns the bytes that each rank has sent; None where the system does not count."""
     return [rank["sent"] for rank in ranks]
 
 
 def _bar(kept: dict[str, int]) -> str:
-    """A letter is P/2 bytes: 16P are 32 letters."""
+    """Returns a bar in which a letter is P/2 bytes: 16P are 32 letters."""
     unit = 16 * SPEC.num_parameters / 32
     return "".join(letter * round(size / unit) for letter, size in zip("wgo", kept.values(), strict=True))
 

@@ -49,7 +49,7 @@ class Page:
 
 @cache
 def all_pages() -> dict[str, Page]:
-    """Word -> page, sorted by word."""
+    """Returns every page by its word, sorted by word."""
     pages = {}
     for path in sorted(WORDS.glob("*.toml"), key=lambda path: path.stem):
         entry = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -60,8 +60,8 @@ def all_pages() -> dict[str, Page]:
 
 
 def find_page(word: str) -> Page:
-    """By name or alias, also the field's words for it; `torch.compile`, `Torch Compile` and `torch-compile` are one
-    word."""
+    """Returns the page of a word or alias, also the field's words for it; `torch.compile`, `Torch Compile` and
+    `torch-compile` are one word."""
     wanted = "-".join(re.split(r"[-_ ./]+", word.lower().strip()))
     pages = all_pages()
     names = {name: page for page in pages.values() for name in page.aliases} | pages
@@ -109,7 +109,7 @@ def key_lines(page: Page) -> list[str]:
 
 
 def preset_rows() -> list[str]:
-    """A line per preset: parameters, active parameters where they differ, layers and width."""
+    """Returns a line per preset: parameters, active parameters where they differ, layers and width."""
     from shardwise.spec.presets import preset, preset_names  # torch-free, but not needed by the other pages
 
     names = preset_names()
@@ -126,8 +126,8 @@ def preset_rows() -> list[str]:
 
 
 def schedule_rows() -> list[str]:
-    """A line per pipeline schedule, simulated on 4 ranks: its idle share, and the micro-batches whose activations the
-    fullest rank holds."""
+    """Returns a line per pipeline schedule, simulated on 4 ranks: its idle share, and the micro-batches whose
+    activations the fullest rank holds."""
     from shardwise.spec.timeline import peak_in_flight, simulate
 
     width = max(map(len, SCHEDULES))
@@ -150,7 +150,7 @@ def schedule_rows() -> list[str]:
 
 
 LISTS = {"presets": preset_rows, "schedules": schedule_rows}
-"""Tables that are made from what is there, by the name that `lists` has."""
+"""Tables that are generated from the code, by the name that a page's `lists` has."""
 
 
 def _about(key: Key) -> str:

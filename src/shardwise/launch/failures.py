@@ -1,4 +1,4 @@
-"""How a rank that cannot go on says so: a line or three to the person, the traceback to a file, the last word to
+"""Says why a rank cannot go on: one line or three to the person, the traceback to a file, the last event to
 metrics.jsonl."""
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from shardwise.run.rundir import RunDir
 from shardwise.run.session import Session
 
 NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
-"""What torch.compile says on CPUs, and triton on GPUs."""
+"""Parts of the errors for a missing compiler, by torch.compile on CPUs and by Triton on GPUs."""
 
 
 def fail(run: RunDir, ranks: Ranks, code: Exit, text: str) -> int:
-    """The other ranks' words go to their logs; the launcher shows them if the first rank had none of its own."""
+    """Prints why this rank ends, notes it in metrics.jsonl and returns the exit code. Other ranks print to their logs;
+    the launcher shows that if the first rank had nothing of its own to say."""
     print(text, file=sys.stderr, flush=True)
     if ranks.is_first:
         _last_word(run, code, text.splitlines()[0])
@@ -29,7 +30,8 @@ def fail(run: RunDir, ranks: Ranks, code: Exit, text: str) -> int:
 
 
 def crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
-    """A bug of ours, or a peer that went away: the traceback goes to a file, one line to the person."""
+    """Reports a bug of ours, or a peer that went away, and returns the exit code: the traceback goes to a file, one
+    line to the person."""
     lost_peer = isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error).lower()
     code = Exit.HARDWARE if lost_peer else Exit.BUG
     file = run.crash / f"rank{ranks.rank}.txt"

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 AT_ONCE = (*(-number for number in (*stop_signals(), INTERRUPT)), int(Exit.INTERRUPTED), int(Exit.STOPPED))
-"""How a rank ends that was told to stop and had nothing to commit: by the signal itself, or at the second Ctrl-C."""
+"""Exit codes of a rank that was told to stop and had nothing to commit: by the signal, or at the second Ctrl-C."""
 
 
 def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, options: Sequence[str] = ()) -> int:
-    """Run `nproc` workers (worker.py, with `options`) over a prepared run directory; returns the exit code of the
-    whole."""
+    """Returns runs `nproc` workers (worker.py, with `options`) over a prepared run directory; returns the exit code of
+    the whole."""
     from torch.distributed.elastic.multiprocessing import start_processes
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
@@ -58,7 +58,8 @@ def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, op
 
 
 def _supervise(start: Callable[[], PContext]) -> tuple[list[int], RunProcsResult]:
-    """Start the ranks and wait for them. Signals are theirs to handle: they finish the step and commit."""
+    """Starts the ranks and waits for them; returns the signals that came and how the ranks ended. Signals are theirs to
+    handle: they finish the step and commit."""
     pids: list[int] = []
     asked: list[int] = []
 
@@ -89,6 +90,7 @@ def _supervise(start: Callable[[], PContext]) -> tuple[list[int], RunProcsResult
 
 
 def _environments(nproc: int, port: int, threads: int, interface: str) -> dict[int, dict[str, str]]:
+    """Returns the environment variables of each rank."""
     return {
         rank: {
             **os.environ,
@@ -107,7 +109,7 @@ def _environments(nproc: int, port: int, threads: int, interface: str) -> dict[i
 
 
 def _stopped_at_once(run: RunDir, number: int) -> int:
-    """Ranks that had nothing to commit yet, or were told twice."""
+    """Reports ranks that had nothing to commit yet, or were told twice to stop; returns the exit code."""
     code = Exit.INTERRUPTED if number == signal.SIGINT else Exit.STOPPED
     why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     print(f"STOPPED  at once, by {why}; the last checkpoint, if any, stands            exit {int(code)}, resumable")
@@ -117,6 +119,7 @@ def _stopped_at_once(run: RunDir, number: int) -> int:
 
 
 def _exit_code(run: RunDir, result: RunProcsResult) -> int:
+    """Reports how the ranks ended, where they have not said so themselves, and returns the exit code of the whole."""
     event = run.last_event() or {}
     if not result.is_failed():
         return int(event.get("exit", Exit.DONE))
@@ -157,12 +160,13 @@ def _exit_code(run: RunDir, result: RunProcsResult) -> int:
 
 
 def _least_telling_last(failure: ProcessFailure) -> tuple[bool, bool, float]:
-    """A rank that lost a peer only says that another one failed."""
+    """Returns a sort key by which a rank that lost a peer comes after others: it only says that another one failed."""
     return failure.exitcode < 0, failure.exitcode == Exit.HARDWARE, failure.timestamp
 
 
 def _loopback_store() -> tuple[TCPStore, int]:
-    """A rendezvous store bound to 127.0.0.1 only; by default torch's would listen on every interface."""
+    """Returns a rendezvous store bound to 127.0.0.1 only, and its port; by default torch's would listen on every
+    interface."""
     from torch.distributed import TCPStore
 
     listener = socket.create_server(("127.0.0.1", 0))
@@ -176,7 +180,7 @@ def _loopback_interface() -> str:
 
 
 def _rank_logs(folder: Path, nproc: int) -> Any:
-    """Rank 0 prints to the terminal, rank N to log/rankN.ATTEMPT.out and .err."""
+    """Returns where ranks print to: rank 0 to the terminal, rank N to log/rankN.ATTEMPT.out and .err."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):

@@ -1,4 +1,5 @@
-"""Out of memory, in words: what a rank held and by what, how far over it was, and what to type so that the run fits.
+"""Explains that a rank ran out of memory: what it held and by what, how far over it was, and what to type so that the
+run fits.
 
 The changes are those of plan/resolve/fit.py, for a job that takes as much more than predicted as this one did. Read
 next: memory/account.py, which saw the moment.
@@ -28,7 +29,8 @@ NOTHING_FITS = (
 def out_of_memory(
     error: BaseException, run: RunDir, rank: int, config: Config, plan: Plan, spec: ModelSpec, limit: int
 ) -> UserError:
-    """`error`: what the account said (OverLimit), or the system where no account was open."""
+    """Returns the error to show. `error` is what the account of memory raised (OverLimit), or the system where no
+    account was open; `limit` is in bytes."""
     predicted = predict_memory(spec, plan, config.optimizer.name, config.adapter)
     if isinstance(error, OverLimit):
         what, why, scale = *_seen(error, rank), error.needed / max(1, sum(predicted.values()))
@@ -65,7 +67,7 @@ def _seen(error: OverLimit, rank: int) -> tuple[str, str]:
 
 
 def _command(run: RunDir, way: Remedy) -> str:
-    """As it is typed. What changes the run's own numbers needs to be allowed."""
+    """Returns the command as it is typed. What changes the run's own numbers needs to be allowed."""
     guarded = [key for key in way.change if key.partition(".")[0] not in FREE_TO_CHANGE and not key.startswith("--")]
     allow = "".join(f" --allow {key}" for key in guarded)
     return f"`shardwise resume {run.path}{allow} {way.what}` ({way.cost})"

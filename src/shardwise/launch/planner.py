@@ -1,5 +1,5 @@
-"""The planner's answers to what a rank asks while it sets up (run/planner.py). All of it is prediction; nothing is
-measured here."""
+"""Answers what a rank asks the planner while it sets up (run/planner.py). All of it is prediction; nothing is measured
+here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.spec.schema import Config
 
 
 class RunPlanner:
-    """For the runs of one config on one kind of device."""
+    """Answers for the runs of one config on one kind of device."""
 
     def __init__(self, config: Config, spec: ModelSpec, device: str):
         self.config, self.spec = config, spec

@@ -1,4 +1,4 @@
-"""`shardwise verify`: the ranks that prove a layout, started and executed. torch is imported by the ranks only."""
+"""Starts and executes the ranks that prove a layout, for `shardwise verify`. torch is imported by the ranks only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.spec.schema import AdapterConfig, CommConfig, Config, OptimizerCo
 
 
 def verify_layout(spec: ModelSpec, plan: Plan, config: Config, steps: int) -> dict[str, Any]:
-    """Start the ranks of `plan`, which is small enough to be proven here; returns the proof as they wrote it
+    """Starts the ranks of `plan`, which is small enough to be proven here; returns the proof as they wrote it
     (prove/verify.py)."""
 
     with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
@@ -46,7 +46,7 @@ def verify_layout(spec: ModelSpec, plan: Plan, config: Config, steps: int) -> di
 
 
 def verify_rank(run: RunDir, ranks: Ranks) -> int:
-    """One rank of `shardwise verify`; rank 0 leaves the result in the directory."""
+    """Executes one rank of `shardwise verify` and returns its exit code; rank 0 leaves the result in the directory."""
     import torch
     import torch.distributed as dist
 

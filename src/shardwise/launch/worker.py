@@ -1,4 +1,4 @@
-"""One rank: sets the process up, trains, and turns whatever happens into an exit code.
+"""Runs one rank: sets the process up, trains, and turns whatever happens into an exit code.
 
 Started by local.py through rank.py, by torchrun through `shardwise train`, or called directly when one process is
 enough. What is needed is in the run directory, or comes from the process that has read it already (start.py). This is
@@ -43,7 +43,7 @@ OLDEST_TORCH = (2, 11)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """What launch/rank.py calls after the imports."""
+    """Runs a rank that launch/rank.py has started, and returns its exit code."""
     code = _run(argv, ranks_from_environment())
     # torchrun's process API kills all ranks when one exits with an error. An orderly end is none: its code is in the
     # run's last event, where the launcher reads it.
@@ -75,9 +75,11 @@ def run_worker(
     launcher: int | None = None,
     verify: bool = True,
 ) -> int:
-    """Train as this rank. Clean stops return their code; a launcher reads it from the run's last event instead.
+    """Trains as this rank and returns the exit code. Clean stops return theirs; a launcher reads it from the run's last
+    event instead.
 
-    `inputs`: what this process has read already; None: it is in the run directory."""
+    `inputs` is what this process has read already; None where it is to be read from the run directory.
+    """
     say = functools.partial(print, flush=True) if ranks.is_first else lambda line: None
     session: Session | None = None
     try:
@@ -110,7 +112,7 @@ def run_worker(
 
 
 def _train(session: Session, stops: StopRequests) -> int:
-    """The run itself, with the reporter that hears of it and the planner that it asks."""
+    """Trains, with the reporter that listens and the planner that answers, and returns the exit code."""
     planner = RunPlanner(session.config, session.spec, session.device.type)
     with Reporter(session, stops, repeat_first_steps) as reporter:
         if line := weights_line(session.config, session.spec):
@@ -120,14 +122,14 @@ def _train(session: Session, stops: StopRequests) -> int:
 
 
 def _read_inputs(run: RunDir) -> RunInputs:
-    """What the launcher left in the run directory."""
+    """Returns what the launcher left in the run directory."""
     config = load_config(run.config).config
     spec = model_spec(config.model)
     return RunInputs(config, spec, corpus_of(config, spec, progress=False), Plan.from_dict(run.read_plan()))
 
 
 def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None) -> Session:
-    """The device and the other ranks."""
+    """Prepares the device and joins the other ranks; returns the session."""
     config, plan = inputs.config, inputs.plan
     if plan.world != ranks.world:
         raise UserError(
@@ -159,7 +161,8 @@ def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None)
 
 
 def check_torch(plan: Plan, version: str) -> None:
-    """Splitting a model is proven from OLDEST_TORCH on; before it FSDP2 lacks what ZeRO and pipelines here rely on."""
+    """Refuses a torch on which splitting a model is not proven: before OLDEST_TORCH, FSDP2 lacks what ZeRO and
+    pipelines here rely on."""
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     splits = plan.pp > 1 or plan.tp > 1 or plan.zero > 0
     if splits and found < OLDEST_TORCH:
@@ -172,7 +175,7 @@ def check_torch(plan: Plan, version: str) -> None:
 
 
 def check_cuda(run: RunDir) -> None:
-    """A run that was planned for GPUs meets a torch that cannot use them, for a reason that only torch knows."""
+    """Refuses a run that was planned for GPUs where torch cannot use them, with the reason that torch gives."""
     if torch.cuda.is_available():
         return
     try:
@@ -189,6 +192,7 @@ def check_cuda(run: RunDir) -> None:
 
 
 def start_process_group(comm: CommConfig, device: torch.device) -> None:
+    """Joins the other ranks, unless this process has joined them already."""
     backend = comm.backend if comm.backend != "auto" else ("nccl" if device.type == "cuda" else "gloo")
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timedelta(seconds=comm.timeout))

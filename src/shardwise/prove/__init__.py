@@ -1,1 +1,1 @@
-"""Proofs: the plain single-process model, and a layout compared with it."""
+"""Proves layouts: the plain single-process model, and a layout compared with it."""

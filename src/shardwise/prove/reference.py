@@ -1,5 +1,5 @@
-"""The truth that layouts are measured against: the plain model, one process, torch's own optimizer and clipping,
-nothing of `parallel/`.
+"""Computes the truth that layouts are measured against: the plain model, one process, torch's own optimizer and
+clipping, nothing of `parallel/`.
 
 `train_plain` trains on made-up batches and records losses, gradient norms, the first step's gradients and the final
 parameters. `verify` and the parity tests compare a layout's record with this one.
@@ -52,13 +52,13 @@ class Trial:
     attention: str = "auto"
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     through_fsdp: bool = False  # the layout takes the way of mixed precision, in the trial's own precision
-    loss_scale: float | Auto = "auto"  # as in Plan
-    reduce_dtype: str = "auto"  # the same; one process has nothing to reduce and rounds nothing
+    loss_scale: float | Auto = "auto"  # as `Plan.loss_scale`
+    reduce_dtype: str = "auto"  # as `Plan.reduce_dtype`; one process has nothing to reduce and rounds nothing
     fp8_recipe: str = "rowwise"
     fp8_head: bool = False
 
     def batch(self, spec: ModelSpec, step: int) -> TensorBatch:
-        """The rows of a step: random tokens; some targets, and one whole row in five, have no loss."""
+        """Returns the rows of a step: random tokens; some targets, and one whole row in five, have no loss."""
         draw = torch.Generator().manual_seed(1000 * self.seed + step)
         shape = (self.global_batch, self.seq_len)
         tokens = torch.randint(0, spec.vocab, shape, generator=draw)
@@ -73,6 +73,8 @@ class Trial:
 
 @dataclass
 class Record:
+    """What a training computed, to be compared with another."""
+
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)  # of the first step, before clipping
@@ -116,7 +118,7 @@ def _plain_model(spec: ModelSpec, trial: Trial) -> Decoder:
 
 
 def init_trial(model: Decoder, trial: Trial) -> None:
-    """The weights that every trial of this seed begins with."""
+    """Gives a model the weights that every trial of this seed begins with."""
     if isinstance(model, TransformersModel):
         model.draw_from(trial.seed)
     else:
@@ -124,7 +126,7 @@ def init_trial(model: Decoder, trial: Trial) -> None:
 
 
 def plain_scaler(precision: str, loss_scale: float | Auto) -> LossScaler:
-    """As a run on one device has it."""
+    """Returns the loss scaler that a run on one device has."""
     alone = dict(
         device="cpu", seq_len=1, global_batch=1, micro_batch=1, num_steps=1, threads_per_rank=1, reason="alone"
     )
@@ -134,7 +136,7 @@ def plain_scaler(precision: str, loss_scale: float | Auto) -> LossScaler:
 def plain_gradients(
     model: Decoder, microbatches: Iterable[TensorBatch], num_targets: int, precision: str, scale: float = 1.0
 ) -> float:
-    """Forward and backward of a step, of the loss times `scale`; returns its mean cross-entropy."""
+    """Runs forward and backward of a step, of the loss times `scale`; returns its mean cross-entropy in nats."""
     total = 0.0
     for micro in microbatches:
         losses = _forward(model, micro, precision)
@@ -147,7 +149,7 @@ def plain_gradients(
 def plain_update(
     model: Decoder, optimizer: torch.optim.Optimizer, clip: float | None, scaler: LossScaler | None = None
 ) -> float:
-    """Clip, update; returns the gradient norm."""
+    """Clips the gradients, updates the weights and returns the gradient norm."""
     scaler = scaler or LossScaler()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # Of 16-bit gradients too the norm is a number in fp32: 8 bits of it would clip differently, and fp16 overflows.

@@ -1,4 +1,4 @@
-"""The proof of a run: its first steps once more, in one process, without anything of `parallel/`."""
+"""Proves a run: computes its first steps once more, in one process, without anything of `parallel/`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
 NUM_STEPS = 3
-LIMIT_S = 60.0  # a proof that would take longer than this is left to the user
+LIMIT_S = 60.0  # seconds; a proof that would take longer is left to the user
 
 
 def repeat_first_steps(
     session: Session, losses: Mapping[int, float], step_s: float | None, peak_bytes: int
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Repeat the first steps of a run without parallelism: the record for metrics.jsonl and a line for people; None
-    where there is none.
+    """Repeats the first steps of a run without parallelism. Returns the record for metrics.jsonl and a line for people;
+    None where there is none.
 
-    Needs a run from its start, and more than one rank to prove anything. `losses`: of the run's steps, `step_s`:
-    seconds of a usual one, `peak_bytes`: of the fullest rank."""
+    It needs a run from its start, and more than one rank to prove anything. `losses` are those of the run's steps,
+    `step_s` the seconds of a usual one, `peak_bytes` those of the fullest rank.
+    """
     plan, steps = session.plan, [step for step in range(1, NUM_STEPS + 1) if step in losses]
     if plan.world == 1 or not steps or steps[0] != 1:
         return None, None
@@ -57,7 +58,7 @@ def repeat_first_steps(
 def single_process_losses(
     config: Config, plan: Plan, spec: ModelSpec, corpus: Corpus, device: torch.device, num_steps: int = NUM_STEPS
 ) -> list[float]:
-    """Losses of steps 1 … num_steps when one process computes every row of every batch."""
+    """Returns the losses of steps 1 … num_steps, in nats, when one process computes every row of every batch."""
     model = adapted_model(config, spec, plan.precision, KEPT[plan.precision], device)
     if plan.formats.is_fp8:
         blocks = model.blocks() if isinstance(model, TransformersModel) else model.layers.values()

@@ -1,4 +1,4 @@
-"""The smallest model and job that still show every mistake a layout could make: what `verify` trains.
+"""Finds the smallest model and job that still show every mistake a layout could make: what `verify` trains.
 
 Owns the shrinking. Invariant: everything that changes *how* the model computes stays (kind of attention, heads against
 ranks, tied ends, windows, router, biases, norms); only sizes go down, to what the layout still divides. No torch here.
@@ -19,13 +19,14 @@ MAX_RANKS = 8
 """`verify` starts at most this many processes; a larger layout is proven with its largest axes made smaller."""
 
 SEQ_LEN = 16  # divides by every tp up to 16
-VOCAB = 67  # divides by nothing
+VOCAB = 67  # a prime: no degree of tensor parallelism divides it
 MAX_MICROBATCHES = 5
-OFFLOAD_BUFFER = 2**16  # small models too go through a disk in several groups
+OFFLOAD_BUFFER = 2**16  # bytes, so that small models too go through a disk in several groups
 
 
 def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
-    """The same axes, schedule and ZeRO stage, on at most `max_ranks` ranks; each stage keeps one or two layers."""
+    """Returns a plan with the same axes, schedule and ZeRO stage, on at most `max_ranks` ranks; each stage keeps one or
+    two layers."""
     ep = plan.ep
     split = tuple(1 + (layers > min(plan.split)) for layers in plan.split)
     while plan.world > max_ranks:
@@ -51,7 +52,7 @@ def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
 
 
 def _smaller(plan: Plan, axis: str) -> Plan:
-    """The next smaller degree of one axis."""
+    """Returns the plan with the next smaller degree of one axis."""
     if axis == "cp":
         return replace(plan, cp=_divisor(plan.cp))
     if axis == "tp":
@@ -73,13 +74,13 @@ def _smaller(plan: Plan, axis: str) -> Plan:
 
 
 def _divisor(degree: int) -> int:
-    """The largest smaller one."""
+    """Returns the largest divisor of a degree that is smaller than it."""
     return max(n for n in range(1, degree) if degree % n == 0)
 
 
 def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
-    """`plan` is already small; the model gets as many layers as it has. What transformers builds is tried out, with
-    torch."""
+    """Returns a small model for `plan`, which is already small, with as many layers as it has. What transformers builds
+    is tried out, with torch."""
     if isinstance(spec, TransformersSpec):
         from shardwise.interop.transformers.shrink import shrink_transformers
 
@@ -111,7 +112,7 @@ def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
 
 
 def shrink_adapter(adapter: AdapterConfig, spec: ModelSpec) -> AdapterConfig:
-    """Thin adapters on the same kinds of layers, whichever layers of the model they are on."""
+    """Returns adapters of a small rank on the same kinds of layers, whichever layers of the model they are on."""
     if adapter.kind == "none":
         return adapter
     targets, train_also = same_kinds(spec, adapter) if spec.is_ours else (adapter.targets, adapter.train_also)
@@ -119,13 +120,13 @@ def shrink_adapter(adapter: AdapterConfig, spec: ModelSpec) -> AdapterConfig:
 
 
 def _period(spec: ModelSpec) -> int:
-    """Layers until every kind of layer has come up."""
+    """Returns the number of layers until every kind of layer has come up."""
     return max(2, min(spec.global_every, 6), spec.moe_every if spec.num_experts else 1)
 
 
 def _heads(spec: ModelSpec, tp: int, cp: int = 1) -> tuple[int, int]:
-    """Few heads that stand to tp as the model's own do: grouped if grouped, shared between ranks if shared. `cp`: ranks
-    that share the heads of a slice, the way of Ulysses."""
+    """Returns a few query and key/value heads that stand to tp as the model's own do: grouped if grouped, shared
+    between ranks if shared. `cp` are the ranks that share the heads of a slice, the way of Ulysses."""
     ranks = tp * cp
     if spec.is_latent:
         heads = next(n for n in range(2, spec.num_heads + ranks + 1) if n % ranks == 0)

@@ -1,4 +1,4 @@
-"""A layout put to the test: the same short training as reference.py, through the engine and the step that real runs
+"""Puts a layout to the test: the same short training as reference.py, through the engine and the step that real runs
 use."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.spec.plan import Plan
 
 
 def trial_plan(trial: Trial, **layout: object) -> Plan:
-    """A plan for a trial: `layout` holds degrees as in `Plan`."""
+    """Returns a plan for a trial; `layout` holds degrees as in `Plan`."""
     return Plan(
         device="cpu",
         precision=trial.precision,
@@ -52,7 +52,7 @@ def build_trial(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: to
 
 
 def trial_batch(spec: ModelSpec, plan: Plan, trial: Trial, step: int, dp_index: int) -> tuple[StepBatch, int]:
-    """This data-parallel rank's micro-batches, and the number of targets in the whole step."""
+    """Returns this data-parallel rank's micro-batches, and the number of targets in the whole step."""
     whole, rows = trial.batch(spec, step), plan.rows(dp_index)
     part = whole.rows(rows.start, rows.stop)
     micro = cut_microbatches(part, plan.micro_batch, plan.num_microbatches, plan.pp > 1)
@@ -64,7 +64,8 @@ def _first_gradient(scale: float) -> Values:
 
 
 def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device: torch.device) -> Record:
-    """Collective. The record is complete on rank 0; other ranks have the losses and norms."""
+    """Collective. Trains and returns what was computed. It is complete on rank 0; other ranks have the losses and
+    norms."""
     engine = build_trial(spec, plan, trial, rank, device)
     optimizer = engine.optimizer(trial.optimizer)
     clock, record = Clock(device), Record()

@@ -1,4 +1,4 @@
-"""The user's own proof: a layout and one process train the same small model in fp64, and every number is compared.
+"""Proves a user's own layout: it and one process train the same small model in fp64, and every number is compared.
 
 `prove` is called by all ranks together, by `shardwise verify` in processes of its own and by `train` before its first
 step. In fp64 only real mistakes survive: rounding is at 1e-15, the limit at 1e-9. What was proven is remembered beside
@@ -29,8 +29,8 @@ from shardwise.spec.schema import AdapterConfig, OptimizerConfig
 
 LIMIT = 1e-9
 NUM_STEPS = 3
-PROOF_SCALE = 2.0**16  # of the loss, for layouts that will train in fp16: exact in fp64
-MEMORY = ".proofs.json"  # inside run.dir
+PROOF_SCALE = 2.0**16  # loss scale for layouts that will train in fp16: exact in fp64
+MEMORY = ".proofs.json"  # the file inside run.dir that remembers what was proven
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Proof:
 
     @property
     def largest(self) -> float:
+        """The largest of the four differences."""
         return max(self.losses, self.norms, self.gradients, self.parameters)
 
     @property
@@ -67,8 +68,8 @@ def prove(
     steps: int = NUM_STEPS,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
 ) -> Proof:
-    """Collective over the ranks of `plan`, which is executed as it is; the model shrinks. Every rank gets rank 0's
-    result."""
+    """Collective over the ranks of `plan`, which is executed as it is while the model shrinks. Returns rank 0's result
+    on every rank."""
     began = time.perf_counter()
     small = shrink_plan(plan, max_ranks=plan.world)
     trial = Trial(
@@ -100,7 +101,7 @@ def prove(
 
 
 def compare(record: Record, truth: Record) -> tuple[tuple[float, float, float, float], str]:
-    """Largest difference of losses, norms, gradients and parameters, and the tensor that differs most."""
+    """Returns the largest difference of losses, norms, gradients and parameters, and the tensor that differs most."""
     losses = max(abs(a - b) for a, b in zip(record.losses, truth.losses, strict=True))
     norms = max(abs(a - b) / max(b, 1e-30) for a, b in zip(record.norms, truth.norms, strict=True))
     by_name = {f"gradient of {name}": d for name, d in _differences(record.gradients, truth.gradients).items()}
@@ -111,7 +112,8 @@ def compare(record: Record, truth: Record) -> tuple[tuple[float, float, float, f
 
 
 def _differences(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Per tensor, relative to its largest entry; a tensor that is missing on one side differs without bound."""
+    """Returns the largest difference per tensor, relative to its largest entry; a tensor that is missing on one side
+    differs without bound."""
     differences = dict.fromkeys(found.keys() ^ truth.keys(), float("inf"))
     for name in found.keys() & truth.keys():
         a, b = found[name].cpu().double(), truth[name].cpu().double()
@@ -127,8 +129,8 @@ def _differences(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str
 
 
 def prove_once(session: Session) -> str | None:
-    """Collective. Prove this layout unless that was done before; a line to print, or None. Raises if it does not
-    hold."""
+    """Collective. Proves this layout unless that was done before, and raises if it does not hold. Returns a line to
+    print, or None."""
     config, spec, plan = session.config, session.spec, session.plan
     rank, device = session.ranks.rank, session.device
     if plan.world == 1 and plan.offload == "none":
@@ -169,8 +171,8 @@ def describe(proof: Proof) -> str:
 
 
 def proof_key(spec: ModelSpec, plan: Plan, adapter: AdapterConfig = AdapterConfig()) -> str:  # noqa: B008  (frozen)
-    """What a proof covers: the layout, the number of micro-batches as far as it matters, the kind of model, the
-    versions."""
+    """Returns a text for what a proof covers: the layout, the number of micro-batches as far as it matters, the kind of
+    model, the versions."""
     from shardwise import __version__
 
     small = shrink_plan(plan, max_ranks=plan.world)
@@ -195,7 +197,7 @@ def read_proofs(file: Path) -> dict[str, object]:
 
 
 def remember(file: Path, key: str, proof: Proof) -> None:
-    """Best effort: a proof that cannot be written down is made again next time."""
+    """Notes a proof in a file, as well as it can: one that cannot be written down is made again next time."""
     proofs = read_proofs(file) | {key: {"largest_difference": proof.largest, "time": time.time()}}
     try:
         write_atomically(file, json.dumps(proofs, indent=1) + "\n")

@@ -1,1 +1,1 @@
-"""Everything a run prints."""
+"""Holds everything that a run prints."""

@@ -1,4 +1,5 @@
-"""The first lines of a run: machine, corpus, model, plan, batch, bytes per parameter, and which kernels were chosen."""
+"""Writes the first lines of a run: machine, corpus, model, plan, batch, bytes per parameter, and which kernels were
+chosen."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import AdapterConfig, Config, OptimizerConfig
 
-LARGE = 10**9  # parameters that take their time
+LARGE = 10**9  # parameters from which on reading or drawing them takes so long that it is announced
 
 
 def weights_line(config: Config, spec: ModelSpec) -> str | None:
-    """What is said before weights are read or drawn: many take minutes, in silence otherwise; and adapters beside
-    random weights are seldom meant."""
+    """Returns a line to print before weights are read or drawn, or None: many take minutes, in silence otherwise; and
+    adapters beside random weights are seldom meant."""
     is_large, path = spec.num_parameters >= LARGE, config.model.path
     doing = f"{'reading' if path else 'drawing'} {format_count(spec.num_parameters)} parameters"
     if path and is_large:
@@ -72,7 +73,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _states(engine: Engine, config: Config, held: Mapping[str, float]) -> str:
-    """`held`: bytes of a trained parameter by what they are for."""
+    """Returns how many bytes a trained parameter takes, in words; `held` are these bytes by what they are for."""
     plan, optimizer = engine.plan, config.optimizer.name
     which = "parameter" if config.adapter.kind == "none" else "trained parameter"
     low_precision = f" and low-precision weights {held['low_precision']}" if held["low_precision"] else ""
@@ -90,7 +91,7 @@ def _states(engine: Engine, config: Config, held: Mapping[str, float]) -> str:
 
 
 def _learning_rate_lines(optimizer: OptimizerConfig, global_batch: int) -> list[str]:
-    """Where the learning rate is scaled by the size of the batch, or might be meant to be."""
+    """Returns a line where the learning rate is scaled by the size of the batch, or might be meant to be."""
     scale, reference = batch_scale(optimizer, global_batch), optimizer.reference_batch
     if scale != 1.0:
         scaled = f"{optimizer.lr:g} x {scale:.3g} = {optimizer.lr * scale:.3g}"
@@ -102,7 +103,7 @@ def _learning_rate_lines(optimizer: OptimizerConfig, global_batch: int) -> list[
 
 
 def matmul_lines(plan: Plan) -> list[str]:
-    """What was chosen among matmul kernels; after the first step, which measures them."""
+    """Returns which matmul kernels were chosen; to be called after the first step, which measures them."""
     if plan.products != "measured":
         return []
     from shardwise.kernels.choose_matmul import summary  # loaded by now

@@ -1,4 +1,4 @@
-"""Sums over the steps of this process, for the closing lines. No torch here."""
+"""Sums up the steps of this process, for the closing lines. No torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardwise.run.clock import KINDS
 
 
 class History:
-    """The first step warms up and does not count."""
+    """The steps so far: losses, seconds and tokens. The first step warms up and its time does not count."""
 
     def __init__(self) -> None:
         self.parts = dict.fromkeys([*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s"], 0.0)
@@ -17,7 +17,8 @@ class History:
         self.tokens = 0
 
     def add(self, line: dict[str, Any], is_timed: bool = True) -> None:
-        """`line`: of metrics.jsonl. `is_timed`: nothing looked at the step that takes time."""
+        """Adds a step. `line` is the one of metrics.jsonl; `is_timed` says that nothing was measured in the step that
+        takes time itself."""
         self.losses[line["step"]] = line["loss"]
         if len(self.losses) == 1 or not is_timed:
             return
@@ -27,5 +28,6 @@ class History:
             self.parts[key] += line[key]
 
     def median_step_s(self) -> float | None:
-        """None for a run of a single step, or one that was complete when it was resumed."""
+        """Returns the median step in seconds; None for a run of a single step, or one that was complete when it was
+        resumed."""
         return sorted(self.step_seconds)[len(self.step_seconds) // 2] if self.step_seconds else None

@@ -1,5 +1,5 @@
-"""The memory of a run as text: predicted beside measured after it, and the course of one step for `watch`. No torch
-here.
+"""Shows the memory of a run as text: predicted beside measured after it, and how it rises and falls in one step for
+`watch`. No torch here.
 
 Rows have the names that people use; each stands beside the part of the prediction that it answers. A measured row is
 the most that its category ever held; they are not all full at the same moment, so the peak of all together is a row of
@@ -34,17 +34,18 @@ UNSEEN = "temporary"
 """The row that nobody can look into where a CPU's blocks are compiled: its bytes are in `reserved` then."""
 
 SIGNS = {"parameters": "█", "optimizer": "▓", "gradients": "▒", "buffers": "░", "activations": "+", "temporary": "·"}
-"""From the bottom of the picture to its top."""
+"""The sign of each category, from the bottom of the picture to its top."""
 
 HEIGHT = 10
-HEAD_BYTES = 4 * 2**20  # of a file of events: the watched step is near its start, or after a resume near its end
+HEAD_BYTES = 4 * 2**20  # read at either end of an event file: the watched step is near one of them
 
 
 # Predicted beside measured -------------------------------------------------------------------------------------------
 
 
 def memory_report(predicted: dict[str, int], ranks: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """For the run's last line. `ranks`: what each measured, in the order of ROWS."""
+    """Returns the memory part of a run's last line, in bytes. `ranks` has what each rank measured, in the order of
+    ROWS."""
     named = [dict(zip(ROWS, sizes, strict=True)) for sizes in ranks]
     totals = [values["peak"] for values in named]
     fullest, emptiest = totals.index(max(totals)), totals.index(min(totals))
@@ -58,7 +59,7 @@ def memory_report(predicted: dict[str, int], ranks: Sequence[Sequence[int]]) -> 
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """The table of the fullest rank, and how far the others are from it."""
+    """Returns the table of the fullest rank, and how far the others are from it."""
     predicted, measured = report["predicted"], report["fullest"]
     lines = [f"memory   {'rank ' + str(measured['rank']) + ', at most':<22}{'predicted':>12}{'measured':>12}"]
     for row in ROWS:
@@ -82,17 +83,20 @@ def off(measured: float, predicted: float) -> str:
 
 
 class MemoryPoint(NamedTuple):
+    """What one rank held at one moment of a step, in bytes by category."""
+
     at_us: float
     held: dict[str, int]
     where: str
 
     @property
     def total(self) -> int:
+        """Returns the bytes of all categories together."""
         return sum(self.held.values())
 
 
 class Curve(NamedTuple):
-    """Of one rank and step."""
+    """How the memory of one rank rises and falls in one step."""
 
     rank: int
     step: int
@@ -107,7 +111,7 @@ class Curve(NamedTuple):
         return {"rank": self.rank, "step": self.step, "peak_bytes": peak.total, "held": peak.held, "where": peak.where}
 
     def text(self, width: int) -> str:
-        """A stacked area: time to the right, bytes upward, one sign per category."""
+        """Returns the curve as a stacked area: time to the right, bytes upward, one sign per category."""
         first, last, peak = self.moments[0].at_us, self.moments[-1].at_us, self.peak
         columns = self._columns(width)
         at = min(width - 1, int(width * (peak.at_us - first) / max(last - first, 1)))
@@ -125,7 +129,7 @@ class Curve(NamedTuple):
         return "\n".join([*lines, f"         at the peak: {names}"])
 
     def _columns(self, width: int) -> list[dict[str, int]]:
-        """The fullest moment of each stretch of time; a stretch without one is as the one before."""
+        """Returns the fullest moment of each stretch of time; a stretch without one is as the one before."""
         first, last = self.moments[0].at_us, self.moments[-1].at_us
         found: list[MemoryPoint | None] = [None] * width
         for moment in self.moments:
@@ -149,7 +153,7 @@ def _sign(held: dict[str, int], height: float) -> str:
 
 
 def measured_memory(run: RunDir) -> Curve | None:
-    """The newest curve of the fullest rank; None where no step was watched."""
+    """Returns the newest curve of the fullest rank; None where no step was watched."""
     found = [curve for path in sorted(run.events.glob("rank*.jsonl")) if (curve := _curve(path)) is not None]
     if not found:
         return None
@@ -183,7 +187,7 @@ def _where(event: dict[str, Any]) -> str:
 
 
 def _ends(path: Path) -> list[bytes]:
-    """The first and the last lines of a file; all of them if it is small."""
+    """Returns the first and the last lines of a file; all of them if it is small."""
     with open(path, "rb") as file:
         lines = file.read(HEAD_BYTES).splitlines()
         rest = file.seek(0, os.SEEK_END) - HEAD_BYTES

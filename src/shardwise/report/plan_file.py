@@ -1,4 +1,4 @@
-"""plan.json: the plan of a run, what was predicted for it and, after its first steps, what was measured."""
+"""Writes plan.json: the plan of a run, what was predicted for it and, after its first steps, what was measured."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from shardwise.spec.prediction import Prediction
 
 
 def write_plan(run: RunDir, plan: Plan, prediction: Prediction, measured: dict[str, Any] | None = None) -> None:
-    """`measured`: the comparison after the first steps, when there is one."""
+    """Writes plan.json. `measured` is the comparison after the first steps, when there is one."""
     values = {**plan.to_dict(), "prediction": prediction.to_dict(), **({"measured": measured} if measured else {})}
     write_atomically(run.plan, json.dumps(values, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Predicted beside measured, part by part, once a run has made its first steps. No torch here.
+"""Sets predicted beside measured, part by part, once a run has made its first steps. No torch here.
 
 A clock knows six kinds of time (run/clock.py), the planner more parts (plan/prediction/step_time.py): each part answers
 to one row. Invariant: on both sides the rows add up to the step. The memory of the same comparison is memory.py's.
@@ -24,7 +24,7 @@ ROWS = {
     "data_wait": ("waiting for data", ()),
     "other": ("other", ()),
 }
-"""Kind of the clock -> the row's name, the parts of the prediction that it answers."""
+"""Kind of the clock -> the row's name, and the parts of the prediction that stand beside it."""
 
 Parts = Mapping[str, float]
 
@@ -32,7 +32,8 @@ Parts = Mapping[str, float]
 def compare(
     prediction: Prediction, ranks: Sequence[Parts], memory: dict[str, Any] | None, num_steps: int
 ) -> dict[str, Any]:
-    """For plan.json. `ranks`: a usual step of each. The rank that computes longest is the one that is predicted."""
+    """Returns the comparison that plan.json keeps, in seconds and bytes. `ranks` has a usual step of each rank; the
+    rank that computes longest is the one that is predicted."""
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank]["compute_s"]) if ranks else None
     rows: dict[str, dict[str, float]] = {}
     if slowest is not None:
@@ -46,7 +47,7 @@ def compare(
 
 
 def comparison_lines(found: dict[str, Any]) -> list[str]:
-    """One table of time, one of memory."""
+    """Returns the comparison as lines: one table of time, one of memory."""
     lines = []
     if found["step"]:
         title = f"rank {found['rank']}, {found['steps']} steps"
@@ -59,7 +60,7 @@ def comparison_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    """Tables of steps are about milliseconds."""
+    """Returns a duration in seconds or milliseconds, with its unit: tables of steps are about milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 

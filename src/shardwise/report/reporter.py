@@ -1,4 +1,4 @@
-"""Hears of a run and reports it: metrics.jsonl, plan.json, events, the terminal.
+"""Listens to a run and reports it: metrics.jsonl, plan.json, events, the terminal.
 
 A step is reported when its results are here, which on a GPU is after the next one has been queued (run/trainer.py).
 Every rank has a reporter; only the first one's writes metrics and prints. Invariant: nothing here is collective.
@@ -34,15 +34,15 @@ from shardwise.run.session import Session
 from shardwise.run.setup import Setup
 
 Repeat = Callable[[Session, Mapping[int, float], float | None, int], tuple[dict[str, Any] | None, str | None]]
-"""`prove.repeat.repeat_first_steps`: of a run's losses by step, seconds of a usual step and peak bytes, the record of a
-proof and a line on it."""
+"""The signature of `prove.repeat.repeat_first_steps`: from a run's losses by step, the seconds of a usual step and the
+peak bytes it returns the record of a proof and a line about it."""
 
 
 class Reporter(Listener):
-    """Used as a context, which closes its files and the live view."""
+    """Reports one rank's part of a run. Used as a context, which closes its files and the live view."""
 
     def __init__(self, session: Session, stops: StopRequests, repeat: Repeat, view: LiveView | None = None):
-        """`repeat`: how the run's first steps are proven at its end."""
+        """`repeat` proves the run's first steps at its end."""
         self.session, self.stops, self.repeat, self.history = session, stops, repeat, History()
         unigram = session.corpus.unigram_entropy()
         self.view = view or LiveView(session.plan.num_steps, unigram, quiet=not session.ranks.is_first)
@@ -100,7 +100,7 @@ class Reporter(Listener):
             self._report_comparison()
 
     def _line(self, finished: FinishedStep) -> dict[str, Any]:
-        """For metrics.jsonl."""
+        """Returns a step's line for metrics.jsonl."""
         plan, spec, result, parts = self.session.plan, self.session.spec, finished.result, finished.parts
         tokens_per_s = plan.tokens_per_step / parts["step_s"]
         line: dict[str, Any] = {
@@ -147,7 +147,7 @@ class Reporter(Listener):
         self.say(f"eval     step {step}: held-out loss {loss:.3f}, perplexity {perplexity(loss):.2f}")
 
     def sampled(self, text: str | None) -> None:
-        """Shown escaped, on one line."""
+        """Shows the text escaped, on one line."""
         if text is not None:
             self.say("sample   " + json.dumps(text, ensure_ascii=False))
 
@@ -213,7 +213,7 @@ class Reporter(Listener):
 
 
 def _filled(found: Filled) -> str:
-    """How much of its idle time a run with `parallel.fill_bubbles` has used."""
+    """Returns, in words, how much of its idle time a run with `parallel.fill_bubbles` has used."""
     if not found.batches:
         return "0 % of the bubble: no held-out micro-batch gets through all stages in the idle slots of one step"
     text = f"filled {100 * found.share:.0f} % of the bubble with {found.batches:.3g} held-out batches"

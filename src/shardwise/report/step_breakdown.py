@@ -1,4 +1,5 @@
-"""Where the steps of a run went, as text for `watch`: the pipeline as it ran, and a bar for any layout. No torch here.
+"""Shows where the steps of a run went, as text for `watch`: the pipeline as it ran, and a bar for any layout. No torch
+here.
 
 Invariant: a pipeline is only drawn from a step whose events are complete: on every rank the actions of the plan's list,
 in its order. The ranks of one machine share a clock, so their events stand beside each other as they are.
@@ -26,8 +27,8 @@ SIGNS = {
     "data_wait": ("░", "data"),
     "other": (" ", "other"),
 }
-TAIL_BYTES = 4 * 2**20  # of each file of events: the newest step is at its end
-RECENT = 50  # steps
+TAIL_BYTES = 4 * 2**20  # read at the end of each event file: the newest step is there
+RECENT = 50  # newest steps that are summed up
 
 
 class MeasuredPipeline(NamedTuple):
@@ -35,10 +36,10 @@ class MeasuredPipeline(NamedTuple):
 
     step: int
     timeline: Timeline
-    predicted: float | None  # idle share of the ranks' time
+    predicted: float | None  # predicted share of the ranks' time that is idle, 0 to 1
 
     def summary(self) -> dict[str, Any]:
-        """For `watch --json`."""
+        """Returns the values for `watch --json`: seconds, and idle shares from 0 to 1."""
         idle = self.timeline.bubble_fraction
         return {"step": self.step, "seconds": self.timeline.total, "idle": idle, "predicted": self.predicted}
 
@@ -52,13 +53,13 @@ class MeasuredPipeline(NamedTuple):
 
 
 def where_of(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Summed seconds of the last steps, by part."""
+    """Returns the summed seconds of the last steps, by part."""
     keys = [*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s"]
     return {key: sum(line[key] for line in steps[-RECENT:]) for key in keys}
 
 
 def bar(where: dict[str, float], width: int = 40) -> str:
-    """The parts of a step as stretches of one line, and their names."""
+    """Returns the parts of a step as stretches of one line, and their names."""
     total = max(where["step_s"], 1e-12)
     shares = {kind: where[f"{kind}_s"] / total for kind in SIGNS}
     line, done = "", 0.0
@@ -72,7 +73,8 @@ def bar(where: dict[str, float], width: int = 40) -> str:
 
 
 def measured_pipeline(run: RunDir) -> MeasuredPipeline | None:
-    """Of the first replica and tensor slice; None where there is no pipeline, or no step of it in the events."""
+    """Returns the newest step of the first replica and tensor slice; None where there is no pipeline, or no step of it
+    in the events."""
     values = run.read_plan()
     if values.get("pp", 1) < 2:
         return None
@@ -90,6 +92,7 @@ def measured_pipeline(run: RunDir) -> MeasuredPipeline | None:
 
 
 def _predicted(plan: dict[str, Any]) -> float | None:
+    """Returns the predicted share of idle time, 0 to 1; None where no bubble was predicted."""
     step = (plan.get("prediction") or {}).get("step", {})
     if "bubble" not in step:
         return None
@@ -97,7 +100,7 @@ def _predicted(plan: dict[str, Any]) -> float | None:
 
 
 def _actions(file: Path) -> dict[int, list[Timed]]:
-    """The pipeline actions of each step that the end of a file of events has."""
+    """Returns the pipeline actions of each step that the end of an event file has."""
     kinds, found = {name: kind for kind, name in NAMES.items()}, dict[int, list[Timed]]()
     for line in _last_lines(file):
         try:

@@ -1,5 +1,5 @@
-"""The last lines of a run: how it ended, predicted beside measured, and what to type next. Lines only; reporter.py
-prints them."""
+"""Makes the last lines of a run: how it ended, predicted beside measured, and what to type next. reporter.py prints
+them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from shardwise.spec.schema import TrainConfig
 
 
 def finished_lines(history: History, prediction: Prediction, unigram: float, peak_bytes: int) -> list[str]:
-    """`unigram`: the loss of a unigram model of the same text, in nats. `peak_bytes`: of the fullest rank."""
+    """Returns the closing lines of a run. `unigram` is the loss of a unigram model of the same text, in nats;
+    `peak_bytes` is that of the fullest rank."""
     lines = []
     if history.losses:
         last = history.losses[max(history.losses)]
@@ -36,7 +37,7 @@ def finished_lines(history: History, prediction: Prediction, unigram: float, pea
 
 
 def next_lines(run: Path, train: TrainConfig, num_steps: int) -> list[str]:
-    """What to do with a finished run."""
+    """Returns what to type next with a finished run."""
     return [
         f"run      {run}",
         f'next     shardwise generate {run} --prompt "class "',
@@ -46,7 +47,7 @@ def next_lines(run: Path, train: TrainConfig, num_steps: int) -> list[str]:
 
 
 def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
-    """The command that trains a finished run twice as long, by the key its length was given with."""
+    """Returns the command that trains a finished run twice as long, by the key its length was given with."""
     if train.tokens:
         key, value = "train.tokens", str(2 * train.tokens)
     elif train.epochs:
@@ -57,7 +58,7 @@ def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
 
 
 def why_stopped(ending: Ending) -> tuple[str, str]:
-    """The event for metrics.jsonl and its reason."""
+    """Returns the event for metrics.jsonl and its reason."""
     if ending.overflow:
         return "failed", f"fp16 overflows at every loss scale: {ending.overflow}"
     return ("failed", "the loss is not a number") if ending.code == Exit.DIVERGED else ("stopped", ending.why)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live block on a terminal, plain lines elsewhere. Rank 0 only."""
+"""Shows a run while it goes on: a live block on a terminal, plain lines elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """The course of a number in one line of text; the newest value is at the right. What is no number leaves no bar."""
+    """Returns how a number developed as one line of bars; the newest value is at the right. A value that is not finite
+    leaves no bar."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
@@ -31,6 +32,8 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 class LiveView:
+    """The terminal of one rank: lines that stay, and a block below them that is drawn anew."""
+
     def __init__(self, num_steps: int, unigram: float | None, quiet: bool = False):
         self.num_steps, self.unigram, self.quiet = num_steps, unigram, quiet
         self.losses: list[float] = []
@@ -40,7 +43,7 @@ class LiveView:
         self.below = ""  # more lines of the live block
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Prints a line that stays."""
         if self.quiet:
             return
         if self.live:
@@ -62,7 +65,7 @@ class LiveView:
             self._print(self._line(line))
 
     def _draw(self, line: dict[str, Any]) -> None:
-        """The live block. It begins with the first step, so that the header stays above it, and stays after the
+        """Draws the live block. It begins with the first step, so that the header stays above it, and stays after the
         last."""
         from rich.text import Text
 
@@ -78,7 +81,7 @@ class LiveView:
             self.close()
 
     def _print(self, line: str) -> None:
-        """A reader that goes away, as in `shardwise train | head -1`, does not stop a run."""
+        """Prints a line. A reader that goes away, as in `shardwise train | head -1`, does not stop a run."""
         try:
             print(line, flush=True)
         except BrokenPipeError:

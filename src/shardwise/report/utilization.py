@@ -1,5 +1,5 @@
-"""The peak that a run's MFU is measured against: the published figure of a known GPU (cluster/gpus.toml), else what was
-measured."""
+"""Finds the peak that a run's MFU is measured against: the published figure of a known GPU (cluster/gpus.toml), else
+what was measured."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from shardwise.cluster.describe.table import table_device
 from shardwise.spec.cluster import ClusterSpec
 
 FROZEN_FLOPS = 2 / 3
-"""Of a step's matmuls, when weights are frozen: no gradients of the weights. MFU counts what there is to compute."""
+"""The share of a step's matmuls that is computed when weights are frozen: their gradients are not. MFU counts what
+there is to compute."""
 
 
 def peak_flops(world: int, device: torch.device, measured: ClusterSpec, *, is_frozen: bool) -> float:
-    """FLOP/s of all ranks together, dense in bf16; of a device that is not in the table the matmul rate measured at the
-    start."""
+    """Returns the FLOP/s of all ranks together, dense in bf16; for a device that is not in the table, the matmul rate
+    measured at the start."""
     peak = _published(device) or max(measured.device.flops.values())
     return peak * world / (FROZEN_FLOPS if is_frozen else 1.0)
 
 
 def _published(device: torch.device) -> float | None:
+    """Returns a GPU's published bf16 FLOP/s; None for one that is not in the table, and for CPUs."""
     if device.type != "cuda":
         return None
     about = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""What all ranks agree on between two steps: whether to stop, how many targets the next step has, whether a checkpoint
+"""Lets all ranks agree, between two steps, whether to stop, how many targets the next step has and whether a checkpoint
 is due.
 
 Each rank hands in small numbers, which are added up; most of the time they travel in the all-reduce that carries a
@@ -23,11 +23,11 @@ from shardwise.spec.plan import Plan
 
 
 class Agreed(NamedTuple):
-    """What follows a step."""
+    """What all ranks have agreed on for the time after a step."""
 
-    stop: Exit  # DONE: nobody wants to
+    stop: Exit  # DONE where no rank asks to stop
     num_targets: int  # target tokens of the next step, over all ranks
-    save: bool
+    save: bool  # whether a checkpoint is written after the step
 
 
 class Agreement:
@@ -63,32 +63,34 @@ class Agreement:
         return [*stop_votes(self.stops.check()), targets, int(self.is_first and self.checkpoint.due(self._about))]
 
     def settle(self, sums: list[int]) -> None:
-        """What `ask` returned, added up over all ranks."""
+        """Takes in what `ask` returned, added up over all ranks: it decides what follows a step."""
         self._agreed.append(agreed(sums))
 
     def next(self) -> Agreed:
-        """What follows the step that has been finished; before the first step, whether there is one."""
+        """Returns what follows the step that has been finished; before the first step, whether there is one."""
         return self._agreed.popleft()
 
     def next_batch(self) -> StepBatch:
+        """Returns this rank's rows of the next step, which `ask` has read."""
         batch = self._batches.popleft()
         assert batch is not None, f"no batch was read for the step after {self._about}"
         return batch
 
 
 def stop_votes(request: Exit | None) -> list[int]:
+    """Returns two votes of this rank, each 0 or 1: for ending by Ctrl-C, and for a clean stop."""
     return [int(request == Exit.INTERRUPTED), int(request == Exit.STOPPED)]
 
 
 def agreed(sums: list[int]) -> Agreed:
-    """One rank's request is everyone's."""
+    """Returns what follows from the votes of all ranks: a request of one rank counts for all."""
     interrupted, stopped, num_targets, save = sums
     stop = Exit.INTERRUPTED if interrupted else Exit.STOPPED if stopped else Exit.DONE
     return Agreed(stop, num_targets, bool(save))
 
 
 def summed(values: list[int], device: torch.device, plan: Plan) -> list[int]:
-    """Collective. The values added up over all ranks."""
+    """Collective. Returns the values added up over all ranks."""
     if plan.world == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
@@ -97,7 +99,7 @@ def summed(values: list[int], device: torch.device, plan: Plan) -> list[int]:
 
 
 def largest(value: float, device: torch.device, plan: Plan) -> float:
-    """Collective. The largest of all ranks' values."""
+    """Collective. Returns the largest of all ranks' values."""
     if plan.world == 1:
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
@@ -106,7 +108,7 @@ def largest(value: float, device: torch.device, plan: Plan) -> float:
 
 
 def from_all(values: list[int], device: torch.device, plan: Plan) -> list[list[int]]:
-    """Collective. Every rank's values, on every rank."""
+    """Collective. Returns every rank's values, on every rank."""
     if plan.world == 1:
         return [values]
     mine = torch.tensor(values, dtype=torch.int64, device=device)

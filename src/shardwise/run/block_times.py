@@ -1,4 +1,4 @@
-"""The model's own blocks, timed on random data while all ranks are busy: what the predicted step is scaled by.
+"""Times the model's own blocks on random data while all ranks are busy; the predicted step is scaled by the result.
 
 Blocks run as in a step: one behind the other, each keeping what its backward needs, with the model's ends before and
 after. The same block run again and again would find its tensors in the caches and come out a fifth too fast. Invariant:
@@ -29,13 +29,15 @@ from shardwise.spec.schema import OptimizerConfig
 from shardwise.spec.split import estimated_costs, tensor_slice
 
 MAX_BLOCKS = {"cpu": 8, "cuda": 1}  # on a GPU caches make no difference, and memory may be short
-MAX_ELEMENTS = 2**23  # that the optimizer updates
-BUDGET_S, TURNS = 0.7, 3  # of each measurement: seconds, and turns at least
+MAX_ELEMENTS = 2**23  # parameters that the optimizer is timed on
+BUDGET_S, TURNS = 0.7, 3  # seconds that a measurement takes, and the fewest runs it has
 
 
 def block_times(
     spec: ModelSpec, plan: Plan, attention: str, optimizer: OptimizerConfig, device: torch.device
 ) -> BlockTimes:
+    """Returns the seconds that one micro-batch and one update take on this rank, with the model and the plan they were
+    measured for."""
     part, alone = _slice(spec, plan), _alone(plan, attention)
     # No more than a step holds at once, so that what fits does not run out of memory here.
     count = min(-(-part.num_layers // plan.pp), MAX_BLOCKS[device.type]) if plan.recomputes.is_none else 1
@@ -57,7 +59,8 @@ def block_times(
 
 
 def _slice(spec: ModelSpec, plan: Plan) -> ModelSpec:
-    """What one rank computes of each layer. Spread experts: fewer, each with more tokens."""
+    """Returns the model that one rank computes: each layer cut by tensor parallelism, and with expert parallelism fewer
+    experts, each with more tokens."""
     part = tensor_slice(spec, plan.tp if plan.ep == 1 else 1) if spec.is_moe else tensor_slice(spec, plan.tp)
     if plan.ep > 1 and spec.num_expert_groups == 1:
         part = replace(part, num_experts=max(spec.experts_per_token, spec.num_experts // plan.ep))
@@ -65,8 +68,8 @@ def _slice(spec: ModelSpec, plan: Plan) -> ModelSpec:
 
 
 def _alone(plan: Plan, attention: str) -> Plan:
-    """One micro-batch in one process, and no parameters that are cast on the way. Which kernel `auto` takes is not
-    measured yet."""
+    """Returns a plan of one micro-batch in one process whose parameters need no cast on the way. Which attention kernel
+    `auto` takes has not been measured yet, so it is sdpa."""
     precision = plan.formats.alone or plan.precision
     return Plan(
         device=plan.device,
@@ -82,7 +85,7 @@ def _alone(plan: Plan, attention: str) -> Plan:
 
 
 class _Chain:
-    """Some layers of a model and its ends."""
+    """Some layers of a model between its embedding and its head, run one after the other."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, attention: str, layers: list[int], device: torch.device):
         dtype, shape = COMPUTED[plan.precision], (plan.micro_batch, plan.seq_len)
@@ -114,7 +117,7 @@ class _Chain:
 
 
 def _filled(kind: Callable, *arguments: object, dtype: torch.dtype, device: torch.device) -> Any:
-    """Random numbers: a router of zeros would send all tokens to one expert."""
+    """Returns a module with random weights: a router of zeros would send all tokens to one expert."""
     with torch.device("meta"):
         module = kind(*arguments).to(dtype)
     module.to_empty(device=device)
@@ -127,7 +130,7 @@ def _filled(kind: Callable, *arguments: object, dtype: torch.dtype, device: torc
 
 
 def _optimizer_seconds(shapes: list[torch.Size], plan: Plan, config: OptimizerConfig, device: torch.device) -> float:
-    """The norm of the gradients, clipping and the update."""
+    """Returns the seconds that the norm of the gradients, clipping and the update take together."""
     kept, computed = KEPT[plan.precision], COMPUTED[plan.precision]
     parameters = [nn.Parameter(torch.zeros(shape, dtype=kept, device=device)) for shape in shapes]
     low_precision_of = {p: nn.Parameter(p.detach().to(computed)) for p in parameters if plan.copies}

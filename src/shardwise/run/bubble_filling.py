@@ -1,5 +1,5 @@
-"""Idle slots of a pipeline evaluate held-out batches (`parallel.fill_bubbles`), beside training and without a trace in
-it.
+"""Evaluates held-out batches in the idle slots of a pipeline (`parallel.fill_bubbles`): bubble filling, beside training
+and without a trace in it.
 
 A few plain steps tell how long each action takes; all ranks agree on these times and put the same held-out forwards
 into the slots that are left (parallel/pipeline/idle_slots.py). After some filled steps come plain ones again: new
@@ -33,12 +33,12 @@ from shardwise.run.clock import Span
 from shardwise.run.evaluate import num_held_out
 from shardwise.spec.actions import NAMES, Action
 
-PLAIN_STEPS = 3  # that are timed before a round of filled ones
-FIRST_ROUND, LONGEST_ROUND = 12, 192  # filled steps
-SLOWER = 1.03  # than plain steps: from here on, fill less
+PLAIN_STEPS = 3  # steps without filling that are timed before a round of filled ones
+FIRST_ROUND, LONGEST_ROUND = 12, 192  # filled steps of a round
+SLOWER = 1.03  # filled steps that are this much longer than plain ones make the next round fill less
 HEADROOM = 1.05  # held-out forwards are taken to be this much longer than measured
-LONGER = 1.01  # what a step may become in the simulator
-SEND_S = 1e-3  # from the end of a forward until the next stage can begin with it
+LONGER = 1.01  # how much longer the simulator may find a filled step
+SEND_S = 1e-3  # seconds from the end of a forward pass until the next stage can begin with it
 
 _KIND_OF = {name: kind for kind, name in NAMES.items()}
 ReadBatch = Callable[[int], Sequence[TensorBatch]]
@@ -49,13 +49,13 @@ ReadBatch = Callable[[int], Sequence[TensorBatch]]
 class Filled:
     """What a whole run got out of its idle time, over all ranks."""
 
-    share: float  # of the bubble of filled steps
-    batches: float
-    newest: dict[str, Any] | None  # the newest complete pass
+    share: float  # of the bubble time of filled steps, 0 to 1
+    batches: float  # global held-out batches that were evaluated
+    newest: dict[str, Any] | None  # the metrics line of the newest complete pass over the held-out batches
 
 
 class Filler:
-    """Collective: every rank makes one and calls it in every step."""
+    """Decides which idle slots evaluate what. Collective: every rank makes one and calls it in every step."""
 
     def __init__(self, engine: Engine, read: ReadBatch, num_batches: int):
         self.engine, self.plan, self.mesh = engine, engine.plan, engine.mesh
@@ -88,7 +88,8 @@ class Filler:
         self.engine.pipeline.side = self.side
 
     def after_step(self, step: int, spans: Sequence[Span], step_s: float) -> dict[str, Any] | None:
-        """Call it after `clock.finish`. A line for metrics.jsonl when a pass over the held-out batches is complete."""
+        """Takes in a finished step; call it after `clock.finish`. Returns a line for metrics.jsonl when a pass over the
+        held-out batches is complete, else None."""
         seconds = action_seconds(spans)
         if self.side is None:
             if self.warm:
@@ -109,7 +110,8 @@ class Filler:
         return self._count(step, self.side)
 
     def result(self) -> Filled:
-        """Collective. The bubble is what the ranks' actions leave of the time until the slowest rank is through."""
+        """Collective. Returns what filling has brought. The bubble is the time that the ranks' actions leave idle until
+        the slowest rank is through."""
         steps = torch.tensor(self.totals, dtype=torch.float64)
         sums = torch.tensor([self.busy_s, self.side_s], dtype=torch.float64)
         if len(steps):
@@ -123,7 +125,7 @@ class Filler:
     # Slots --------------------------------------------------------------------------------------------------------
 
     def _plan_slots(self) -> None:
-        """From what this rank has measured to the same lists on every rank."""
+        """Turns what this rank has measured into lists of actions that are the same on every rank."""
         mine = {action: median(step[action] for step in self.plain) for action in self.plain[0]}
         sent = [mine.get(action, 0.0) for action in self.flat]
         sent += [median(self.forward_s.get(stage, [0.0])) for stage in range(self.plan.num_stages)]
@@ -158,7 +160,8 @@ class Filler:
                 yield from read(number)
 
     def _count(self, step: int, side: Side) -> dict[str, Any] | None:
-        """Add what a step has evaluated to the pass it belongs to; `most` keeps a step from reaching over two ends."""
+        """Adds what a step has evaluated to the pass it belongs to, and returns the metrics line of a pass that it
+        completes. `most` keeps a step from reaching over two ends."""
         line = None
         for micro, loss in zip(side.microbatches, side.losses.tolist(), strict=True):
             if self.done % self.in_pass == 0:
@@ -181,8 +184,8 @@ class Filler:
 
 
 def action_seconds(spans: Sequence[Span]) -> dict[Action, float]:
-    """How long each action of a step took, with what followed from it before the next (completing gradients, say),
-    without waits for other stages."""
+    """Returns how many seconds each action of a step took, without waits for other stages. What followed from an action
+    before the next one (completing gradients, say) counts for it."""
     seconds: dict[Action, float] = {}
     current = None
     for span in spans:
@@ -202,14 +205,14 @@ def side_seconds(spans: Sequence[Span]) -> float:
 
 
 def _pipeline_s(spans: Sequence[Span]) -> float:
-    """Seconds from the first wait or action to the last receive."""
+    """Returns the seconds from a step's first wait or action to its last receive."""
     first = next(span for span in spans if span.microbatch is not None)
     last = next(span for span in spans if span.name == LAST_SENDS)
     return last.start_s + last.duration_s - first.start_s
 
 
 def held_out_filler(engine: Engine, sequences: Sequences, max_batches: int) -> Filler | None:
-    """Fills with the batches that `evaluate` takes; None if nothing is held out."""
+    """Returns a filler with the batches that `evaluate` takes; None if nothing is held out."""
     plan, num_batches = engine.plan, num_held_out(sequences, engine.plan.global_batch, max_batches)
 
     def read(number: int) -> list[TensorBatch]:

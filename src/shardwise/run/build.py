@@ -1,4 +1,5 @@
-"""The shapes, the text and the weights that a config names: what `train`, `eval`, `generate` and `export` share.
+"""Reads or builds the shapes, the text and the weights that a config names: what `train`, `eval`, `generate` and
+`export` share.
 
 No torch at module level: `train --dry-run` and the launcher use the first half.
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from shardwise.model.decoder import Decoder
 
-CACHE = ".data"  # inside run.dir: raw sources, tokenised once
+CACHE = ".data"  # the folder inside run.dir that keeps sources which were tokenised once
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,14 +45,15 @@ def model_dir(config: ModelConfig) -> Path | None:
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The shapes: from the preset or the directory's config.json, with the [model] overrides on top."""
+    """Returns the model's shapes: those of the preset or of the directory's config.json, with the [model] overrides on
+    top."""
     directory = model_dir(config)
     spec = preset(config.preset) if directory is None else read_spec(directory)
     return spec.with_overrides(dict(config.overrides)) if config.overrides else spec
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """The shapes a Hugging Face directory's config.json describes."""
+    """Returns the shapes that a Hugging Face directory's config.json describes."""
     from shardwise.interop.huggingface import door as huggingface
 
     return huggingface.read_spec(directory)
@@ -70,7 +72,7 @@ def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
 
 
 def adapted_model(config: Config, spec: ModelSpec, precision: str, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The whole model of a config with its adapters, as one process trains it."""
+    """Returns the whole model of a config with its adapters, as one process trains it."""
     from shardwise.adapters.lora import adapt_whole
 
     model = build_model(config.model, spec, config.train.seed, dtype, device)
@@ -79,7 +81,8 @@ def adapted_model(config: Config, spec: ModelSpec, precision: str, dtype: torch.
 
 
 def build_model(config: ModelConfig, spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A whole decoder on its device: weights drawn from (seed, name), or read from the model directory."""
+    """Returns a whole decoder on its device: its weights are drawn from (seed, name), or read from the model
+    directory."""
     if isinstance(spec, TransformersSpec):
         return _foreign_model(config, spec, dtype, device, model_dir(config))
     model = empty_model(config, spec, dtype, device)
@@ -88,8 +91,8 @@ def build_model(config: ModelConfig, spec: ModelSpec, seed: int, dtype: torch.dt
 
 
 def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
-    """What initializes the weights of a decoder, or of a part of one: drawn from (seed, name), or read from the model
-    directory."""
+    """Returns the function that initializes the weights of a decoder, or of a part of one: it draws them from (seed,
+    name), or reads them from the model directory."""
     directory = model_dir(config)
 
     def init_weights(model: Decoder) -> None:
@@ -106,7 +109,7 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
 
 def check_attention(config: ModelConfig, device_type: str) -> None:
-    """Refuse a kernel that this kind of device does not have."""
+    """Refuses an attention kernel that this kind of device does not have."""
     from shardwise.kernels.flash4 import kernel_named
 
     if getattr(kernel_named(config.attention), "needs_cuda", False) and device_type != "cuda":
@@ -119,7 +122,7 @@ def check_attention(config: ModelConfig, device_type: str) -> None:
 
 
 def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The decoder with memory for its weights and nothing in it yet."""
+    """Returns the decoder with memory for its weights and nothing in it yet."""
     import torch
 
     from shardwise.kernels.flash4 import kernel_named
@@ -138,7 +141,8 @@ def empty_model(config: ModelConfig, spec: ModelSpec, dtype: torch.dtype, device
 def _foreign_model(
     config: ModelConfig, spec: TransformersSpec, dtype: torch.dtype, device: torch.device, directory: Path | None
 ) -> Decoder:
-    """transformers' model, with the calls of our decoder: read from its directory, or only with memory."""
+    """Returns a model of transformers with the calls of our decoder: its weights are read from the directory, or only
+    have memory where there is none."""
     from shardwise.interop.transformers.model import TransformersModel
 
     model = TransformersModel(spec, config.attention, dtype)
@@ -150,7 +154,7 @@ def _foreign_model(
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Whatever tokenizer files `source` has, into `target`."""
+    """Copies the tokenizer's files that `source` has into `target`."""
     target.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():

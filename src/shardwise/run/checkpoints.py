@@ -1,4 +1,4 @@
-"""When a run's checkpoints are due, how one is committed, and where an earlier process left off. Read next: state.py,
+"""Knows when a run's checkpoints are due, commits them, and restores what an earlier process left. Read next: state.py,
 checkpoint/store.py."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AUTO_CHECKPOINT_S = 300.0
 
 
 class CheckpointClock:
-    """When the next checkpoint is due: by steps, or by time."""
+    """Says when the next checkpoint is due: by steps, or by time."""
 
     def __init__(self, every: int | str, done: int):
         self.steps = every if isinstance(every, int) else None
@@ -27,6 +27,7 @@ class CheckpointClock:
         self.last_step, self.last_time = done, time.monotonic()
 
     def due(self, step: int) -> bool:
+        """Returns whether a checkpoint is due after this step. By time it says so once: the clock is set anew."""
         if self.steps:
             return step > 0 and step % self.steps == 0
         is_due = self.seconds is not None and time.monotonic() - self.last_time >= self.seconds
@@ -35,12 +36,13 @@ class CheckpointClock:
         return is_due
 
     def done(self, step: int) -> None:
+        """Notes that a checkpoint of this step is committed."""
         self.last_step, self.last_time = step, time.monotonic()
 
 
 def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Collective. All ranks hand in their shards, the first one writes; the others meet it again at the next
-    agreement."""
+    """Collective. Commits a checkpoint of a step: all ranks hand in their shards and the first one writes. The others
+    meet it again at the next agreement."""
     groups = collect_state(engine, optimizer)
     if session.ranks.is_first:
         state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
@@ -50,7 +52,7 @@ def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Opt
 
 
 def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> int:
-    """Load the newest good checkpoint, if there is one; returns the number of steps already done."""
+    """Loads the newest good checkpoint, if there is one, and returns the number of steps already done."""
     if session.from_step == 0:
         if session.ranks.is_first:
             store.abandon_after(session.run.checkpoints, 0)

@@ -1,4 +1,5 @@
-"""Where a step went: spans of named kinds that add up to the step, on CPU by the wall clock, on CUDA by device events.
+"""Says where a step's time went: spans of named kinds that add up to the step, on CPU by the wall clock, on CUDA by
+device events.
 
     with clock.span("compute", "forward", microbatch=0): …      spans may stand inside each other
     parts = clock.finish()      # {"data_wait_s": …, "compute_s": …, …, "other_s": …}; the values sum to step_s
@@ -24,26 +25,30 @@ KINDS = ("data_wait", "compute", "comm_exposed", "bubble", "optimizer")
 
 
 class Moment(NamedTuple):
-    at_s: float  # on the host
-    event: Any = None  # on the device, when the stream comes to it
+    """A point in time, on the host and, on CUDA, on the device."""
+
+    at_s: float  # seconds by the host's clock
+    event: Any = None  # a CUDA event that the stream reaches at that time
 
 
 @dataclass(slots=True, eq=False)
 class Span:
+    """A stretch of a step that is named and counted for one kind."""
+
     kind: str
     name: str
-    start_s: float  # since the step began
-    duration_s: float  # with everything inside it
+    start_s: float  # seconds since the step began
+    duration_s: float  # seconds, with everything inside it
     microbatch: int | None = None
     stage: int | None = None
-    group: str | None = None  # whom it is for: dp, shard, tp, cp, ep, pp, world
+    group: str | None = None  # of ranks that communicate in it: dp, shard, tp, cp, ep, pp, world
     num_bytes: int | None = None
     parent: Span | None = None
     device_events: tuple[Any, Any] | None = None
 
 
 class Lap(NamedTuple):
-    """A step's time, to be read when the device is through with it."""
+    """The time of one step, to be read when the device is through with it."""
 
     origin: Moment
     end: Moment
@@ -51,10 +56,11 @@ class Lap(NamedTuple):
 
     @property
     def start(self) -> float:
+        """The host's time, in seconds, at which the step began."""
         return self.origin.at_s
 
     def parts(self) -> dict[str, float]:
-        """Seconds by kind. Waits for the device."""
+        """Returns the step's seconds by kind; they sum to its `step_s`. Waits for the device."""
         step_s = self.end.at_s - self.origin.at_s
         if self.end.event is not None:
             self.end.event.synchronize()
@@ -78,14 +84,17 @@ class Lap(NamedTuple):
 
 
 class Clock:
+    """Collects the spans of a step."""
+
     mark: Callable[[str], AbstractContextManager[Any]] | None = None
-    """A range in a profiler's trace (profile.py); None: nobody traces."""
+    """Makes a named range in a profiler's trace (profile.py); None where nobody traces."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
         self.begin()
 
     def begin(self) -> None:
+        """Begins a step here: what was collected before is dropped."""
         self._begin_at(self.moment())
 
     def _begin_at(self, origin: Moment) -> None:
@@ -94,6 +103,7 @@ class Clock:
         self.origin, self.start = origin, origin.at_s
 
     def moment(self) -> Moment:
+        """Returns the present moment. On CUDA this queues an event and does not wait."""
         if not self.on_cuda:
             return Moment(time.perf_counter())
         import torch  # here, because `watch` reads verdicts without torch
@@ -111,30 +121,31 @@ class Clock:
         group: str | None = None,
         num_bytes: int | None = None,
     ) -> _Open:
-        """A context. Inside another span it is about the same micro-batch and stage."""
+        """Returns a context that is timed as a span. Inside another span it is about the same micro-batch and stage."""
         parent = self.open[-1] if self.open else None
         if parent is not None and microbatch is None:
             microbatch, stage = parent.microbatch, parent.stage
         return _Open(self, Span(kind, name, 0.0, 0.0, microbatch, stage, group, num_bytes, parent))
 
     def add(self, kind: str, name: str, start: Moment, end: Moment, **about: Any) -> None:
-        """A span that is over: it began and ended inside the one that is open now."""
+        """Adds a span that is over: it began and ended inside the one that is open now."""
         self.close(self.span(kind, name, **about).span, start, end)
 
     def close(self, span: Span, start: Moment, end: Moment) -> None:
+        """Adds a span with the moments at which it began and ended."""
         span.start_s, span.duration_s = start.at_s - self.start, end.at_s - start.at_s
         if start.event is not None:
             span.device_events = start.event, end.event
         self.spans.append(span)
 
     def lap(self) -> Lap:
-        """The step that ends here; the next one begins here."""
+        """Returns the step that ends here; the next one begins here."""
         lap = Lap(self.origin, self.moment(), self.spans)
         self._begin_at(lap.end)
         return lap
 
     def finish(self) -> dict[str, float]:
-        """Seconds by kind since `begin`. Waits for the device."""
+        """Returns the seconds by kind since `begin`. Waits for the device."""
         return Lap(self.origin, self.moment(), self.spans).parts()
 
 
@@ -163,13 +174,13 @@ class _Open:
 
 
 def _title(span: Span) -> str:
-    """Of a span in a trace: `compute: forward, micro-batch 0, stage 1`."""
+    """Returns a span's title in a trace, such as `compute: forward, micro-batch 0, stage 1`."""
     about = {"micro-batch": span.microbatch, "stage": span.stage, "over": span.group}
     return ", ".join([f"{span.kind}: {span.name}", *(f"{word} {of}" for word, of in about.items() if of is not None)])
 
 
 def verdict(parts: dict[str, float]) -> str:
-    """One plain sentence on where the time went, from summed parts."""
+    """Returns one plain sentence on where the time went, from summed parts."""
     total = max(parts["step_s"], 1e-12)
     share = {kind: parts[f"{kind}_s"] / total for kind in (*KINDS, "other")}
     percent = {kind: f"{100 * value:.0f} %" for kind, value in share.items()}

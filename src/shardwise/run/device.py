@@ -1,5 +1,5 @@
-"""The device of a verb that needs one and has no plan: a GPU if torch can use one. A GPU that it cannot use is named,
-with the reason."""
+"""Chooses the device of a verb that has no plan: a GPU if torch can use one. A GPU that it cannot use is named, with
+the reason."""
 
 from __future__ import annotations
 

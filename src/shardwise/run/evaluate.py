@@ -1,4 +1,4 @@
-"""Loss on held-out text: the same for any layout, because only token sums meet."""
+"""Computes the loss on held-out text: the same for any layout, because only sums over tokens are added up."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ LossSums = Callable[[Sequence[TensorBatch]], torch.Tensor]
 
 
 def plain_sums(model: Decoder) -> LossSums:
+    """Returns a function that gives a model's summed losses of some micro-batches, in nats."""
+
     def sums(microbatches: Sequence[TensorBatch]) -> torch.Tensor:
         losses = [model(micro.tokens, micro.targets, documents_BT=micro.documents) for micro in microbatches]
         return torch.stack([torch.stack([part.double() for part in parts]) for parts in losses]).sum(0)
@@ -44,9 +46,9 @@ def evaluate(
     distributed: bool = False,
     progress: bool = False,
 ) -> float | None:
-    """Mean cross-entropy in nats over at most `max_batches` global batches; None if there is nothing held out.
+    """Returns the mean cross-entropy in nats over at most `max_batches` global batches; None if nothing is held out.
 
-    counts_targets   of the ranks that work on the same rows, one says how many targets they have
+    counts_targets   whether this rank adds its targets: one of the ranks that work on the same rows does
     """
     num_batches = num_held_out(sequences, global_batch, max_batches)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -62,7 +64,7 @@ def evaluate(
 
 
 def num_held_out(sequences: Sequences, global_batch: int, max_batches: int | None) -> int:
-    """How many global batches an evaluation takes."""
+    """Returns how many global batches an evaluation takes."""
     num_batches = sequences.num_sequences // global_batch
     if max_batches is not None:
         num_batches = min(num_batches, max_batches)
@@ -70,4 +72,5 @@ def num_held_out(sequences: Sequences, global_batch: int, max_batches: int | Non
 
 
 def perplexity(loss: float) -> float:
+    """Returns exp(loss) of a mean cross-entropy in nats, without overflow."""
     return math.exp(min(loss, 700.0))

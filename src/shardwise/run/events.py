@@ -1,4 +1,5 @@
-"""Sampled events: what each rank did when, one file per rank, one step in N, so that the cost stays far below a step.
+"""Writes sampled events: what each rank did when, one file per rank, one step in N, so that the cost stays far below a
+step.
 
 One line per span of the clock: pipeline actions, collectives (inside them), sends and receives between stages, the
 optimizer, waiting for data. `dur_us` of a collective is what the rank waited for it; what travelled behind computing
@@ -26,14 +27,16 @@ _KIND = {
 
 
 class Events:
+    """The event file of one rank."""
+
     def __init__(self, folder: Path, rank: int, every: int, stages: Sequence[int] = (0,)):
-        """`stages`: of the pipeline, that this rank has."""
+        """`stages` are the pipeline stages that this rank has."""
         self.rank, self.every = rank, every
         self.chunk_of = {stage: chunk for chunk, stage in enumerate(stages)} if len(stages) > 1 else {}
         self.file = open(folder / f"rank{rank}.jsonl", "a", encoding="utf-8") if every else None  # noqa: SIM115
 
     def record(self, step: int, clock: Clock | Lap) -> None:
-        """Write the spans of a finished step, if it is one of the sampled."""
+        """Writes the spans of a finished step, if it is one of the sampled."""
         if self.file is None or step % self.every:
             return
         began = time.time() - (time.perf_counter() - clock.start)
@@ -42,7 +45,7 @@ class Events:
         self.file.flush()
 
     def record_experts(self, step: int, tokens: list[list[float]]) -> None:
-        """Tokens of every expert, a line per routed layer; one rank says it for all."""
+        """Writes the tokens of every expert, a line per routed layer; one rank writes them for all."""
         if self.file is None or step % self.every:
             return
         for layer, counts in enumerate(tokens):
@@ -57,8 +60,8 @@ class Events:
         self.file.flush()
 
     def record_memory(self, step: int, curve: Sequence[Any], began_s: float) -> None:
-        """The memory of a watched step, a line per moment (memory/account.py); `began_s` by the clock of the
-        moments."""
+        """Writes the memory of a watched step, a line per moment (memory/account.py). `began_s` is the step's start by
+        the clock of these moments."""
         if self.file is None:
             return
         offset = time.time() - time.perf_counter()

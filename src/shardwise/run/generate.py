@@ -1,4 +1,4 @@
-"""Sampling text, one token at a time with a key/value cache: from a plain decoder, or through an engine of any
+"""Samples text, one token at a time with a key/value cache: from a plain decoder, or through an engine of any
 layout."""
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from shardwise.run.ranks import Ranks
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.schema import Config
 
-PROMPT_TOKENS = 12  # of held-out text, where no prompt is given
+PROMPT_TOKENS = 12  # taken from held-out text where no prompt is given
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-"""New tokens (one row) in, logits of the last one out; remembers what it has seen."""
+"""Takes new tokens (one row) and returns the logits of the last one; remembers what it has seen."""
 
 
 @dataclass(frozen=True)
 class Sampling:
+    """How the next token is chosen from the logits."""
+
     temperature: float = 0.8  # 0: always the likeliest token
     top_p: float = 0.95  # sample among the likeliest tokens that together have this probability
     seed: int = 0
@@ -33,7 +35,7 @@ class Sampling:
 def generate(
     model: Decoder, prompt: Sequence[int], max_new: int, sampling: Sampling, stop: frozenset[int] = frozenset()
 ) -> Iterator[int]:
-    """Yield up to `max_new` token ids that follow `prompt`; ends early at an id in `stop` (which is not yielded)."""
+    """Yields up to `max_new` token ids that follow `prompt`; ends early at an id in `stop` (which is not yielded)."""
     device, limit = next(model.parameters()).device, _limit(model.spec, len(prompt) + max_new)
     cache = KeyValueCache(limit)
     was_training = model.training
@@ -48,7 +50,8 @@ def generate(
 def generate_together(
     engine: Engine, prompt: Sequence[int], max_new: int, sampling: Sampling, stop: frozenset[int] = frozenset()
 ) -> list[int]:
-    """The same through all ranks of a layout; every rank calls it and gets every token."""
+    """Collective. Returns what `generate` yields, computed through all ranks of a layout; every rank gets every
+    token."""
     limit = _limit(engine.spec, len(prompt) + max_new)
     caches = engine.new_caches(limit)
     engine.train(False)
@@ -60,8 +63,8 @@ def generate_together(
 
 
 def sample_text(engine: Engine, corpus: Corpus, config: Config, ranks: Ranks) -> str | None:
-    """A short continuation of a prompt, with the prompt, as training shows it. Ranks that hold only a part of the model
-    all take part; None on ranks that were not needed, and where no sample is asked for."""
+    """Returns a short continuation of a prompt, with the prompt, as training shows it. Ranks that hold only a part of
+    the model all take part. Returns None on ranks that were not needed, and where no sample is asked for."""
     length = config.train.sample_tokens
     if length == 0 or (engine.is_whole and not ranks.is_first):
         return None
@@ -76,6 +79,7 @@ def sample_text(engine: Engine, corpus: Corpus, config: Config, ranks: Ranks) ->
 
 
 def _limit(spec: ModelSpec, length: int) -> int:
+    """Returns the most tokens that a sequence may have, prompt included: learned positions end somewhere."""
     return min(length, spec.max_seq_len) if spec.positions == "learned" else length
 
 
@@ -88,6 +92,7 @@ def _sample(
     device: torch.device,
     agree: Callable[[int], int] = int,
 ) -> Iterator[int]:
+    """Yields token ids one by one; `agree` makes all ranks take the same one."""
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
     tokens = torch.tensor([list(prompt)[: limit - 1]], device=device)
     for _ in range(limit - tokens.shape[1]):
@@ -99,6 +104,7 @@ def _sample(
 
 
 def _choose(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Returns the id of the next token, drawn from the logits of one position."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     probabilities, order = torch.softmax(logits_V / sampling.temperature, dim=-1).sort(descending=True)

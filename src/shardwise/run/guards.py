@@ -1,5 +1,5 @@
-"""Reasons to stop: signals, a `stop` file, the time limit, a parent that died. The loop asks once per step; nothing is
-cut.
+"""Collects reasons to stop: signals, a `stop` file, the time limit, a parent that died. The loop asks once per step; no
+step is cut short.
 
 The first Ctrl-C (or SIGTERM) lets the step finish and commits a checkpoint; the second ends the process at once. So
 does the first where no step has begun: there is nothing to commit, and large weights take minutes.
@@ -23,12 +23,13 @@ ORPHAN_GRACE_S = 60.0  # an orphan that cannot finish its step in this time (its
 
 
 INTERRUPT: int = getattr(signal, "SIGUSR1", signal.SIGINT)
-"""How the launcher passes Ctrl-C on: as a signal that a Python that is only just starting does not answer with a
+"""The signal by which the launcher passes Ctrl-C on: a Python that is only just starting does not answer it with a
 traceback."""
 
 
 def stop_signals() -> list[int]:
-    """Ctrl-C, a scheduler's SIGTERM, and a terminal that is closed (unless `nohup` has it ignored)."""
+    """Returns the numbers of the signals that stop a run: Ctrl-C, a scheduler's SIGTERM, and a terminal that is closed
+    (unless `nohup` has it ignored)."""
     numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
     hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
     if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:
@@ -37,10 +38,11 @@ def stop_signals() -> list[int]:
 
 
 class StopRequests:
-    """Used as a context: the signal handlers of before are put back at its end."""
+    """Remembers why this rank should stop. Used as a context: the signal handlers of before are put back at its end."""
 
     def __init__(self, run: RunDir, time_limit: float | None, say: Callable[[str], None], launcher: int | None = None):
-        """`launcher`: the process whose end is ours too; None for a process that was not started by one of ours."""
+        """`time_limit` is in seconds. `launcher` is the process whose end is ours too; None for a process that was not
+        started by one of ours."""
         self.run, self.say = run, say
         self.deadline = time.monotonic() + time_limit if time_limit else None
         self.has_begun = False  # the loop says so before its first step
@@ -74,7 +76,8 @@ class StopRequests:
             self.code, self.why = Exit.STOPPED, signal.Signals(number).name
 
     def check(self) -> Exit | None:
-        """What this rank wants; the loop combines all ranks' answers, so that they stop at the same step."""
+        """Returns what this rank asks for, None for nothing. The loop combines all ranks' answers, so that they stop at
+        the same step."""
         if self.code is None and self.run.stop_request.exists():
             self.code, self.why = Exit.STOPPED, "`shardwise stop`"
         if self.code is None and self.deadline and time.monotonic() > self.deadline:
@@ -82,7 +85,8 @@ class StopRequests:
         return self.code
 
     def _watch_launcher(self) -> None:
-        """The launcher may be killed with no chance to tell us; its children must not live on."""
+        """Asks for a stop when the launcher is gone: it may be killed with no chance to say so, and its ranks must not
+        live on."""
         while os.getppid() == self._launcher:
             if self._over.wait(1.0):
                 return

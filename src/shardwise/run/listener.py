@@ -1,4 +1,4 @@
-"""Who hears of a run while it goes on: the reporter (report/reporter.py), or a callback of the user.
+"""Declares what is told of a run while it goes on, to the reporter (report/reporter.py) or to a callback of the user.
 
 The loop calls these between steps, in this order, on every rank. A listener that does not override a method hears
 nothing of it.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A step whose results are here."""
+    """A step whose results have been read."""
 
     step: int
     result: StepResult
@@ -30,7 +30,7 @@ class FinishedStep:
     parts: dict[str, float]  # seconds by kind, as Lap.parts gives them
     lr: float
     num_targets: int  # target tokens over all ranks
-    is_timed: bool  # nothing looked at it that takes time
+    is_timed: bool  # whether its time counts: nothing was measured in it that takes time itself
     memory_curve: list[Point]  # of the step whose memory was recorded, else empty
     filled_s: float | None  # seconds of idle slots that were used; None: the run fills none
     side_eval: dict[str, Any] | None  # a pass over held-out batches that this step's idle slots completed
@@ -43,40 +43,43 @@ class Ending:
 
     step: int  # the last one that was finished
     code: Exit  # DONE, or why it stopped
-    why: str  # of a stop, in words
-    overflow: str  # what does not fit into fp16, where that is the reason
+    why: str  # the reason of a stop, in words
+    overflow: str  # what does not fit into fp16, where that is the reason; else empty
     peak_bytes: int  # of the fullest rank
     measured: MeasuredSteps | None  # what the first steps took
-    is_new: bool  # `measured` was not with any step, because there were too few
+    is_new: bool  # no step came with `measured`, because there were too few
 
 
 class Listener:
+    """Does nothing at any of these moments; subclasses override those that they want to hear of."""
+
     def say(self, line: str) -> None:
-        """One line for a person."""
+        """Shows one line to a person."""
 
     def started(self, setup: Setup) -> None:
-        """Everything is in place for the first step."""
+        """Is called when everything is in place for the first step."""
 
     def step_started(self, step: int) -> None:
-        """A step has been computed, or on a GPU queued."""
+        """Is called when a step has been computed, or on a GPU queued."""
 
     def step(self, finished: FinishedStep) -> None:
-        """A step's results are here: in order, each step once, on a GPU after the next one has been queued."""
+        """Is called with a step's results: in order, once for each step, on a GPU after the next one has been
+        queued."""
 
     def evaluated(self, step: int, loss: float | None) -> None:
-        """The held-out loss in nats; None where nothing is held out."""
+        """Is called with the held-out loss in nats; None where nothing is held out."""
 
     def sampled(self, text: str | None) -> None:
-        """A continuation by the model; None on ranks that have none to show."""
+        """Is called with a continuation by the model; None on ranks that have none to show."""
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step is committed, or on other ranks handed in."""
+        """Is called when a checkpoint of this step is committed, or on other ranks handed in."""
 
     def filled(self, step: int, found: Filled | None) -> None:
-        """At the end of a run that fills its pipeline's idle slots; None where nothing is held out."""
+        """Is called at the end of a run that fills its pipeline's idle slots; None where nothing is held out."""
 
     def stopped(self, ending: Ending) -> None:
-        """The run ends before its last step."""
+        """Is called when the run ends before its last step."""
 
     def finished(self, ending: Ending) -> None:
-        """The run has made all its steps."""
+        """Is called when the run has made all its steps."""

@@ -19,7 +19,8 @@ from shardwise.run.trainer import Trainer
 
 
 def train(session: Session, stops: StopRequests, planner: Planner, listener: Listener) -> Exit:
-    """Collective. DONE when all steps are made; else why they are not: STOPPED, INTERRUPTED or DIVERGED."""
+    """Collective. Trains and returns DONE when all steps are made; else why they are not: STOPPED, INTERRUPTED or
+    DIVERGED."""
     with ExitStack() as opened:  # whatever happens, threads end and files are closed
         setup = Setup(session, planner, listener, opened)
         listener.started(setup)

@@ -1,4 +1,4 @@
-"""This machine as the ranks of a run find it when they start: the numbers behind the predicted step time.
+"""Measures this machine as the ranks of a run find it when they start: the numbers behind the predicted step time.
 
 Measured are the matmul rate, a copy, the link between the ranks, and the model's own blocks (block_times.py). The
 planner scales the device's rates until its prediction of the blocks is what they took
@@ -26,16 +26,17 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
-TURNS = 7  # of each measurement
+TURNS = 7  # runs of each measurement
 
 
 def measured_cluster(
     spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int
 ) -> tuple[ClusterSpec, BlockTimes | None]:
-    """Collective. Rates and link of this machine, and the times of the model's blocks; None for a model that is not
-    ours.
+    """Collective. Returns the rates and the link of this machine as measured, and the times of the model's blocks; None
+    instead of these for a model that is not ours.
 
-    Leaves no trace: neither in torch's random numbers nor in the peak of a GPU's memory."""
+    It leaves no trace: neither in torch's random numbers nor in the peak of a GPU's memory.
+    """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         found = _measured(spec, plan, config, device, bucket_bytes)
     if device.type == "cuda":
@@ -60,7 +61,7 @@ def _measured(
 
 
 def _rated(known: Device, spec: ModelSpec, plan: Plan, device: torch.device) -> Device:
-    """One core, or one GPU: the model's own matmul shape, and a copy."""
+    """Returns one core, or one GPU, with its measured matmul rate (in the model's own shape) and copy rate."""
     dtype, threads = COMPUTED[plan.precision], plan.threads_per_rank if device.type == "cpu" else 1
     rows = min(plan.micro_batch * plan.seq_len, 8192)
     x = torch.randn(rows, spec.hidden, device=device, dtype=dtype)
@@ -74,8 +75,9 @@ def _rated(known: Device, spec: ModelSpec, plan: Plan, device: torch.device) -> 
 
 
 def _link(plan: Plan, device: torch.device, bucket_bytes: int, known: Link) -> Link:
-    """An all-reduce of one gradient bucket and of one element, and the bucket's all-gather and reduce-scatter as ZeRO
-    does them, which gloo does no faster than a whole all-reduce."""
+    """Returns the link between the ranks with its measured latency and bandwidth. Timed are an all-reduce of one
+    gradient bucket and of one element, and the bucket's all-gather and reduce-scatter as ZeRO does them, which gloo
+    does no faster than a whole all-reduce."""
     if plan.world == 1:
         return replace(known, span=1)
     elements = max(1, min(bucket_bytes, 16 * 2**20) // 4 // plan.world)
@@ -95,7 +97,7 @@ def _link(plan: Plan, device: torch.device, bucket_bytes: int, known: Link) -> L
 
 
 def _mean(values: list[float], plan: Plan, device: torch.device) -> list[float]:
-    """Collective. Over all ranks."""
+    """Collective. Returns the mean of each value over all ranks."""
     if plan.world == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=device)

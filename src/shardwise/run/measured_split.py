@@ -1,4 +1,5 @@
-"""Layers per pipeline stage by measured time: one layer of each kind, the embedding and the head, forward and backward.
+"""Splits layers over pipeline stages by measured time: one layer of each kind, the embedding and the head, forward and
+backward.
 
 Every rank measures at once, as busy as they will be, and all take the average, so all choose the same split.
 """
@@ -25,8 +26,9 @@ TURNS = 5
 
 
 def measured_split(spec: ModelSpec, plan: Plan, attention: str, device: torch.device) -> tuple[int, ...]:
-    """Collective. `plan.split` only says how many stages there are. Of a shared sequence a rank takes its own tokens
-    only: what they look at on other ranks is left out, as it would not fit here."""
+    """Collective. Returns how many layers each stage has. `plan.split` only says how many stages there are. With
+    context parallelism a rank times its own tokens only: those that they attend to on other ranks are left out, as they
+    would not fit here."""
     plan = replace(plan, seq_len=plan.seq_len // plan.cp)
     kinds = [replace(layer, index=0) for layer in spec.layers]
     first_of = {kind: kinds.index(kind) for kind in kinds}
@@ -70,7 +72,7 @@ def _hidden(spec: ModelSpec, plan: Plan, device: torch.device) -> torch.Tensor:
 
 
 def _ready(kind: Callable, *arguments: object, plan: Plan, device: torch.device) -> Any:
-    """A module with memory and zeros in it: how long it takes does not depend on the values."""
+    """Returns a module with memory and zeros in it: how long it takes does not depend on the values."""
     with torch.device("meta"):
         module = kind(*arguments).to(COMPUTED[plan.precision])
     module.to_empty(device=device)
@@ -81,6 +83,6 @@ def _ready(kind: Callable, *arguments: object, plan: Plan, device: torch.device)
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """The median of a few turns, after one that warms up. More turns than the best of them would need: the median of
-    five leaves out two that met somebody else's work."""
+    """Returns the median seconds of a few runs, after one that warms up. There are more of them than the fastest would
+    need: the median of five leaves out two that met somebody else's work."""
     return median_seconds([action], device, turns=TURNS)[0]

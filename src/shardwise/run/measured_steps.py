@@ -1,4 +1,4 @@
-"""What a run's first steps took on every rank, to be set beside what was predicted
+"""Collects what a run's first steps took on every rank, to be set beside what was predicted
 (report/predicted_and_measured.py)."""
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from shardwise.run.clock import KINDS
 from shardwise.run.memory_watch import MemoryWatch
 from shardwise.spec.plan import Plan
 
-CHECK_AFTER = 20  # steps of this process; a shorter run compares at its end
+CHECK_AFTER = 20  # steps until prediction and measurement are compared; a shorter run compares at its end
 
 PARTS = (*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s")
-"""A step's time by kind, in seconds, and all of it."""
+"""Keys of a step's seconds: by kind, and `step_s` for all of it."""
 
 
 @dataclass(frozen=True)
 class MeasuredSteps:
+    """What the first steps took, on every rank."""
+
     num_steps: int
     times: list[dict[str, float]]  # a usual step of each rank, by PARTS; empty: too few steps
     memory: list[list[int]] | None  # bytes of each rank in the order of memory_watch.MEASURED; None: nobody looked
@@ -38,7 +40,7 @@ class FirstSteps:
             self.parts.append({part: parts[part] for part in PARTS})
 
     def gather(self, memory: MemoryWatch, device: torch.device, plan: Plan) -> MeasuredSteps:
-        """Collective."""
+        """Collective. Returns what the steps so far took on every rank."""
         held = from_all(memory.measured(), device, plan) if memory.steps else None
         ranks = []
         if self.parts:  # the same on all ranks
@@ -49,8 +51,8 @@ class FirstSteps:
 
 
 def typical(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by kind of a usual step: the mean over the middle half by length. So the kinds still add up to the step,
-    and a step in which the machine did something else does not count."""
+    """Returns the seconds by kind of a usual step: the mean over the middle half by length. So the kinds still add up
+    to the step, and a step in which the machine did something else does not count."""
     ordered = sorted(steps, key=lambda parts: parts["step_s"])
     middle = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return {part: sum(parts[part] for parts in middle) / len(middle) for part in PARTS}

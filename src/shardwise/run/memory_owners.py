@@ -1,7 +1,7 @@
-"""Who owns which memory of a rank: the engine's parameters and gradients, FSDP2's gathered copies, the optimizer's
-state.
+"""Says who owns which memory of a rank: the engine's parameters and gradients, FSDP2's gathered parameters, the
+optimizer's state.
 
-What memory/account.py asks, and what the demos add up. Nothing is computed here, and nothing kept.
+memory/account.py asks it, and the demos add it up. Nothing is computed here, and nothing kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from shardwise.parallel.fsdp2 import ParameterGroup, parameter_groups
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Owners:
-    """Of one rank. A storage belongs to whom it is named for first."""
+    """Returns a function that yields the tensors that one rank owns. A storage belongs to the owner that names it
+    first."""
     groups = [group for model in engine.models for group in parameter_groups(model)]
     names = {id(shard.local): shard.name for shard in engine.shards}
 
@@ -43,7 +44,8 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Owners
 
 
 def _gathered(group: ParameterGroup) -> Iterator[OwnedTensor]:
-    """FSDP2's own: gathered parameters on their way and in use, and gradients that are not reduced yet."""
+    """Yields what FSDP2 holds itself: gathered parameters on their way and in use, and gradients that are not reduced
+    yet."""
     if (buffer := group.gather_buffer) is not None:
         yield OwnedTensor("buffers", "gathered parameters", buffer)
     for parameter in group.parameters:
@@ -54,7 +56,8 @@ def _gathered(group: ParameterGroup) -> Iterator[OwnedTensor]:
 
 
 def kept_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """What this rank keeps between the last backward and the update, tensor by tensor; step counters are left out."""
+    """Returns the bytes that this rank keeps between the last backward and the update, by kind of state, tensor by
+    tensor; step counters are left out."""
     kept = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
     for held in owners_of(engine, optimizer)(True):
         if held.category in kept and held.tensor.ndim:

@@ -1,5 +1,5 @@
-"""Watches the memory of a run's first two steps, and of these alone: what a rank holds at its fullest moment, and the
-course of it.
+"""Watches the memory of a run's first two steps, and of these alone: what a rank holds at its fullest moment, and how
+it rises and falls.
 
 The second step is the first one with everything in place (optimizer state, DDP's final buckets), so it is the one that
 is drawn and reported. `run.events_every=0` turns it off. Invariant: a run that is watched computes the same bits, with
@@ -28,11 +28,13 @@ from shardwise.run.memory_owners import owners_of
 
 MAX_POINTS = 300
 MEASURED = (*CATEGORIES, "reserved", "peak")
-"""Rows of the report. `reserved`: CPU: the process besides its tensors; CUDA: what the allocator keeps free for later.
-`peak`: the most at one moment, as the system or the allocator says."""
+"""Rows of the report, each in bytes. `reserved` is, on a CPU, the process besides its tensors; on CUDA, what the
+allocator keeps free for later. `peak` is the most at one moment, as the system or the allocator says."""
 
 
 class MemoryWatch:
+    """Watches one rank's memory during some steps, and refuses a step that needs more than its limit."""
+
     def __init__(
         self,
         engine: Engine,
@@ -42,8 +44,8 @@ class MemoryWatch:
         limit: int | None,
         process_bytes: int,
     ):
-        """`limit`: bytes that a rank may use; None: nobody looks. `process_bytes`: what a bare process needs besides
-        tensors."""
+        """`limit` is the number of bytes that a rank may use, None for no limit. `process_bytes` is what a bare process
+        needs besides tensors."""
         self.device, self.steps = engine.mesh.device, steps
         self.account = Account(self.device, owners_of(engine, optimizer), clock)
         self.limit, self.bare_process = limit, process_bytes
@@ -52,7 +54,7 @@ class MemoryWatch:
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """Around one step."""
+        """Watches what runs inside, which is one step; does nothing for steps that are not watched."""
         if step not in self.steps:
             yield
             return
@@ -81,8 +83,8 @@ class MemoryWatch:
         return nullcontext() if self.device.type == "cuda" else self.account.of_saved()
 
     def gradients_are_here(self) -> None:
-        """Called in every step between backward and update: in a watched one with compiled blocks, the moment to
-        look."""
+        """Looks at what is held between backward and update, in a watched step with compiled blocks; called in every
+        step."""
         if not (self.is_open and self.is_compiled):
             return
         before = self.account.peak
@@ -98,14 +100,14 @@ class MemoryWatch:
         self.activations = max(0, peak_bytes(self.device) - others)
 
     def curve(self, step: int) -> list[Point]:
-        """Of the step that was recorded; empty for others."""
+        """Returns the moments of the step that was recorded; an empty list for other steps."""
         if not self.steps or step != self.steps[-1]:
             return []
         return thinned(self.account.points, MAX_POINTS)
 
     def measured(self) -> list[int]:
-        """In the order of MEASURED. Categories are full at different moments, so they may add up to more than the
-        peak."""
+        """Returns bytes in the order of MEASURED. Categories are full at different moments, so they may add up to more
+        than the peak."""
         peak, held = peak_bytes(self.device), self.account.fullest()
         beside = max(0, peak - max(self.tensors, self.account.peak.total))
         if self.is_compiled:
@@ -118,13 +120,14 @@ class MemoryWatch:
 
 
 def _compiles(engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
-    """Blocks, or torchao's update: on GPUs it is compiled around a learning rate that is a tensor."""
+    """Returns whether a step runs compiled code: in its blocks, or in torchao's update, which on GPUs is compiled
+    around a learning rate that is a tensor."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return engine.plan.compile != "none" or (engine.mesh.device.type == "cuda" and any(map(torch.is_tensor, rates)))
 
 
 def _process_bytes(bare: int, tensors: int) -> int:
-    """Bytes that the process needs besides tensors. Never more than a bare one: the holes that earlier tensors left are
-    filled again."""
+    """Returns the bytes that the process needs besides tensors. They are never more than those of a bare one: the holes
+    that earlier tensors left are filled again."""
     resident = resident_bytes()
     return bare if resident is None else max(0, min(bare, resident - tensors))

@@ -1,4 +1,4 @@
-"""Metrics out: one JSON line per step in the run directory, and copies to the loggers the user asked for.
+"""Writes metrics: one JSON line per step in the run directory, and copies to the loggers that the user asked for.
 
 A logger is a guest: if it fails to import, to connect or to write, it is dropped with one printed line and the run goes
 on.
@@ -16,8 +16,8 @@ from shardwise.spec.schema import RunConfig
 
 
 def expert_load(tokens: list[list[float]]) -> dict[str, float]:
-    """How even a step's routing was: tokens of the busiest and of the idlest expert of any layer, over the mean of its
-    layer."""
+    """Returns how even a step's routing was: the tokens of the busiest and of the idlest expert of any layer, over the
+    mean of its layer."""
     means = [sum(counts) / len(counts) for counts in tokens]
     shares = [count / mean for counts, mean in zip(tokens, means, strict=True) if mean for count in counts]
     if not shares:
@@ -27,6 +27,8 @@ def expert_load(tokens: list[list[float]]) -> dict[str, float]:
 
 
 class Logger(Protocol):
+    """What a logger must be able to do."""
+
     name: str
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
@@ -49,6 +51,7 @@ class Metrics:
         self.loggers.append(_open_logger(name, self.run, settings))
 
     def write(self, line: dict[str, Any]) -> None:
+        """Appends a line to metrics.jsonl; the numbers of a step or evaluation go to the loggers too."""
         try:
             self.file.write(to_json(line) + "\n")
             self.file.flush()  # a reader, or whoever looks after a crash, sees every finished step
@@ -76,6 +79,8 @@ class Metrics:
 
 
 class _TensorBoard:
+    """Writes TensorBoard's files under log/tensorboard."""
+
     name = "tensorboard"
 
     def __init__(self, run: RunDir):
@@ -92,7 +97,7 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """Offline: files under log/wandb, to be sent later by `wandb sync` if the user wants to."""
+    """Writes Weights & Biases' files under log/wandb, offline: `wandb sync` sends them later if the user wants to."""
 
     name = "wandb"
 
@@ -118,7 +123,7 @@ class _WeightsAndBiases:
 
 
 class _MLflow:
-    """A local database, log/mlflow.db; `mlflow ui --backend-store-uri sqlite:///…` shows it."""
+    """Writes to a local database, log/mlflow.db; `mlflow ui --backend-store-uri sqlite:///…` shows it."""
 
     name = "mlflow"
 

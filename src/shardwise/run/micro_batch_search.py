@@ -1,5 +1,5 @@
-"""The micro-batch search (`micro_batch = "auto"`), on every layout: small micro-batches go through the real engine, and
-what they take is counted.
+"""Searches for the largest micro-batch that fits (`micro_batch = "auto"`), on every layout: small micro-batches go
+through the real engine, and what they take is counted.
 
 Tokens without targets cost what real ones cost and leave no trace: no gradient, no router count, nothing for DDP to
 reduce. All ranks take part in every pass and take the smallest answer. Blocks that are to be compiled run as they are
@@ -25,7 +25,7 @@ from shardwise.run.planner import Planner
 
 
 def search_micro_batch(engine: Engine, planner: Planner, limit: int) -> int:
-    """Collective. The largest micro-batch, in sequences, that fits on every rank."""
+    """Collective. Returns the largest micro-batch, in sequences, that fits on every rank."""
     plan, sizes = engine.plan, planner.micro_batch_sizes(engine.plan)
     if sizes == [1]:
         return 1
@@ -43,7 +43,8 @@ def search_micro_batch(engine: Engine, planner: Planner, limit: int) -> int:
 
 
 def _taken(engine: Engine, size: int) -> Taken:
-    """Collective. What one micro-batch takes here beyond parameters, their low-precision weights and gradients."""
+    """Collective. Returns the bytes that one micro-batch takes on this rank beyond parameters, their low-precision
+    weights and gradients."""
     device = engine.mesh.device
     tokens = torch.zeros(size, engine.plan.seq_len, dtype=torch.long, device=device)
     micro = TensorBatch(tokens, torch.full_like(tokens, IGNORE), None)
@@ -63,6 +64,7 @@ def _taken(engine: Engine, size: int) -> Taken:
 
 
 def _allocated(device: torch.device) -> int:
+    """Returns the bytes that torch's CUDA allocator has given out, and starts its peak anew; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -70,6 +72,7 @@ def _allocated(device: torch.device) -> int:
 
 
 def _smallest(value: int, engine: Engine) -> int:
+    """Collective. Returns the smallest of all ranks' values."""
     if engine.plan.world == 1:
         return value
     tensor = torch.tensor(value, device=engine.mesh.device)

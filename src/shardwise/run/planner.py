@@ -1,4 +1,5 @@
-"""What a rank asks the planner while it sets up. `launch` hands in who answers, so that `run` imports no planner.
+"""Declares what a rank asks the planner while it sets up. `launch` hands in who answers, so that `run` imports no
+planner.
 
 Read next: launch/planner.py, which answers; measured_cluster.py and micro_batch_search.py, which measure what the
 questions are about.
@@ -23,19 +24,22 @@ class Forecast:
 
     prediction: Prediction
     cluster: ClusterSpec  # this machine as it was measured, which the prediction is for
-    bytes_per_parameter: Mapping[str, float]  # of one that is trained: weights, low_precision, gradients, optimizer
+    bytes_per_parameter: Mapping[str, float]  # of a trained one: weights, low_precision, gradients, optimizer
 
 
 class Planner(Protocol):
+    """Whoever answers these questions, for one run."""
+
     process_bytes: int
-    """What a process needs besides its tensors, in bytes."""
+    """The bytes that a process needs besides its tensors."""
 
     def micro_batch_sizes(self, plan: Plan) -> list[int]:
-        """Sequences per micro-batch to choose from, largest first."""
+        """Returns the micro-batches to choose from, in sequences, largest first."""
 
     def needed_bytes(self, plan: Plan, taken: Taken, pp_rank: int) -> int:
-        """Bytes that a rank of this stage needs for `plan`, when one micro-batch takes as much as was measured."""
+        """Returns the bytes that a rank of this stage needs for `plan`, when one micro-batch takes as much as was
+        measured."""
 
     def forecast(self, plan: Plan, cluster: ClusterSpec, times: BlockTimes | None) -> Forecast:
-        """The prediction for this machine. `cluster`: rates and link as measured; `times`: of the model's own blocks,
-        to scale by."""
+        """Returns the prediction for this machine. `cluster` has rates and link as measured; `times` are those of the
+        model's own blocks, which the prediction is scaled by."""

@@ -1,4 +1,4 @@
-"""A trace of some steps (`run.profile = "10:13"`): one file per rank that ui.perfetto.dev and chrome://tracing read.
+"""Traces some steps (`run.profile = "10:13"`): one file per rank that ui.perfetto.dev and chrome://tracing read.
 
 torch's profiler notes every operation on the CPU and every kernel on the GPU. The clock's spans stand above them as
 ranges with their kinds and names, and each step as one range over all. Invariant: a run that traces nothing pays one
@@ -22,17 +22,20 @@ from shardwise.run.clock import Clock
 
 
 class Profile:
+    """Runs torch's profiler during the steps that are to be traced."""
+
     def __init__(self, steps: str | None, file: Path, clock: Clock, device: torch.device, say: Callable[[str], None]):
         self.steps = parse_steps(steps) if steps else range(0)
         self.file, self.clock, self.device, self.say = file, clock, device, say
         self.running: Any = None
 
     def ends_with(self, step: int) -> bool:
+        """Returns whether this step is the last one to be traced."""
         return bool(self.steps) and step == self.steps[-1]
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
-        """Around one step."""
+        """Traces what runs inside, which is one step; does nothing for steps that are not traced."""
         if step not in self.steps:
             yield
             return
@@ -42,7 +45,7 @@ class Profile:
             yield
 
     def finish(self) -> None:
-        """Write the file. On a GPU this waits until the traced steps are through."""
+        """Writes the file. On a GPU this waits until the traced steps are through."""
         if self.running is None:
             return
         running, self.running, self.clock.mark = self.running, None, None

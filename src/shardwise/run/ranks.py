@@ -1,5 +1,5 @@
-"""Who am I: rank and world as torchrun's environment says, or one process alone. The single reader of those
-variables."""
+"""Reads which rank this process is from torchrun's environment; without it, one process is alone. Nothing else reads
+those variables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ranks:
+    """Which rank a process is, of how many; `local` counts those of this machine only."""
+
     rank: int = 0
     world: int = 1
     local_rank: int = 0

@@ -1,4 +1,4 @@
-"""The run directory: the one record of a run, append-only, readable while the run goes on.
+"""Owns the run directory: the one record of a run, append-only, readable while the run goes on.
 
     config.toml  plan.json  metrics.jsonl  events/rank*.jsonl  checkpoints/step-N/  crash/  log/  trace/
 
@@ -28,13 +28,15 @@ except ImportError:  # not on Windows: there the lock file only informs
     fcntl = None  # type: ignore[assignment]
 
 FREE_TO_CHANGE = ("parallel", "memory", "speed", "comm", "run", "checkpoint")
-"""Sections of its config that do not change what a run computes; anything else needs `--allow KEY` on resume."""
+"""The sections of a config that do not change what its run computes; anything else needs `--allow KEY` on resume."""
 
 LOCK_PATIENCE_S = 1.0  # somebody who only looks whether a run is locked holds the lock for an instant
 
 
 @dataclass(frozen=True)
 class RunDir:
+    """The directory of one run, and the names of the files in it."""
+
     path: Path
 
     @property
@@ -58,7 +60,7 @@ class RunDir:
         return self.path / "events"
 
     def trace(self, rank: int) -> Path:
-        """Steps of one rank, as `run.profile` asks for them."""
+        """Returns the file of the steps that `run.profile` traces on one rank."""
         return self.path / "trace" / f"rank-{rank}.json.gz"
 
     @property
@@ -75,12 +77,13 @@ class RunDir:
 
     @property
     def tokenizer(self) -> Path:
-        """A copy of the tokenizer's files, so that the run can be used wherever it is moved; absent for bytes."""
+        """A copy of the tokenizer's files, so that the run can be used wherever it is moved. It does not exist for
+        bytes."""
         return self.path / "tokenizer"
 
     @property
     def proof_job(self) -> Path:
-        """What `verify` gives to its ranks, and what they give back."""
+        """The file that tells the ranks of `verify` what to prove."""
         return self.path / "proof-job.json"
 
     @property
@@ -94,7 +97,7 @@ class RunDir:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Every complete line of metrics.jsonl, in order. A line cut short by a crash is passed over."""
+        """Yields every complete line of metrics.jsonl, in order. A line cut short by a crash is passed over."""
         if not self.metrics.exists():
             return
         with open(self.metrics, encoding="utf-8", errors="replace") as file:
@@ -107,29 +110,32 @@ class RunDir:
                     yield values
 
     def steps(self) -> dict[int, dict[str, Any]]:
-        """The training line of each step, in order of steps; after a resume the later line wins."""
+        """Returns the training line of each step, in order of steps; after a resume the later line wins."""
         found: dict[int, dict[str, Any]] = {}
         for line in self.lines():
             if line.get("event") == "resumed":
                 found = {step: kept for step, kept in found.items() if step <= line["step"]}
             elif (
                 "loss" in line and "step" in line and "event" not in line
-            ):  # a null was a number that is none: see `to_json`
+            ):  # a null was a value that is not finite: see `to_json`
                 found[line["step"]] = {key: math.nan if value is None else value for key, value in line.items()}
         return found
 
     def last_event(self) -> dict[str, Any] | None:
+        """Returns the newest line with an "event" key; None if there is none."""
         return next((line for line in reversed(list(self.lines())) if "event" in line), None)
 
     def state(self) -> str:
-        """running, finished, stopped, failed, or unfinished (no process holds it and no last word was written)."""
+        """Returns `running`, `finished`, `stopped`, `failed`, or `unfinished` where no process holds the run and no
+        last event was written."""
         if self.is_locked():
             return "running"
         event = self.last_event()
         return event["event"] if event and event["event"] in ("finished", "stopped", "failed") else "unfinished"
 
     def read_plan(self) -> dict[str, Any]:
-        """Empty if there is none, or none that can be read: listing runs must not fail for one of them."""
+        """Returns the content of plan.json. It is empty if the file is missing or cannot be read: listing runs must not
+        fail for one of them."""
         try:
             return dict(json.loads(self.plan.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -148,7 +154,7 @@ class RunDir:
             return not _flock(file, exclusive=True, patience_s=0.0)
 
     def lock(self) -> IO[str]:
-        """Hold the run until the returned file is closed or the process ends, however it ends.
+        """Holds the run until the returned file is closed or the process ends, however it ends.
 
         The first rank holds it too (`join_lock`): a run whose launcher was killed is in use until its ranks have ended.
         """
@@ -175,19 +181,20 @@ class RunDir:
         return file
 
     def make_folders(self) -> None:
-        """Make those that are missing: tools that copy a run may leave empty ones out."""
+        """Makes the folders that are missing: tools that copy a run may leave empty ones out."""
         for folder in (self.events, self.checkpoints, self.crash, self.log):
             folder.mkdir(exist_ok=True)
 
     def join_lock(self) -> IO[str]:
-        """Hold a run that this process's launcher holds already."""
+        """Holds a run that this process's launcher holds already, until the returned file is closed."""
         file = open(self.path / "lock", "a+")  # noqa: SIM115
         _flock(file, exclusive=False)
         return file
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: a loss that is not a number, which Python would write as NaN, becomes null."""
+    """Returns JSON that every reader takes: a loss that is not finite, which Python would write as NaN, becomes
+    null."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, dict):
@@ -200,7 +207,8 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _flock(file: IO[str], *, exclusive: bool, patience_s: float = LOCK_PATIENCE_S) -> bool:
-    """Whether the lock was had. Shared ones live together; an exclusive one is had by nobody else at the time."""
+    """Returns whether the lock was taken within `patience_s` seconds. Several processes may hold a shared lock at once;
+    an exclusive one is held by nobody else."""
     if fcntl is None:
         return True
     deadline = time.monotonic() + patience_s
@@ -215,7 +223,7 @@ def _flock(file: IO[str], *, exclusive: bool, patience_s: float = LOCK_PATIENCE_
 
 
 def create_run_dir(parent: str | Path, name: str | None, model_name: str) -> RunDir:
-    """Make a new run directory: NAME, or the first free MODEL-001, MODEL-002, …"""
+    """Makes a new run directory and returns it: NAME, or the first free MODEL-001, MODEL-002, …"""
     parent = Path(parent)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -247,7 +255,7 @@ def _first_free(parent: Path, model_name: str) -> RunDir:
 
 
 def all_runs(parent: str | Path) -> list[RunDir]:
-    """Runs below a directory, oldest first."""
+    """Returns the runs below a directory, oldest first."""
     parent = Path(parent)
     if not parent.is_dir():
         return []
@@ -260,7 +268,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_run(name: str, parent: str | Path = "runs") -> RunDir:
-    """A run by directory, by name inside `parent`, or `last`."""
+    """Returns the run that is named by its directory, by its name inside `parent`, or by `last`."""
     runs = all_runs(parent)
     if name == "last":
         if not runs:

@@ -1,4 +1,4 @@
-"""What a rank knows before it starts: what is trained, read once, and its own place among the ranks. No torch here.
+"""Holds what a rank knows before it starts: what is trained, read once, and which rank it is. No torch here.
 
 Invariant: a process has one `Plan`, and it is `RunInputs.plan`. Whoever measures a better split or micro-batch replaces
 it there (setup.py); launch, the loop and the engine's mesh refer to the same object.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunInputs:
-    """Config, shapes, text and plan of a run: read or resolved once per process, then handed on."""
+    """The config, shapes, text and plan of a run: read or resolved once per process, then handed on."""
 
     config: Config
     spec: ModelSpec
@@ -40,7 +40,7 @@ class Session:
     ranks: Ranks
     device: torch.device
     memory_limit: int  # bytes that this rank may use
-    from_step: int | None = None  # resume: a certain checkpoint instead of the newest
+    from_step: int | None = None  # the checkpoint to resume from; None for the newest
 
     @property
     def config(self) -> Config:

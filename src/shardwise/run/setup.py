@@ -1,5 +1,5 @@
-"""One rank's part of a run, ready for its first step: engine, optimizer, loader, what an earlier process left, who
-watches.
+"""Makes one rank ready for its first step: engine, optimizer, loader, what an earlier process left, and what watches
+the run.
 
 Set-up is also where the plan becomes final: layers per stage and sequences per micro-batch are measured here when they
 are left open. From then on nobody changes it. Invariant: `session.plan` and the engine's plan are one object.
@@ -32,7 +32,7 @@ from shardwise.run.session import Session
 
 
 class Setup:
-    """Collective: every rank makes one. `opened` closes what it opens."""
+    """Everything that one rank needs to train. Collective: every rank makes one. `opened` closes what it opens."""
 
     def __init__(self, session: Session, planner: Planner, listener: Listener, opened: ExitStack):
         config, spec, device = session.config, session.spec, session.device
@@ -76,13 +76,14 @@ class Setup:
         )
 
     def is_timed(self, step: int) -> bool:
-        """Whether nothing looks at this step that takes time, or the run is too short to choose."""
+        """Returns whether the time of this step counts: nothing is measured in it that takes time itself, or the run is
+        too short to choose."""
         is_short = self.session.plan.num_steps - self.done <= len(self.watched_steps) + 1
         return (step not in self.watched_steps or is_short) and step not in self.profile.steps
 
 
 def _build_engine(session: Session, planner: Planner) -> Engine:
-    """This rank's part of the model, in the final plan."""
+    """Collective. Returns this rank's part of the model, in the final plan."""
     config, spec, device, inputs = session.config, session.spec, session.device, session.inputs
     if inputs.plan.pp > 1 and config.parallel.split == "auto":
         split = measured_split(spec, inputs.plan, config.model.attention, device)

@@ -1,4 +1,5 @@
-"""A run's state between layouts and files: every tensor is saved whole under its global name and cut again on loading.
+"""Moves a run's state between layouts and files: every tensor is saved whole under its global name and cut again on
+loading.
 
 So a checkpoint knows nothing of the layout that wrote it, and any other layout can read it. Rank 0 writes; it needs
 memory for the whole state while it does.
@@ -16,7 +17,7 @@ from shardwise.parallel.engine import Engine
 
 
 def collect_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Collective. The groups of a checkpoint; complete on rank 0."""
+    """Collective. Returns the groups of tensors that a checkpoint has; they are complete on rank 0."""
     return {
         "weights": collect(engine, lambda s: {s.name: s.value} if s.local.requires_grad else {}, engine.buffers()),
         "optimizer": collect(engine, optimizer_states(optimizer)),
@@ -26,7 +27,7 @@ def collect_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str,
 
 @torch.no_grad()
 def restore_state(engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Every rank reads only what it holds."""
+    """Puts a checkpoint's tensors into the engine and the optimizer. Every rank reads only what it holds."""
     with checkpoint.open("weights") as file:
         for shard in (shard for shard in engine.shards if shard.local.requires_grad):
             shard.put(file.get_tensor(shard.name))

@@ -1,4 +1,4 @@
-"""One optimizer step: gradient accumulation, the sum over ranks, gradient clipping, the update.
+"""Makes one optimizer step: gradient accumulation, the sum over ranks, gradient clipping, the update.
 
 The sum rule: a micro-batch's loss is its token *sum* over the step's *global* target-token count, which is known before
 the first forward pass. Then gradients only ever need adding, over micro-batches and over ranks, and any split of the
@@ -21,20 +21,22 @@ from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
 
 Ask = Callable[[], Sequence[int]]
-"""Called when a step's gradients are complete: small numbers to be added up over all ranks, in the all-reduce that
-carries the norm and the losses anyway."""
+"""Called when a step's gradients are complete. Returns small numbers to be added up over all ranks, in the all-reduce
+that carries the norm and the losses anyway."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    loss: float  # global mean cross-entropy over the step's target tokens
+    """What a step computed, over all ranks."""
+
+    loss: float  # global mean cross-entropy over the step's target tokens, in nats
     aux_loss: float
     z_loss: float
     grad_norm: float
-    scale: float = 1.0  # of the loss, while this step was computed
-    skipped: bool = False
+    scale: float = 1.0  # the loss scale with which this step was computed
+    skipped: bool = False  # whether the update was left out, because something was not finite
     answers: list[int] = field(default_factory=list)  # what `ask` returned, summed over all ranks
-    expert_tokens: list[list[float]] = field(default_factory=list)  # of every routed layer, over all ranks
+    expert_tokens: list[list[float]] = field(default_factory=list)  # tokens per expert, for every routed layer
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def run_step(
     skip_non_finite: bool = False,
     ask: Ask = lambda: (),
 ) -> StepResult:
-    """`start_step`, and wait for it."""
+    """Makes a step (`start_step`), waits for it and returns its results."""
     return start_step(
         engine,
         optimizer,
@@ -107,8 +109,8 @@ def start_step(
 
 
 def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """What to call for these values. From a GPU they travel behind what was queued so far, and only the call waits for
-    them: for this copy, not for what is queued later."""
+    """Returns a function that returns these values. From a GPU they are copied behind what was queued so far, and only
+    the call waits: for this copy, not for what is queued later."""
     if not values.is_cuda:
         found = values.tolist()
         return lambda: found
@@ -127,8 +129,8 @@ def to_host(values: torch.Tensor) -> Callable[[], list[float]]:
 def accumulate(
     engine: Engine, batch: StepBatch, num_targets: int, clock: Clock, ask: Ask = lambda: ()
 ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Forward and backward of every micro-batch; the global gradient norm, and later the loss sums and the answers over
-    all ranks."""
+    """Runs forward and backward of every micro-batch. Returns the global gradient norm, and a function that returns the
+    loss sums and the answers over all ranks."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     sums = engine.gradients(micro, num_targets, clock)
     if asked := ask():
@@ -139,7 +141,7 @@ def accumulate(
 
 
 def find_overflow(engine: Engine, batch: StepBatch, num_targets: int, clock: Clock) -> str:
-    """Collective. In words, where a step overflows whose update was passed over: it is computed once more."""
+    """Collective. Returns, in words, where a step overflows whose update was passed over: it is computed once more."""
     micro = [micro.to(engine.mesh.device) for micro in batch.microbatches]
     found = engine.first_overflow(micro, num_targets, clock)
     return str(found) if found else "the square of a gradient's norm"
@@ -155,9 +157,10 @@ def update(
     clock: Clock,
     skip: bool = False,
 ) -> bool:
-    """Apply the step's gradients, unless something overflowed; returns whether they were passed over.
+    """Applies the step's gradients, unless something overflowed; returns whether they were passed over.
 
-    Clipping and the loss scale are one factor, and this is the only place that applies it."""
+    Clipping and the loss scale are one factor, and this is the only place that applies it.
+    """
     with clock.span("optimizer", "clip and update"):
         overflowed = engine.scaler.overflowed(norm)
         skip = skip or overflowed

@@ -1,5 +1,5 @@
-"""What the loop asks for, one method per sentence of it (loop.py). Every rank has one `Trainer`; they decide nothing
-alone.
+"""Does what the loop asks for, one method per sentence of it (loop.py). Every rank has one `Trainer`; they decide
+nothing alone.
 
 Where results are read late (`speed.results`, the rule on GPUs), a step's results are waited for when the next step has
 been queued, so the device never waits for the host. Whatever looks at the model (evaluation, samples, checkpoints, the
@@ -41,6 +41,8 @@ class PendingStep:
 
 
 class Trainer:
+    """One rank's steps, and what comes between them."""
+
     def __init__(self, setup: Setup, stops: StopRequests):
         session = setup.session
         self.setup, self.stops, self.plan, self.config = setup, stops, session.plan, session.config
@@ -66,7 +68,7 @@ class Trainer:
     # Steps --------------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps to make, until they are done or all ranks agree to stop."""
+        """Yields the numbers of the steps to make, until they are done or all ranks agree to stop."""
         self.stops.has_begun = True
         self.setup.clock.begin()
         for _ in range(self.ahead):
@@ -79,11 +81,11 @@ class Trainer:
 
     @property
     def stop(self) -> Exit:
-        """Why no step follows; DONE: nothing stands against it."""
+        """The reason why no step follows; DONE where nothing stands against it."""
         return self.follows.stop
 
     def start(self, step: int) -> None:
-        """Compute one step, or on a GPU queue it. Its one small all-reduce also settles how a later one starts."""
+        """Computes one step, or on a GPU queues it. Its one small all-reduce also settles how a later one starts."""
         setup = self.setup
         if setup.filler:
             setup.filler.before_step()
@@ -107,8 +109,8 @@ class Trainer:
         return self.agreement.ask()
 
     def results_due(self, step: int) -> Iterator[FinishedStep]:
-        """The results of steps that are not read yet, in order: all but the newest where they are read late, and all of
-        them when something looks at the model after this step. Ends with a step that must be the last."""
+        """Yields the results of steps that are not read yet, in order: all but the newest where they are read late, and
+        all of them when something looks at the model after this step. It ends with a step that must be the last."""
         yield from self._read_all_but(self.ahead - 1)
         if self.stop:
             return
@@ -120,7 +122,7 @@ class Trainer:
             self.setup.profile.finish()
 
     def _looks_after(self, step: int) -> bool:
-        """Whether something after this step needs the model as it is then."""
+        """Returns whether something after this step needs the model as it is then."""
         looks = any(_every(every, step) for every in (self.config.train.eval_every, self.config.train.sample_every))
         return looks or self.follows.save or bool(self.stop) or step == self.plan.num_steps
 
@@ -134,7 +136,7 @@ class Trainer:
             self._check(pending, finished.result)
 
     def _read(self, pending: PendingStep) -> FinishedStep:
-        """Wait for a step."""
+        """Waits for a step and returns its results."""
         step, lap, setup = pending.step, pending.lap, self.setup
         result, parts = pending.started.read(), lap.parts()
         is_timed, filler = setup.is_timed(step), setup.filler
@@ -156,13 +158,13 @@ class Trainer:
         )
 
     def _measure(self) -> MeasuredSteps:
-        """Collective."""
+        """Collective. Notes and returns what the steps so far took on every rank."""
         self.measured = self.first_steps.gather(self.setup.memory, self.setup.session.device, self.plan)
         return self.measured
 
     def _check(self, pending: PendingStep, result: StepResult) -> None:
-        """Collective where a loss scale is stuck. A step that is not finite is the last one, unless such steps are
-        passed over."""
+        """Makes a step that is not finite the last one, unless such steps are passed over. Collective where a loss
+        scale is stuck."""
         scaler = self.setup.engine.scaler
         if self.config.run.on_nan != "stop":
             return
@@ -175,15 +177,17 @@ class Trainer:
 
     @property
     def has_diverged(self) -> bool:
+        """Whether the run ends because a step was not finite."""
         return self.stop == Exit.DIVERGED
 
     # Between steps ------------------------------------------------------------------------------------------------
 
     def evaluates(self, step: int) -> bool:
+        """Returns whether the model is evaluated after this step."""
         return self._goes_on(step) and _every(self.config.train.eval_every, step)
 
     def evaluate(self) -> float | None:
-        """Collective. The held-out loss in nats, None where nothing is held out."""
+        """Collective. Returns the held-out loss in nats; None where nothing is held out."""
         engine, plan = self.setup.engine, self.plan
         engine.train(False)
         loss = evaluate(
@@ -203,42 +207,45 @@ class Trainer:
         return loss
 
     def samples(self, step: int) -> bool:
+        """Returns whether text is sampled after this step."""
         return self._goes_on(step) and _every(self.config.train.sample_every, step)
 
     def sample(self) -> str | None:
-        """Collective where ranks hold only a part of the model. A continuation in words; None on ranks that have none
-        to show."""
+        """Collective where ranks hold only a part of the model. Returns a continuation in words; None on ranks that
+        have none to show."""
         session = self.setup.session
         return sample_text(self.setup.engine, session.corpus, self.config, session.ranks)
 
     def restart_clock(self) -> None:
-        """What came between two steps is neither's time. Not where a step is queued: the device is busy, and its next
-        step began where this one ended."""
+        """Begins the next step's time here: what came between two steps belongs to neither. A step that is queued keeps
+        the device busy, and its next step began where this one ended, so the clock goes on there."""
         if not self.pending:
             self.setup.clock.begin()
 
     def saves(self, step: int) -> bool:
+        """Returns whether a checkpoint is written after this step."""
         return self._goes_on(step) and self.follows.save
 
     def save(self, step: int) -> None:
-        """Collective. Commit a checkpoint."""
+        """Collective. Commits a checkpoint."""
         checkpoints.save(self.setup.session, step, self.setup.engine, self.setup.optimizer)
         self.checkpoint.done(step)
 
     def _goes_on(self, step: int) -> bool:
-        """Whether something may follow this step: the last one is evaluated, sampled and saved at the run's end."""
+        """Returns whether something may follow this step: the last one is evaluated, sampled and saved at the run's
+        end."""
         return not self.has_diverged and step < self.plan.num_steps
 
     # The end ------------------------------------------------------------------------------------------------------
 
     def commits(self) -> bool:
-        """Whether the last step is still to be saved. Not after an update that was not finite; what overflowed was
-        never applied."""
+        """Returns whether the last step is still to be saved. It is not after an update that was not finite; a step
+        that overflowed was never applied."""
         self.setup.loader.close()
         return (not self.has_diverged or bool(self.overflow)) and self.last > self.checkpoint.last_step
 
     def ending(self) -> Ending:
-        """Collective. How it went, over all ranks."""
+        """Collective. Returns how the run ended, over all ranks."""
         session, is_new = self.setup.session, self.measured is None and self.last > self.setup.done
         peak = int(largest(peak_bytes(session.device), session.device, self.plan))
         if is_new:
@@ -251,7 +258,8 @@ class Trainer:
 
 
 def is_finite(result: StepResult) -> bool:
-    """A norm that is not would have made every weight of the update one that is not."""
+    """Returns whether the loss and the gradient norm are finite: a norm that is not would have made every weight of the
+    update one that is not."""
     return math.isfinite(result.loss) and math.isfinite(result.grad_norm)
 
 

@@ -1,4 +1,5 @@
-"""Trained weights wherever they lie: a run, one of its checkpoints, a converted directory, or a Hugging Face directory.
+"""Finds trained weights wherever they lie: a run, one of its checkpoints, a converted directory, or a Hugging Face
+directory.
 
 `find_weights` only looks (no torch); `load` builds the decoder. `generate`, `eval`, `export` and `convert` start here.
 """
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """`checkpoint`: a directory with manifest.json; `huggingface`: one with config.json. Exactly one is set."""
+    """Weights on a disk. Exactly one of `checkpoint` (a directory with manifest.json) and `huggingface` (one with
+    config.json) is set."""
 
     name: str
     spec: ModelSpec
-    run: RunDir | None  # they come from
-    config: Config | None  # of that run
+    run: RunDir | None  # the run that trained them
+    config: Config | None  # the config of that run
     checkpoint: Path | None
     huggingface: Path | None
     tokenizer_dir: Path | None
@@ -45,7 +47,7 @@ class StoredWeights:
         return open_tokenizer(asked, self.tokenizer_dir)
 
     def stored_dtype(self) -> torch.dtype:
-        """The number format of the stored tensors (of the first one: all have the same)."""
+        """Returns the number format of the stored tensors (of the first one: all have the same)."""
         from safetensors import SafetensorError, safe_open
 
         from shardwise.checkpoint.store import damaged
@@ -63,7 +65,7 @@ class StoredWeights:
             raise damaged(file, str(error)) from None
 
     def load(self, device: torch.device, dtype: torch.dtype | None = None, attention: str = "auto") -> Decoder:
-        """The decoder with these weights, in `dtype` (default: fp32, or what the run trained in)."""
+        """Returns the decoder with these weights, in `dtype` (default: fp32)."""
         import torch
 
         from shardwise.checkpoint.store import Checkpoint
@@ -85,7 +87,7 @@ class StoredWeights:
         return model.eval()
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """Adapters and what was trained beside them, by our names."""
+        """Returns the adapters and what was trained beside them, by our names."""
         from shardwise.checkpoint.store import Checkpoint
 
         assert self.checkpoint is not None
@@ -93,8 +95,8 @@ class StoredWeights:
         return {name: value for name, value in tensors.items() if not name.endswith("router.bias")}
 
     def _merged(self, device: torch.device, dtype: torch.dtype, attention: str) -> Decoder:
-        """The frozen weights as they were in training (dequantized where they are NF4), with the adapters added to
-        them."""
+        """Returns the frozen weights as they were in training (dequantized where they are NF4), with the adapters added
+        to them."""
         import torch
 
         from shardwise.adapters.lora import merge
@@ -115,7 +117,8 @@ class StoredWeights:
 
 
 def find_weights(name: str, runs_dir: str = "runs") -> StoredWeights:
-    """By run directory, run name, `last`, checkpoint directory, converted directory, model directory or hub id."""
+    """Returns the weights that are named by a run directory, a run's name, `last`, a checkpoint directory, a converted
+    directory, a model directory or a hub id."""
     path = Path(name)
     if (path / "manifest.json").is_file():
         return _from_checkpoint(path, None)

@@ -1,1 +1,1 @@
-"""What a cluster is: the machine found here, a line somebody typed, a file, the table of GPUs."""
+"""Describes what a cluster is: the machine found here, a line somebody typed, a file, the table of GPUs."""

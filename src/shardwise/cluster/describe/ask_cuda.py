@@ -1,5 +1,5 @@
-"""Asks the CUDA driver which GPUs there are. The first line is the newest CUDA it runs, or what it failed with; then
-one line per GPU: memory, capability, peers, name. Run by machine.py as a process.
+"""Asks the CUDA driver which GPUs there are. The first line that it prints is the newest CUDA the driver runs, or what
+it failed with; then one line per GPU: memory in bytes, capability, peers, name. machine.py runs it as a process.
 
 Uses only ctypes and the driver's own library, so it needs neither torch nor nvidia-smi and sees exactly the devices
 that torch would see.
@@ -15,6 +15,7 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CUdevice_attribute values of the 
 
 
 def main() -> int:
+    """Prints what the driver says, and returns 1 where there is no driver or no GPU."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -45,7 +46,7 @@ def main() -> int:
 
 
 def _reaches(driver: ctypes.CDLL, device: ctypes.c_int, other: int) -> bool:
-    """Whether `device` can read the memory of GPU number `other` without a detour through the CPU's."""
+    """Returns whether `device` can read the memory of GPU number `other` without a detour through the CPU's."""
     peer, answer = ctypes.c_int(), ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(peer), other)
     return driver.cuDeviceCanAccessPeer(ctypes.byref(answer), device, peer) == 0 and answer.value == 1

@@ -1,5 +1,5 @@
-"""Numbers that a person gives instead of the table's: `nic=50GB/s,memory=80GB`. Read with units, checked, applied. No
-torch.
+"""Reads numbers that a person gives instead of the table's: `nic=50GB/s,memory=80GB`. They are read with units, checked
+and applied. No torch.
 
 Invariant: a value that comes out of `read_setting` is one that hardware could have; what is absurd is refused with the
 range.
@@ -21,6 +21,8 @@ from shardwise.spec.cluster import ClusterSpec, Link
 
 @dataclass(frozen=True)
 class Setting:
+    """What a setting means, and the values that make sense."""
+
     meaning: str
     kind: str  # count | number | bytes | rate | seconds
     low: float
@@ -59,7 +61,7 @@ SHOWN: Mapping[str, Callable[[float], str]] = {
 
 
 def read_settings(text: str, where: str) -> dict[str, Any]:
-    """`nic=50GB/s,nics=4`."""
+    """Returns the values of a text such as `nic=50GB/s,nics=4`."""
     given: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
@@ -73,7 +75,7 @@ def read_settings(text: str, where: str) -> dict[str, Any]:
 
 
 def read_setting(name: str, raw: Any, about: Setting, where: str | None) -> Any:
-    """A text with a unit, or a plain number in bytes, bytes per second, seconds."""
+    """Returns the value of a text with a unit, or of a plain number in bytes, bytes per second or seconds."""
     try:
         value: float = _number(raw, about.kind)
     except (ValueError, OverflowError) as problem:
@@ -93,6 +95,7 @@ def read_setting(name: str, raw: Any, about: Setting, where: str | None) -> Any:
 
 
 def _number(raw: Any, kind: str) -> float:
+    """Returns the number that was written, in bytes, bytes per second or seconds by its kind."""
     if isinstance(raw, bool) or not isinstance(raw, int | float | str):
         raise ValueError("expected a number")
     if isinstance(raw, str):
@@ -106,7 +109,7 @@ def _number(raw: Any, kind: str) -> float:
 
 
 def unknown(noun: str, name: str, known: Iterable[str], where: str | None) -> UserError:
-    """`name` is not one of `known`: say which are, and the nearest."""
+    """Returns the error for a `name` that is not one of `known`: it says which are, and the nearest."""
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     fix = f"did you mean `{near[0]}`?" if near else f"for example `{names[0]}`"
@@ -114,7 +117,7 @@ def unknown(noun: str, name: str, known: Iterable[str], where: str | None) -> Us
 
 
 def kind_of(name: str, where: str | None = None) -> str:
-    """The table's name for what people call it."""
+    """Returns the table's name of a GPU for what people call it."""
     table = known_devices()
     others = {also: kind for kind, about in table.items() for also in about.get("also", ())}
     lower = name.lower().replace("_", "-").removeprefix("nvidia-")
@@ -124,7 +127,7 @@ def kind_of(name: str, where: str | None = None) -> str:
 
 
 def changed(cluster: ClusterSpec, given: Mapping[str, Any], origin: str = "typed") -> ClusterSpec:
-    """The same cluster with other numbers; `given` as read_settings makes it."""
+    """Returns the same cluster with other numbers; `given` is as read_settings makes it."""
     if not given:
         return cluster
     nodes, per_node = given.get("nodes", cluster.nodes), given.get("per_node", cluster.per_node)
@@ -161,6 +164,7 @@ def _network(cluster: ClusterSpec, fast: Link, given: Mapping[str, Any], nodes: 
 
 
 def _domain(cluster: ClusterSpec, per_node: int, world: int) -> int:
+    """Returns how many devices the fast link connects."""
     about = known_devices().get(cluster.device.name, {})
     if about.get("rack"):
         return min(about["domain"], world)

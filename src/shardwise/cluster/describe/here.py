@@ -1,5 +1,5 @@
-"""This machine as a `ClusterSpec`: its cards found in the table by name, what was measured in place of the table's
-numbers. No torch.
+"""Describes this machine as a `ClusterSpec`: its cards found in the table by name, what was measured in place of the
+table's numbers. No torch.
 
 Invariant: every number says whether it was measured here, is a data sheet's or is assumed. Where cards differ, the
 smallest memory and the slowest rate count, because all ranks wait for the slowest. Read next: measure/devices.py.
@@ -22,7 +22,8 @@ from shardwise.spec.cluster import ClusterSpec, Device, Link
 
 
 def measured_here() -> ClusterSpec:
-    """As `doctor` and `bench layers` measure it. Takes ten seconds and more: torch is loaded in child processes."""
+    """Returns this machine as `doctor` and `bench layers` measure it. It takes ten seconds and more: torch is loaded in
+    child processes."""
     machine = this_machine()
     link = None
     if not machine.gpus and machine.cores > 1:
@@ -32,8 +33,8 @@ def measured_here() -> ClusterSpec:
 
 
 def this_cluster(machine: Machine, rates: Sequence[DeviceRates] = (), link: LinkFit | None = None) -> ClusterSpec:
-    """One node: its GPUs, or without any one rank per core. Without `rates` nothing is measured, and this takes no
-    time."""
+    """Returns one node: its GPUs, or without any one rank per core. Without `rates` nothing is measured, and this takes
+    no time."""
     if machine.gpus:
         return _gpus(machine, [entry for entry in rates if entry.device != "cpu"])
     return _cores(machine, next((entry for entry in rates if entry.device == "cpu"), None), link)
@@ -75,10 +76,11 @@ def _gpus(machine: Machine, rates: Sequence[DeviceRates]) -> ClusterSpec:
 
 
 def _link(machine: Machine, kind: str) -> tuple[Link, str]:
-    """The table's for a card that is in it; what the driver says on peer access comes first."""
+    """Returns the link between the cards and where it is known from: the table's for a card that is in it; what the
+    driver says on peer access comes first."""
     count = len(machine.gpus)
     if count > 1 and any(gpu.peers == 0 for gpu in machine.gpus):
-        said = "PCIe, no peer access, says the driver: messages pass through CPU memory; the rate is assumed"
+        said = "PCIe, no peer access, says the driver: transfers pass through CPU memory; the rate is assumed"
         return known_cluster("rtx4090", 1, count).tiers[0], said
     if kind not in known_devices():
         return known_cluster("l40s", 1, count).tiers[0], "assumed: PCIe"
@@ -86,7 +88,8 @@ def _link(machine: Machine, kind: str) -> tuple[Link, str]:
 
 
 def _with_rates(device: Device, origins: dict[str, str], rates: Sequence[DeviceRates]) -> tuple[Device, dict[str, str]]:
-    """What was measured replaces the table's share of the peak; the slowest of several cards counts."""
+    """Returns the device with what was measured in place of the table's share of the peak; the slowest of several cards
+    counts."""
     formats = {name for entry in rates for name in entry.flops_per_s}
     reached = {name: min(entry.flops_per_s.get(name, float("inf")) for entry in rates) for name in formats}
     copy_rates = [entry.copy_bytes_per_s for entry in rates if entry.copy_bytes_per_s]
@@ -112,7 +115,7 @@ def _device(gpu: Gpu) -> tuple[Device, dict[str, str]]:
 
 
 def table_name(gpu: Gpu) -> str | None:
-    """The card's entry in the table; of several versions the one with the nearest memory."""
+    """Returns the card's entry in the table; of several versions the one with the nearest memory."""
     words = set(re.split(r"[^a-z0-9]+", gpu.name.lower()))
     if words & {"laptop", "mig"}:  # other chips under the same name, parts of chips
         return None
@@ -127,7 +130,8 @@ def table_name(gpu: Gpu) -> str | None:
 
 
 def _nearest(gpu: Gpu) -> str:
-    """Of the same generation where there is one, with a memory as large."""
+    """Returns the card in the table that is nearest: of the same generation where there is one, with a memory as
+    large."""
     table = {
         kind: about
         for kind, about in known_devices().items()

@@ -1,4 +1,4 @@
-"""What this machine offers: cores, memory, GPUs. No torch, so planning can start before anything heavy is loaded.
+"""Finds what this machine offers: cores, memory, GPUs. No torch, so planning can start before anything heavy is loaded.
 
 Limits of containers count: a process held to 2 cores and 8 GiB by its control group has 2 cores and 8 GiB, whatever the
 hardware is. Invariant: every number is what this process may use, never more. Read next: measure/devices.py, which
@@ -25,14 +25,18 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU that this process may use."""
+
     name: str
     memory_bytes: int
     capability: tuple[int, int]
-    peers: int | None = None  # other GPUs whose memory it reaches without the CPU's; None: not asked
+    peers: int | None = None  # how many other GPUs' memory it reaches without the CPU's; None: not asked
 
 
 @dataclass(frozen=True)
 class Machine:
+    """What this process may use of its machine."""
+
     cores: int
     memory_bytes: int
     gpus: tuple[Gpu, ...]
@@ -46,21 +50,22 @@ def this_machine() -> Machine:
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Cores this process may run on: its affinity mask, cut by the control group's quota (rounded up)."""
+    """Returns how many cores this process may run on: its affinity mask, cut by the control group's quota (rounded
+    up)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return max(1, min(cores, math.ceil(quota))) if quota is not None else cores
 
 
 def usable_memory(root: Path = ROOT) -> int:
-    """Bytes of memory this process may use: the machine's, cut by the control group's limit."""
+    """Returns the bytes of memory that this process may use: the machine's, cut by the control group's limit."""
     total = _physical_memory()
     limit = memory_limit(root)
     return min(total, limit) if limit is not None else total
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """The tightest CPU quota of our control groups, in cores; None when there is none."""
+    """Returns the tightest CPU quota of our control groups, in cores; None when there is none."""
     quotas = []
     for folder in _cgroups(root, "cpu"):
         words = (_text(folder / "cpu.max") or "").split()
@@ -72,7 +77,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
-    """The tightest memory limit of our control groups, in bytes; None when there is none."""
+    """Returns the tightest memory limit of our control groups, in bytes; None when there is none."""
     limits = []
     for folder in _cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -83,7 +88,7 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def cpu_model(root: Path = ROOT) -> str:
-    """The processor's name, as far as the system tells."""
+    """Returns the processor's name, as far as the system tells."""
     for line in (_text(root / "proc/cpuinfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model", "cpu model"):
@@ -96,8 +101,8 @@ def cpu_model(root: Path = ROOT) -> str:
 
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str]:
-    """The NVIDIA GPUs this process may use, in CUDA's order, honouring CUDA_VISIBLE_DEVICES as CUDA does; and why
-    others cannot be used.
+    """Returns the NVIDIA GPUs that this process may use, in CUDA's order, honouring CUDA_VISIBLE_DEVICES as CUDA does;
+    and why others cannot be used.
 
     A child process asks the driver: a process that has initialised CUDA cannot fork usable children, and ours may
     still have to.
@@ -113,7 +118,8 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str]:
 
 
 def read_gpus(answer: str, build: TorchBuild | None, driver: str = "") -> tuple[tuple[Gpu, ...], str]:
-    """From what ask_cuda.py has said, for the torch that is installed."""
+    """Returns the usable GPUs of what ask_cuda.py has said, for the torch that is installed, and why others cannot be
+    used."""
     if not answer:
         return (), ""
     (word, *about), *lines = (line.split("\t") for line in answer.splitlines())
@@ -128,7 +134,7 @@ def read_gpus(answer: str, build: TorchBuild | None, driver: str = "") -> tuple[
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Our control group for `controller` and every group above it: each may set a limit."""
+    """Yields our control group for `controller` and every group above it: each may set a limit."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         parts = line.split(":", 2)
         if len(parts) != 3:
@@ -146,12 +152,15 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _physical_memory() -> int:
+    """Returns the machine's memory in bytes."""
     if hasattr(os, "sysconf"):  # Linux and macOS
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return _windows_memory()
 
 
 def _windows_memory() -> int:
+    """Returns the machine's memory in bytes, as Windows says."""
+
     class MemoryStatus(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ulong), ("load", ctypes.c_ulong)] + [
             (name, ctypes.c_ulonglong)

@@ -1,4 +1,4 @@
-"""A cluster from what people type. No torch.
+"""Reads a cluster from what people type. No torch.
 
     h100                        one card
     8xh100                      one machine of 8

@@ -1,4 +1,4 @@
-"""Clusters from the one table of cards that there is, cluster/gpus.toml: `known_cluster("h100", 4, 8)`. No torch.
+"""Makes clusters from the one table of cards that there is, cluster/gpus.toml: `known_cluster("h100", 4, 8)`. No torch.
 
 The table holds what data sheets say and what others measured; how fast links settle is here, beside the functions that
 make links. Invariant: every number of a cluster that comes from here says in `origins` where it is from. Read next:
@@ -25,16 +25,16 @@ bus bandwidth measured for all-reduces over one node, where switches add (`summi
 0.8, or 360 GB/s."""
 
 NIC_ALPHA, NIC_SETTLING, NIC_SHARE = 1.5e-5, 60e-6, 0.85
-"""The same between nodes. Share: 341 GB/s of bus bandwidth measured over two nodes of 8 H100 with 8 x 50 GB/s. On more
-nodes of that cluster the measured 1 / bus bandwidth grows by 0.14 ps per byte with each rank (161 GB/s on 4 nodes, 53
-on 16, 13 on 64): a fixed message whose time is the alphas of a long ring, not a narrower network. alpha and settling:
-assumed, as usual for InfiniBand."""
+"""Latency, settling time and share of links between nodes. Share: 341 GB/s of bus bandwidth measured over two nodes of
+8 H100 with 8 x 50 GB/s. On more nodes of that cluster the measured 1 / bus bandwidth grows by 0.14 ps per byte with
+each rank (161 GB/s on 4 nodes, 53 on 16, 13 on 64): a transfer of fixed size whose time is the alphas of a long ring,
+not a narrower network. alpha and settling: assumed, as usual for InfiniBand."""
 
-PCIE_ALPHA, LOCAL_ALPHA = 1e-5, 1e-4  # assumed
+PCIE_ALPHA, LOCAL_ALPHA = 1e-5, 1e-4  # seconds per step of a ring, assumed
 
 SUSTAINED = 0.85
-"""What a card reaches when one product runs again and again, over `achievable`, its best: power limits the clock. 672
-of 794 TFLOP/s on an H200."""
+"""What a card reaches when one matmul runs again and again, as a share of `achievable`, its best: power limits the
+clock. 672 of 794 TFLOP/s on an H200."""
 
 
 @cache
@@ -55,7 +55,7 @@ def known_devices() -> Mapping[str, Mapping[str, Any]]:
 
 
 def known_cluster(kind: str, nodes: int, per_node: int, nic: float | None = None) -> ClusterSpec:
-    """As the data sheet has it; `nic` is per device."""
+    """Returns a cluster as the data sheet has it; `nic` is in bytes per second and device."""
     about = known_devices()[kind]
     world = nodes * per_node
     fast = _fast_link(about, min(about["domain"], world) if about.get("rack") else per_node)
@@ -78,13 +78,13 @@ def table_device(kind: str) -> Device:
 
 
 def network_cards(kind: str, per_node: int) -> int:
-    """Of one node, in a vendor's reference system."""
+    """Returns how many network cards one node has, in a vendor's reference system."""
     return max(1, round(known_devices().get(kind, {}).get("nics", 8) * per_node / 8))
 
 
 def tiers_of(fast: Link, nic: float, world: int, pod: int | None = None, narrow: float = 1.0) -> tuple[Link, ...]:
-    """The fast link, then network cards of `nic` bytes per second and device, then a spine `narrow` times narrower
-    beyond `pod` devices."""
+    """Returns the links, fastest first: the fast link, then network cards of `nic` bytes per second and device, then a
+    spine `narrow` times narrower beyond `pod` devices."""
     if world <= fast.span:
         return (fast,)
     half, pod = nic * NIC_SHARE * NIC_SETTLING, min(pod or world, world)

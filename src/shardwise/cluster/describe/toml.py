@@ -1,4 +1,4 @@
-"""A cluster as a file: what `shardwise doctor --out` writes and people edit. No torch.
+"""Reads and writes a cluster as a file: what `shardwise doctor --out` writes and people edit. No torch.
 
     nodes = 4
     per_node = 8
@@ -163,6 +163,7 @@ def _tiers(raw: Any, world: int, path: str) -> tuple[Link, ...] | None:
 
 
 def _curve(name: str, raw: Any, path: str) -> tuple[tuple[float, float], ...]:
+    """Returns the (size, rate) points of a curve, sorted by size."""
     try:
         points = tuple(sorted((float(size), float(rate)) for size, rate in raw))
     except (TypeError, ValueError):
@@ -176,6 +177,7 @@ def _curve(name: str, raw: Any, path: str) -> tuple[tuple[float, float], ...]:
 
 
 def _pair(raw: Any, path: str) -> tuple[int, int]:
+    """Returns two whole numbers, or raises."""
     if not isinstance(raw, list) or len(raw) != 2 or not all(type(part) is int for part in raw):
         raise UserError(f"{path}: capability is {raw}", why="it is two whole numbers", fix="capability = [9, 0]")
     return raw[0], raw[1]
@@ -201,7 +203,7 @@ def _text(table: Mapping[str, Any], name: str, path: str) -> str:
 
 
 def write_toml(cluster: ClusterSpec, comments: tuple[str, ...] = (), machine: Mapping[str, Any] | None = None) -> str:
-    """The file that reads back as `cluster`, with every number in it; `machine` is for people."""
+    """Returns the text of a file that reads back as `cluster`, with every number in it; `machine` is for people."""
     lines = [*(f"# {comment}" for comment in comments), "schema = 1", f"name = {shown(cluster.name)}"]
     lines += [f"nodes = {cluster.nodes}", f"per_node = {cluster.per_node}"]
     if cluster.price is not None:

@@ -1,4 +1,4 @@
-"""Whether the torch that is installed can use the GPUs that the driver knows; asked without loading torch, which takes
+"""Says whether the torch that is installed can use the GPUs that the driver knows, without loading torch, which takes
 seconds.
 
 Invariant: a GPU that is here and cannot be used has a reason in words, and never just goes missing.
@@ -14,12 +14,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TorchBuild:
+    """The torch that is installed."""
+
     version: str
     cuda: str | None  # the CUDA it was built with
 
 
 def torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """As its version.py says; None if there is none. `folder`: of the package."""
+    """Returns what torch's version.py says; None if torch is not installed. `folder` is that of the package."""
     if folder is None:
         found = importlib.util.find_spec("torch")
         if found is None or found.origin is None:
@@ -35,10 +37,11 @@ def torch_build(folder: Path | None = None) -> TorchBuild | None:
 
 
 def why_unusable(build: TorchBuild | None, supports: tuple[int, int], driver: str = "") -> str:
-    """Why this torch cannot use this driver's GPUs; empty if it can. `supports`: the newest CUDA that the driver runs.
-    `driver`: its version.
+    """Returns why this torch cannot use this driver's GPUs; an empty text if it can. `supports` is the newest CUDA that
+    the driver runs, `driver` its version.
 
-    Within a major version of CUDA older drivers run newer builds (NVIDIA's minor version compatibility)."""
+    Within a major version of CUDA older drivers run newer builds (NVIDIA's minor version compatibility).
+    """
     if build is None:
         return ""  # who needs torch will say that it is missing
     if build.cuda is None:

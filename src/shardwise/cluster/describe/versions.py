@@ -1,4 +1,4 @@
-"""Which libraries are here, and the line that installs the ones that are not."""
+"""Finds which libraries are installed, and the line that installs the ones that are not."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ OPTIONAL = (
 
 @dataclass(frozen=True)
 class Library:
+    """A library, its version (None: not installed), what it is for and how it is installed."""
+
     name: str
     version: str | None
     purpose: str = ""

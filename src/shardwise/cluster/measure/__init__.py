@@ -1,1 +1,1 @@
-"""What this machine really does: matmuls, memory, disks and links, timed."""
+"""Measures what this machine really does: matmuls, memory, disks and links, timed."""

@@ -1,4 +1,4 @@
-"""`BlockTimes`: how long a model's own blocks took on this machine, as run/block_times.py measures them. No torch
+"""Holds `BlockTimes`: how long a model's own blocks took on this machine, as run/block_times.py measures them. No torch
 here."""
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from shardwise.spec.plan import Plan
 
 @dataclass(frozen=True)
 class BlockTimes:
+    """Seconds that one micro-batch and one update took."""
+
     spec: ModelSpec  # whose blocks they are: a rank's slice of the model
-    plan: Plan  # one micro-batch of it in one process
-    model_s: float  # forward and backward of the whole of it
-    optimizer_s: float | None  # norm and update of so many elements; None: the optimizer is not on the device
-    elements: int
+    plan: Plan  # which they were measured in: one micro-batch in one process
+    model_s: float  # seconds of forward and backward of all layers and both ends
+    optimizer_s: float | None  # seconds of norm and update of `elements`; None: the optimizer is not on the device
+    elements: int  # that the optimizer was timed on

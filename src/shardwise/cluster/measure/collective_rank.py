@@ -1,5 +1,5 @@
-"""One of the processes that time collectives for collectives.py: `python -m shardwise.cluster.measure.collective_rank
-STORE BACKEND RANK WORLD SIZES [COLLECTIVE ...]`."""
+"""Is one of the processes that time collectives for collectives.py: `python -m
+shardwise.cluster.measure.collective_rank STORE BACKEND RANK WORLD SIZES [COLLECTIVE ...]`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def main(store_path: str, backend: str, rank: int, world: int, sizes: list[int],
 
 
 def _actions(size: int, rank: int, world: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """`size` is what all ranks together hold of the result of a gather, and what each holds for the others."""
+    """Returns the collectives to time, by name. `size` bytes are what all ranks together hold of the result of an
+    all-gather, and what each holds for the others."""
     count = max(1, size // 4 // world) * world
     whole, other = (torch.zeros(count, device=device) for _ in range(2))
     part = whole[: count // world].clone()

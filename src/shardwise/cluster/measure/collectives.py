@@ -1,4 +1,5 @@
-"""Collectives between the processes of this machine, timed and fitted: steps * alpha + bytes / rate. No torch here.
+"""Times collectives between the processes of this machine and fits a line to them: steps * alpha + bytes / rate. No
+torch here.
 
 A ring over n ranks takes n-1 steps for a gather, a scatter or an exchange and moves (n-1)/n of the bytes; an all-reduce
 takes twice both. So time over steps is a line over bytes per step, one for all n. Invariant: processes started here are
@@ -20,11 +21,13 @@ from shardwise.cluster.measure.link import fit_line, loopback_interface, run_ran
 from shardwise.spec.cluster import ClusterSpec
 
 SIZES = {"gloo": (4096, 65536, 2**20, 2**22, 2**24), "nccl": (4096, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28)}
-TIMES = {"all-reduce": 2}  # how often a ring goes round
+TIMES = {"all-reduce": 2}  # how often a ring goes round; once for the others
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
+    """What one collective took: bytes and seconds."""
+
     collective: str
     ranks: int
     size: int
@@ -36,13 +39,13 @@ class CollectiveTime:
 
     @property
     def moved(self) -> float:
-        """Bytes that each rank sends."""
+        """The bytes that each rank sends."""
         return self.steps * self.size / self.ranks
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Of one collective, over all numbers of ranks and sizes."""
+    """The line of one collective, over all numbers of ranks and sizes."""
 
     alpha: float  # seconds per step
     rate: float  # bytes per second and rank
@@ -52,7 +55,7 @@ class Fit:
 
 
 def worlds_of(machine: Machine) -> tuple[int, ...]:
-    """2, 4, 8, ... and as many as there are."""
+    """Returns the numbers of ranks to time: 2, 4, 8, ... and as many as there are."""
     most = len(machine.gpus) if len(machine.gpus) > 1 else machine.cores
     return tuple(sorted({2**power for power in range(1, most.bit_length())} | {most})) if most > 1 else ()
 
@@ -83,7 +86,7 @@ def fit(points: Sequence[CollectiveTime]) -> Fit:
 
 
 def with_collectives(cluster: ClusterSpec, points: Sequence[CollectiveTime]) -> ClusterSpec:
-    """The cluster with its fast link as measured: one line for all collectives."""
+    """Returns the cluster with its fast link as measured: one line for all collectives."""
     line = fit(points)
     fast = replace(cluster.tiers[0], bandwidth=line.rate, alpha=line.alpha, share=1.0, half=0.0, summing=1.0, mesh=0)
     origins = {**cluster.origins, "link": "measured", "share": "measured"}

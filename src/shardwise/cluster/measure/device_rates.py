@@ -1,4 +1,4 @@
-"""The child process behind devices.py: times each device and says what it is about to do before it does it.
+"""Is the child process behind devices.py: it times each device and says what it is about to do before it does it.
 
     python -m shardwise.cluster.measure.device_rates [DEVICE/MEASUREMENT to skip ...]
 
@@ -35,12 +35,14 @@ def main(skipped: set[str]) -> None:
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns the FLOP/s of a square matmul."""
     side = 1024 if device.type == "cpu" else 8192
     left = torch.randn(side, side, device=device, dtype=dtype)
     return 2 * side**3 / seconds_of(lambda: left @ left, device)
 
 
 def _copy_rate(device: torch.device) -> float:
+    """Returns the bytes per second that a copy reads and writes, added up."""
     # 256 MiB and more, so that no cache holds source and target.
     source = torch.zeros((64 if device.type == "cpu" else 256) * 2**20, device=device)
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""Short measurements of this machine: matrix products, memory copies, the disk. Each takes well under a second.
+"""Makes short measurements of this machine: matmuls, memory copies, the disk. Each takes well under a second.
 
 Rates are medians of repeated runs beside whatever else the machine is doing: they say what a run would get here and
 now, not what the data sheet promises. Devices are measured in a child process (device_rates.py), because a kernel that
@@ -40,6 +40,8 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class DiskRates:
+    """What a disk has free, in bytes, and how fast it is written, in bytes per second."""
+
     path: str
     free_bytes: int
     write_bytes_per_s: float | None
@@ -47,7 +49,7 @@ class DiskRates:
 
 
 def measure_devices(cpu_name: str, cpu_memory: int) -> list[DeviceRates]:
-    """The CPU, then every GPU that torch can use."""
+    """Returns the rates of the CPU, then of every GPU that torch can use."""
     found: dict[str, DeviceRates] = {"cpu": DeviceRates("cpu", cpu_name, cpu_memory)}
     tried: set[str] = set()
     while True:
@@ -99,7 +101,8 @@ def why_it_ended(code: int, errors: str) -> str:
 
 
 def measure_disk(folder: str | Path, size: int = DISK_BYTES) -> DiskRates:
-    """Writes and flushes one small file where `folder` is, or would be; removes it again."""
+    """Returns how fast the disk is, by a small file that is written and flushed where `folder` is, or would be; removes
+    it again."""
     place = Path(folder).absolute()
     while not place.is_dir():
         place = place.parent

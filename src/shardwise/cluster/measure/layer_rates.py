@@ -1,4 +1,4 @@
-"""The child process behind layers.py: what the operations of a layer reach on one device, by size.
+"""Is the child process behind layers.py: it measures what the operations of a layer reach on one device, by size.
 
     python -m shardwise.cluster.measure.layer_rates DEVICE [MEASUREMENT or number format to skip ...]
 
@@ -40,7 +40,7 @@ ATTENTIONS = {
     "cpu": ((2, 4, 4, 64, 32), (1, 4, 4, 256, 64), (1, 8, 8, 1024, 64)),
     "cuda": ((4, 8, 8, 256, 64), (2, 16, 16, 1024, 64), (2, 32, 8, 2048, 128), (1, 32, 8, 8192, 128)),
 }
-NUMBERS = {"cpu": (2**12, 2**15, 2**18, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}  # of a pass over memory
+ELEMENTS = {"cpu": (2**12, 2**15, 2**18, 2**22), "cuda": (2**16, 2**20, 2**24, 2**28)}  # in a pass over memory
 
 Measurement = Callable[[], tuple[float, float]]  # size, rate
 
@@ -61,7 +61,7 @@ def main(name: str, skipped: set[str]) -> None:
 
 def _measurements(device: torch.device) -> Iterator[tuple[str, Measurement]]:
     yield "launch#0", partial(_launch, device)
-    for number, count in enumerate(NUMBERS[device.type]):
+    for number, count in enumerate(ELEMENTS[device.type]):
         yield f"elementwise#{number}", partial(_passes, device, count)
     for name, dtype in FORMATS.items():
         for number, shape in enumerate(MATMULS[device.type]):
@@ -72,7 +72,8 @@ def _measurements(device: torch.device) -> Iterator[tuple[str, Measurement]]:
 
 
 def _matmuls(device: torch.device, dtype: torch.dtype, tokens: int, inputs: int, outputs: int) -> tuple[float, float]:
-    """Of one matmul; the mean of the three that a layer does: forward, and for the gradients of input and weight."""
+    """Returns the FLOP of one matmul and its FLOP/s, the mean of the three that a layer does: forward, and for the
+    gradients of input and weight."""
     x_TI = torch.randn(tokens, inputs, device=device, dtype=dtype)
     w_OI = torch.randn(outputs, inputs, device=device, dtype=dtype)
     g_TO = torch.randn(tokens, outputs, device=device, dtype=dtype)
@@ -91,7 +92,8 @@ def _attention(
     tokens: int,
     width: int,
 ) -> tuple[float, float]:
-    """Causal: half of both matmuls is computed, and in backward two and a half times as much."""
+    """Returns the FLOP of causal attention and its FLOP/s: half of both matmuls is computed, and in backward two and a
+    half times as much."""
     q, k, v = (
         torch.randn(rows, count, tokens, width, device=device, dtype=dtype, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
@@ -109,7 +111,8 @@ def _attention(
 
 
 def _passes(device: torch.device, count: int) -> tuple[float, float]:
-    """Of one pass; the mean of those around a block's matmuls: an addition, a norm, a gate."""
+    """Returns the bytes of one pass over memory and its bytes per second, the mean of those around a block's matmuls:
+    an addition, a norm, a gate."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     width = min(count, 1024)
     x, y = (torch.randn(count // width, width, device=device, dtype=dtype) for _ in range(2))
@@ -120,8 +123,8 @@ def _passes(device: torch.device, count: int) -> tuple[float, float]:
 
 
 def _launch(device: torch.device) -> tuple[float, float]:
-    """Host seconds of one operation inside a model: a block so small that nothing else counts, forward and backward,
-    over its operations."""
+    """Returns the host's seconds for one operation inside a model, after a size that stands for nothing: a block so
+    small that nothing else counts runs forward and backward, and its time is divided by its operations."""
     model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
     x_BTD = torch.randn(1, 8, WIDTH, device=device, requires_grad=True)
     # On a GPU backward runs in a thread of its own.
@@ -137,11 +140,11 @@ def _launch(device: torch.device) -> tuple[float, float]:
 
 
 BLOCKS, WIDTH = 6, 32
-OPERATIONS = 90  # of one block forward and backward, views included, as plan/prediction/operations.py counts them
+OPERATIONS = 90  # in one block forward and backward, views included, as plan/prediction/operations.py counts
 
 
 class _Block(nn.Module):
-    """The operations of a decoder's block."""
+    """Does the operations of a decoder's block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""`Device.curves` and `Device.launch`, measured: matmuls, attention and passes over memory by size. No torch
-here.
+"""Measures `Device.curves` and `Device.launch`: matmuls, attention and passes over memory by size. No torch here.
 
 All devices are measured at once, or on a machine without cards all cores, a process with one thread on each: rates are
 what a rank gets while the others are busy. Children measure (layer_rates.py), because a kernel that this machine cannot
@@ -31,7 +30,8 @@ CHILD_SECONDS = 100
 
 @dataclass(frozen=True)
 class LayerRates:
-    """`curves` as Device has them; `problems`: number format or measurement that does not work here -> why."""
+    """What the operations of a layer reach. `curves` are as Device has them; `problems` has the reason for each number
+    format or measurement that does not work here."""
 
     devices: tuple[str, ...]
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -49,7 +49,8 @@ def devices_of(machine: Machine) -> tuple[str, ...]:
 
 
 def measure_layers(devices: Sequence[str]) -> LayerRates:
-    """About ten seconds; five more for a number format that does not work here."""
+    """Returns what the operations of a layer reach on these devices. It takes about ten seconds; five more for a number
+    format that does not work here."""
     found: Found = {}
     problems: dict[str, str] = {}
     while True:
@@ -78,7 +79,8 @@ def measure_layers(devices: Sequence[str]) -> LayerRates:
 
 
 def _one_round(devices: Sequence[str], skipped: Sequence[str]) -> tuple[Found, tuple[str | None, str] | None]:
-    """Measures what is not in `skipped`. When a child died: the measurement that it was at, and why."""
+    """Measures what is not in `skipped` and returns it. When a child died, it also returns the measurement that it was
+    at, and why."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardwise.cluster.measure.layer_rates"]
     pipe: dict[str, Any] = {
@@ -127,11 +129,12 @@ def _end(children: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def with_layers(cluster: ClusterSpec, rates: LayerRates) -> ClusterSpec:
-    """The cluster with the curves in it.
+    """Returns the cluster with the curves in it.
 
-    Of a core, matmuls say the peak, which no data sheet does. Of a card, they only say what share of the peak it
+    For a core, matmuls say the peak, which no data sheet does. For a card, they only say what share of the peak it
     reaches: how fast a matmul is depends on its shape more than on its size (an odd vocabulary takes eight times as
-    long), and the planner knows shapes."""
+    long), and the planner knows shapes.
+    """
     device, matmuls = cluster.device, {}
     for name, curve in rates.curves.items():
         if name.startswith("matmul/"):

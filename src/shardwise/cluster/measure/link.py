@@ -1,4 +1,4 @@
-"""The link between processes in the alpha-beta model: sending S bytes takes alpha + beta * S seconds.
+"""Measures the link between processes in the alpha-beta model: sending S bytes takes alpha + beta * S seconds.
 
 Two local processes time real all-reduces of several sizes (collective_rank.py); here the line is fitted. An all-reduce
 over two ranks is two sends of S/2 in a row, so its line has intercept 2 * alpha and slope beta. Invariant: processes
@@ -23,7 +23,7 @@ SIZES = (4, 4096, 65536, 2**20, 2**22, 2**24)
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Seconds per message and per byte; `points` are the measured (bytes, seconds) of all-reduces over two ranks."""
+    """Seconds per send and per byte; `points` are the measured (bytes, seconds) of all-reduces over two ranks."""
 
     alpha_s: float
     beta_s_per_byte: float
@@ -40,14 +40,14 @@ class LinkFit:
 
 
 class LinkNotMeasured(Exception):
-    """The two processes did not come back with times; the message says what they said."""
+    """Is raised when the two processes did not come back with times; the message says what they said."""
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope of y = a + b * x by least squares of the *relative* errors, neither below zero.
+    """Returns intercept and slope of y = a + b * x by least squares of the *relative* errors, neither below zero.
 
     Times span four orders of magnitude. Plain least squares would fit the longest alone and leave the intercept,
-    which is what short messages cost, to chance.
+    which is what short sends cost, to chance.
     """
     weights = [1 / y**2 for _, y in points]
     total = sum(weights)
@@ -64,7 +64,8 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def loopback_interface() -> str | None:
-    """`lo` on Linux, `lo0` on macOS; None where interfaces have other names."""
+    """Returns the name of the loopback interface: `lo` on Linux, `lo0` on macOS; None where interfaces have other
+    names."""
     try:
         names = [name for _, name in socket.if_nameindex()]
     except (AttributeError, OSError):
@@ -73,7 +74,8 @@ def loopback_interface() -> str | None:
 
 
 def measure_local_link(sizes: Sequence[int] = SIZES, timeout_s: float = 60.0) -> LinkFit:
-    """Starts two processes, lets them all-reduce over gloo, fits the line. About the time of importing torch."""
+    """Starts two processes, lets them all-reduce over gloo, and returns the fitted line. It takes about the time of
+    importing torch."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if interface := loopback_interface():
         environment["GLOO_SOCKET_IFNAME"] = interface  # gloo's own variable: listen there and nowhere else
@@ -89,7 +91,8 @@ def measure_local_link(sizes: Sequence[int] = SIZES, timeout_s: float = 60.0) ->
 
 
 def run_ranks(module: str, arguments: Sequence[Sequence[str]], environment: dict[str, str], timeout_s: float) -> str:
-    """One process per entry of `arguments`; what the first of them printed. None is left when this returns."""
+    """Runs one process per entry of `arguments` and returns what the first of them printed. None is left when this
+    returns."""
     pipe: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([sys.executable, "-m", module, *words], **pipe) for words in arguments]
     try:

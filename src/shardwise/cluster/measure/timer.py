@@ -1,4 +1,4 @@
-"""The one timer of measurements: how long an action takes on a device, and how long one takes that several ranks do
+"""Is the one timer of measurements: how long an action takes on a device, and how long one takes that several ranks do
 together.
 
 What others do to this machine meanwhile is not its speed, so neither function returns a mean: of an action alone it is
@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 Action = Callable[[], object]
 
-SECONDS = {"cpu": 0.1, "cuda": 0.3}  # of one measurement
-LONG = 2e-4  # seconds: longer than starting the three operations of a measurement
+SECONDS = {"cpu": 0.1, "cuda": 0.3}  # how long one measurement lasts
+LONG = 2e-4  # seconds of an action that is longer than starting the three operations of a measurement
 WARM_UP = 3  # collectives that open connections and fill caches
 LARGE_BYTES = 2**22  # collectives from this size on are repeated less often
 
 
 def seconds_of(action: Action, device: torch.device) -> float:
-    """Seconds of one call: the lower quartile of as many as fit in the time of a measurement, at least one, after one
-    that warms up."""
+    """Returns the seconds of one call: the lower quartile of as many as fit in the time of a measurement, at least one,
+    after one that warms up."""
     if device.type == "cuda":
         return _device_seconds(action, device)
     now = host_clock()
@@ -37,7 +37,8 @@ def seconds_of(action: Action, device: torch.device) -> float:
 
 
 def collective_seconds(action: Action, size: int, device: torch.device) -> float:
-    """Seconds of a collective of `size` bytes: the least of several, each begun by all ranks together."""
+    """Collective. Returns the seconds of a collective of `size` bytes: the least of several, each begun by all ranks
+    together."""
     times = []
     for _ in range(WARM_UP + (7 if size >= LARGE_BYTES else 20)):
         dist.barrier()
@@ -50,19 +51,21 @@ def collective_seconds(action: Action, size: int, device: torch.device) -> float
 
 
 def host_clock() -> Callable[[], float]:
-    """Of this thread, not of the wall, where all of the computing is in this thread: what others on this machine take
-    away is not this core's speed."""
+    """Returns the clock to time the host with, in seconds: this thread's, not the wall's, where all of the computing is
+    in this thread. What others on this machine take away is not this core's speed."""
     is_fine = time.get_clock_info("thread_time").resolution <= 1e-6 and torch.get_num_threads() == 1
     return time.thread_time if is_fine else time.perf_counter
 
 
 def lower_quartile(times: list[float]) -> float:
+    """Returns the value that a quarter of these are below."""
     return sorted(times)[len(times) // 4]
 
 
 def _device_seconds(action: Action, device: torch.device) -> float:
-    """What is long is timed at the end of a stretch of the same, when power limits have set the clock; what is short
-    between events, with the device held up first, so that the host is ahead of it and starting is not measured."""
+    """Returns the seconds of one call on a GPU. A long action is timed at the end of a stretch of the same, when power
+    limits have set the clock; a short one between events, with the device held up first, so that the host is ahead of
+    it and starting is not measured."""
 
     def between(warm: int, count: int, held: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
