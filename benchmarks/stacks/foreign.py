@@ -259,7 +259,7 @@ class ForeignStack(Stack):
         found = spec.hidden // token_parts if self.dropout else 0  # two masks, of half an element each
         if self.attention == "math" and not spec.attention_softcap:
             found += _scores(spec, seq_len)
-        if self.keys_twice and not spec.is_latent and spec.num_heads == spec.num_kv_heads:
+        if self.keys_twice and spec.attention.fused and spec.num_heads == spec.num_kv_heads:
             found += 2 * spec.num_kv_heads * spec.head_dim
         return found
 

@@ -17,6 +17,7 @@ from shardwise.model.masking import MaskBuilder
 from shardwise.parallel.context.attention_blocks import Score
 from shardwise.parallel.context.ring import ring_backward, ring_forward
 from shardwise.parallel.context.zigzag import AttentionView, Zigzag
+from shardwise.spec.layers import FEEDFORWARD
 from shardwise.spec.model import LayerSpec
 
 WAIT_S = 60
@@ -70,7 +71,7 @@ def draw(shape: Shape, dtype: torch.dtype, device: str = "cpu", documents: bool 
 def plain(shape: Shape, tensors: list[Tensor], documents: Tensor | None, kernel: str = "math") -> list[Tensor]:
     """Output and gradients by the model's own attention over whole rows."""
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    layer = LayerSpec(0, shape.window, False, 1, 1e4, True)
+    layer = LayerSpec(0, shape.window, FEEDFORWARD["dense"], 1, 1e4, True)
     builder = MaskBuilder(shape.tokens, 0, q.device, documents)
     mask = builder.build((layer,), flex=False)[builder.key(layer)]
     out = attend(q, k, v, mask, KERNELS[kernel], shape.score.scale, shape.softcap)

@@ -30,6 +30,7 @@ from shardwise.parallel.context.ulysses import ulysses_attention
 from shardwise.parallel.context.zigzag import QueryKeyBlock, Zigzag
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
+from shardwise.spec.layers import FEEDFORWARD
 from shardwise.spec.model import LayerSpec
 from shardwise.spec.presets import preset
 
@@ -144,7 +145,7 @@ def test_blocks_hold_every_pair_that_may_look_and_no_other(window: int | None, d
                 allowed = allowed if sight.allowed_1TS is None else sight.allowed_1TS[:, 0]
                 seen[:, queries[:, None], keys] += allowed
     builder = MaskBuilder(24, 0, CPU, ids)
-    layer = LayerSpec(0, window, False, 1, 1e4, True)
+    layer = LayerSpec(0, window, FEEDFORWARD["dense"], 1, 1e4, True)
     mask = builder.build((layer,), flex=False)[builder.key(layer)]
     causal = torch.ones(24, 24, dtype=torch.bool).tril()[None]
     whole = causal if mask.is_causal else mask.allowed_1TS[:, 0]  # type: ignore[index]
@@ -224,7 +225,7 @@ def ulysses(shape: Shape, documents: bool) -> tuple[int, int, list[Tensor]]:
     size, index = dist.get_world_size(), dist.get_rank()
     q, k, v, grad = (x.chunk(size, dim=1)[index] for x in tensors)
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    layer = LayerSpec(0, shape.window, False, 1, 1e4, True)
+    layer = LayerSpec(0, shape.window, FEEDFORWARD["dense"], 1, 1e4, True)
     builder = MaskBuilder(shape.tokens, 0, CPU, ids)
     mask = builder.build((layer,), flex=False)[builder.key(layer)]
     kernel = "math" if shape.softcap or shape.value_width != shape.width else "sdpa"

@@ -49,13 +49,13 @@ def test_a_batch_that_does_not_divide_stays_so() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_every_family_shrinks_to_what_the_layout_divides(name: str, tp: int) -> None:
     spec = preset(name)
-    if spec.num_heads % tp or (spec.num_kv_heads % tp and tp % spec.num_kv_heads and not spec.is_latent):
+    if spec.num_heads % tp or (spec.num_kv_heads % tp and tp % spec.num_kv_heads):
         pytest.skip("the model itself does not divide")
     small = shrink_spec(spec, shrink_plan(plan_of(tp=tp, dp=2)))
     assert small.num_parameters < 200_000
     assert small.num_heads % tp == 0
-    assert small.is_latent or small.num_kv_heads % tp == 0 or tp % small.num_kv_heads == 0
-    kept = ("tied", "qk_norm", "qkv_bias", "mlp_bias", "norm", "positions", "router", "post_norms", "is_latent")
+    assert small.num_kv_heads % tp == 0 or tp % small.num_kv_heads == 0
+    kept = ("tied", "qk_norm", "qkv_bias", "mlp_bias", "norm", "positions", "router", "post_norms", "attention")
     assert all(getattr(small, field) == getattr(spec, field) for field in kept)
     assert bool(small.num_experts) == bool(spec.num_experts) and bool(small.sliding_window) == bool(spec.sliding_window)
     kinds = {(layer.window is None, layer.is_moe) for layer in spec.layers}
@@ -66,7 +66,7 @@ def test_every_family_shrinks_to_what_the_layout_divides(name: str, tp: int) -> 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 2), (1, 4), (2, 2)])
 def test_heads_stay_shareable_for_ulysses(name: str, tp: int, cp: int) -> None:
     spec = preset(name)
-    if spec.num_heads % (tp * cp) or (spec.num_kv_heads % tp and tp % spec.num_kv_heads and not spec.is_latent):
+    if spec.num_heads % (tp * cp) or (spec.num_kv_heads % tp and tp % spec.num_kv_heads):
         pytest.skip("the model itself does not divide")
     plan = shrink_plan(plan_of(tp=tp, cp=cp, cp_kind="ulysses"))
     assert (plan.cp, plan.cp_kind, plan.seq_len % (2 * cp)) == (cp, "ulysses", 0)

@@ -144,9 +144,7 @@ def _ready(
     if (kernel == "flex" and device.type != "cuda") or (kernel == "flash4" and not flash4.can_run(device)):
         return None
     heads, kv_heads = max(1, spec.num_heads // shape.tp), max(1, spec.num_kv_heads // shape.tp)
-    width = spec.head_dim
-    if spec.is_latent:  # values are padded to the width of queries
-        width, kv_heads = spec.qk_nope_head_dim + spec.qk_rope_head_dim, heads
+    width = spec.head_dim  # to which narrower values are padded
     draw = torch.Generator(device).manual_seed(0)
     q, k, v = (
         torch.randn(shape.rows, shape.seq_len, num, width, device=device, dtype=dtype, generator=draw).requires_grad_()

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -220,16 +220,27 @@ class Head(nn.Module):
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 
+ATTENTION: dict[str, Callable[[ModelSpec, LayerSpec, AttentionKernel], nn.Module]] = {
+    "grouped-query": Attention,
+    "latent": LatentAttention,
+}
+FEEDFORWARD: dict[str, Callable[[ModelSpec, int], nn.Module]] = {
+    "dense": FeedForward,
+    "experts": lambda spec, _: MixtureOfExperts(spec),
+}
+"""The modules of each kind of layer, by the name of its record (spec/layers.py)."""
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x)); Gemma normalises the results as well."""
 
     def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: AttentionKernel):
         super().__init__()
         self.attention_norm = make_norm(spec, spec.hidden)
-        self.attention = (LatentAttention if spec.is_latent else Attention)(spec, layer, kernel)
+        self.attention = ATTENTION[spec.attention.name](spec, layer, kernel)
         self.attention_post_norm = make_norm(spec, spec.hidden) if spec.post_norms else nn.Identity()
         self.feedforward_norm = make_norm(spec, spec.hidden)
-        self.feedforward = MixtureOfExperts(spec) if layer.is_moe else FeedForward(spec, layer.ffn)
+        self.feedforward = FEEDFORWARD[layer.feedforward.name](spec, layer.ffn)
         self.feedforward_post_norm = make_norm(spec, spec.hidden) if spec.post_norms else nn.Identity()
 
     def forward(

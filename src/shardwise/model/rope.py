@@ -101,7 +101,7 @@ def attention_factor(spec: ModelSpec) -> float:
 def softmax_scale(spec: ModelSpec) -> float:
     """The factor on attention scores: 1/sqrt(head_dim) unless the spec says otherwise."""
     scale = (spec.query_scale_dim or spec.head_dim) ** -0.5
-    if spec.is_latent and spec.rope_scaling == "yarn" and spec.rope_mscale_all_dim:
+    if spec.attention.yarn_scales_scores and spec.rope_scaling == "yarn" and spec.rope_mscale_all_dim:
         # DeepSeek moves YaRN's temperature from the rotated dimensions to the whole score.
         scale *= _mscale(spec.rope_factor, spec.rope_mscale_all_dim) ** 2
     return scale

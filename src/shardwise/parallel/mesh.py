@@ -101,7 +101,7 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
     shape = (plan.pp, plan.replicate, shards, plan.tp)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     assert spec is not None or plan.world == plan.dp, plan.layout
-    kv_replicas = 1 if spec is None or spec.is_latent else max(1, plan.tp // spec.num_kv_heads)
+    kv_replicas = 1 if spec is None else max(1, plan.tp // spec.num_kv_heads)
     # For replicas FSDP2 holds what it summed until backward ends: not where gradients are to leave at once.
     has_replicas = plan.replicate > 1 or (shards == 1 and plan.offload == "none")
     is_v = plan.pp > 1 and SCHEDULES[plan.schedule].is_v  # its first and last stage are on the same rank

@@ -95,11 +95,7 @@ def shrink_spec(spec: ModelSpec, plan: Plan) -> ModelSpec:
         "vocab": VOCAB,
         "max_seq_len": max(plan.seq_len, min(spec.max_seq_len, 4 * SEQ_LEN)),
     }
-    if spec.is_latent:
-        sizes |= {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 0}
-        sizes |= {"q_lora_rank": 24} if spec.q_lora_rank else {}
-    else:
-        sizes["head_dim"] = 8
+    sizes |= spec.attention.small_sizes(spec)
     if spec.sliding_window:
         sizes["sliding_window"] = SEQ_LEN // 2
     if spec.num_experts:
@@ -128,9 +124,6 @@ def _heads(spec: ModelSpec, tp: int, cp: int = 1) -> tuple[int, int]:
     """Returns a few query and key/value heads that stand to tp as the model's own do: grouped if grouped, shared
     between ranks if shared. `cp` are the ranks that share the heads of a slice, the way of Ulysses."""
     ranks = tp * cp
-    if spec.is_latent:
-        heads = next(n for n in range(2, spec.num_heads + ranks + 1) if n % ranks == 0)
-        return heads, heads
     shares = spec.num_kv_heads < tp
     for kv in range(1, spec.num_kv_heads + 1):
         for group in range(1, spec.num_heads // spec.num_kv_heads + 1):

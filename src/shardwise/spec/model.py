@@ -2,8 +2,8 @@
 
 Owns the shapes, the parameter and FLOP counts that follow from them, and the checks that make a spec buildable.
 Invariant: a `ModelSpec` that exists is valid, and nothing here imports torch, because the planner lives on these
-numbers. Zero means "none" for optional sizes, so that every field can be written in TOML. Read next: `presets.py`,
-`decoder.py`.
+numbers. Zero means "none" for optional sizes, so that every field can be written in TOML. What a kind of layer has and
+does is its record's to say (`layers.py`). Read next: `layers.py`, `presets.py`, `decoder.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
+from itertools import product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shardwise.errors import UserError
+from shardwise.spec.layers import (
+    ATTENTION,
+    FEEDFORWARD,
+    AttentionKind,
+    FeedForwardKind,
+    TensorCut,
+    Weight,
+    impossible,
+    kind_named,
+)
 
 Norm = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -29,10 +40,20 @@ class LayerSpec:
 
     index: int
     window: int | None
-    is_moe: bool
+    feedforward: FeedForwardKind
     ffn: int
     rope_theta: float
     rope_scaled: bool
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether it has experts."""
+        return self.feedforward.has_experts
+
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """The same for layers that compute and keep as much."""
+        return self.window, self.feedforward.name, self.ffn
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,10 @@ class ModelSpec:
     logit_softcap: float = 0.0
     scale_embedding: bool = False
 
+    # Kinds of layers by name (layers.py). Empty: latent attention or grouped-query, as kv_lora_rank says; dense layers.
+    attention_kind: str = ""
+    feedforward_kind: str = ""
+
     # Latent attention (DeepSeek's MLA): on when kv_lora_rank > 0; head_dim is then qk_nope_head_dim + qk_rope_head_dim.
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
@@ -119,9 +144,7 @@ class ModelSpec:
             "head_dim": self.head_dim or (self.hidden // self.num_heads if self.num_heads > 0 else 0),
             "expert_ffn": self.expert_ffn or (self.ffn if self.num_experts else 0),
         }
-        if self.is_latent:
-            derived["head_dim"] = self.qk_nope_head_dim + self.qk_rope_head_dim
-        for key, value in derived.items():
+        for key, value in (derived | self.attention.derived(self)).items():
             object.__setattr__(self, key, value)
         check_sizes(self)
 
@@ -134,21 +157,24 @@ class ModelSpec:
         return True
 
     @property
-    def is_latent(self) -> bool:
-        return self.kv_lora_rank > 0
-
-    @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
 
+    @cached_property
+    def attention(self) -> AttentionKind:
+        """The kind of attention of all layers."""
+        usual = "latent" if self.kv_lora_rank > 0 else "grouped-query"
+        return kind_named(ATTENTION, "attention_kind", self.attention_kind or usual)
+
     @property
     def value_dim(self) -> int:
-        """Width of one head's values: latent attention lets it differ from the width of queries and keys."""
-        return self.v_head_dim if self.is_latent else self.head_dim
+        """The width of one head's values."""
+        return self.attention.value_dim(self)
 
     @property
     def rotary_dim(self) -> int:
-        return self.qk_rope_head_dim if self.is_latent else self.head_dim
+        """Dimensions of a head that positions rotate."""
+        return self.attention.rotary_dim(self)
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -158,11 +184,12 @@ class ModelSpec:
         is_global = index < self.window_from or (self.global_every > 0 and (index + 1) % self.global_every == 0)
         window = self.sliding_window if self.sliding_window and not is_global else None
         is_moe = self.is_moe and index >= self.first_dense_layers and (index + 1) % self.moe_every == 0
+        feedforward = "experts" if is_moe else self.feedforward_kind or "dense"
         is_local = window is not None and self.rope_local_theta > 0
         return LayerSpec(
             index=index,
             window=window,
-            is_moe=is_moe,
+            feedforward=kind_named(FEEDFORWARD, "feedforward_kind", feedforward),
             ffn=self.expert_ffn if is_moe else self.ffn,
             rope_theta=self.rope_local_theta if is_local else self.rope_theta,
             rope_scaled=self.rope_scaling != "none" and not is_local,
@@ -175,31 +202,53 @@ class ModelSpec:
         """Tables that are looked up, not multiplied: tokens and learned positions."""
         return (self.vocab + (self.max_seq_len if self.positions == "learned" else 0)) * self.hidden
 
-    @property
+    @cached_property
+    def attention_weights(self) -> tuple[Weight, ...]:
+        """The parameters of one layer's attention, its q/k norms included."""
+        return self.attention.weights(self)
+
+    def feedforward_weights(self, layer: LayerSpec) -> tuple[Weight, ...]:
+        """The parameters of one layer's feed-forward part: the dense one, or router, routed and shared experts."""
+        return self._feedforward[layer.kind[1:]][0]
+
+    @cached_property
+    def _feedforward(self) -> dict[tuple[object, ...], tuple[tuple[Weight, ...], int, int]]:
+        """By kind of layer: its weights, their elements, and of these how many a token meets."""
+        found = {}
+        for layer in {layer.kind[1:]: layer for layer in self.layers}.values():
+            weights = layer.feedforward.weights(self, layer.ffn)
+            count = sum(weight.size for weight in weights)
+            found[layer.kind[1:]] = weights, count, count - layer.feedforward.idle_parameters(self, layer.ffn)
+        return found
+
+    @cached_property
+    def weights(self) -> dict[str, Weight]:
+        """Every parameter of the model by its name."""
+        norm = ("weight", "bias") if self.norm == "layer" else ("weight",)
+        vocab, width = (self.vocab, self.hidden), (self.hidden,)
+        rows = Weight("weight", vocab, TensorCut(0, self.vocab))
+        found = {"embed.weight": rows}
+        if self.positions == "learned":
+            found["position_embed.weight"] = Weight("weight", (self.max_seq_len, self.hidden), is_inside=False)
+        posts = ("", "_post") if self.post_norms else ("",)
+        for layer in self.layers:
+            parts = {"attention": self.attention_weights, "feedforward": self.feedforward_weights(layer)}
+            for part, weights in parts.items():
+                for post, leaf in product(posts, norm):
+                    found[f"layers.{layer.index}.{part}{post}_norm.{leaf}"] = Weight(leaf, width, is_inside=False)
+                found |= {f"layers.{layer.index}.{part}.{weight.name}": weight for weight in weights}
+        found |= {f"norm.{leaf}": Weight(leaf, width, is_inside=False) for leaf in norm}
+        return found if self.tied else found | {"head.weight": rows}
+
+    @cached_property
     def num_attention_parameters(self) -> int:
-        """One layer's attention, its q/k norms included."""
-        if self.is_latent:
-            out_of_query = self.num_heads * self.head_dim
-            query = self.hidden * out_of_query
-            if self.q_lora_rank:
-                query = self.q_lora_rank * (self.hidden + 1 + out_of_query)
-            latent = self.hidden * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
-            expand = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-            return query + latent + expand + self.num_heads * self.v_head_dim * self.hidden
-        out_of_qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        count = self.hidden * out_of_qkv + self.num_heads * self.head_dim * self.hidden
-        count += out_of_qkv if self.qkv_bias else 0
-        count += self.hidden if self.out_bias else 0
-        return count + (2 * self.head_dim if self.qk_norm else 0)
+        """Parameters of one layer's attention."""
+        return sum(weight.size for weight in self.attention_weights)
 
     def num_feedforward_parameters(self, layer: LayerSpec, active_only: bool = False) -> int:
-        """One layer's feed-forward: the dense one, or router, routed and shared experts."""
-        matrices = 3 if self.gated else 2
-        if layer.is_moe:
-            experts = (self.experts_per_token if active_only else self.num_experts) + self.num_shared_experts
-            return experts * matrices * self.hidden * self.expert_ffn + self.num_experts * self.hidden
-        bias = ((matrices - 1) * layer.ffn + self.hidden) if self.mlp_bias else 0
-        return matrices * self.hidden * layer.ffn + bias
+        """Parameters of one layer's feed-forward part; with `active_only` those that one token meets."""
+        _, every, active = self._feedforward[layer.kind[1:]]
+        return active if active_only else every
 
     @property
     def num_norm_parameters(self) -> int:
@@ -253,7 +302,12 @@ class ModelSpec:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields by name; kinds that sizes say are left out, as in files from before they had names."""
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value or name not in ("attention_kind", "feedforward_kind")
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
@@ -303,90 +357,29 @@ POSITIVE = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ff
 
 def check_sizes(spec: ModelSpec) -> None:
     """Refuse what cannot be built, with the arithmetic."""
-    if spec.is_latent:
-        _check_latent(spec)
+    spec.attention.check(spec)
     for name in FIELD_NAMES:
         value = getattr(spec, name)
         low = 1 if name in POSITIVE else 0
         if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
-            raise _impossible(
-                f"model.{name} = {value}", f"it must be at least {low}", f"{name} = {max(low, 1)} or more"
-            )
+            raise impossible(f"model.{name} = {value}", f"it must be at least {low}", f"{name} = {max(low, 1)} or more")
     if spec.num_heads % spec.num_kv_heads:
-        raise _impossible(
+        raise impossible(
             f"{spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads",
             f"{spec.num_heads} / {spec.num_kv_heads} is not whole: each key-value head serves the same number of heads",
             "choose num_kv_heads that divides num_heads",
         )
     if spec.positions == "rope" and spec.rotary_dim % 2:
-        raise _impossible(
+        raise impossible(
             f"rotary positions over {spec.rotary_dim} dimensions",
             "RoPE turns pairs of dimensions, so the head dimension must be even",
             "choose hidden, num_heads or head_dim so that head_dim is even",
         )
-    if spec.is_moe:
-        _check_experts(spec)
+    for name in (*(["experts"] if spec.is_moe else []), spec.feedforward_kind or "dense"):
+        kind_named(FEEDFORWARD, "feedforward_kind", name).check(spec)
     if spec.rope_scaling in ("llama3", "yarn") and not spec.rope_original_max_seq_len:
-        raise _impossible(
+        raise impossible(
             f"rope_scaling = {spec.rope_scaling!r} without rope_original_max_seq_len",
             "the scaling bends frequencies around the length the model was first trained with",
             "set rope_original_max_seq_len, for example 8192",
         )
-
-
-def _check_latent(spec: ModelSpec) -> None:
-    if not (spec.qk_nope_head_dim and spec.qk_rope_head_dim and spec.v_head_dim):
-        raise _impossible(
-            "latent attention with missing head sizes",
-            "kv_lora_rank > 0 needs qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
-            "set all three, for example 128, 64 and 128",
-        )
-    wrong = [
-        name
-        for name, is_wrong in {
-            "num_kv_heads": spec.num_kv_heads != spec.num_heads,
-            "qkv_bias": spec.qkv_bias,
-            "out_bias": spec.out_bias,
-            "qk_norm": spec.qk_norm,
-            "positions": spec.positions != "rope",
-        }.items()
-        if is_wrong
-    ]
-    if wrong:
-        raise _impossible(
-            f"latent attention with {wrong[0]} = {getattr(spec, wrong[0])!r}",
-            "its keys and values come from one latent per token: no grouped heads, biases, q/k norms or learned "
-            "positions",
-            f"leave {wrong[0]} at its default",
-        )
-
-
-def _check_experts(spec: ModelSpec) -> None:
-    if not 1 <= spec.experts_per_token <= spec.num_experts:
-        raise _impossible(
-            f"experts_per_token = {spec.experts_per_token} of num_experts = {spec.num_experts}",
-            "every token goes to at least one expert and at most all of them",
-            f"set experts_per_token between 1 and {spec.num_experts}, for example {min(2, spec.num_experts)}",
-        )
-    groups, kept = spec.num_expert_groups, spec.topk_groups
-    if groups < 1 or spec.num_experts % groups or not 1 <= kept <= groups:
-        raise _impossible(
-            f"{spec.num_experts} experts in {groups} groups, {kept} kept",
-            "groups must divide the experts evenly and at least one group is kept",
-            "choose num_expert_groups that divides num_experts and topk_groups up to it",
-        )
-    if groups > 1 and (spec.num_experts // groups < 2 or spec.experts_per_token > kept * (spec.num_experts // groups)):
-        raise _impossible(
-            f"{groups} expert groups of {spec.num_experts // groups} with {kept} kept for {spec.experts_per_token} "
-            f"experts",
-            "a group is scored by its best two experts, and the kept groups must hold experts_per_token experts",
-            "use fewer groups or raise topk_groups",
-        )
-    if spec.mlp_bias:
-        raise _impossible(
-            "experts with mlp_bias", "stacked experts have no biases here", "set mlp_bias = false or num_experts = 0"
-        )
-
-
-def _impossible(what: str, why: str, fix: str) -> UserError:
-    return UserError(f"impossible model: {what}", why=why, fix=fix)

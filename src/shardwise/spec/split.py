@@ -134,13 +134,5 @@ def tensor_slice(spec: ModelSpec, tp: int) -> ModelSpec:
     vocabulary. Norms, routers, learned positions and the down-projections of latent attention are not cut."""
     if tp == 1:
         return spec
-    heads = spec.num_heads // tp
-    return replace(
-        spec,
-        num_heads=heads,
-        num_kv_heads=heads if spec.is_latent else -(-spec.num_kv_heads // tp),
-        head_dim=spec.head_dim,
-        ffn=-(-spec.ffn // tp),
-        expert_ffn=-(-spec.expert_ffn // tp),
-        vocab=-(-spec.vocab // tp),
-    )
+    cut = {"vocab", *spec.attention.cut_sizes}.union(*(layer.feedforward.cut_sizes for layer in spec.layers))
+    return replace(spec, head_dim=spec.head_dim, **{name: -(-getattr(spec, name) // tp) for name in cut})

@@ -38,9 +38,7 @@ def megatron_flags(spec: ModelSpec, job: Job, plan: Plan) -> tuple[list[str], li
     if spec.is_moe:
         flags += [("num-experts", spec.num_experts), ("moe-router-topk", spec.experts_per_token)]
         flags += [("moe-ffn-hidden-size", spec.expert_ffn), ("expert-model-parallel-size", plan.ep)]
-    if spec.is_latent:
-        flags += [("multi-latent-attention", True), ("kv-lora-rank", spec.kv_lora_rank)]
-        flags += [("q-lora-rank", spec.q_lora_rank), ("v-head-dim", spec.v_head_dim)]
+    flags += spec.attention.megatron(spec)
     _megatron_states(flags, missing, plan)
     _megatron_pipeline(flags, missing, spec, plan)
     if plan.recomputes.is_selective:

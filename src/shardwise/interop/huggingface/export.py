@@ -21,7 +21,7 @@ def choose_architecture(spec: ModelSpec) -> str:
     """The one transformers architecture that could hold this model, by its most telling feature."""
     if spec.positions == "learned":
         return "gpt2"
-    if spec.is_latent:
+    if spec.attention.name == "latent":
         return "deepseek_v3"
     if spec.norm_plus_one:
         return "gemma3_text" if spec.qk_norm else "gemma2"

@@ -50,7 +50,7 @@ def is_ignorable(name: str, spec: ModelSpec) -> bool:
         return True
     # DeepSeek appends its multi-token-prediction module as one more layer; it is no part of the main model.
     match = re.match(r"model\.layers\.(\d+)\.", name)
-    return spec.is_latent and match is not None and int(match[1]) >= spec.num_layers
+    return spec.attention.name == "latent" and match is not None and int(match[1]) >= spec.num_layers
 
 
 def whole(theirs: str, ours: str) -> TheirTensor:
@@ -85,7 +85,7 @@ def _norms(spec: ModelSpec) -> dict[str, str]:
 
 
 def _attention(spec: ModelSpec) -> dict[str, str]:
-    if spec.is_latent:
+    if spec.attention.name == "latent":
         names = {
             "q": "q_b_proj" if spec.q_lora_rank else "q_proj",
             "kv_down": "kv_a_proj_with_mqa",

@@ -47,32 +47,7 @@ class Settings(Protocol):
 @cache
 def linears_of(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
     """(outputs, inputs) of every linear layer inside the blocks."""
-    found: dict[str, tuple[int, int]] = {}
-    for layer in spec.layers:
-        parts = {f"attention.{name}": shape for name, shape in _attention(spec).items()}
-        dense, width = "feedforward", layer.ffn
-        if layer.is_moe:
-            dense, width = "feedforward.shared", spec.expert_ffn * spec.num_shared_experts
-        if width:
-            parts |= {f"{dense}.gate": (width, spec.hidden)} if spec.gated else {}
-            parts |= {f"{dense}.up": (width, spec.hidden), f"{dense}.down": (spec.hidden, width)}
-        found |= {f"layers.{layer.index}.{name}": shape for name, shape in parts.items()}
-    return found
-
-
-def _attention(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    if not spec.is_latent:
-        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        rows = {"q": queries, "k": keys, "v": keys}
-        return {name: (out, spec.hidden) for name, out in rows.items()} | {"o": (spec.hidden, queries)}
-    head = spec.qk_nope_head_dim + spec.qk_rope_head_dim
-    return {
-        **({"q_down": (spec.q_lora_rank, spec.hidden)} if spec.q_lora_rank else {}),
-        "q": (spec.num_heads * head, spec.q_lora_rank or spec.hidden),
-        "kv_down": (spec.kv_lora_rank + spec.qk_rope_head_dim, spec.hidden),
-        "kv_up": (spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank),
-        "o": (spec.hidden, spec.num_heads * spec.v_head_dim),
-    }
+    return {_module(name): weight.shape for name, weight in spec.weights.items() if weight.is_linear}  # type: ignore[misc]
 
 
 @cache
@@ -85,7 +60,7 @@ def their_modules(spec: ModelSpec) -> Mapping[str, str]:
 @cache
 def modules_of(spec: ModelSpec) -> tuple[str, ...]:
     """The names of all modules with parameters."""
-    return tuple(dict.fromkeys(_module(part.ours) for tensor in tensor_table(spec) for part in tensor.parts))
+    return tuple(dict.fromkeys(map(_module, spec.weights)))
 
 
 def _module(parameter: str) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -65,61 +65,25 @@ def placement(
     if tp == 1:
         return Placement(None, 1, False)
     if (leaf := name.rsplit(".", 1)[1]) in BESIDE_WEIGHT:
-        weight = f"{name.removesuffix(leaf)}weight"
-        return _beside(placement(spec, weight, tp, index, sequence, ep, expert_index), leaf, tp)
-    inside = Placement(None, tp, True)  # whole within a region: each rank's gradient is a part
-    outside = Placement(None, tp, sequence)  # gradients are whole, unless each rank sees its own tokens only
-    path = name.split(".")
-    ffn = spec.ffn
-    if path[0] == "layers":
-        ffn = spec.layers[int(path[1])].ffn
-        path = path[2:]
+        beside = f"{name.removesuffix(leaf)}weight"
+        return _beside(placement(spec, beside, tp, index, sequence, ep, expert_index), leaf, tp)
+    weight = spec.weights.get(name)
+    if weight is None:
+        if name.endswith(BUFFERS):
+            return Placement(None, tp, False)  # all ranks route and count the same tokens
+        raise LookupError(f"{name} is not a tensor of {spec.name}")
+    if weight.cut is None:  # within a region each rank's gradient is a part; outside where it sees its own tokens only
+        is_inside = weight.is_inside and not (ep > 1 and name.endswith(".router.weight"))  # each routes its own tokens
+        return Placement(None, tp, is_inside or sequence)
+    # Whole heads or channels. With fewer of them than ranks, tp / units neighbours hold the same one.
+    dim, units, width = weight.cut
+    replicas = max(1, tp // units)
+    assert width == 1 or units % tp == 0 or tp % units == 0, f"{units} units of {name} over {tp} ranks"
+    start, stop = share(units, tp // replicas, index // replicas)
+    return Placement(Slice(dim, start * width, stop * width), replicas, replicas > 1)
 
-    def cut(dim: int, total: int) -> Placement:
-        return Placement(Slice(dim, *share(total, tp, index)), 1, False)
 
-    def cut_heads(dim: int, num_heads: int, width: int) -> Placement:
-        """Whole heads. With fewer of them than ranks, tp / num_heads neighbours hold the same one."""
-        whole = spec.num_heads % tp == 0 and (num_heads % tp == 0 or tp % num_heads == 0)
-        assert whole, f"{spec.num_heads} heads, {spec.num_kv_heads} of keys and values, over {tp} ranks"
-        replicas = max(1, tp // num_heads)
-        start, stop = share(num_heads, tp // replicas, index // replicas)
-        return Placement(Slice(dim, start * width, stop * width), replicas, replicas > 1)
-
-    match path:
-        case ["embed" | "head", "weight"]:
-            return cut(0, spec.vocab)
-        case ["attention", "q", _]:
-            return cut_heads(0, spec.num_heads, spec.head_dim)
-        case ["attention", "k" | "v", _]:
-            return cut_heads(0, spec.num_kv_heads, spec.head_dim)
-        case ["attention", "kv_up", _]:
-            return cut_heads(0, spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
-        case ["attention", "o", "weight"]:
-            return cut_heads(1, spec.num_heads, spec.value_dim)
-        case ["attention", "q_norm" | "k_norm" | "q_down" | "kv_down" | "kv_norm", _]:
-            return inside
-        case ["feedforward", "gate" | "up", _]:
-            return cut(0, ffn)
-        case ["feedforward", "down", "weight"]:
-            return cut(1, ffn)
-        case ["feedforward", "experts", "gate" | "up"]:
-            return cut(1, ffn)
-        case ["feedforward", "experts", "down"]:
-            return cut(2, ffn)
-        case ["feedforward", "shared", "gate" | "up", "weight"]:
-            return cut(0, ffn * spec.num_shared_experts)
-        case ["feedforward", "shared", "down", "weight"]:
-            return cut(1, ffn * spec.num_shared_experts)
-        case ["feedforward", "router", "weight"]:
-            return outside if ep > 1 else inside  # with ep every rank routes its own tokens
-        case ["feedforward", "router", "bias"] | ["feedforward", "tokens_per_expert"]:
-            return Placement(None, tp, False)  # buffers: all ranks route and count the same tokens
-        case ["attention" | "feedforward", "o" | "down", "bias"] | ["position_embed", "weight"]:
-            return outside
-        case ["norm", _] | ["attention_norm" | "attention_post_norm" | "feedforward_norm" | "feedforward_post_norm", _]:
-            return outside
-    raise LookupError(f"{name} is not a tensor of {spec.name}")
+BUFFERS = (".router.bias", ".tokens_per_expert")
 
 
 BESIDE_WEIGHT = ("lora_a", "lora_b", *LEAVES)
@@ -206,8 +170,11 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
     def enter_first(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return enter(args[0], tp), *args[1:]
 
-    block.attention.register_forward_pre_hook(enter_first)
-    block.attention.o = RowLinear(block.attention.o, tp)
+    def border(part: nn.Module, last: str) -> None:
+        part.register_forward_pre_hook(enter_first)
+        setattr(part, last, RowLinear(cast(nn.Linear, getattr(part, last)), tp))
+
+    border(block.attention, "o")
     feedforward = block.feedforward
     if isinstance(feedforward, MixtureOfExperts) and not isinstance(feedforward.experts, SpreadExperts):
         feedforward.register_forward_pre_hook(enter_first)
@@ -217,8 +184,7 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
     # other.
     dense = feedforward.shared if isinstance(feedforward, MixtureOfExperts) else feedforward
     if dense is not None:
-        dense.register_forward_pre_hook(enter_first)
-        dense.down = RowLinear(dense.down, tp)
+        border(dense, "down")
 
 
 class RowLinear(nn.Linear):

@@ -24,6 +24,7 @@ from functools import partial
 
 from shardwise.plan.prediction.stack import OURS, Stack
 from shardwise.spec.fp8 import gains
+from shardwise.spec.layers import FeedForwardKind
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.recompute import recompute_of, segments
 
@@ -48,7 +49,8 @@ def layer_activations(
     `load`: copies that arrive at this rank's experts, over the mean of all ranks. `size`: bytes of an element.
     `tokens`: of a micro-batch on this rank, to divide the copies of fused weights by; 0 leaves these out. A mask is one
     for all rows; it is counted as of one."""
-    kinds = Counter((layer.is_moe, layer.ffn) for layer in layers)
+    kinds = Counter((layer.feedforward, layer.ffn) for layer in layers)
+    routed = sum(n for (kind, _), n in kinds.items() if kind.has_experts)
     count = _selected if selective else _layer
     found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
     again = selective and stack.compiled  # all that is neither a product nor attention
@@ -63,21 +65,21 @@ def layer_activations(
         found += sum(n * -(-_fused_weights(spec, *kind, stack) // tokens) for kind, n in kinds.items())
     if stack.wide_router and size < 4 and not again:  # its input in fp32, and as it came where others read that too
         more = 4 // size - (0 if spec.num_shared_experts else 1)
-        found += sum(n * more * spec.hidden // routed_parts for (is_moe, _), n in kinds.items() if is_moe)
+        found += routed * more * spec.hidden // routed_parts
     if load > 1:
         per_width = 2 if selective else 4
-        routed = spec.experts_per_token * (per_width * spec.expert_ffn + 2 * spec.hidden // routed_parts)
-        found += int((load - 1) * routed * sum(n for (is_moe, _), n in kinds.items() if is_moe))
+        per_layer = spec.experts_per_token * (per_width * spec.expert_ffn + 2 * spec.hidden // routed_parts)
+        found += int((load - 1) * per_layer * routed)
     return found
 
 
 def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
     """What Ulysses keeps beside that. By a fused kernel: attention's output twice, by heads for its own backward and by
-    tokens for the projection after it; latent attention cuts the second. By definition: keys and values before heads
+    tokens for the projection after it; who pads values cuts the second. By definition: keys and values before heads
     are repeated, because they arrive in one message with the queries."""
     if spec.attention_softcap:
         return len(layers) * 2 * spec.num_kv_heads * spec.head_dim
-    return 0 if spec.is_latent else len(layers) * spec.num_heads * spec.head_dim
+    return 0 if spec.attention.pads_values else len(layers) * spec.num_heads * spec.head_dim
 
 
 def head_activation_bytes(
@@ -115,25 +117,26 @@ def fused_chunks(num_logits: int, bytes_per_element: int, device: str) -> int:
 
 
 def _layer(
-    spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
+    spec: ModelSpec, kind: FeedForwardKind, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
 ) -> int:
     norms = 2 * _norm(spec, spec.hidden, token_parts, stack)
     if spec.post_norms:  # compiled: two inputs more, and the sum after the first is made again
         norms += (1 if stack.compiled else 4) * spec.hidden // token_parts
-    attention = _latent_attention(spec) if spec.is_latent else _attention(spec, stack)
+    attention = spec.attention.kept(spec) + _beside_view(spec, stack)
     if spec.attention_softcap and stack.compiled:  # scores as they were multiplied and their softmax; repeated heads
         attention = 4 * spec.num_heads * spec.head_dim + 2 * spec.num_heads * (1 + seq_len)
     elif spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
         attention += 4 * spec.num_heads * seq_len
-    rest = _experts(spec, routed_parts, stack) if is_moe else _feedforward(spec, ffn, stack)
-    if stack.compiled and stack.fp8_least and not spec.is_latent:
-        rest -= _made_again(spec, is_moe, ffn, token_parts, stack)
+    one_kernel = stack.fused_activation or stack.compiled or _is_one(spec, stack)
+    rest = kind.kept(spec, ffn, one_kernel, routed_parts)
+    if stack.compiled and stack.fp8_least and spec.attention.fused:
+        rest -= _made_again(spec, kind, ffn, token_parts, stack)
     return norms + attention + rest + stack.more_kept(spec, seq_len, token_parts)
 
 
-def _made_again(spec: ModelSpec, is_moe: bool, ffn: int, token_parts: int, stack: Stack) -> int:
-    """Inputs of products that a compiled block keeps in 16 bits and not in eight: rounding is cheap, so backward goes
-    back to what they are made from. An operation of our own makes its result once, which is kept as rounded. What is
+def _made_again(spec: ModelSpec, kind: FeedForwardKind, ffn: int, token_parts: int, stack: Stack) -> int:
+    """Inputs of matmuls that a compiled block keeps in 16 bits and not in eight: quantizing is cheap, so backward goes
+    back to what they are made from. An operation of our own makes its result once, which is kept as quantized. What is
     gathered for a region is not made again."""
 
     def narrow(outputs: int, inputs: int) -> bool:
@@ -142,9 +145,9 @@ def _made_again(spec: ModelSpec, is_moe: bool, ffn: int, token_parts: int, stack
     heads = (spec.num_heads, spec.num_kv_heads)
     smallest = sum(heads) + heads[1] if "qkv" in stack.side_by_side else heads[1]
     normed = narrow(smallest * spec.head_dim, spec.hidden)
-    width = spec.expert_ffn * spec.num_shared_experts if is_moe else ffn
+    width = kind.dense_width(spec, ffn)
     wide = 2 * width if "gate up" in stack.side_by_side and spec.gated else width
-    again = (normed + (not is_moe and narrow(wide, spec.hidden))) * (token_parts == 1) * spec.hidden
+    again = (normed + (not kind.has_experts and narrow(wide, spec.hidden))) * (token_parts == 1) * spec.hidden
     if narrow(spec.hidden, width):
         again += width // 2 if _is_one(spec, stack) else width
     return again
@@ -156,42 +159,23 @@ def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
     return (2 if spec.norm == "rms" else 1) * width // token_parts + kept
 
 
-def _attention(spec: ModelSpec, stack: Stack) -> int:
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    normed = (2 if spec.norm == "rms" else 1) * (queries + keys) if spec.qk_norm else 0
-    return queries + 2 * keys + normed + queries + spec.num_heads + _beside_view(spec, stack)
-
-
 def _beside_view(spec: ModelSpec, stack: Stack) -> int:
     """What v keeps there by being a view of the fused matmul: q and k as they were multiplied. Query norms keep these
     anyway, and without rotation they are what attention reads."""
-    is_view = "qkv" in stack.side_by_side and not spec.is_latent and not spec.attention_softcap
+    is_view = "qkv" in stack.side_by_side and spec.attention.fused and not spec.attention_softcap
     if not is_view or spec.qk_norm or spec.positions != "rope":
         return 0
     return (spec.num_heads + spec.num_kv_heads) * spec.head_dim
 
 
-def _fused_weights(spec: ModelSpec, is_moe: bool, ffn: int, stack: Stack) -> int:
-    """Numbers of one layer. Experts' products are not joined, but for the shared one."""
+def _fused_weights(spec: ModelSpec, kind: FeedForwardKind, ffn: int, stack: Stack) -> int:
+    """Elements of one layer. Experts' matmuls are not fused, but for the shared one."""
     rows = 0
-    if "qkv" in stack.side_by_side and not spec.is_latent:
+    if "qkv" in stack.side_by_side and spec.attention.fused:
         rows += (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if "gate up" in stack.side_by_side and spec.gated:
-        rows += 2 * (spec.expert_ffn * spec.num_shared_experts if is_moe else ffn)
+        rows += 2 * kind.dense_width(spec, ffn)
     return rows * spec.hidden
-
-
-def _latent_attention(spec: ModelSpec) -> int:
-    queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.v_head_dim
-    per_norm = 3 if spec.norm == "rms" else 2
-    latents = per_norm * (spec.q_lora_rank + spec.kv_lora_rank) + spec.qk_rope_head_dim
-    return latents + 4 * queries + values + spec.num_heads  # q, k, values padded to q's width, padded output
-
-
-def _feedforward(spec: ModelSpec, width: int, stack: Stack) -> int:
-    """Returns elements per token: gate, up, activated gate and what is multiplied last; one kernel needs no activated
-    gate."""
-    return (4 - (stack.fused_activation or stack.compiled or _is_one(spec, stack)) if spec.gated else 2) * width
 
 
 def _is_one(spec: ModelSpec, stack: Stack) -> bool:
@@ -199,43 +183,21 @@ def _is_one(spec: ModelSpec, stack: Stack) -> bool:
     return "gate up" in stack.side_by_side and spec.activation == "silu"
 
 
-def _experts(spec: ModelSpec, routed_parts: int, stack: Stack) -> int:
-    """At even load. A rank with some experts has their whole width, but only its share of the copies: as many elements
-    as a slice."""
-    routed_tokens = 2 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts  # sorted, results; the router
-    routed = spec.experts_per_token * _feedforward(spec, spec.expert_ffn, stack)
-    return routed_tokens // routed_parts + routed + _feedforward(spec, spec.expert_ffn * spec.num_shared_experts, stack)
-
-
 def _selected(
-    spec: ModelSpec, is_moe: bool, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
+    spec: ModelSpec, kind: FeedForwardKind, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
 ) -> int:
     """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that
     norms and sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region
-    reads: that stays as well. A compiled block also makes again: the tokens' copies in the order of experts, keys and
-    values that are put together and padded."""
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    everything = partial(_layer, spec, is_moe, ffn, seq_len, token_parts, routed_parts, stack)
+    reads: that stays as well."""
+    everything = partial(_layer, spec, kind, ffn, seq_len, token_parts, routed_parts, stack)
     others = stack.selected(spec, ffn, seq_len, token_parts, everything)
     if others is not None:
         return others
     states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
     gathered = 2 * spec.hidden if token_parts > 1 else 0
-    if spec.is_latent:
-        whole = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim) if stack.compiled else 2 * queries
-        attention = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim + 2 * queries + whole + spec.num_heads
-    else:
-        attention = queries + 2 * keys
-        attention += 0 if spec.attention_softcap else queries + spec.num_heads  # plain attention is cheap
-    per_width = 2 if spec.gated else 1
     fused = not stack.compiled and _is_one(spec, stack)  # whose result nobody makes again
-    if not is_moe:
-        return states + gathered + attention + (per_width + fused) * ffn
-    sides = 1 if stack.compiled and routed_parts == 1 else 2  # results; sorted
-    routed_tokens = sides * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # and the router
-    shared = spec.expert_ffn * spec.num_shared_experts
-    width = per_width * (spec.expert_ffn * spec.experts_per_token + shared) + fused * shared
-    return states + gathered + attention + routed_tokens // routed_parts + width
+    rest = kind.selected(spec, ffn, stack.compiled, fused, routed_parts)
+    return states + gathered + spec.attention.selected(spec, stack.compiled) + rest
 
 
 @dataclass(frozen=True)
@@ -263,11 +225,11 @@ def kept_activations(
     """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the
     last layer to the first: when it computes a block again, the ones after it are gone."""
 
-    ones: dict[tuple[bool, int, int | None], int] = {}
+    ones: dict[object, int] = {}
 
     def full(part: Sequence[LayerSpec]) -> int:
         """Returns what these layers keep; single layers, of which there are many alike, are counted once per kind."""
-        kind = (part[0].is_moe, part[0].ffn, part[0].window) if len(part) == 1 else None
+        kind = part[0].kind if len(part) == 1 else None
         if not part or kind in ones:
             return ones[kind] if kind else 0
         more = exchanged_activations(spec, part) if exchanged else 0

@@ -64,7 +64,7 @@ def traits(model: ModelSpec, plan: Plan) -> list[str]:
         "activation offload": plan.activation_offload,
         "compressed ZeRO messages": plan.quantize_weights != "none" or plan.quantize_gradients != "none",
         "experts": model.is_moe,
-        "latent attention": model.is_latent,
+        model.attention.trait: bool(model.attention.trait),
         "sliding windows": model.sliding_window > 0,
     }
     return [name for name, has in does.items() if has]

@@ -275,7 +275,7 @@ def _widest(cut: Cut, stack: Stack) -> int:
     """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled
     block has let go of what it multiplied last by then."""
     spec, last = cut.spec, cut.layers[-1]
-    width = spec.expert_ffn * (spec.experts_per_token + spec.num_shared_experts) if last.is_moe else last.ffn
+    width = last.feedforward.active_width(spec, last.ffn)
     gone = stack.measured and not stack.fp8_least and not last.is_moe
     return ((2 if spec.gated else 1) - gone) * width + spec.hidden
 
@@ -330,7 +330,7 @@ def _kept(
     for layers in stages_of_cut(cut, split):
         first = layers[0].index
         again = [(part.start - first, part.stop - first) for part in segments(mode, numbers_of(layers))]
-        key = (*((layer.is_moe, layer.ffn, layer.window) for layer in layers), *again)
+        key = (*(layer.kind for layer in layers), *again)
         if key not in known:
             kept = kept_activations(
                 spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load, size, tokens

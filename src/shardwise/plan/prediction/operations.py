@@ -9,7 +9,7 @@ weights apart, because pipelines run them apart. Read next: passes.py, kernels.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.plan.prediction.activations import MAX_LOGITS_BYTES, fused_chunks, has_chunks
@@ -18,14 +18,18 @@ from shardwise.plan.prediction.passes import cheap_passes, head_casts, unpacking
 from shardwise.plan.prediction.stack import EXPERT_IMBALANCE, Stack
 from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, RankWork, Training
 from shardwise.spec.fp8 import FROZEN_WORTH, gains
+from shardwise.spec.layers import Weight
 from shardwise.spec.lora import adds_in_one_kernel
 from shardwise.spec.model import LayerSpec, ModelSpec
 
 
 def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack) -> Training:
     """Returns what a rank computes for one layer. `spec` is the whole model; slices are taken here."""
-    attention = _latent_matmuls(spec, shape) if spec.is_latent else _attention_matmuls(spec, shape, stack)
-    ffn = _expert_matmuls(spec, shape) if layer.is_moe else _dense_matmuls(spec, layer.ffn, shape, stack)
+    attention = _matmuls(spec.attention_weights, spec.attention.fused, shape, stack)
+    if layer.is_moe:
+        ffn = _expert_matmuls(spec, shape)
+    else:
+        ffn = _matmuls(spec.feedforward_weights(layer), layer.feedforward.fused, shape, stack)
     core = _attention_core(spec, layer, shape, stack)
     cheap_forward, cheap_backward = cheap_passes(spec, layer, shape, stack)
     if shape.eight_bit and stack.fp8_least:  # experts are never in eight bits
@@ -47,7 +51,7 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
     if scores is not None:
         core_work = RankWork(_score_matmuls(core), (), scores[0])
         core_back = RankWork(_score_matmuls(core, backward=True), (), scores[1])
-    same = [(attention, not spec.is_latent), (ffn, not layer.is_moe)]
+    same = [(attention, bool(spec.attention.fused)), (ffn, bool(layer.feedforward.fused))]
     added = _adapters([(forward, False)] if isinstance(spec, TransformersSpec) else same, shape, stack)
     return Training(
         forward=RankWork(forward, (), cheap_forward + casts[0] + unpacked, views) + core_work + added[0],
@@ -65,12 +69,8 @@ VIEWS = int(measured("views"))
 
 def num_tensors(spec: ModelSpec, layer: LayerSpec) -> int:
     """Parameters of a layer, each a tensor of its own: hooks and optimizers go through them one by one."""
-    norms = (4 if spec.post_norms else 2) * (2 if spec.norm == "layer" else 1) + 2 * spec.qk_norm
-    attention = (7 if spec.q_lora_rank else 5) if spec.is_latent else 4 + 3 * spec.qkv_bias + spec.out_bias
-    matrices = 3 if spec.gated else 2
-    if layer.is_moe:
-        return norms + attention + 1 + matrices * (2 if spec.num_shared_experts else 1)
-    return norms + attention + matrices * (2 if spec.mlp_bias else 1)
+    norms = (4 if spec.post_norms else 2) * (2 if spec.norm == "layer" else 1)
+    return norms + len(spec.attention_weights) + len(spec.feedforward_weights(layer))
 
 
 def embedding_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
@@ -117,39 +117,18 @@ def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
 # Matmuls -----------------------------------------------------------------------------------------------------------
 
 
-def _attention_matmuls(spec: ModelSpec, shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
-    t, h = shape.here, spec.hidden
-    queries = spec.num_heads // shape.tp * spec.head_dim
-    keys = -(-spec.num_kv_heads // shape.tp) * spec.head_dim
-    out = Matmul(t, h, queries)
-    if stack.fused_matmuls:
-        return Matmul(t, queries + 2 * keys, h), out
-    return Matmul(t, queries, h), Matmul(t, keys, h), Matmul(t, keys, h), out
-
-
-def _latent_matmuls(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
-    """The projections down to the latents are whole on every rank, over the tokens that are its own."""
-    t, h, heads = shape.here, spec.hidden, spec.num_heads // shape.tp
-    outside = shape.outside
-    query = (
-        (Matmul(outside, spec.q_lora_rank, h), Matmul(t, heads * spec.head_dim, spec.q_lora_rank))
-        if spec.q_lora_rank
-        else (Matmul(t, heads * spec.head_dim, h),)
-    )
-    return (
-        *query,
-        Matmul(outside, spec.kv_lora_rank + spec.qk_rope_head_dim, h),
-        Matmul(t, heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank),
-        Matmul(t, h, heads * spec.v_head_dim),
-    )
-
-
-def _dense_matmuls(spec: ModelSpec, ffn: int, shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
-    t, h, width = shape.here, spec.hidden, -(-ffn // shape.tp)
-    down = Matmul(t, h, width)
-    if not spec.gated:
-        return Matmul(t, width, h), down
-    return (Matmul(t, 2 * width, h), down) if stack.fused_matmuls else (Matmul(t, width, h), Matmul(t, width, h), down)
+def _matmuls(weights: Sequence[Weight], fused: Collection[str], shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
+    """One for each linear layer, or one for all that are `fused`. Layers that are whole on every rank (projections down
+    to latents) multiply the tokens that are its own."""
+    found, side_by_side = [], 0
+    for weight in weights:
+        if weight.is_linear:
+            out, inputs = weight.slice_shape(shape.tp)
+            found.append(Matmul(shape.outside if weight.cut is None else shape.here, out, inputs))
+            side_by_side += weight.name.removesuffix(".weight") in fused
+    if side_by_side and stack.fused_matmuls:
+        found[:side_by_side] = [found[0]._replace(n=sum(p.n for p in found[:side_by_side]))]
+    return tuple(found)
 
 
 def _expert_matmuls(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:

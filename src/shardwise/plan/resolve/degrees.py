@@ -181,18 +181,11 @@ def _check_tensor(asked: Asked, tp: int) -> None:
 
 
 def _tensor_problem(spec: ModelSpec, tp: int) -> str | None:
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    if tp == 1:
-        return None
-    if heads % tp:
-        return f"each rank takes the same number of whole heads, and {heads} heads do not divide by {tp}"
-    if not spec.is_latent and kv_heads % tp and tp % kv_heads:
-        return f"key-value heads stay whole: {kv_heads} of them neither divide by {tp} nor go into it evenly"
+    if (problem := spec.attention.tensor_problem(spec, tp)) is not None:
+        return problem
     widths = {"vocabulary": spec.vocab}
     for layer in spec.layers:
-        widths["expert width" if layer.is_moe else "feed-forward width"] = layer.ffn
-        if layer.is_moe and spec.num_shared_experts:
-            widths["shared expert width"] = spec.expert_ffn * spec.num_shared_experts
+        widths |= layer.feedforward.widths(spec, layer.ffn)
     name, width = min(widths.items(), key=lambda item: item[1])
     return f"each rank needs a part of everything, and the {name} is only {width}" if width < tp else None
 

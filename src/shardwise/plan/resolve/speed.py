@@ -159,7 +159,7 @@ WIDEST_FLASH4 = 128
 def attention_of(asked: str, spec: ModelSpec, precision: str, cp: int, cp_kind: str) -> str:
     """What a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody measures
     kernels where sequences are cut (parallel/apply.py), and a ring has its own."""
-    can = asked != "sdpa" and spec.is_ours and not spec.is_latent and not spec.attention_softcap
+    can = asked != "sdpa" and spec.is_ours and not spec.attention.pads_values and not spec.attention_softcap
     can = can and spec.head_dim <= WIDEST_FLASH4 and PRECISIONS[precision].is_sixteen_bit
     return "flash4" if can and (cp == 1 or (asked == "flash4" and cp_kind == "ulysses")) else "sdpa"
 
