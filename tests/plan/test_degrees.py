@@ -11,6 +11,7 @@ from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
 from shardwise.plan.resolve.degrees import Degrees, choose_degrees, tensor_degrees
 from shardwise.plan.resolve.refusal import Asked
+from shardwise.plan.resolve.usual import plan_of
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 from shardwise.spec.split import even_split
@@ -30,6 +31,11 @@ def gpus(count: int) -> Machine:
 def degrees(*words: str, spec: ModelSpec = TINY, machine: Machine | None = None, nproc: int | None = None) -> Degrees:
     loaded = load_config(None, words)
     return choose_degrees(Asked(loaded.config, spec, machine or cpu(), nproc), loaded.origins)
+
+
+def split_of(*words: str, spec: ModelSpec = TINY, machine: Machine | None = None, nproc: int | None = None):
+    loaded = load_config(None, words)
+    return plan_of(Asked(loaded.config, spec, machine or cpu(), nproc), 1000, loaded.origins).split
 
 
 def refusal(*words: str, **where) -> UserError:
@@ -83,7 +89,7 @@ def refusal(*words: str, **where) -> UserError:
 )
 def test_data_parallelism_takes_what_the_other_degrees_leave(words, where, world, dp, reason):
     found = degrees(*words, **where)
-    assert (found.world, found.dp, found.reason) == (world, dp, reason)
+    assert (found.grid.gpus, found.grid.dp, found.reason) == (world, dp, reason)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,7 @@ def test_data_parallelism_takes_what_the_other_degrees_leave(words, where, world
     ],
 )
 def test_sequence_parallelism_comes_with_tensor_parallelism_when_lengths_allow(words, sequence):
-    assert degrees(*words).sequence is sequence
+    assert degrees(*words).grid.sequence is sequence
 
 
 @pytest.mark.parametrize(
@@ -112,19 +118,19 @@ def test_sequence_parallelism_comes_with_tensor_parallelism_when_lengths_allow(w
     ],
 )
 def test_the_split_is_filled(words, split):
-    assert degrees(*words).split == split
+    assert split_of(*words) == split
 
 
 def test_auto_gives_a_heavy_head_fewer_layers_and_even_does_not():
     spec = preset("llama3-8b")
-    auto = degrees("parallel.pp=4", spec=spec).split
-    even = degrees("parallel.pp=4", "parallel.split=even", spec=spec).split
+    auto = split_of("parallel.pp=4", spec=spec)
+    even = split_of("parallel.pp=4", "parallel.split=even", spec=spec)
     assert auto[-1] < auto[0] and sum(auto) == spec.num_layers
     assert even == even_split(32, 4) == (8, 8, 8, 8)
 
 
 def test_a_batch_that_does_not_divide_is_fine():
-    assert degrees("train.global_batch=7", "parallel.dp=3").dp == 3
+    assert degrees("train.global_batch=7", "parallel.dp=3").grid.dp == 3
 
 
 # What the model can be cut into ---------------------------------------------------------------------------------------
@@ -521,15 +527,16 @@ def test_whatever_is_asked_gets_degrees_that_hold_or_three_lines(layout, global_
     words = [f"parallel.{name}={value}" for name, value in layout.items()] + [f"train.global_batch={global_batch}"]
     machine = gpus(4) if has_gpus else cpu(2)
     try:
-        found = degrees(*words, machine=machine, nproc=nproc)
+        found = degrees(*words, machine=machine, nproc=nproc).grid
     except UserError as error:
         assert error.fix and error.why and error.code == Exit.USER_MISTAKE
         return
-    assert nproc in (None, found.world)
-    assert found.world <= 4 or not has_gpus
+    assert nproc in (None, found.gpus)
+    assert found.gpus <= 4 or not has_gpus
     assert found.dp <= global_batch
     for name in ("dp", "tp", "pp"):
         assert layout.get(name, getattr(found, name)) == getattr(found, name)
     assert TINY.num_heads % found.tp == 0
     assert found.dp % layout.get("replicate", 1) == 0
-    assert sum(found.split) == (TINY.num_layers if found.pp > 1 else 0)
+    split = split_of(*words, machine=machine, nproc=nproc)
+    assert sum(split) == (TINY.num_layers if found.pp > 1 else 0)

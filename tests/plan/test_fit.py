@@ -11,7 +11,8 @@ from shardwise.errors import UserError
 from shardwise.plan.layouts.remedies import Remedy
 from shardwise.plan.resolve.fit import needed_memory, rank_memory_limit, ways_to_fit
 from shardwise.plan.resolve.refusal import Asked
-from shardwise.plan.resolve.resolve import plan_of, resolve
+from shardwise.plan.resolve.resolve import resolve
+from shardwise.plan.resolve.usual import plan_of
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cluster.describe.here import this_cluster
 from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.load import load_config
 from shardwise.config.reopen import planner_origins, reopen
 from shardwise.config.write import resolved_text
 from shardwise.errors import UserError
+from shardwise.plan.layouts.search import search
 from shardwise.plan.resolve.fit import needed_memory
 from shardwise.plan.resolve.resolve import Resolved, resolve
+from shardwise.plan.resolve.usual import HOST_SHARE
 from shardwise.spec.cluster import HEADROOM
+from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
@@ -94,6 +99,17 @@ def test_a_faster_layout_on_several_gpus_says_how_much():
     found = resolved("train.seq_len=131072", "train.global_batch=8", spec=LARGE, on=gpus(8))
     assert found.plan.cp > 1 and "% faster than dp=8" in found.plan.reason
     assert found.chosen["parallel.cp"].startswith("faster than dp=8")
+
+
+@pytest.mark.parametrize(("name", "length", "batch"), [("llama3-8b", 131072, 8), ("mixtral-8x7b", 4096, 16)])
+def test_a_run_that_leaves_the_usual_layout_has_the_one_that_plan_tells(name, length, batch):
+    """One planner: the same layouts, prices and limits, whoever asks."""
+    spec, machine = preset(name), gpus(8)
+    plan = plan_of(f"train.seq_len={length}", f"train.global_batch={batch}", spec=spec, on=machine)
+    cluster = replace(this_cluster(machine), host_memory=int(HOST_SHARE * machine.memory_bytes / 8))
+    best = search(spec, cluster, Job(length, batch, constraints={"memory.activation_offload": False}))[0]
+    assert "faster" in plan.reason
+    assert plan.layout == best.plan.layout
 
 
 def test_fewer_gpus_where_messages_cost_more_than_they_bring():

@@ -80,13 +80,13 @@ def test_mistakes_are_answered(model, cluster, more, said):
 @pytest.mark.parametrize(
     ("words", "both"),
     [
-        (["parallel.dp=4", "parallel.tp=4"], ("dp=4 x tp=4", "8xh100")),
-        (["parallel.tp=7"], ("parallel.tp=7", "llama3-8b")),
-        (["parallel.pp=5", "parallel.dp=2"], ("dp=2 x pp=5", "8xh100")),
-        (["parallel.ep=2"], ("parallel.ep=2", "llama3-8b")),
+        (["parallel.dp=4", "parallel.tp=4"], ("dp=4 tp=4", "8xh100")),
+        (["parallel.tp=7"], ("tp=7", "llama3-8b")),
+        (["parallel.pp=5", "parallel.dp=2"], ("dp=2 pp=5", "8xh100")),
+        (["parallel.ep=2"], ("ep=2", "llama3-8b")),
         (["parallel.zero=0", "parallel.dp=4", "parallel.replicate=2"], ("parallel.replicate = 2", "parallel.zero = 0")),
         (["parallel.layout=tp=2", "parallel.tp=4"], ("parallel.layout", "parallel.tp")),
-        (["train.micro_batch=4", "parallel.dp=4"], ("train.micro_batch=4", "batch of 8")),
+        (["train.micro_batch=4", "parallel.dp=4"], ("train.micro_batch = 4", "share of the batch")),
         (["train.micro_batch=64"], ("train.micro_batch = 64", "global batch")),
         (["parallel.schedule=zbv", "parallel.virtual_stages=4"], ("zbv", "virtual_stages = 4")),
     ],

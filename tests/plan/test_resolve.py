@@ -16,7 +16,8 @@ from shardwise.errors import Exit, UserError
 from shardwise.plan.prediction.lifetimes import PROCESS_BYTES
 from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.resolve.fit import rank_memory_limit
-from shardwise.plan.resolve.resolve import Resolved, micro_batch_sizes, resolve
+from shardwise.plan.resolve.resolve import Resolved, resolve
+from shardwise.plan.resolve.usual import micro_batch_sizes
 from shardwise.spec.cluster import HEADROOM
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan

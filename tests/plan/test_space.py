@@ -15,7 +15,7 @@ from shardwise.plan.layouts.gpu_counts import divisors
 from shardwise.plan.layouts.parts import Saving, never_faster
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.resolve.refusal import Asked
-from shardwise.plan.resolve.resolve import plan_of
+from shardwise.plan.resolve.usual import plan_of
 from shardwise.spec.job import Job
 from shardwise.spec.presets import preset
 

@@ -15,7 +15,7 @@ from shardwise.plan.layouts.remedies import Remedy
 from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.resolve.fit import needed_memory, ways_to_fit
 from shardwise.plan.resolve.refusal import Asked
-from shardwise.plan.resolve.resolve import plan_of
+from shardwise.plan.resolve.usual import plan_of
 from shardwise.run.rundir import FREE_TO_CHANGE, RunDir
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan

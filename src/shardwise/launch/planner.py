@@ -10,7 +10,7 @@ from shardwise.plan.prediction.measured_memory import measured_need, states_byte
 from shardwise.plan.prediction.measured_rates import scaled_cluster
 from shardwise.plan.prediction.predict import predict
 from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, gradient_bytes, state_bytes
-from shardwise.plan.resolve.resolve import micro_batch_sizes
+from shardwise.plan.resolve.usual import micro_batch_sizes
 from shardwise.run.planner import Forecast
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import job_of

@@ -22,7 +22,7 @@ from shardwise.config.write import with_unit
 from shardwise.errors import UserError
 from shardwise.plan.answer.assumptions import ASSUMED, TYPED, Assumption, hardware_assumptions
 from shardwise.plan.answer.named_model import read_model
-from shardwise.plan.resolve.contradictions import check_pairs
+from shardwise.plan.resolve.degrees import check_constraints
 from shardwise.plan.resolve.hardware import FLASH4_CAPABILITY, too_old_for_flash4
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.fp8 import check_float8_base
@@ -73,7 +73,7 @@ class Question:
         """With more `section.key=value` words, which win over those that were there."""
         more = load_typed([f"train.seq_len={self.job.seq_len}", *words])
         asked = dict(self.job.constraints) | constraints_of(more)
-        check_pairs(self.spec, self.cluster, asked, self.job.global_batch)
+        check_constraints(self.spec, self.cluster, asked, self.job.global_batch, self.job.seq_len)
         typed = {key for key, origin in more.origins.items() if origin == COMMAND_LINE}
         changes: dict[str, Any] = {"constraints": MappingProxyType(asked)}
         if "memory.precision" in typed:
@@ -127,7 +127,7 @@ def ask(
         origin = TYPED if per_hour is not None else hardware.origins.get("price", "cluster")
         assumptions["price"] = Assumption("price per GPU-hour", f"{costs:.2f}", origin)
     constraints = constraints_of(typed)
-    check_pairs(spec, hardware, constraints, batch_tokens // seq_len)
+    check_constraints(spec, hardware, constraints, batch_tokens // seq_len, seq_len)
     total = train.tokens or (train.steps * batch_tokens if train.steps else None)
     job = Job(
         seq_len,

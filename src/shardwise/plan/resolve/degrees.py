@@ -1,51 +1,62 @@
-"""The degree of every axis: fills what is `auto`, and refuses what the model or the machine cannot bear.
+"""The degree of every axis: what is set is checked against the model, the batch and the machine, for `train` and for
+`plan`; what a run leaves open has its usual value.
 
     world = dp x cp x tp x pp        ep divides dp x cp x tp
 
 What only depends on the config itself was checked when it was loaded (config/check_layout.py). Invariant: degrees that
 leave this file multiply to the number of processes that will be started. Read next: refusal.py (how a fix is found),
-resolve.py.
+usual.py (the rest of a run's usual layout), layouts/space.py (which other layouts there are).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from shardwise.cluster.describe.machine import Gpu, Machine
 from shardwise.config.check_layout import check_replicas, check_world, degree, stages_per_rank
 from shardwise.config.keys import Origins
 from shardwise.config.values import shown
+from shardwise.plan.layouts.parts import Grid
 from shardwise.plan.resolve.refusal import Asked, Fix, Refusal, explained
+from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.schedules import SCHEDULES
-from shardwise.spec.schema import TrainConfig
-from shardwise.spec.split import balanced_split, estimated_costs, even_split
+from shardwise.spec.schema import Config, TrainConfig
+from shardwise.spec.split import even_split
 
 DEFAULT_GLOBAL_BATCH = 8
 MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its memory
 
 
-@dataclass(frozen=True)
-class Degrees:
-    dp: int
-    tp: int
-    sequence: bool
-    cp: int
-    pp: int
+class Degrees(NamedTuple):
+    grid: Grid
     virtual_stages: int
-    split: tuple[int, ...]
-    ep: int
-    reason: str
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.cp * self.tp * self.pp
+    reason: str  # why there are so many replicas
 
 
 def choose_degrees(asked: Asked, origins: Origins) -> Degrees:
+    """Returns the degrees of a run: those that are set, 1 for other axes, and as many replicas as there is room for."""
     try:
         return _choose(asked, origins)
     except Refusal as problem:
         raise explained(problem, asked, origins, lambda other: _choose(other, origins)) from None
+
+
+def check_constraints(
+    spec: ModelSpec, cluster: ClusterSpec, constraints: Mapping[str, Any], global_batch: int, seq_len: int
+) -> None:
+    """Refuses what a search is told to keep where no layout can have it. Axes that are not among the constraints are
+    the search's to choose."""
+    devices = (Gpu(cluster.device.name, cluster.device.memory, cluster.device.capability),) * cluster.world
+    machine = Machine(cluster.world, cluster.host_share * cluster.world, devices, "")
+    batch = {"train.global_batch": global_batch, "train.seq_len": seq_len}
+    asked = Asked(Config(), spec, machine, None, cluster, f"--cluster {cluster.name}").changed({**constraints, **batch})
+    try:
+        _check_open(asked)
+    except Refusal as problem:
+        raise explained(problem, asked, {}, _check_open) from None
 
 
 def global_batch_of(train: TrainConfig) -> int:
@@ -57,34 +68,48 @@ def global_batch_of(train: TrainConfig) -> int:
 
 def _choose(asked: Asked, origins: Origins) -> Degrees:
     parallel, train = asked.config.parallel, asked.config.train
-    if not asked.spec.is_ours:
-        _check_whole(asked)
-    tp, pp, stages = degree(parallel.tp), degree(parallel.pp), stages_per_rank(parallel)
-    cp, ep = degree(parallel.cp), degree(parallel.ep)
-    _check_tensor(asked, tp)
-    _check_heads(asked, cp, tp)
-    _check_stages(asked, pp, stages)
-    dp, reason = _choose_dp(asked, origins, cp * tp, pp)
+    tp, pp, cp, ep = (degree(getattr(parallel, axis)) for axis in ("tp", "pp", "cp", "ep"))
+    stages = stages_per_rank(parallel)
+    _check_model(asked, tp, pp, cp, stages)
+    dp, reason = _usual_dp(asked, origins, cp * tp, pp)
     _check_gpus(asked, dp, cp, tp, pp)
     _check_batch(asked, dp, cp * tp, pp)
-    _check_experts(asked, dp, cp, tp, ep)
+    _check_experts(asked, _said(dp=dp, cp=cp, tp=tp), dp * cp * tp, ep)
     if parallel.replicate != "auto":
         check_replicas(dp, int(parallel.replicate), parallel.zero, origins)
     divides = train.seq_len % (tp * cp) == 0
     sequence = tp > 1 and divides if parallel.sequence == "auto" else bool(parallel.sequence)
-    split = _choose_split(asked, pp * stages if pp > 1 else 0)
-    return Degrees(dp, tp, sequence, cp, pp, stages, split, ep, reason)
+    _check_split(asked)
+    return Degrees(Grid(dp, tp, sequence, cp, parallel.cp_kind, pp, ep), stages, reason)
+
+
+def _check_open(asked: Asked) -> None:
+    parallel = asked.config.parallel
+    dp, tp, pp, cp, ep = (degree(getattr(parallel, axis)) for axis in ("dp", "tp", "pp", "cp", "ep"))
+    _check_model(asked, tp, pp, cp, stages_per_rank(parallel))
+    _check_gpus(asked, dp, cp, tp, pp)
+    _check_batch(asked, dp, cp * tp, pp)
+    is_open = "auto" in (parallel.dp, parallel.cp, parallel.tp)
+    _check_experts(asked, _said(dp=dp, cp=cp, tp=tp), ep if is_open else dp * cp * tp, ep)
+
+
+def _check_model(asked: Asked, tp: int, pp: int, cp: int, stages: int) -> None:
+    if not asked.spec.is_ours:
+        _check_whole(asked)
+    _check_tensor(asked, tp)
+    _check_heads(asked, cp, tp)
+    _check_stages(asked, pp, stages)
 
 
 # Data parallelism, and how many processes there are -------------------------------------------------------------------
 
 
-def _choose_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[int, str]:
+def _usual_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[int, str]:
+    """Returns how many replicas a run has, and why: one per device, as many as share the batch evenly."""
     parallel, machine, per_replica = asked.config.parallel, asked.machine, per_stage * pp
     if asked.nproc:
         whole = replace(parallel, tp=degree(parallel.tp), cp=degree(parallel.cp), pp=pp)
-        filled = replace(asked.config, parallel=whole)
-        check_world(filled, asked.nproc, origins)
+        check_world(replace(asked.config, parallel=whole), asked.nproc, origins)
         return asked.nproc // per_replica, "as asked"
     if parallel.dp != "auto":
         return int(parallel.dp), "as asked"
@@ -92,8 +117,7 @@ def _choose_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple
     devices = len(machine.gpus) if on_gpus else min(machine.cores, MAX_DEFAULT_CPU_RANKS)
     replicas, global_batch = degree(parallel.replicate), global_batch_of(asked.config.train)
     most = replicas if parallel.zero == 0 and parallel.replicate != "auto" else devices // per_replica
-    fitting = (n for n in range(replicas, most + 1, replicas) if global_batch % n == 0)
-    dp = max(fitting, default=replicas)
+    dp = max((n for n in range(replicas, most + 1, replicas) if global_batch % n == 0), default=replicas)
     if not on_gpus and dp * per_replica > machine.cores:
         cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
         return dp, f"the degrees need {dp * per_replica} processes, which share {cores}"
@@ -107,13 +131,14 @@ def _check_gpus(asked: Asked, dp: int, cp: int, tp: int, pp: int) -> None:
     num_gpus, world = len(asked.machine.gpus), dp * cp * tp * pp
     if asked.device != "cuda" or world <= num_gpus:
         return
-    smaller: list[Fix] = [{"parallel.dp": n} for n in range(dp, 0, -1) if asked.config.parallel.dp != "auto"]
+    most = min(dp, num_gpus // (cp * tp * pp))
+    smaller: list[Fix] = [{"parallel.dp": n} for n in range(most, 0, -1) if asked.config.parallel.dp != "auto"]
     smaller += [{"--nproc": n} for n in range(num_gpus, 0, -1) if asked.nproc]
     smaller += [{"parallel.tp": n} for n in reversed(tensor_degrees(asked.spec)) if n < tp]
     smaller += [_shorter_pipeline(asked, n) for n in range(pp - 1, 0, -1)]
     smaller += [{"parallel.cp": n} for n in range(cp - 1, 0, -1)]
     raise Refusal(
-        f"{_said(dp=dp, cp=cp, tp=tp, pp=pp)} needs {world} GPUs, this machine has {num_gpus}",
+        f"{_said(dp=dp, cp=cp, tp=tp, pp=pp)} needs {world} GPUs, {asked.place} has {num_gpus}",
         why="every rank needs a GPU of its own",
         keys=("parallel.dp", "parallel.pp", "parallel.tp", "parallel.cp"),
         fixes=[other for fix in smaller for other in _with_nproc(asked, fix, num_gpus)],
@@ -122,21 +147,35 @@ def _check_gpus(asked: Asked, dp: int, cp: int, tp: int, pp: int) -> None:
 
 def _check_batch(asked: Asked, dp: int, per_stage: int, pp: int) -> None:
     train = asked.config.train
-    global_batch = global_batch_of(train)
+    global_batch, rows = global_batch_of(train), -(-global_batch_of(train) // dp)
+    keys = ("train.global_batch", "train.global_batch_tokens")
     if global_batch >= dp:
+        size = 1 if train.micro_batch == "auto" else int(train.micro_batch)
+        if size > rows:
+            raise Refusal(
+                f"train.micro_batch = {size} is larger than a rank's share of the batch",
+                why=f"a global batch of {global_batch} over dp={dp} leaves {rows} sequences per rank",
+                keys=(*keys, "train.micro_batch"),
+                fixes=[{"train.micro_batch": rows}, _batch_of(train, size * dp)],
+            )
         return
-    larger: Fix = {"train.global_batch": dp}
-    if train.global_batch_tokens:
-        larger = {"train.global_batch_tokens": dp * train.seq_len}
+    larger = _batch_of(train, dp)
     fewer: Fix = {} if asked.config.parallel.dp == "auto" else {"parallel.dp": global_batch}
     if asked.nproc:
         fewer["--nproc"] = global_batch * per_stage * pp
     raise Refusal(
         f"a global batch of {global_batch} is smaller than dp={dp}",
         why="every data-parallel rank needs at least one sequence per step",
-        keys=("train.global_batch", "train.global_batch_tokens", "parallel.dp"),
+        keys=(*keys, "parallel.dp"),
         fixes=[larger, fewer],
     )
+
+
+def _batch_of(train: TrainConfig, sequences: int) -> Fix:
+    """Returns the change after which a step has so many sequences, in the unit that the config has."""
+    if train.global_batch_tokens:
+        return {"train.global_batch_tokens": sequences * train.seq_len}
+    return {"train.global_batch": sequences}
 
 
 def _check_whole(asked: Asked) -> None:
@@ -208,10 +247,11 @@ def _check_heads(asked: Asked, cp: int, tp: int) -> None:
     )
 
 
-def _check_experts(asked: Asked, dp: int, cp: int, tp: int, ep: int) -> None:
+def _check_experts(asked: Asked, said: str, ranks: int, ep: int) -> None:
+    """`said`: the degrees that make `ranks`, which share the experts."""
     if ep == 1:
         return
-    spec, ranks = asked.spec, dp * cp * tp
+    spec = asked.spec
     fixes: list[Fix] = [{"parallel.ep": n} for n in range(min(ep, ranks), 0, -1)]
     if not spec.num_experts:
         what, why = (
@@ -222,7 +262,7 @@ def _check_experts(asked: Asked, dp: int, cp: int, tp: int, ep: int) -> None:
         what = f"the {spec.num_experts} experts of {spec.name} cannot be shared out over ep={ep} ranks"
         why = f"each rank takes the same number of experts, and {spec.num_experts} does not divide by {ep}"
     elif ranks % ep:
-        what = f"ep={ep} does not divide the {ranks} ranks of {_said(dp=dp, cp=cp, tp=tp) or 'dp=1'}"
+        what = f"ep={ep} does not divide the {ranks} ranks of {said or 'dp=1'}"
         why = "ranks of dp x cp x tp share the experts between them, the same number in every group"
     else:
         return
@@ -247,25 +287,15 @@ def _check_stages(asked: Asked, pp: int, stages: int) -> None:
     )
 
 
-def _choose_split(asked: Asked, num_stages: int) -> tuple[int, ...]:
-    asked_split, num_layers = asked.config.parallel.split, asked.spec.num_layers
-    if num_stages == 0:
-        return ()
-    even = even_split(num_layers, num_stages)
-    if asked_split == "even":
-        return even
-    if asked_split == "auto":
-        return balanced_split(*estimated_costs(asked.spec, asked.config.train.seq_len), num_stages)
-    assert isinstance(asked_split, tuple) and len(asked_split) == num_stages, (asked_split, num_stages)
-    if sum(asked_split) != num_layers:
+def _check_split(asked: Asked) -> None:
+    split, num_layers = asked.config.parallel.split, asked.spec.num_layers
+    if isinstance(split, tuple) and sum(split) != num_layers:
         raise Refusal(
-            f"`parallel.split = {shown(asked_split)}` splits {sum(asked_split)} layers, "
-            f"{asked.spec.name} has {num_layers}",
+            f"`parallel.split = {shown(split)}` splits {sum(split)} layers, {asked.spec.name} has {num_layers}",
             why="it lists the layers of each stage, and every layer belongs to one",
             keys=("parallel.split",),
-            fixes=[{"parallel.split": even}, {"parallel.split": "auto"}],
+            fixes=[{"parallel.split": even_split(num_layers, len(split))}, {"parallel.split": "auto"}],
         )
-    return asked_split
 
 
 # Fixes ----------------------------------------------------------------------------------------------------------------

@@ -29,13 +29,14 @@ MAX_FIXES = 2
 @dataclass(frozen=True)
 class Asked:
     """What somebody wants to run, and on what. `nproc`: processes asked for with --nproc or started by torchrun.
-    `measured`: this machine as a file has it; None: as the table of devices has it."""
+    `measured`: this machine as a file has it; None: as the table of devices has it. `place`: its name in refusals."""
 
     config: Config
     spec: ModelSpec
     machine: Machine
     nproc: int | None
     measured: ClusterSpec | None = None
+    place: str = "this machine"
 
     @property
     def cluster(self) -> ClusterSpec:

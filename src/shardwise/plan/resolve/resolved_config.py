@@ -7,19 +7,19 @@ plan.json has the answer. Invariant: what the user has set is never changed, and
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from shardwise.plan.resolve.searched import Better
 from shardwise.spec.plan import KEEPS_AUTO, Plan
 from shardwise.spec.schema import Config
 
 SECTIONS = ("train", "parallel", "memory")  # what an adapter's directory says was read from there, not chosen
 
 
-def fill(config: Config, plan: Plan, found: Better | None) -> tuple[Config, dict[str, str]]:
-    """Returns the config with the plan's values, and why each key has its value. `found`: what the search has
-    decided."""
+def fill(config: Config, plan: Plan, decided: Collection[str], because: str) -> tuple[Config, dict[str, str]]:
+    """Returns the config with the plan's values, and why each key has its value. `decided`: keys that the search has
+    decided, `because` of this."""
     filled = replace(
         config,
         train=replace(
@@ -30,7 +30,7 @@ def fill(config: Config, plan: Plan, found: Better | None) -> tuple[Config, dict
         parallel=replace(_resolved(config.parallel, plan), cp_kind=plan.cp_kind, schedule=plan.schedule, layout=None),
         memory=_resolved(config.memory, plan),
     )
-    if found and plan.zero and plan.replicate > 1:
+    if decided and plan.zero and plan.replicate > 1:
         filled = replace(filled, parallel=replace(filled.parallel, replicate=plan.replicate))
     changed = [
         f"{section}.{key}"
@@ -38,7 +38,7 @@ def fill(config: Config, plan: Plan, found: Better | None) -> tuple[Config, dict
         for key in getattr(config, section).__dataclass_fields__
         if getattr(getattr(config, section), key) != getattr(getattr(filled, section), key)
     ]
-    why = _reasons(plan) | (dict.fromkeys(found.settings, found.short) if found else {})
+    why = _reasons(plan) | dict.fromkeys(decided, because)
     chosen = {name: why[name] for name in changed}
     if config.train.micro_batch == "auto":
         chosen["train.micro_batch"] = f"{plan.micro_batch} by prediction, measured as the run starts"
