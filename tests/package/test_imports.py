@@ -21,7 +21,7 @@ STILL_WRONG: set[tuple[str, str]] = set()
 NO_TORCH = (
     "cli/", "config/", "plan/", "explain/", "spec/", "data/", "demo/__init__.py", "demo/perform.py",
     "cluster/describe/", "cluster/measure/devices.py", "cluster/measure/link.py",
-    "interop/huggingface/config.py", "interop/huggingface/directory.py",
+    "interop/huggingface/architectures.py", "interop/huggingface/config.py", "interop/huggingface/directory.py",
     "run/build.py", "run/ranks.py", "run/session.py", "run/rundir.py", "run/weights.py",
     "run/guards.py", "run/clock.py", "run/events.py",
     "report/step_breakdown.py", "report/memory.py", "report/terminal.py",

@@ -1,7 +1,8 @@
 """A `ModelSpec` written as the config.json that transformers loads. No torch.
 
-Owns the choice of architecture and the field names on the way out. Invariant: what is written is read back with
-`spec_from_config` and must give the same function, else it is refused. Read next: `config.py`, the way in.
+Owns the field names that architectures share on the way out. Invariant: what is written is read back with
+`spec_from_config` and must give the same function, else it is refused. Read next: `architectures.py` for what each
+adds, `config.py`, the way in.
 """
 
 from __future__ import annotations
@@ -9,29 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.interop.huggingface.config import ARCHITECTURES, spec_from_config
+from shardwise.interop.huggingface.architectures import ARCHITECTURES, choose_architecture
+from shardwise.interop.huggingface.config import spec_from_config
 from shardwise.spec.model import ModelSpec
 
 # Fields that say how to train or what to call the model, not what it computes.
 NOT_THE_FUNCTION = ("name", "aux_loss_coef", "z_loss_coef", "bias_update_rate")
 ACTIVATION_OUT = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
-
-
-def choose_architecture(spec: ModelSpec) -> str:
-    """The one transformers architecture that could hold this model, by its most telling feature."""
-    if spec.positions == "learned":
-        return "gpt2"
-    if spec.attention.name == "latent":
-        return "deepseek_v3"
-    if spec.norm_plus_one:
-        return "gemma3_text" if spec.qk_norm else "gemma2"
-    if spec.is_moe:
-        return "qwen3_moe" if spec.qk_norm else "mixtral"
-    if spec.qk_norm:
-        return "qwen3"
-    if spec.qkv_bias and not spec.out_bias:
-        return "qwen2"
-    return "mistral" if spec.sliding_window else "llama"
 
 
 def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
@@ -122,79 +107,7 @@ def _fields(spec: ModelSpec, kind: str) -> dict[str, Any]:
     config["hidden_activation" if kind.startswith("gemma") else "hidden_act"] = ACTIVATION_OUT[spec.activation]
     if kind != "deepseek_v3":
         config["head_dim"] = spec.head_dim
-    extra = {"llama": {"mlp_bias": spec.mlp_bias}, **_sparse(spec), **_gemma(spec), **_windows(spec)}
-    return config | extra.get(kind, {})
-
-
-def _windows(spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    qwen: dict[str, Any] = {
-        "use_sliding_window": bool(spec.sliding_window),
-        "sliding_window": spec.sliding_window or None,
-        "max_window_layers": spec.window_from,
-    }
-    layer_types = {"layer_types": _layer_types(spec)}
-    return {
-        "mistral": {"sliding_window": spec.sliding_window},
-        "qwen2": qwen | layer_types,
-        "qwen3": qwen | layer_types,
-    }
-
-
-def _layer_types(spec: ModelSpec) -> list[str]:
-    return ["full_attention" if layer.window is None else "sliding_attention" for layer in spec.layers]
-
-
-def _gemma(spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    scale = spec.query_scale_dim or spec.head_dim
-    shared = {
-        "query_pre_attn_scalar": int(scale) if scale == int(scale) else scale,
-        "sliding_window": spec.sliding_window or spec.max_seq_len,
-        "layer_types": _layer_types(spec),
-        "final_logit_softcapping": spec.logit_softcap or None,
-        "attn_logit_softcapping": spec.attention_softcap or None,
-    }
-    return {"gemma2": shared, "gemma3_text": shared}
-
-
-def _sparse(spec: ModelSpec) -> dict[str, dict[str, Any]]:
-    mixtral = {
-        "num_local_experts": spec.num_experts,
-        "num_experts_per_tok": spec.experts_per_token,
-        "sliding_window": spec.sliding_window or None,
-        "router_aux_loss_coef": spec.aux_loss_coef,
-    }
-    qwen3_moe = {
-        "num_experts": spec.num_experts,
-        "num_experts_per_tok": spec.experts_per_token,
-        "moe_intermediate_size": spec.expert_ffn,
-        "decoder_sparse_step": spec.moe_every,
-        "mlp_only_layers": list(range(spec.first_dense_layers)),
-        "norm_topk_prob": spec.norm_topk,
-        "use_sliding_window": bool(spec.sliding_window),
-        "sliding_window": spec.sliding_window or None,
-        "router_aux_loss_coef": spec.aux_loss_coef,
-    }
-    deepseek_v3 = {
-        "q_lora_rank": spec.q_lora_rank or None,
-        "kv_lora_rank": spec.kv_lora_rank,
-        "qk_nope_head_dim": spec.qk_nope_head_dim,
-        "qk_rope_head_dim": spec.qk_rope_head_dim,
-        "v_head_dim": spec.v_head_dim,
-        "rope_interleave": spec.rope_interleaved,
-        "n_routed_experts": spec.num_experts,
-        "num_experts_per_tok": spec.experts_per_token,
-        "moe_intermediate_size": spec.expert_ffn,
-        "n_shared_experts": spec.num_shared_experts,
-        "first_k_dense_replace": spec.first_dense_layers,
-        "norm_topk_prob": spec.norm_topk,
-        "routed_scaling_factor": spec.routed_scaling,
-        "n_group": spec.num_expert_groups,
-        "topk_group": spec.topk_groups,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,  # no multi-token-prediction module is written
-    }
-    return {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_v3}
+    return config | ARCHITECTURES[kind].write(spec)
 
 
 def _rope(spec: ModelSpec, kind: str) -> dict[str, Any]:

@@ -7,10 +7,11 @@ Read next: `weights.py`, which moves the data along it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from shardwise.interop.huggingface.export import choose_architecture
+from shardwise.interop.huggingface.architectures import ARCHITECTURES, choose_architecture
+from shardwise.spec.layers import Weight
 from shardwise.spec.model import LayerSpec, ModelSpec
 
 
@@ -50,7 +51,8 @@ def is_ignorable(name: str, spec: ModelSpec) -> bool:
         return True
     # DeepSeek appends its multi-token-prediction module as one more layer; it is no part of the main model.
     match = re.match(r"model\.layers\.(\d+)\.", name)
-    return spec.attention.name == "latent" and match is not None and int(match[1]) >= spec.num_layers
+    appends = ARCHITECTURES[choose_architecture(spec)].appends_layers
+    return appends and match is not None and int(match[1]) >= spec.num_layers
 
 
 def whole(theirs: str, ours: str) -> TheirTensor:
@@ -61,13 +63,15 @@ def _llama_like(spec: ModelSpec, kind: str, fused_experts: bool) -> Iterator[The
     yield whole("model.embed_tokens.weight", "embed.weight")
     for layer in spec.layers:
         ours, theirs = f"layers.{layer.index}", f"model.layers.{layer.index}"
-        for our_name, their_name in (_norms(spec) | _attention(spec)).items():
+        attention = ARCHITECTURES[kind].attention(spec)
+        names = _norms(spec) | {f"attention.{one}": f"self_attn.{other}" for one, other in attention.items()}
+        for our_name, their_name in names.items():
             yield whole(f"{theirs}.{their_name}.weight", f"{ours}.{our_name}.weight")
         yield from _biases(spec, ours, theirs)
         if layer.is_moe:
-            yield from _experts(spec, kind, ours, theirs, fused_experts)
+            yield from _experts(spec, layer, kind, ours, theirs, fused_experts)
         else:
-            yield from _feedforward(spec, f"{ours}.feedforward", f"{theirs}.mlp")
+            yield from _feedforward(spec.feedforward_weights(layer), f"{ours}.feedforward", f"{theirs}.mlp")
     yield whole("model.norm.weight", "norm.weight")
     if not spec.tied:
         yield whole("lm_head.weight", "head.weight")
@@ -84,45 +88,28 @@ def _norms(spec: ModelSpec) -> dict[str, str]:
     return {"attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm"}
 
 
-def _attention(spec: ModelSpec) -> dict[str, str]:
-    if spec.attention.name == "latent":
-        names = {
-            "q": "q_b_proj" if spec.q_lora_rank else "q_proj",
-            "kv_down": "kv_a_proj_with_mqa",
-            "kv_norm": "kv_a_layernorm",
-            "kv_up": "kv_b_proj",
-            "o": "o_proj",
-        }
-        if spec.q_lora_rank:
-            names |= {"q_down": "q_a_proj", "q_norm": "q_a_layernorm"}
-    else:
-        names = {letter: f"{letter}_proj" for letter in "qkvo"}
-        if spec.qk_norm:
-            names |= {"q_norm": "q_norm", "k_norm": "k_norm"}
-    return {f"attention.{ours}": f"self_attn.{theirs}" for ours, theirs in names.items()}
-
-
 def _biases(spec: ModelSpec, ours: str, theirs: str) -> Iterator[TheirTensor]:
     letters = ("qkv" if spec.qkv_bias else "") + ("o" if spec.out_bias else "")
     for letter in letters:
         yield whole(f"{theirs}.self_attn.{letter}_proj.bias", f"{ours}.attention.{letter}.bias")
 
 
-def _feedforward(spec: ModelSpec, ours: str, theirs: str) -> Iterator[TheirTensor]:
-    for name in ("gate", "up", "down"):
-        yield whole(f"{theirs}.{name}_proj.weight", f"{ours}.{name}.weight")
-        if spec.mlp_bias:
-            yield whole(f"{theirs}.{name}_proj.bias", f"{ours}.{name}.bias")
+def _feedforward(weights: Iterable[Weight], ours: str, theirs: str) -> Iterator[TheirTensor]:
+    for weight in weights:
+        module, leaf = weight.name.rsplit(".", 1)
+        yield whole(f"{theirs}.{module}_proj.{leaf}", f"{ours}.{weight.name}")
 
 
-def _experts(spec: ModelSpec, kind: str, ours: str, theirs: str, fused: bool) -> Iterator[TheirTensor]:
+def _experts(
+    spec: ModelSpec, layer: LayerSpec, kind: str, ours: str, theirs: str, fused: bool
+) -> Iterator[TheirTensor]:
     ours = f"{ours}.feedforward"
     theirs = f"{theirs}.block_sparse_moe" if kind == "mixtral" and not fused else f"{theirs}.mlp"
     yield whole(f"{theirs}.gate.weight", f"{ours}.router.weight")
     if spec.router == "sigmoid-bias":
         yield whole(f"{theirs}.gate.e_score_correction_bias", f"{ours}.router.bias")
-    if spec.num_shared_experts:
-        yield from _feedforward(spec, f"{ours}.shared", f"{theirs}.shared_experts")
+    for tensor in _feedforward((one for one in spec.feedforward_weights(layer) if one.is_linear), ours, theirs):
+        yield replace(tensor, name=tensor.name.replace(".shared.", ".shared_experts."))
     if fused:
         gate_up = (Part(f"{ours}.experts.gate"), Part(f"{ours}.experts.up"))
         yield TheirTensor(f"{theirs}.experts.gate_up_proj", gate_up, cat_dim=1)
