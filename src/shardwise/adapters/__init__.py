@@ -1,1 +1,1 @@
-"""LoRA and QLoRA: small trained matrices beside frozen weights."""
+"""Implements LoRA and QLoRA: small trained matrices beside frozen weights."""

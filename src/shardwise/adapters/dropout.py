@@ -1,4 +1,4 @@
-"""The dropout of adapters: what is dropped depends on (seed, step, row, position, channel, layer) only.
+"""Drops inputs of adapters: what is dropped depends on (seed, step, row, position, channel, layer) only.
 
 So every layout drops the same elements, and a block that is computed again drops what it dropped before. A block says
 before it begins which rows and positions its tokens have (`apply_dropout`); its layers draw from that.
@@ -24,8 +24,8 @@ INVERSE = -1018231460777725123  # INVERSE * ODD = 1, modulo 2^64
 
 
 def apply_dropout(blocks: Iterable[nn.Module], dropout: AdapterDropout | None) -> None:
-    """In place, around compiled blocks and inside of recomputation: a graph that is computed again may not change
-    anything outside of it, and what is computed again is told its rows again."""
+    """Makes blocks announce their rows, in place, around compiled blocks and inside of recomputation: a graph that is
+    computed again may not change anything outside of it, and what is computed again is told its rows again."""
     if dropout is None or not dropout.rate:
         return
     for block in blocks:
@@ -43,7 +43,7 @@ def _with_rows(forward: Callable[..., Any], dropout: AdapterDropout) -> Callable
 
 @dataclass(eq=False)
 class AdapterDropout:
-    """What the adapters of a model drop, in the block that computes now."""
+    """Decides what the adapters of a model drop, in the block that computes now."""
 
     seed: int
     rate: float
@@ -54,12 +54,12 @@ class AdapterDropout:
         self.rows_B, self.positions_BT = rows_B, positions_BT
 
     def salt(self, layer: str) -> Tensor:
-        """What tells the draws of this layer from those of others."""
+        """Returns what tells the draws of this layer from those of others."""
         digest = hashlib.sha256(f"{self.seed}/{layer}".encode()).digest()
         return torch.tensor(int.from_bytes(digest[:8], "little", signed=True), device="cpu")
 
     def drop(self, x_BTI: Tensor, salt: Tensor, first_input: int) -> Tensor:
-        """x with a share `rate` of its elements zero and the others scaled up."""
+        """Returns x with a share `rate` of its elements zero and the others scaled up."""
         if not self.rate or self.rows_B is None:
             return x_BTI
         assert self.positions_BT is not None
@@ -73,8 +73,8 @@ class AdapterDropout:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer: every bit of the input moves every bit of the output. Multiplication wraps around, shifts
-    fill with zeros."""
+    """Returns SplitMix64's finalizer of each element: every bit of the input moves every bit of the output.
+    Multiplication wraps around, shifts fill with zeros."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * -4658895280553007687
     x = (x ^ ((x >> 27) & (2**37 - 1))) * -7723592293110705685
     return x ^ ((x >> 31) & (2**33 - 1))

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) and QLoRA: linear layers with a small trained matmul beside a frozen weight.
+"""Adds LoRA (arXiv 2106.09685) and QLoRA to linear layers: a small trained matmul beside a frozen weight.
 
     y = x W^T + (alpha / rank) * dropout(x) A^T B^T + bias          A [rank, inputs], B [outputs, rank], zero at first
 
@@ -51,7 +51,7 @@ class Adapters:
 
 
 def decoder_adapters(spec: ModelSpec, settings: Settings, seed: int, precision: str) -> Adapters | None:
-    """The adapters of our own decoder, whatever part of it a rank has. None: all weights are trained."""
+    """Returns the adapters of our own decoder, whatever part of it a rank has; None where all weights are trained."""
     if settings.kind == "none":
         return None
     theirs = their_modules(spec)
@@ -69,7 +69,8 @@ def module_adapters(
     precision: str,
     start: Mapping[str, Tensor] | None = None,
 ) -> Adapters | None:
-    """The adapters of any module: of the linear layers inside its blocks."""
+    """Returns the adapters of any module, on the linear layers inside its blocks; None where all weights are
+    trained."""
     if settings.kind == "none":
         return None
     if settings.dropout:
@@ -89,8 +90,8 @@ def module_adapters(
 
 
 def _refuse_readers(module: nn.Module, linears: list[str]) -> None:
-    """torch's own encoder and decoder layers may hand `layer.weight` to one fused kernel: an adapter would be passed
-    over in silence."""
+    """Refuses layers of torch's own encoder and decoder: they may hand `layer.weight` to one fused kernel, and an
+    adapter would be passed over in silence."""
     for path in linears:
         parent = module.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
@@ -132,8 +133,9 @@ def _adapters(
 
 @torch.no_grad()
 def adapt(module: nn.Module, adapters: Adapters | None) -> AdapterDropout | None:
-    """In place, at full shape: freeze, add A and B with their first values, put weights into four bits. On `meta`: only
-    shapes. Returns the dropout that all adapters share, of which blocks must be told (`apply_dropout`)."""
+    """Adapts a module in place, at full shape: freezes, adds A and B with their first values, puts weights into four
+    bits. On `meta` there are only shapes. Returns the dropout that all adapters share, of which blocks must be told
+    (`apply_dropout`)."""
     if adapters is None:
         return None
     dropout = AdapterDropout(adapters.seed, adapters.dropout)
@@ -157,7 +159,7 @@ def adapt(module: nn.Module, adapters: Adapters | None) -> AdapterDropout | None
 
 
 def adapt_whole(model: Any, settings: Settings, seed: int, precision: str) -> None:
-    """A whole model that has its weights: our decoder, or one of transformers."""
+    """Adapts a whole model that has its weights, in place: our decoder, or one of transformers."""
     spec = model.spec
     if spec.is_ours:
         apply_dropout(model.layers.values(), adapt(model, decoder_adapters(spec, settings, seed, precision)))
@@ -177,7 +179,8 @@ def _add_matrices(layer: nn.Linear, name: str, adapters: Adapters) -> None:
 
 
 def first_a(name: str, shape: tuple[int, int], seed: int) -> Tensor:
-    """Uniform within 1 / sqrt(inputs), as PEFT draws it; at full shape, fp32, on the CPU."""
+    """Returns the first value of A: uniform within 1 / sqrt(inputs), as PEFT draws it; at full shape, fp32, on the
+    CPU."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = shape[1] ** -0.5
@@ -185,7 +188,8 @@ def first_a(name: str, shape: tuple[int, int], seed: int) -> Tensor:
 
 
 def _put_into_four_bits(layer: nn.Linear, frozen_dtype: torch.dtype | None) -> None:
-    """The bits are viewed in the 16-bit format that is computed in, so that no policy of mixed precision casts them."""
+    """Replaces a weight by its NF4 codes. The bits are viewed in the 16-bit format that is computed in, so that no
+    policy of mixed precision casts them."""
     format_ = frozen_dtype or layer.weight.dtype
     container = format_ if format_.itemsize == 2 else torch.bfloat16
     packed = quantize(layer.weight, container)
@@ -199,11 +203,11 @@ def _put_into_four_bits(layer: nn.Linear, frozen_dtype: torch.dtype | None) -> N
 class AdaptedLinear(nn.Linear):
     """An nn.Linear with a LoRA matmul beside it, or a weight in four bits, or both."""
 
-    salt: Tensor  # of its dropout; a tensor, so that compiled blocks differ in nothing but tensors
+    salt: Tensor  # seeds its dropout; a tensor, so that compiled blocks differ in nothing but tensors
     scale: float
     dropout: AdapterDropout
     first_input: int = 0  # tensor parallelism may keep a slice of the inputs
-    matmul: Callable[..., Tensor] = staticmethod(F.linear)  # of the base; fp8 has its own
+    matmul: Callable[..., Tensor] = staticmethod(F.linear)  # with the base weight; fp8 has its own
     lora_add: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # y + xa B^T, where that is one kernel
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -213,7 +217,7 @@ class AdaptedLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """The salt goes with the parameters, and keeps its value where they lose theirs."""
+        """Moves the salt with the parameters; it keeps its value where they lose theirs."""
         super()._apply(fn, recurse)
         device = next(self.parameters()).device
         if device.type != "meta":
@@ -223,8 +227,8 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapted_linear(layer: Any, x: Tensor, xa: Tensor | None = None) -> Tensor:
-    """What a linear layer computes, without its bias. Also for layers without an adapter. `xa`: x A^T, scaled, where it
-    is there already."""
+    """Returns what a linear layer computes, without its bias; also for layers without an adapter. `xa` is x A^T,
+    scaled, where it is there already."""
     if hasattr(layer, LEAVES[0]):
         y = nf4_linear(x, PackedWeight(*(getattr(layer, leaf) for leaf in LEAVES)), layer.first_input % PAIR)
     else:
@@ -245,7 +249,7 @@ def adapted_linear(layer: Any, x: Tensor, xa: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def plain_weight(layer: AdaptedLinear, dtype: torch.dtype) -> Tensor:
-    """The base weight as elements of `dtype`."""
+    """Returns the base weight as elements of `dtype`."""
     if layer.weight is not None:
         return layer.weight.to(dtype)
     packed = PackedWeight(layer.weight_nf4, layer.weight_absmax, layer.weight_scale)
@@ -254,7 +258,8 @@ def plain_weight(layer: AdaptedLinear, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def merge(module: nn.Module, dtype: torch.dtype) -> None:
-    """In place: every adapted layer becomes an nn.Linear with W + (alpha / rank) B A, added in at least fp32."""
+    """Merges adapters in place: every adapted layer becomes an nn.Linear with W + (alpha / rank) B A, added in at least
+    fp32."""
     for layer in module.modules():
         if not isinstance(layer, AdaptedLinear):
             continue

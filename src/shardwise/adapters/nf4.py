@@ -1,4 +1,5 @@
-"""Weights in four bits: NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3), as tensors that can be cut.
+"""Keeps weights in four bits: NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3), as tensors that can be
+cut.
 
 Of a row of the matrix, every 64 elements are divided by their largest magnitude and quantized to one of 16 values; the
 magnitudes of a row, less their mean, are quantized to one of 256 values times one scale. A row is complete in itself:
@@ -42,6 +43,7 @@ class PackedWeight(NamedTuple):
 
 
 def packed_shapes(outputs: int, inputs: int) -> tuple[tuple[int, int], ...]:
+    """Returns the shapes of the three tensors of a packed weight."""
     pairs = -(-inputs // PAIR)
     return (outputs, pairs * PAIR // 4), (outputs, pairs), (outputs, 4)
 
@@ -76,7 +78,7 @@ def quantize(weight_OI: Tensor, container: torch.dtype) -> PackedWeight:
 
 @torch.no_grad()
 def dequantize(packed: PackedWeight, inputs: int, dtype: torch.dtype, first: int = 0) -> Tensor:
-    """`inputs` columns from column `first` on: a slice may begin inside a pair of blocks."""
+    """Returns `inputs` columns of the weight from column `first` on: a slice may begin inside a pair of blocks."""
     columns = slice(first, first + inputs)
     if torch.compiler.is_compiling():  # one kernel, with nothing beside its result
         return _read(packed)[:, columns].to(dtype, memory_format=torch.contiguous_format)
@@ -98,8 +100,8 @@ def _read(packed: PackedWeight) -> Tensor:
 
 
 def nf4_linear(x: Tensor, packed: PackedWeight, first: int) -> Tensor:
-    """x W^T. Backward reads W again, so that nothing but the bits is kept. A compiler would see that it has read W
-    before, and keep it, unless it is told not to."""
+    """Returns x W^T. Backward reads W again, so that nothing but the bits is kept. A compiler would see that it has
+    read W before, and keep it, unless it is told not to."""
     if torch.compiler.is_compiling():
         return checkpoint(_linear, x, *packed, first, use_reentrant=False, preserve_rng_state=False)
     return _Nf4Linear.apply(x, *packed, first)
@@ -127,7 +129,7 @@ class _Nf4Linear(torch.autograd.Function):
 
 @cache
 def table() -> Tensor:
-    """The 256 values of bitsandbytes' dynamic 8-bit format (arXiv 2110.02861, section 2.2), ascending."""
+    """Returns the 256 values of bitsandbytes' dynamic 8-bit format (arXiv 2110.02861, section 2.2), ascending."""
     values = [torch.tensor([0.0, 1.0])]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1)
@@ -138,7 +140,7 @@ def table() -> Tensor:
 
 @cache
 def _pairs() -> Tensor:
-    """Both values of every byte: the first is in its upper half."""
+    """Returns both values of every byte: the first is in its upper half."""
     code = torch.tensor(CODE)
     return torch.stack([code.repeat_interleave(16), code.repeat(16)], 1)
 
@@ -152,7 +154,8 @@ _TABLES: dict[str, tuple[Tensor, Tensor]] = {}  # by device: the 256 values, and
 
 
 def tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Made once. Who compiles asks before: a compiled block takes what is there and keeps nothing."""
+    """Returns both tables on a device; they are made once. Who compiles asks before: a compiled block takes what is
+    there and keeps nothing."""
     if str(device) in _TABLES:
         return _TABLES[str(device)]
     made = table().to(device), _pairs().to(device)

@@ -1,4 +1,4 @@
-"""What a checkpoint of an adapter run says about the weights that it does not hold: which adapters, beside which base.
+"""Says, in a checkpoint of an adapter run, what it does not hold: which adapters, beside which base weights.
 
 No torch here. Invariant: adapters are never put beside another base than the one they were trained with.
 """
@@ -15,11 +15,11 @@ from shardwise.interop.huggingface.directory import find_model_dir
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.schema import AdapterConfig, Config, ModelConfig
 
-END_BYTES = 2**20  # of each end of a weight file that the digest covers
+END_BYTES = 2**20  # bytes at each end of a weight file that the digest covers
 
 
 def adapter_state(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    """What the manifest says about adapters and their base; empty where all weights are trained."""
+    """Returns what the manifest says about adapters and their base; empty where all weights are trained."""
     if config.adapter.kind == "none":
         return {}
     base = {"digest": base_identity(config.model, spec, config.train.seed), "path": config.model.path}
@@ -58,7 +58,7 @@ def check_base(checkpoint: Path, state: dict[str, Any], config: Config, spec: Mo
 def read_adapter_state(
     checkpoint: Path, state: dict[str, Any], config: Config | None, spec: ModelSpec
 ) -> AdapterConfig | None:
-    """The adapters of a checkpoint that is to be used without training; its base must be there."""
+    """Returns the adapters of a checkpoint that is to be used without training; its base must be there."""
     if "adapter" not in state:
         return None
     if config is None:
@@ -72,8 +72,8 @@ def read_adapter_state(
 
 
 def base_identity(config: ModelConfig, spec: ModelSpec, seed: int) -> str:
-    """The digest of the weights that adapters stand beside: of the seed and spec that they are drawn from, or of their
-    files. Of large files their table of contents and both ends are read, not every byte."""
+    """Returns the digest of the weights that adapters stand beside: of the seed and spec that they are drawn from, or
+    of their files. Of large files their table of contents and both ends are read, not every byte."""
     digest = hashlib.sha256()
     if not config.path:
         digest.update(f"drawn {seed} {sorted(spec.to_dict().items())}".encode())

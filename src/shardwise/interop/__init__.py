@@ -1,1 +1,1 @@
-"""Models and adapters of other libraries, in and out."""
+"""Reads and writes models and adapters of other libraries."""

@@ -1,1 +1,1 @@
-"""Faster ways to compute what the plain model computes, and how one is chosen."""
+"""Computes what the plain model computes in faster ways, and chooses among them."""

@@ -1,4 +1,4 @@
-"""Which attention kernel is fastest here, for these shapes: measured, once, before a run on a GPU.
+"""Chooses the attention kernel that is fastest here, for these shapes: measured, once, before a run on a GPU.
 
 What a kernel takes depends on the GPU, the versions of torch and cuDNN, the head's width and the length of sequences,
 so no table is kept. A candidate that cannot run this shape drops out, and so does one whose results are not the first
@@ -21,13 +21,13 @@ from shardwise.model.masking import MaskBuilder
 from shardwise.model.rope import softmax_scale
 from shardwise.spec.model import LayerSpec, ModelSpec
 
-MOST_TOKENS = 16384  # of a measurement: the order of kernels does not change beyond, their time does
-TURNS, CALLS = 3, 6  # of each kernel; calls of a turn wait for nothing between them, as in a step
+MOST_TOKENS = 16384  # tokens of a measurement: beyond, the order of kernels does not change, their time does
+TURNS, CALLS = 3, 6  # per kernel; the calls of a turn wait for nothing between them, as in a step
 PLAIN, MASKED, CAPPED = ("cudnn", "flash", "flash4"), ("flex", "sdpa"), ("flex", "math")
 ALIKE = 0.02  # how far apart results of two kernels in 16 bits may be, by norm; 0.004 on an H200
 
 Results = tuple[Tensor, ...]
-"""The result of attention, and the gradients of queries, keys and values."""
+"""What attention computes: its output, and the gradients of queries, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class KernelChoice:
     """The fastest kernel of a layer, by name, and why it is that."""
 
     kernel: str
-    seconds: dict[str, float]  # of forward and backward by kernel that runs here
+    seconds: dict[str, float]  # of forward and backward, for each kernel that runs here
     shape: AttentionShape
-    dropped: dict[str, str] = field(default_factory=dict)  # why, by kernel that should run here and did not
+    dropped: dict[str, str] = field(default_factory=dict)  # kernel that should run here and did not -> why
 
     def __str__(self) -> str:
         dropped = "".join(f"; {kernel} dropped out: {why}" for kernel, why in self.dropped.items())
@@ -61,7 +61,7 @@ class KernelChoice:
 def apply_fastest_attention(
     model: Decoder, layers: Sequence[LayerSpec], shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """In place: each of the model's `layers` gets the kernel that is fastest for it, and `kernel_reason` says why."""
+    """Gives each of the model's `layers` the kernel that is fastest for it, in place; `kernel_reason` says why."""
     chosen = choose(model.spec, layers, shape, dtype, device)
     use_kernels(model, {index: choice.kernel for index, choice in chosen.items()})
     model.kernel_reason = "; ".join(sorted({str(choice) for choice in chosen.values()}))
@@ -92,8 +92,8 @@ def choose(
     device: torch.device,
     among: tuple[str, ...] = (),
 ) -> dict[int, KernelChoice]:
-    """The fastest kernel by layer index; layers that see as much share a measurement. `among`: names to choose from
-    instead of the usual candidates."""
+    """Returns the fastest kernel by layer index; layers that see as much share a measurement. `among` has names to
+    choose from instead of the usual candidates."""
     length = min(shape.seq_len, MOST_TOKENS)
     short = AttentionShape(max(1, min(shape.rows, MOST_TOKENS // length)), length, shape.tp)
     found: dict[tuple[tuple[str, ...], int | None], KernelChoice] = {}
@@ -140,7 +140,8 @@ def _measured(
 def _ready(
     spec: ModelSpec, layer: LayerSpec, kernel: str, shape: AttentionShape, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Results] | None:
-    """Forward and backward of the same tensors for every kernel; None where it is known not to run."""
+    """Returns a function that does forward and backward of the same tensors for every kernel; None where it is known
+    not to run."""
     if (kernel == "flex" and device.type != "cuda") or (kernel == "flash4" and not flash4.can_run(device)):
         return None
     heads, kv_heads = max(1, spec.num_heads // shape.tp), max(1, spec.num_kv_heads // shape.tp)
@@ -161,7 +162,7 @@ def _ready(
 
 
 def _apart(results: Results, truth: Results) -> float:
-    """The largest distance of a tensor, relative to its norm. Not a number is far."""
+    """Returns the largest distance of a tensor, relative to its norm; infinity where one is not a number."""
     norm = torch.linalg.vector_norm
     apart = [
         norm(a - b, dtype=torch.float32) / norm(b, dtype=torch.float32) for a, b in zip(results, truth, strict=True)

@@ -1,4 +1,4 @@
-"""Matmuls on a GPU, each by the kernel that was fastest for it, here, with the same bits.
+"""Computes matmuls on a GPU, each by the kernel that was fastest for it, here, with the same bits.
 
 torch takes the kernel that cuBLASLt's rule of thumb puts first. On a card that works at its power limit the first is
 often not the fastest: 3 to 5 % of all matmuls of a step lie between the two (docs/log.md). So the first time a large
@@ -26,20 +26,22 @@ from shardwise.kernels import cublas
 from shardwise.kernels.fused_loss import HeadMatmuls, adds_in_place
 from shardwise.kernels.timing import median_seconds
 
-LEAST_FLOPS = 3e10  # 0.05 ms on an H200: below, choosing saves less than the operation's way through Python costs
+LEAST_FLOPS = (
+    3e10  # FLOP of a matmul, 0.05 ms on an H200: below, choosing saves less than the call through Python costs
+)
 MOST_PROPOSALS, FINALISTS, ROUNDS = 20, 4, 4
 TURN_S = 0.025
-"""Seconds of a finalist's turn, so that each works at the clock that its own power leaves it: what is fastest for a
-moment may draw more."""
-TRIES = 2  # of a matmul whose result is all zeros, as gradients can be in a first step
-WORTH = 0.99  # of torch's time: less of a gain is within the noise
+"""Seconds of a finalist's turn, so long that each works at the clock that its own power leaves it: what is fastest for
+a moment may draw more."""
+TRIES = 2  # attempts to measure a matmul whose result is all zeros, as gradients can be in a first step
+WORTH = 0.99  # the share of torch's time that another kernel may take at most: less of a gain is within the noise
 
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class FoundKernel:
-    """torch's milliseconds and the winner's, which is None where torch's own won."""
+    """What was measured: torch's milliseconds and the winner's, whose launch is None where torch's own won."""
 
     torch_ms: float
     ms: float
@@ -59,7 +61,7 @@ def multiply(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 
 def multiply_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, beta: float = 0.0) -> None:
-    """out = a b + beta out; `out` may be fp32 where a and b are 16 bits."""
+    """Computes out = a b + beta out; `out` may be fp32 where a and b are 16 bits."""
     (_launch(a_MK, b_KN, out_MN) or _as_torch)(a_MK, b_KN, out_MN, beta)
 
 
@@ -90,9 +92,9 @@ def _launch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> cublas.Launch | None:
 
 
 def _measure(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, key: Key) -> FoundKernel | None:
-    """Measured with the elements at hand: how long a matmul takes depends on them. None where this is not the time:
-    there is no memory for a second result, the result is all zeros, which any kernel gets right, or launches are being
-    recorded."""
+    """Returns the fastest kernel, measured with the elements at hand: how long a matmul takes depends on them. Returns
+    None where this is not the time: there is no memory for a second result, the result is all zeros, which any kernel
+    gets right, or launches are being recorded."""
     if torch.cuda.is_current_stream_capturing():
         return None
     if not can_measure(a_MK.dtype) or any(cublas.is_transposed(matrix) is None for matrix in (a_MK, b_KN, out_MN)):
@@ -124,8 +126,8 @@ def _is_same(launch: cublas.Launch, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, 
 
 
 def _fastest(launches: list[cublas.Launch], a_MK: Tensor, b_KN: Tensor, out_MN: Tensor) -> FoundKernel:
-    """The first is torch's. All for a moment, then those that did best and torch's, taking turns: the card slows down
-    and speeds up for all alike."""
+    """Returns the fastest of these launches, of which the first is torch's. All run for a moment, then those that did
+    best and torch's take turns: the card slows down and speeds up for all alike."""
     actions = [partial(launch, a_MK, b_KN, out_MN, 0.0) for launch in launches]
     # The untimed call of each turn: the other's matrices have left the caches.
     first = median_seconds(actions, out_MN.device, turns=1, calls=2, untimed=1)
@@ -143,7 +145,7 @@ def can_measure(dtype: torch.dtype) -> bool:
 
 
 def summary() -> str | None:
-    """One line for the log about what was measured in this process so far; None where nothing was."""
+    """Returns one line for the log about what was measured in this process so far; None where nothing was."""
     measured = [found for found in _found.values() if found.torch_ms]
     if not measured:
         return None
@@ -160,7 +162,7 @@ def summary() -> str | None:
 
 @cache
 def operation() -> Any:
-    """`shardwise::mm`, known to torch from the first call on."""
+    """Returns `shardwise::mm`, which torch knows from the first call on."""
     torch.library.define("shardwise::mm", "(Tensor a, Tensor b) -> Tensor", lib=_here())
     torch.library.impl("shardwise::mm", "CUDA", multiply, lib=_here())
     torch.library.impl("shardwise::mm", "CPU", torch.mm, lib=_here())
@@ -174,7 +176,7 @@ def _here() -> torch.library.Library:
 
 
 class MeasureMatmuls(CustomGraphPass):
-    """Large 16-bit matmuls of a graph go by `shardwise::mm`."""
+    """Replaces the large 16-bit matmuls of a graph by `shardwise::mm`."""
 
     def __init__(self, least_flops: float = LEAST_FLOPS):
         self.least_flops = least_flops
@@ -189,12 +191,12 @@ class MeasureMatmuls(CustomGraphPass):
                 node.target = self.operation
 
     def uuid(self) -> Any:
-        """What tells graphs apart that torch keeps on disk."""
+        """Returns what tells graphs apart that torch keeps on disk."""
         return ("shardwise matmuls", 1, self.least_flops)
 
 
 class MeasuredHeadMatmuls(HeadMatmuls):
-    """The three matmuls of a fused head."""
+    """Computes the three matmuls of a fused head by the fastest kernels."""
 
     def logits(self, x_ND: Tensor, weight_VD: Tensor) -> Tensor:
         return multiply(x_ND, weight_VD.t())

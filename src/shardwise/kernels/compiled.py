@@ -1,4 +1,4 @@
-"""Blocks as compiled kernels: torch.compile once for each kind of block, not for the whole model.
+"""Compiles blocks into kernels: torch.compile once for each kind of block, not for the whole model.
 
 Owns the wrapping of a block's forward. All blocks of a kind share one graph, so compiling takes as long for 80 layers
 as for two, and what hooks do around a block (FSDP2 gathering, collectives of other axes, recomputation of whole blocks)
@@ -33,9 +33,9 @@ KEPT_OPERATIONS = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
-"""What selective recomputation keeps the results of. `bmm` is not here: attention by its definition has a score for
-every pair of tokens."""
-OUR_KEPT = ("flash", "lora_add")  # kernels/flash4.py, kernels/lora_add.py
+"""The operations whose results selective recomputation keeps. `bmm` is not here: attention by its definition has a
+score for every pair of tokens."""
+OUR_KEPT = ("flash", "lora_add")  # operations of our own: kernels/flash4.py, kernels/lora_add.py
 
 
 def apply_compile(
@@ -47,9 +47,10 @@ def apply_compile(
     measured: bool = False,
     gathers_sums: bool = False,
 ) -> None:
-    """In place, before recomputation of whole blocks and FSDP2. `whole`: nothing in a block talks to other ranks, else
-    its graph ends at every collective. `measured`: large matmuls by the kernel that is fastest (choose_matmul.py).
-    `gathers_sums`: sums of gradients become part of the backward of norms (norm_gradient.py)."""
+    """Compiles blocks in place, before recomputation of whole blocks and FSDP2. With `whole` nothing in a block
+    communicates with other ranks, else its graph ends at every collective. With `measured` large matmuls take the
+    kernel that is fastest (choose_matmul.py). With `gathers_sums` sums of gradients become part of the backward of
+    norms (norm_gradient.py)."""
     how = MODES[mode]
     if measured or gathers_sums:
         from shardwise.kernels.graph_passes import GraphPasses  # takes a second to load

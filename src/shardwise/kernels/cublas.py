@@ -1,4 +1,4 @@
-"""cuBLASLt from Python: the kernels it proposes for a matmul, and how each is started.
+"""Calls cuBLASLt from Python: the kernels it proposes for a matmul, and how each is started.
 
 torch takes the first proposal and has no way to ask for another. Owns the handful of the library's functions and
 constants that this needs (cublasLt.h), by ctypes: torch has loaded the library already. Invariant: a kernel here needs
@@ -15,15 +15,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # what the library assumes, unless it is said otherwise
+ALIGNMENT = 256  # bytes that the library assumes, unless it is told otherwise
 TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 SUMS_IN_FP32, TRANSPOSE_A, TRANSPOSE_B = 68, 3, 4
 
 Launch = Callable[[Tensor, Tensor, Tensor, float], None]
-"""a, b, out, beta: out = a b + beta out."""
+"""Called with (a, b, out, beta), it computes out = a b + beta out."""
 
 
 class _Proposal(ctypes.Structure):
+    """The library's cublasLtMatmulHeuristicResult_t."""
+
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
         ("workspace", ctypes.c_size_t),
@@ -35,7 +37,8 @@ class _Proposal(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None where torch does not compute by cuBLAS, or its version is not one of those known here."""
+    """Returns the library; None where torch does not compute by cuBLAS, or its version is not one of those known
+    here."""
     version = (torch.version.cuda or "").split(".")[0]
     if version not in ("12", "13"):
         return None
@@ -64,7 +67,8 @@ def _check(status: int) -> None:
 
 
 def is_transposed(matrix: Tensor) -> bool | None:
-    """Whether its columns lie in memory one after the other, instead of its rows; None where neither do."""
+    """Returns whether a matrix's columns lie in memory one after the other, instead of its rows; None where neither
+    do."""
     rows, columns = matrix.stride()
     if columns == 1 and rows >= matrix.shape[1]:
         return False
@@ -72,8 +76,8 @@ def is_transposed(matrix: Tensor) -> bool | None:
 
 
 def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int) -> list[Launch]:
-    """Kernels for matrices of these shapes, formats and strides, at most `most`, the library's favourite first. The
-    library counts columns first, so out' = b' a'."""
+    """Returns kernels for matrices of these shapes, formats and strides, at most `most`, the library's favourite first.
+    The library counts columns first, so out' = b' a'."""
     lt, handle = _library(), _handle(out_MN.device.index)
     operation, preference = ctypes.c_void_p(), ctypes.c_void_p()
     _check(lt.cublasLtMatmulDescCreate(ctypes.byref(operation), SUMS_IN_FP32, TYPES[torch.float32]))
@@ -111,7 +115,8 @@ def proposals(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, most: int) -> list[Lau
 
 
 def _layout(lt: ctypes.CDLL, matrix: Tensor) -> ctypes.c_void_p:
-    """The layout of a matrix as it lies in memory. Kept as long as the process: there is one for each shape."""
+    """Returns the layout of a matrix as it lies in memory. It is kept as long as the process: there is one for each
+    shape."""
     memory, layout = matrix.t() if is_transposed(matrix) else matrix, ctypes.c_void_p()
     rows, columns = memory.shape
     sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(memory.stride(0))

@@ -1,4 +1,4 @@
-"""FlashAttention 4 as two operations of torch: attention that compiled blocks take as it is.
+"""Makes FlashAttention 4 two operations of torch: attention that compiled blocks take as it is.
 
 The package (flash-attn-4) is optional, and its kernels are for Hopper and newer. On an H200 they need 0.85 to 0.93 of
 the time of cuDNN's (docs/log.md). torch 2.11 can put them in the place of its own flash kernel, but only an older
@@ -52,7 +52,8 @@ FLASH4 = AttentionKernel("flash4", _compute, needs_cuda=True)
 
 
 def kernel_named(attention: str) -> str | AttentionKernel:
-    """The kernel of this name, torch's own or this one; other names (`auto`) are for the decoder to judge."""
+    """Returns the kernel of this name, torch's own or this one; other names (`auto`) are returned for the decoder to
+    judge."""
     return {**KERNELS, FLASH4.name: FLASH4}.get(attention, attention)
 
 

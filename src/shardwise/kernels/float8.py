@@ -1,4 +1,4 @@
-"""fp8: the matmuls of blocks in 8 bits, over bf16 copies of fp32 weights.
+"""Computes the matmuls of blocks in fp8, over bf16 copies of fp32 weights.
 
 Both factors of every matmul, forward and backward, are quantized to fp8 (`float8_matmul.py`); everything else is as
 with bf16. Layers that would lose stay in bf16 and are named: those whose sides no fp8 kernel takes, and small ones,
@@ -22,19 +22,19 @@ from shardwise.model.decoder import Decoder, Head
 from shardwise.model.replacement import become
 from shardwise.spec.fp8 import why_not
 
-FUSED = (("q", "k", "v"), ("gate", "up"))  # children that `speed.fuse` makes one matmul of
+FUSED = (("q", "k", "v"), ("gate", "up"))  # layers that `speed.fuse` makes one matmul of
 
 
 @dataclass
 class Float8Layers:
-    """What became of the linears of a model, for the line that a run prints."""
+    """Notes what became of the linear layers of a model, for the line that a run prints."""
 
     recipe: str
     num_converted: int = 0
-    num_frozen: int = 0  # of those, quantized once
+    num_frozen: int = 0  # those of them that are frozen, and quantized once
     waiting: list[nn.Linear | Head] = field(default_factory=list)  # frozen ones whose weights are not there yet
-    kept: dict[str, str] = field(default_factory=dict)  # name, layers as *: why it stays in bf16
-    has_head: bool = False  # in fp8
+    kept: dict[str, str] = field(default_factory=dict)  # name, with * for layer numbers -> why it stays in bf16
+    has_head: bool = False  # whether the head is in fp8 too
 
     def __str__(self) -> str:
         reasons = sorted(set(self.kept.values()))
@@ -62,9 +62,10 @@ def apply_float8(
     fused: bool = False,
     found: Float8Layers | None = None,
 ) -> Float8Layers:
-    """In place, on `meta` or with weights; frozen ones wait for `quantize_frozen`. `emulate`: the same quantization
-    where the hardware has no fp8; slow, for tests, whatever the size. `fused`: q, k and v are one matmul and gate and
-    up another, so that it is their sum which has a size. Returns what became of each linear layer."""
+    """Puts linear layers into fp8 in place, on `meta` or with weights; frozen ones wait for `quantize_frozen`. With
+    `emulate` the same quantization runs where the hardware has no fp8; it is slow, for tests, whatever the size. With
+    `fused` q, k and v are one matmul and gate and up another, so that it is their sum which has a size. Returns what
+    became of each linear layer."""
     found = found or Float8Layers(recipe)
     names = {id(module): name for name, module in model.named_modules()}
     for block in blocks:
@@ -93,9 +94,9 @@ def apply_float8(
 
 
 def apply_float8_head(model: Decoder, found: Float8Layers, *, compiled: bool) -> None:
-    """The head's matmuls too, on whatever part of a model has one; before `quantize_frozen`, which takes a frozen one
-    too, if the embedding is another. `compiled`: it is outside of the blocks, so its quantization is a kernel of its
-    own."""
+    """Puts the head's matmuls into fp8 too, in place, on whatever part of a model has one; before `quantize_frozen`,
+    which takes a frozen one too, if the embedding is another. With `compiled` its quantization is a kernel of its own:
+    it is outside of the blocks."""
     if model.head is None:
         return
     weight = model.embed.weight if model.head.weight is None and model.embed is not None else model.head.weight

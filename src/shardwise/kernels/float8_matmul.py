@@ -1,4 +1,5 @@
-"""Matmuls in fp8: both factors are quantized to 8 bits with scales taken from their elements; sums are in fp32.
+"""Computes matmuls in fp8: both factors are quantized to 8 bits with scales taken from their elements; sums are in
+fp32.
 
 Every matmul of a linear layer is a b^T with the elements that meet in rows of both: y = x W^T, dx = g (W^T)^T, dW = g^T
 (x^T)^T. So one function quantizes a matrix along its rows and one multiplies, whatever is transposed before. Recipes,
@@ -27,8 +28,8 @@ from shardwise.kernels.quantized_weight import QuantizedWeight
 from shardwise.spec.fp8 import MULTIPLE
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, {"rowwise": torch.float8_e4m3fn, "tensorwise": torch.float8_e5m2}
-SMALLEST = 1e-30  # what the largest element of a row counts for at least: zeros have a scale too
-EXPONENT = 0x7F800000  # of the bits of an fp32 number
+SMALLEST = 1e-30  # the least that the largest element of a row counts for: zeros have a scale too
+EXPONENT = 0x7F800000  # the bits of an fp32 number that are its exponent
 
 
 def float8_mm(
@@ -40,9 +41,9 @@ def float8_mm(
     fast: bool = False,
     compiled: bool = False,
 ) -> Tensor:
-    """a b^T in the format of a. `kind`: what a is quantized to. `fast`: sums inside the tensor cores are not refreshed
-    in fp32, which is exact enough for forward. `compiled`: quantizing is a kernel of its own, for matmuls outside of
-    compiled blocks."""
+    """Returns a b^T in the format of a. `kind` is what a is quantized to. With `fast` sums inside the tensor cores are
+    not refreshed in fp32, which is exact enough for forward. With `compiled` quantizing is a kernel of its own, for
+    matmuls outside of compiled blocks."""
     a_MK, b_NK = _padded(a_MK), _padded(b_NK)  # tokens of a chunk; zeros add nothing
     return _multiply(
         _quantize(a_MK, kind, recipe, compiled), _quantize(b_NK, VALUES, recipe, compiled), a_MK.dtype, fast
@@ -50,7 +51,7 @@ def float8_mm(
 
 
 def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
-    """a b^T, both as `quantize_rows` returns them."""
+    """Returns a b^T, both as `quantize_rows` returns them."""
     (a8_MK, a_scale), (b8_NK, b_scale) = a, b
     if not a8_MK.is_cuda:
         return ((a8_MK.float() / a_scale) @ (b8_NK.float() / b_scale).t()).to(dtype)
@@ -59,7 +60,7 @@ def _multiply(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.d
 
 
 def quantize_rows(x_MK: Tensor, kind: torch.dtype, recipe: str) -> tuple[Tensor, Tensor]:
-    """The quantized elements, in rows that lie together, and the scale that they were multiplied by."""
+    """Returns the quantized elements, in rows that lie together, and the scale that they were multiplied by."""
     if recipe == "rowwise":
         largest = x_MK.abs().amax(-1, keepdim=True)
     else:
@@ -88,7 +89,8 @@ def _quantize(x_MK: Tensor, kind: torch.dtype, recipe: str, compiled: bool) -> t
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    """Compiled for each shape, of which a head has three each way; a kernel for any shape would be slower."""
+    """Returns the function compiled for each shape, of which a head has three each way; a kernel for any shape would be
+    slower."""
     return torch.compile(function, dynamic=False)
 
 
@@ -97,7 +99,7 @@ def _compiled(function: Callable) -> Callable:
 
 @torch.no_grad()
 def quantize_weight(weight_OI: Tensor, recipe: str) -> QuantizedWeight:
-    """The weight in both layouts that matmuls read. A scale is kept as what the bits are multiplied by."""
+    """Returns the weight in both layouts that matmuls read. A scale is kept as what the bits are multiplied by."""
     rows_OI, rows_scale = quantize_rows(weight_OI, VALUES, recipe)
     columns_IO, columns_scale = quantize_rows(weight_OI.t(), VALUES, recipe)
     return QuantizedWeight(rows_OI, rows_scale.reciprocal(), columns_IO, columns_scale.reciprocal())
@@ -106,7 +108,7 @@ def quantize_weight(weight_OI: Tensor, recipe: str) -> QuantizedWeight:
 def _mm_frozen(
     a_MK: Tensor, b8_NK: Tensor, b_scale: Tensor, recipe: str, kind: torch.dtype, *, fast: bool, compiled: bool
 ) -> Tensor:
-    """`float8_mm` with a factor that was quantized before."""
+    """Returns what `float8_mm` does, with a factor that was quantized before."""
     a8_MK, a_scale = _quantize(a_MK, kind, recipe, compiled)
     if not a_MK.is_cuda:
         return ((a8_MK.float() / a_scale) @ (b8_NK.float() * b_scale).t()).to(a_MK.dtype)
@@ -115,7 +117,7 @@ def _mm_frozen(
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Keeps nothing of x: the gradient of the weight would have been its only reader."""
+    """Computes x W^T and keeps nothing of x: the gradient of the weight would have been its only reader."""
 
     @staticmethod
     def forward(
@@ -146,7 +148,7 @@ def _frozen_linear(recipe: str, compiled: bool, x: Tensor, weight: QuantizedWeig
 
 
 def frozen_linear(recipe: str, *, compiled: bool = False) -> partial[Tensor]:
-    """(x, quantized weight) -> x W^T. Only x and the gradient of y are quantized at every step."""
+    """Returns a function (x, quantized weight) -> x W^T. Only x and the gradient of y are quantized at every step."""
     return partial(_frozen_linear, recipe, compiled)
 
 
@@ -176,7 +178,7 @@ def _linear(recipe: str, compiled: bool, x: Tensor, weight_OI: Tensor) -> Tensor
 
 
 def float8_linear(recipe: str, *, compiled: bool = False) -> partial[Tensor]:
-    """(x, weight) -> x W^T, for use in the place of F.linear. Its gradients are fp8 matmuls too."""
+    """Returns a function (x, weight) -> x W^T, for use in the place of F.linear. Its gradients are fp8 matmuls too."""
     return partial(_linear, recipe, compiled)
 
 
@@ -201,7 +203,7 @@ class QuantizedHeadWeight:
 
 
 def transposed(bits_VD: Tensor, width: int) -> Tensor:
-    """The first `width` columns as rows. As bytes, which every kernel moves."""
+    """Returns the first `width` columns as rows. They are moved as bytes, which every kernel can."""
     return _padded(bits_VD.view(torch.uint8)[:, :width].t()).contiguous().view(bits_VD.dtype)
 
 
@@ -210,7 +212,8 @@ def _padded(x_MK: Tensor) -> Tensor:
 
 
 class Float8HeadMatmuls(HeadMatmuls):
-    """The same three for a head whose loss computes its gradients at once. A frozen weight was quantized before."""
+    """Computes the three matmuls of a head in fp8, where its loss computes its gradients at once. A frozen weight was
+    quantized before."""
 
     def __init__(self, recipe: str, *, compiled: bool):
         self.recipe, self.compiled, self.kind = recipe, compiled, GRADIENTS[recipe]
@@ -235,7 +238,7 @@ class Float8HeadMatmuls(HeadMatmuls):
         out_ND.copy_(_multiply(grad, weight.columns, grad_NV.dtype, fast=False))
 
     def weight_gradient(self, grad_NV: Tensor, x_ND: Tensor, sum_VD: Tensor, is_first: bool) -> None:
-        """The result is rounded to 16 bits before it is added: the hardware's matmul with scales per row has no wider
-        one."""
+        """Adds to the sum. The result is rounded to 16 bits before it is added: the hardware's matmul with scales per
+        row has no wider one."""
         part_VD = float8_mm(grad_NV.t(), x_ND.t(), self.recipe, self.kind, compiled=self.compiled)
         sum_VD.copy_(part_VD) if is_first else sum_VD.add_(part_VD)

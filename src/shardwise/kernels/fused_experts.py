@@ -1,4 +1,4 @@
-"""Experts whose gate and up projections are one grouped matmul, over weights that lie together in memory.
+"""Fuses the gate and up projections of experts into one grouped matmul, over weights that lie together in memory.
 
 Only for whoever keeps the weights that are computed with (parallel/data/low_precision_weights.py): putting them
 together anew in every pass would copy more than it saves. Read next: model/experts.py.
@@ -21,7 +21,7 @@ from shardwise.model.replacement import become
 
 @torch.no_grad()
 def fuse_experts(experts: Experts) -> None:
-    """In place: gate and up move into one piece of memory, of which both are views from then on."""
+    """Moves gate and up into one piece of memory, in place; both are views of it from then on."""
     if experts.gate is None:
         return
     gate_up_E2FD = torch.cat([experts.gate, experts.up], 1)
@@ -30,6 +30,8 @@ def fuse_experts(experts: Experts) -> None:
 
 
 class FusedExperts(Experts):
+    """Experts whose gate and up projections are one grouped matmul."""
+
     gate_up_E2FD: Tensor
 
     def grouped_hidden(self, x_MD: Tensor, ends_E: Tensor) -> Tensor:
@@ -37,8 +39,8 @@ class FusedExperts(Experts):
 
 
 class _GateAndUp(torch.autograd.Function):
-    """Both matmuls of gated experts as one. Their weights' gradients are two matmuls, because the result of one would
-    have to be cut apart, which is a copy; the input's is one, and nothing has to be added."""
+    """Computes both matmuls of gated experts as one. Their weights' gradients are two matmuls, because the result of
+    one would have to be cut apart, which is a copy; the input's is one, and nothing has to be added."""
 
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, gate: Tensor, up: Tensor, gate_up_E2FD: Tensor, ends_E: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""A head whose loss leaves its gradients behind, whose matmuls may be other kernels, and whose weight may be quantized.
+"""Is a head whose loss leaves its gradients behind, whose matmuls may be other kernels, and whose weight may be
+quantized.
 
 `FusedHead` takes the place of the plain head (model/decoder.py). Where a batch has too many logits to hold them at
 once, the plain head computes them again in backward; this one computes each chunk's gradients while its logits are
@@ -22,22 +23,25 @@ from shardwise.model.decoder import Decoder, Head
 from shardwise.model.replacement import become
 
 CUDA_TIMES = 8
-"""A fused chunk on a GPU has so many times as many bytes, of logits in their own format: each chunk reads and writes
+"""How many times as many bytes of logits (in their own format) a fused chunk has on a GPU: each chunk reads and writes
 the whole gradient of the weight. A 128k vocabulary in bf16 has up to 8,372 tokens in a chunk."""
 
 
 def apply_fused_head(model: Decoder, *, fused: bool = True, compiled: bool = False) -> None:
-    """In place, on whatever part of a model has a head. `fused`: gradients are computed in forward, else logits are
-    computed again in backward. `compiled`: on a GPU one kernel computes losses and gradients of logits."""
+    """Makes the head a `FusedHead`, in place, on whatever part of a model has one. With `fused` gradients are computed
+    in forward, else logits are computed again in backward. With `compiled`, on a GPU one kernel computes losses and
+    gradients of logits."""
     if model.head is not None:
         become(model.head, FusedHead, fused=fused, compiled=compiled)
 
 
 class FusedHead(Head):
+    """A head that computes its loss, and where it is fused its gradients, chunk by chunk."""
+
     fused: bool = True
     compiled: bool = False
-    matmuls: HeadMatmuls = HeadMatmuls()  # the three of a fused loss
-    matmul: Callable[..., Tensor] = staticmethod(F.linear)  # of logits otherwise
+    matmuls: HeadMatmuls = HeadMatmuls()  # the three matmuls of a fused loss
+    matmul: Callable[..., Tensor] = staticmethod(F.linear)  # the matmul of logits otherwise
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         weight = weight_of(self) if tied is None else tied
@@ -60,7 +64,7 @@ class FusedHead(Head):
         num_logits: int,
         combine: CombineRanks | None = None,
     ) -> Tensor:
-        """The sum of -log p(target); arguments as `fused_cross_entropy` has them."""
+        """Returns the sum of -log p(target), in nats; its arguments are as `fused_cross_entropy` has them."""
         rows, block = fused_rows(x_ND, num_logits), loss.rows_at_once(num_logits)
         compiled = self.compiled and x_ND.is_cuda
         settings = FusedLossSettings(rows, block, self.softcap or 0.0, self.matmuls, compiled, combine)
@@ -71,7 +75,8 @@ class FusedHead(Head):
 
 
 def fused_rows(x_ND: Tensor, num_logits: int) -> int:
-    """Rows of a chunk whose logits exist once. Chunks are as even as can be: one shape for compiled kernels."""
+    """Returns how many rows a chunk has whose logits exist once. Chunks are as even as can be: one shape for compiled
+    kernels."""
     most = loss.rows_at_once(num_logits)
     if x_ND.is_cuda:
         most = max(1, CUDA_TIMES * loss.MAX_LOGITS_BYTES // (x_ND.element_size() * num_logits))

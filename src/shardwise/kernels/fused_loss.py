@@ -1,4 +1,5 @@
-"""Linear layer and cross-entropy in one: the loss of a chunk of rows, and at once its gradients. No matmul twice.
+"""Computes a linear layer and its cross-entropy in one: the loss of a chunk of rows, and at once its gradients. No
+matmul is computed twice.
 
 Owns the three matmuls of a head and what happens to a chunk's logits between them: in compiled runs one kernel
 (`triton/loss.py`), otherwise two passes. Invariant: only one chunk's logits exist, and their gradient takes their
@@ -24,12 +25,13 @@ from shardwise.kernels.gated import uses_kernel
 from shardwise.kernels.quantized_weight import QuantizedWeight
 
 CombineRanks = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From log-sum-exp and target's logit of each row over a part of the vocabulary to the same over all of it."""
+"""Takes the log-sum-exp and the target's logit of each row over a part of the vocabulary; returns both over all of
+it."""
 
 
 class HeadMatmuls:
-    """The three matmuls of a head. A subclass may compute them in another format, which `prepared` may put the weights
-    into, once for all chunks."""
+    """Computes the three matmuls of a head. A subclass may compute them in another format, which `prepared` may put the
+    weights into, once for all chunks."""
 
     def prepared(self, weight_VD: Tensor | QuantizedWeight) -> Any:
         return weight_VD
@@ -57,7 +59,8 @@ class HeadMatmuls:
 
 @cache
 def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a 16-bit matmul can be added to an fp32 sum in place: tried, because torch's versions differ."""
+    """Returns whether a 16-bit matmul can be added to an fp32 sum in place: it is tried, because torch's versions
+    differ."""
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
     try:
         torch.ops.aten.addmm.dtype_out(total, ones.t(), ones, torch.float32, out=total)
@@ -70,12 +73,12 @@ def adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
 class FusedLossSettings:
     """How a fused loss is computed."""
 
-    rows: int  # of a chunk
+    rows: int  # rows of a chunk
     block: int  # rows of a chunk whose logits may be there in fp32, where the passes are plain operations
     softcap: float = 0.0
     matmuls: HeadMatmuls = HeadMatmuls()  # noqa: RUF009  (it has no state)
     compiled: bool = False
-    combine: CombineRanks | None = None  # where ranks have parts of the vocabulary
+    combine: CombineRanks | None = None  # set where ranks have parts of the vocabulary
 
 
 def fused_cross_entropy(
@@ -86,8 +89,8 @@ def fused_cross_entropy(
     is_here_N: Tensor,
     settings: FusedLossSettings,
 ) -> Tensor:
-    """The sum of -log p(target) over rows that have one. rows_N: targets as rows of this weight, any where `is_here_N`
-    is false. A quantized weight (`quantized_weight.py`) is for matmuls that take it."""
+    """Returns the sum of -log p(target), in nats, over rows that have one. `rows_N` are targets as rows of this weight,
+    any where `is_here_N` is false. A quantized weight (`quantized_weight.py`) is for matmuls that take it."""
     trains = (x_ND.requires_grad, isinstance(weight_VD, Tensor) and weight_VD.requires_grad)
     wants = tuple(torch.is_grad_enabled() and one for one in trains)
     if not any(wants):
@@ -129,8 +132,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 def times(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * factor in `dtype`, in one pass. A factor without dimensions would be rounded to 16 bits first: every
-    gradient off by the same share."""
+    """Returns gradient * factor in `dtype`, in one pass. A factor without dimensions would be rounded to 16 bits first:
+    every gradient off by the same share."""
     if torch.compiler.is_compiling():  # into one kernel, which rounds at its end
         return (gradient.to(at_least_fp32(gradient.dtype)) * factor).to(dtype)
     return torch.mul(gradient, factor.view(1, 1), out=torch.empty_like(gradient, dtype=dtype))
@@ -146,7 +149,7 @@ def _compute(
     dx_ND: Tensor | None,
     dw_VD: Tensor | None,
 ) -> Tensor:
-    """The summed loss. Its gradients are written to `dx_ND` and `dw_VD` where those are given."""
+    """Returns the summed loss. Its gradients are written to `dx_ND` and `dw_VD` where those are given."""
     loss_N = x_ND.new_empty(x_ND.shape[0], dtype=at_least_fp32(x_ND.dtype))
     wants_gradient, weight = dx_ND is not None or dw_VD is not None, settings.matmuls.prepared(weight_VD)
     for start in range(0, x_ND.shape[0], settings.rows):
@@ -189,8 +192,8 @@ def _with_passes(
     settings: FusedLossSettings,
     wants: bool,
 ) -> None:
-    """What the kernel computes, one operation after the other: for CPUs, fp64 and blocks that are not compiled, and to
-    compare it with."""
+    """Computes what the kernel computes, one operation after the other: for CPUs, fp64 and blocks that are not
+    compiled, and to compare it with."""
     # 1. How large all logits of a row are together, and the target's.
     rows_N1, sums_N = rows_N[:, None], torch.empty_like(loss_N)
     _go_over(settings, log_sums, logits_NV, sums_N)
@@ -223,7 +226,7 @@ def to_probabilities(logits_NV: Tensor, sums_N: Tensor, softcap: float) -> None:
 
 
 def _cap(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
-    """Softly capped logits, and the slope of the cap at each."""
+    """Returns softly capped logits, and the slope of the cap at each."""
     if not softcap:
         return logits, 1.0
     tanh = torch.tanh(logits / softcap)
@@ -243,5 +246,5 @@ def _compiled_times() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The format that sums are in: at least fp32."""
+    """Returns the format that sums are in: at least fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

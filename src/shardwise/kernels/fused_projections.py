@@ -1,5 +1,5 @@
-"""Fused projections (`speed.fuse`): q, k and v of attention as one matmul (fused qkv), gate and up of a feed-forward
-layer as another.
+"""Fuses projections (`speed.fuse`): q, k and v of attention are one matmul (fused qkv), gate and up of a feed-forward
+layer another.
 
 One wide matmul keeps a GPU busier than three narrow ones, and backward reads its input once. The weights stay apart,
 under their names; putting them side by side costs a copy of them in every pass.
@@ -23,7 +23,7 @@ from shardwise.model.replacement import become
 
 
 def apply_fused_projections(blocks: Iterable[nn.Module]) -> None:
-    """In place: where the projections are plain or all in fp8. Those with adapters, slices by input and quantized
+    """Fuses projections in place where they are plain or all in fp8. Those with adapters, slices by input and quantized
     weights have matmuls of their own, and so has liger-kernel's feed-forward layer."""
     for block in blocks:
         for module in block.modules():
@@ -34,6 +34,8 @@ def apply_fused_projections(blocks: Iterable[nn.Module]) -> None:
 
 
 class FusedAttention(Attention):
+    """Attention whose q, k and v are one matmul."""
+
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes = [part.weight.shape[0] for part in (self.q, self.k, self.v)]
         q_BTX, k_BTX, v_BTX = fused_projection([self.q, self.k, self.v], x_BTD).split(sizes, dim=-1)
@@ -41,13 +43,15 @@ class FusedAttention(Attention):
 
 
 class FusedFeedForward(FeedForward):
+    """A feed-forward layer whose gate and up are one matmul."""
+
     def hidden(self, x_BTD: Tensor) -> Tensor:
         assert self.gate is not None
         return gated(fused_projection([self.gate, self.up], x_BTD), self.activation)
 
 
 def fused_projection(linears: Sequence[nn.Linear], x: Tensor) -> Tensor:
-    """The results of several linear layers side by side, by one matmul."""
+    """Returns the results of several linear layers side by side, by one matmul."""
     weight = torch.cat([linear.weight for linear in linears])
     biases = tuple(linear.bias for linear in linears if linear.bias is not None)
     bias = torch.cat(biases) if biases else None

@@ -1,4 +1,4 @@
-"""act(gate) * up of a matmul that has both side by side, as one operation with one backward.
+"""Computes act(gate) * up of a matmul that has both side by side, as one operation with one backward.
 
 Split in two, the gradient of the matmul is put together from two halves, and a compiler reads everything once for each
 half. Here forward reads 2F elements of a row and writes F, backward reads 3F and writes 2F: on CUDA one kernel each
@@ -25,7 +25,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def gated(y_N2F: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-    """activation(gate) * up of [gate, up] along the last dimension. Only silu has a kernel."""
+    """Returns activation(gate) * up of [gate, up] along the last dimension. Only silu has a kernel."""
     if activation is F.silu:
         return torch.ops.shardwise.gated_silu(y_N2F)
     gate_NF, up_NF = y_N2F.chunk(2, dim=-1)
@@ -34,12 +34,13 @@ def gated(y_N2F: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is here: torch's wheels for CUDA bring it along; it needs a C compiler for its launches."""
+    """Returns whether Triton is installed: torch's wheels for CUDA bring it along; it needs a C compiler for its
+    launches."""
     return find_spec("triton") is not None and any(which(name) for name in ("gcc", "clang"))
 
 
 def uses_kernel(tensor: Tensor) -> bool:
-    """Whether a Triton kernel computes this tensor. fp64 has none: there every operation is torch's own."""
+    """Returns whether a Triton kernel computes this tensor. fp64 has none: there every operation is torch's own."""
     return tensor.is_cuda and tensor.dtype in KERNEL_DTYPES and has_triton()
 
 

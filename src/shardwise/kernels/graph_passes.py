@@ -1,4 +1,4 @@
-"""What is done to the graphs of compiled blocks, forward and backward, after torch's own passes."""
+"""Changes the graphs of compiled blocks, forward and backward, after torch's own passes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from shardwise.kernels.norm_gradient import GatherSums
 
 
 class GraphPasses(CustomGraphPass):
+    """Applies the passes that a run asks for, one after the other."""
+
     def __init__(self, *, measures_matmuls: bool, gathers_sums: bool):
         self.passes: list[MeasureMatmuls | GatherSums] = []
         if measures_matmuls:
@@ -24,5 +26,5 @@ class GraphPasses(CustomGraphPass):
             one(graph)
 
     def uuid(self) -> Any:
-        """What tells graphs apart that torch keeps on disk."""
+        """Returns what tells graphs apart that torch keeps on disk."""
         return tuple(one.uuid() for one in self.passes)

@@ -1,4 +1,5 @@
-"""liger-kernel's RMSNorm and SwiGLU in place of torch's (`speed.kernels = liger`), for blocks that are not compiled.
+"""Puts liger-kernel's RMSNorm and SwiGLU in place of torch's (`speed.kernels = liger`), for blocks that are not
+compiled.
 
 One kernel each, and backward keeps no more than their inputs. Where blocks are compiled the compiler fuses both with
 what stands around them, which is more.
@@ -26,6 +27,8 @@ def apply_liger(model: nn.Module) -> None:
 
 
 class LigerNorm(RMSNorm):
+    """An RMSNorm that liger-kernel computes."""
+
     def forward(self, x: Tensor) -> Tensor:
         from liger_kernel.ops import LigerRMSNormFunction
 
@@ -34,6 +37,8 @@ class LigerNorm(RMSNorm):
 
 
 class LigerFeedForward(FeedForward):
+    """A feed-forward layer whose activation liger-kernel computes."""
+
     def hidden(self, x_BTD: Tensor) -> Tensor:
         from liger_kernel.ops import LigerSiLUMulFunction
 

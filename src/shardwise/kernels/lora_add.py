@@ -1,4 +1,5 @@
-"""What an adapter adds, as one operation in compiled blocks: `shardwise::lora_add`, y + x B^T, with x of a few columns.
+"""Adds what an adapter computes, as one operation in compiled blocks: `shardwise::lora_add`, y + x B^T, with x of a few
+columns.
 
 Apart, the matmul's result is written as wide as y, and whoever wants the sum reads both, again and again. On a GPU one
 kernel (`triton/lora_add.py`) reads y, multiplies and writes the sum: one pass, and one rounding where two operations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 @cache
 def lora_add() -> Any:
-    """(y, x, B) -> y + x B^T, known to torch from the first call on."""
+    """Returns the operation (y, x, B) -> y + x B^T, which torch knows from the first call on."""
     torch.library.define("shardwise::lora_add", "(Tensor y, Tensor x, Tensor b) -> Tensor", lib=_here())
     torch.library.impl("shardwise::lora_add", "CUDA", _add, lib=_here())
     torch.library.impl("shardwise::lora_add", "CPU", lambda y, x, b: y + F.linear(x, b), lib=_here())

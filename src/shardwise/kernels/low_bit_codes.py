@@ -1,4 +1,4 @@
-"""The 8-bit codes of optimizer states: how a block of elements is scaled and which code each element gets.
+"""Defines the 8-bit codes of optimizer states: how a block of elements is scaled and which code each element gets.
 
 A map holds the values of its 256 codes in ascending order (torchao's). The kernel (triton/low_bit_adamw.py) and the
 plain update that it is compared with (optim/low_bit_update.py) both ask here.
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # elements that share a scale
-SMALLEST_SCALE = 1e-12  # what the largest element of a block counts for at least
+SMALLEST_SCALE = 1e-12  # the least that the largest element of a block counts for
 
 
 def nearest(x: Tensor, values: Tensor) -> Tensor:
-    """The code whose value is nearest to each element, the upper one in the middle between two."""
+    """Returns the code whose value is nearest to each element, the upper one in the middle between two."""
     below = (torch.bucketize(x, values, right=True, out_int32=True) - 1).clip(min=0)
     above = (below + 1).clip(max=255)
     low, high = values[below], values[above]
@@ -22,8 +22,8 @@ def nearest(x: Tensor, values: Tensor) -> Tensor:
 
 
 def bounds_of(values: Tensor) -> Tensor:
-    """For each code the least number for which `nearest` finds it: comparing with it decides as `nearest` does, to the
-    last bit."""
+    """Returns for each code the least number for which `nearest` finds it: comparing with it decides as `nearest` does,
+    to the last bit."""
     low, half = values[:-1], (values[1:] - values[:-1]) * 0.5
     bounds = low + half
     for _ in range(3):  # of roundings, there and below

@@ -1,4 +1,5 @@
-"""The backward pass of RMSNorm and the sums around it as one operation in compiled blocks: `shardwise::norm_gradient`.
+"""Computes the backward pass of RMSNorm and the sums around it as one operation in compiled blocks:
+`shardwise::norm_gradient`.
 
 What a norm's result is used for (q, k, v; gate, up) sends back one gradient each, and the residual stream one more
 around the norm. A compiler adds all of them in one kernel with the norm's own backward, but that kernel also sums the
@@ -26,13 +27,13 @@ from torch.fx import Graph, Node
 from shardwise.model.norm import RMSNorm
 from shardwise.model.replacement import become
 
-MOST_TERMS = 4  # of the sum that arrives; adapters' gradient beside q, k, v
+MOST_TERMS = 4  # terms of the sum that arrives: adapters' gradient beside q, k, v
 SCHEMA = "(Tensor[] grads, Tensor? around, Tensor x, Tensor scale, Tensor weight, bool learns) -> (Tensor, Tensor)"
 
 
 def apply_norm_gradients(modules: Iterable[nn.Module]) -> None:
-    """In place, for the norms that are children of the given modules: of blocks, and of the model itself for its last
-    one. The norms of heads, deeper inside, have short rows."""
+    """Gives norms this backward pass, in place: those that are children of the given modules, which are blocks, and the
+    model itself for its last one. The norms of heads, deeper inside, have short rows."""
     operation()
     for module in modules:
         for norm in module.children():
@@ -49,7 +50,7 @@ class KernelNorm(RMSNorm):
 
 
 def kernel_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """torch's RMSNorm with the backward above; `operation` was called before."""
+    """Returns torch's RMSNorm with the backward above; `operation` was called before."""
     return _KernelNorm.apply(x, weight_D, eps)
 
 
@@ -70,7 +71,7 @@ class _KernelNorm(torch.autograd.Function):
 
 @cache
 def operation() -> Any:
-    """`shardwise::norm_gradient`, known to torch from the first call on."""
+    """Returns `shardwise::norm_gradient`, which torch knows from the first call on."""
     contiguous = torch.Tag.needs_contiguous_strides
     torch.library.define("shardwise::norm_gradient", SCHEMA, lib=_here(), tags=(contiguous,))
     torch.library.impl("shardwise::norm_gradient", "CUDA", _with_kernel, lib=_here())
@@ -110,8 +111,8 @@ def _here() -> torch.library.Library:
 
 
 class GatherSums:
-    """Additions whose result only a norm's backward reads, and the one that alone reads its result, become part of
-    it."""
+    """Makes additions part of a norm's backward: those whose result only it reads, and the one that alone reads its
+    result."""
 
     def __init__(self) -> None:
         self.operation = operation()
@@ -139,12 +140,12 @@ class GatherSums:
             total.replace_all_uses_with(last)
 
     def uuid(self) -> Any:
-        """What tells graphs apart that torch keeps on disk."""
+        """Returns what tells graphs apart that torch keeps on disk."""
         return ("shardwise norm sums", 1)
 
 
 def _terms(value: Node) -> list[Node]:
-    """The terms that are added up to `value`, in that order; itself where it is no sum, or one of too many."""
+    """Returns the terms that are added up to `value`, in that order; itself where it is no sum, or one of too many."""
     source = value
     while len(source.users) == 1 and source.target in _views():
         source = source.args[0]  # type: ignore[assignment]
@@ -155,7 +156,7 @@ def _terms(value: Node) -> list[Node]:
 
 
 def _is_sum(node: Node) -> bool:
-    """Whether it adds two tensors, element by element, in the format of both."""
+    """Returns whether a node adds two tensors, element by element, in the format of both."""
     if (
         node.target is not torch.ops.aten.add.Tensor
         or node.kwargs

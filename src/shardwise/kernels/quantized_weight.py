@@ -1,5 +1,4 @@
-"""A frozen weight in eight bits, as a linear layer or a head holds it: quantized once, in the layouts of its two
-matmuls.
+"""Holds a frozen weight in eight bits, for a linear layer or a head: quantized once, in the layouts of its two matmuls.
 
     y  = x W^T    reads rows_OI, W with the inputs side by side
     dx = g W      reads columns_IO, W transposed, with the outputs side by side
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 
 
 class QuantizedWeight(NamedTuple):
+    """A weight in eight bits: by rows and transposed, each with its scales."""
+
     rows_OI: Tensor
     rows_scale: Tensor
     columns_IO: Tensor
@@ -29,14 +30,14 @@ LEAVES = tuple(f"weight_{field}" for field in QuantizedWeight._fields)
 
 
 def hold_quantized(layer: nn.Module, weight: QuantizedWeight) -> None:
-    """Puts it in place of the layer's weight."""
+    """Puts a quantized weight in place of the layer's own."""
     layer.register_parameter("weight", None)
     for leaf, value in zip(LEAVES, weight, strict=True):
         layer.register_buffer(leaf, value, persistent=False)
 
 
 def weight_of(layer: Any) -> Any:
-    """What the layer's matmul takes beside x: its weight, or what that was quantized to."""
+    """Returns what the layer's matmul takes beside x: its weight, or what that was quantized to."""
     if layer.weight is not None:
         return layer.weight
     assert hasattr(layer, LEAVES[0]), "a tied head is given the embedding's weight"

@@ -1,4 +1,4 @@
-"""The stop-watch of what a run measures on its own device: kernels to choose from, blocks, stages, optimizers.
+"""Is the stop-watch of what a run measures on its own device: kernels to choose from, blocks, stages, optimizers.
 
 One statistic: the median over turns. It does not move when one turn meets another process, a page fault or a clock that
 changes, and unlike the best of several it says what a typical turn of a step takes. Things that are compared take
@@ -26,8 +26,8 @@ def median_seconds(
     untimed: int = 0,
     budget_s: float = 0.0,
 ) -> list[float]:
-    """Seconds of one call of each action on the device: the median over `turns`, in which each action is called `calls`
-    times.
+    """Returns the seconds of one call of each action on the device: the median over `turns`, in which each action is
+    called `calls` times.
 
     calls      between two looks at the clock nothing waits for the device: in a step the host is ahead, so what it
                takes to start a kernel does not count
@@ -46,8 +46,8 @@ def median_seconds(
 
 
 def _seconds(action: Callable[[], object], device: torch.device, calls: int, untimed: int) -> float:
-    """Seconds of one call: between two events on a GPU, by the wall clock on a CPU. The GPU is still busy with the
-    untimed calls when the clock starts, so that it never waits for the host to start a kernel."""
+    """Returns the seconds of one call: between two events on a GPU, by the wall clock on a CPU. The GPU is still busy
+    with the untimed calls when the clock starts, so that it never waits for the host to start a kernel."""
     if device.type != "cuda":
         for _ in range(untimed):
             action()

@@ -1,1 +1,2 @@
-"""What a rank keeps between forward and backward: recompute, activation offload, and the account of all bytes."""
+"""Bounds what a rank keeps between forward and backward: recompute (activation checkpointing), activation offload, and
+the account of all bytes."""

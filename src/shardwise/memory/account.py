@@ -1,4 +1,4 @@
-"""What a rank holds at every moment of a step, by category, counted tensor by tensor.
+"""Counts what a rank holds at every moment of a step, by category, tensor by tensor.
 
 A dispatch mode sees the result of every operation and notes its storage; a weak reference says when that storage is
 gone. Views share a storage and count once. Who owns a storage is said by `owners`: parameters, gradients, optimizer
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from shardwise.memory.points import CATEGORIES, OverLimit, Point
 
-RELABEL_SHARE = 0.02  # of what is held: as much may have found an owner before owners are asked again
+RELABEL_SHARE = 0.02  # of the bytes held: as much may be new before owners are asked again
 MAX_RAW_POINTS = 20_000
 
 
@@ -40,8 +40,8 @@ class OwnedTensor(NamedTuple):
 
 
 Owners = Callable[[bool], Iterable[OwnedTensor]]
-"""Yields what is owned. True: everything; False: only what changes hands within a step, gradients and gathered
-parameters."""
+"""Yields what is owned. Called with True it yields everything, with False only what changes within a step: gradients
+and gathered parameters."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Storage:
     size: int
     category: str
     born: float
-    shape: tuple[int, ...]  # of the tensor it was first seen with
+    shape: tuple[int, ...]  # the shape of the tensor it was first seen with
     ends: weakref.ref[Any]
     name: str = ""
 
@@ -67,13 +67,14 @@ class _Relabelled(NamedTuple):
 
 @dataclass(eq=False)
 class Account(TorchDispatchMode):
-    """`with account: …` around a step. It may be opened again for the next one; what it knows stays."""
+    """Counts while it is open: `with account: …` around a step. It may be opened again for the next one; what it knows
+    stays."""
 
     device: torch.device
     owners: Owners
     clock: Any
     limit: int | None = None  # bytes that live tensors may reach
-    points: list[Point] = field(default_factory=list)  # while `records`
+    points: list[Point] = field(default_factory=list)  # the moments, filled while `records` is set
     records: bool = False
 
     def __post_init__(self) -> None:
@@ -88,7 +89,8 @@ class Account(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch asks whether to load its compiler, only to leave this class alone. That takes seconds and 70 MiB."""
+        """Returns False: torch asks whether to load its compiler, only to leave this class alone. That takes seconds
+        and 70 MiB."""
         return False
 
     # Opening and closing -------------------------------------------------------------------------------------------
@@ -109,7 +111,7 @@ class Account(TorchDispatchMode):
 
     @contextmanager
     def of_saved(self) -> Iterator[None]:
-        """Around a step instead of `with account`, where blocks are compiled: of what operations make, only what
+        """Counts around a step instead of `with account`, where blocks are compiled: of what operations make, only what
         autograd saves for backward is counted."""
         self.label(everything=True)
 
@@ -158,8 +160,8 @@ class Account(TorchDispatchMode):
         return result
 
     def _made_by(self) -> str:
-        """The category of a new storage. A forward pass leaves activations, also one that a backward pass repeats:
-        then gradients are recorded inside of it."""
+        """Returns the category of a new storage. A forward pass leaves activations, also one that a backward pass
+        repeats: then gradients are recorded inside of it."""
         if torch._C._current_graph_task_id() != -1:
             return "activations" if torch.is_grad_enabled() else "temporary"
         return "activations" if any(span.name == "forward" for span in self.clock.open) else "temporary"
@@ -206,8 +208,7 @@ class Account(TorchDispatchMode):
         self._unsure = 0
 
     def _correct(self, moved: list[_Relabelled]) -> None:
-        """An owner that is found late was the owner since the storage was made: the moments since then are
-        corrected."""
+        """Corrects the moments since a storage was made whose owner is found late: it was the owner since then."""
         if not moved:
             return
         self.peak = _corrected(self.peak, [change for change in moved if change.born <= self.peak.at])
@@ -234,12 +235,12 @@ class Account(TorchDispatchMode):
         self.first = self.peak = self.now()
 
     def fullest(self) -> dict[str, int]:
-        """The most bytes of each category that were held at any recorded moment."""
+        """Returns the most bytes of each category that were held at any recorded moment."""
         moments = [self.peak, *self.points]
         return {name: max(p.held[index] for p in moments) for index, name in enumerate(CATEGORIES)}
 
     def largest(self, number: int = 3) -> list[tuple[str, int]]:
-        """The storages that take most bytes, with their owners' names, or category and shape."""
+        """Returns the storages that take most bytes, with their owners' names, or category and shape."""
         first = sorted(self.storages.values(), key=lambda known: -known.size)[:number]
         return [(known.name or f"{known.category} {list(known.shape)}", known.size) for known in first]
 
@@ -261,7 +262,7 @@ class Account(TorchDispatchMode):
                 ]
 
     def now(self) -> Point:
-        """What is held at this moment."""
+        """Returns the bytes that are held at this moment, by category."""
         during = self.clock.open[-1] if self.clock.open else None
         return Point(time.perf_counter(), tuple(self.held.values()), during)
 
@@ -275,7 +276,7 @@ def _corrected(point: Point, moved: list[_Relabelled]) -> Point:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that have memory: a DTensor or a quantized tensor is made of others."""
+    """Yields the tensors that have memory: a DTensor or a quantized tensor is made of others."""
     if type(tensor) is Tensor:
         yield tensor
     elif is_traceable_wrapper_subclass(tensor):

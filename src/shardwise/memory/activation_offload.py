@@ -1,4 +1,4 @@
-"""Activation offload: what a block saves for backward waits in pinned CPU memory, and comes back one block ahead.
+"""Offloads activations: what a block saves for backward waits in pinned CPU memory, and comes back one block ahead.
 
 Owns the hooks on saved tensors, two side streams and the pages: one page is what one block saved in one pass.
 Invariants: at most `LEAVING` pages are on their way out while forward computes on, and in backward at most one page
@@ -22,7 +22,7 @@ from shardwise.memory.recompute import is_repeating
 from shardwise.spec.recompute import check_activation_offload
 
 SMALL_BYTES = 4096
-"""Less than this is not worth a copy."""
+"""A tensor of fewer bytes is not worth a copy."""
 
 LEAVING = 2
 
@@ -60,7 +60,8 @@ class _Offloader:
         return run
 
     def _send(self, page: _Page) -> None:
-        """Starts the copies. What left two pages ago must be gone: then its memory may be used for what comes next."""
+        """Starts the copies of a page to CPU memory. What left two pages ago must be gone: then its memory may be used
+        for what comes next."""
         page.before, self.newest = self.newest, weakref.ref(page)
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out):
@@ -75,7 +76,7 @@ class _Offloader:
 
 
 class _OffloadedStorage:
-    """One piece of memory: here, away, or both. Views of it are made anew when it is back."""
+    """A storage that is on the device, in CPU memory, or in both. Views of it are made anew when it is back."""
 
     def __init__(self, here: Tensor):
         self.here: Tensor | None = here  # as bytes
@@ -83,7 +84,7 @@ class _OffloadedStorage:
 
 
 class _Page:
-    """What one block saved in one pass."""
+    """Holds what one block saved in one pass."""
 
     def __init__(self, store: _Offloader, parameters: set[int]):
         self.store, self.parameters = store, parameters
@@ -104,7 +105,7 @@ class _Page:
         return _OffloadedTensor(self, self.moved[place], tensor)
 
     def let_go(self) -> None:
-        """The memory here may be used again, by what the stream computes after the copy."""
+        """Lets the memory on the device be used again, by what the stream computes after the copy."""
         if self.is_back is not None:
             return  # backward came first
         assert self.has_left is not None
@@ -136,7 +137,8 @@ class _Page:
             self.is_back = store.back.record_event()
 
     def arrive(self) -> None:
-        """Backward has reached this block: its page must be here, that of the block before sets out."""
+        """Is called when backward has reached this block: waits for its page, and starts to fetch that of the block
+        before."""
         if self.is_awaited:
             return
         self.fetch()

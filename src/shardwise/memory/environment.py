@@ -1,4 +1,4 @@
-"""What a forward pass depends on besides its arguments, to be put back when it is repeated; and keeping tensors for
+"""Saves what a forward pass depends on besides its arguments, to be put back when it is repeated; and keeps tensors for
 that."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 
 class Environment:
-    """The state of random generators, autocast and torch-function modes (such as the one that defers weight
-    gradients) of this moment."""
+    """The state of random generators, autocast and torch-function modes (such as the one that defers weight gradients)
+    at the moment it is made."""
 
     def __init__(self, device: torch.device | None, random: bool = True):
         self.kind = device.type if device is not None else "cpu"
@@ -29,7 +29,7 @@ class Environment:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside of it all of that is as it was; afterwards as before."""
+        """Puts all of that back while it is open; afterwards things are as before."""
         with ExitStack() as stack:
             for mode in self.modes:
                 stack.enter_context(mode)
@@ -57,12 +57,12 @@ class _Keep(torch.autograd.Function):
 
 
 def keep(tensors: Sequence[Tensor]) -> Tensor:
-    """Saves tensors as an operation of the graph would: hooks of saved tensors see them, and changes in place are
-    found out. What comes back gives them to `kept`."""
+    """Saves tensors as an operation of the graph would: hooks of saved tensors see them, and changes in place are found
+    out. Returns a handle from which `kept` takes them."""
     return _Keep.apply(torch.empty(0, requires_grad=True), *tensors)
 
 
 def kept(handle: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that `keep` saved."""
+    """Returns the tensors that `keep` saved."""
     assert handle.grad_fn is not None
     return handle.grad_fn.saved_tensors  # type: ignore[attr-defined]

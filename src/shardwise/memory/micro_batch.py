@@ -1,4 +1,5 @@
-"""The largest micro-batch that fits, from what micro-batches of one and of two sequences really took on this rank.
+"""Finds the largest micro-batch that fits, from what micro-batches of one and of two sequences really took on this
+rank.
 
 Owns the arithmetic; run/micro_batch_search.py sends the two through the engine, and the planner says what a rank
 needs besides. Nothing larger is tried: a rank that ran out of memory would leave the others waiting. Invariant: what
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from shardwise.spec.cluster import HEADROOM
 
 FRAGMENTS = 0.03
-"""Of what tensors take: blocks of the allocator that are free, but of the wrong size for what comes next. Measured
-bytes do not have them."""
+"""Memory fragmentation, as a share of what tensors take: blocks of the allocator that are free, but of the wrong size
+for what comes next. Measured bytes do not have them."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Growth:
     """Bytes of a micro-batch of n sequences, as a line through what was measured."""
 
     one: Taken
-    two: Taken | None = None  # without it everything grows with n
+    two: Taken | None = None  # without it, n sequences are taken to need n times as much
 
     def taken(self, size: int) -> Taken:
-        """Bytes of a micro-batch of `size` sequences."""
+        """Returns the bytes of a micro-batch of `size` sequences."""
         if self.two is None:
             return Taken(size * self.one.activations, size * self.one.temporary)
         return Taken(
@@ -45,8 +46,8 @@ class Growth:
 def largest_that_fits(
     sizes: Sequence[int], needed_bytes: Callable[[int, Taken], int], growth: Growth, limit: int
 ) -> int:
-    """The first of `sizes` (largest first) that fits; 1 if none does. `needed_bytes`: all that a rank needs with
-    micro-batches of this size, which take so much."""
+    """Returns the first of `sizes` (largest first) that fits into `limit` bytes; 1 if none does. `needed_bytes` returns
+    all that a rank needs with micro-batches of this size, which take so much."""
     for size in sizes:
         if needed_bytes(size, growth.taken(size)) * (1 + FRAGMENTS) <= HEADROOM * limit:
             return size

@@ -1,4 +1,4 @@
-"""Recompute (activation checkpointing): what forward leaves out, backward computes again. Fewer bytes, more work, the
+"""Recomputes (activation checkpointing): what forward leaves out, backward computes again. Fewer bytes, more work, the
 same bits.
 
 Owns the wrapping of blocks and the segment, the unit that is computed again at once. `full` makes each block a
@@ -71,12 +71,12 @@ _thread = threading.local()
 
 
 def is_repeating() -> bool:
-    """Whether this thread computes blocks again, in backward. Then nobody else may take what they save."""
+    """Returns whether this thread computes blocks again, in backward. Then nobody else may take what they save."""
     return getattr(_thread, "repeats", False)
 
 
 class _Previous(NamedTuple):
-    """An argument that is a result of the call before: not kept."""
+    """An argument that is a result of the call before, so that it is not kept."""
 
     number: int
 
@@ -146,7 +146,8 @@ class _Held:
 
 
 class _Done(Exception):
-    """Everything that was saved is there again: what would follow, such as a last matmul, is not needed."""
+    """Is raised when everything that was saved is there again: what would follow, such as a last matmul, is not
+    needed."""
 
 
 class _Segment:

@@ -1,10 +1,10 @@
-"""Selective recompute (activation checkpointing): outputs of projections and of fused attention are kept, what is
-cheap between them is computed again.
+"""Recomputes selectively (selective activation checkpointing): outputs of projections and of fused attention are kept,
+what is cheap between them is computed again.
 
 Owns the choice and its bookkeeping, one block at a time. While a block runs, a torch-function mode writes down each
-cheap call (norms, activations, elementwise products, rotations, casts, plain attention scores). When the block has
-ended, every tensor that autograd wanted to save is one of three: made by no cheap call, then it is kept; made by one
-whose inputs are kept anyway, then it is dropped and computed again in backward; or made by one whose inputs would
+cheap call (norms, activations, elementwise multiplications, rotations, casts, plain attention scores). When the block
+has ended, every tensor that autograd wanted to save is one of three: made by no cheap call, then it is kept; made by
+one whose inputs are kept anyway, then it is dropped and computed again in backward; or made by one whose inputs would
 have to be kept instead, then nothing is won and it is kept. Invariants: calls are repeated as they were made, so
 gradients have the same bits; kept tensors are saved as any operation saves them.
 
@@ -33,8 +33,8 @@ CHEAP = {
     "to", "float", "type_as", "cat", "stack", "pad", "repeat_interleave", "contiguous", "flatten", "reshape",
     "where", "masked_fill", "matmul", "bmm",
 }  # fmt: skip
-"""Names of torch functions. `matmul` is of two activations, as in plain attention; projections are `linear`, which is
-not here."""
+"""The names of torch functions that are cheap to repeat. `matmul` is of two activations, as in plain attention;
+projections are `linear`, which is not here."""
 
 SMALL = 8
 """What a call saves on the side (one element per row of a norm) is kept when it is this many times smaller than its
@@ -42,7 +42,7 @@ result."""
 
 
 def select(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A block's forward that saves by these rules."""
+    """Returns a block's forward that saves by these rules."""
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class _View:
     """An argument or a saved tensor: a part of what a call makes, or one that stays."""
 
     source: _CheapCall | _KeptTensors
-    index: int  # in the store
+    index: int  # its number among the tensors that stay
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -104,7 +104,8 @@ class _CheapCall:
         self.again: tuple[Tensor, list[Tensor]] | None = None  # what it made in backward, while somebody waits for it
 
     def output(self, memo: dict[int, Tensor]) -> Tensor:
-        """Its result, computed at most once per request (`memo`); where saved tensors wait for it, once for all."""
+        """Returns its result, computed at most once per request (`memo`); where saved tensors wait for it, once for
+        all."""
         if self.num_waiting:
             return self.repeated(memo)[0]
         if id(self) not in memo:
@@ -117,7 +118,7 @@ class _CheapCall:
         return self.again
 
     def given(self) -> None:
-        """One of those who wait has got its tensor. After the last one the results may go."""
+        """Notes that one of those who wait has got its tensor. After the last one the results may go."""
         self.num_given += 1
         if self.num_given % self.num_waiting == 0:
             self.again = None
@@ -159,7 +160,7 @@ class _Slot:
 
 
 class _Ledger(TorchFunctionMode):
-    """What happens in one block, in one pass."""
+    """Notes what happens in one block, in one pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ class _Ledger(TorchFunctionMode):
         return slot
 
     def settle(self) -> None:
-        """The block has ended: drop what can be computed from what stays."""
+        """Drops what can be computed from what stays; called when the block has ended."""
         makers = {_memory(call.result): call for call in self.calls}
         wanted: dict[_CheapCall, dict[_Slot, Tensor]] = {call: {} for call in self.calls}
         stays: dict[int, int] = {}  # memory -> bytes
@@ -225,7 +226,7 @@ class _Ledger(TorchFunctionMode):
         self._let_go(makers)
 
     def _let_go(self, makers: dict[int, _CheapCall]) -> None:
-        """From here on nothing of the block is alive but what was decided to stay."""
+        """Drops everything of the block but what was decided to stay."""
         store = _KeptTensors()
         indices: dict[Any, int] = {}
         staying: list[Tensor] = []
@@ -257,7 +258,7 @@ class _Ledger(TorchFunctionMode):
 
 
 def _is_inner(x: Tensor, call: _CheapCall) -> bool:
-    """A tensor that a cheap call made for itself, large enough to be worth computing again."""
+    """Returns whether a cheap call made this tensor for itself, and it is large enough to be worth computing again."""
     is_large = SMALL * _num_bytes(x) > _num_bytes(call.result)
     return is_large and all(_memory(x) != _memory(given) for given in call.inputs)
 
@@ -271,7 +272,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _memory(x: Tensor | None) -> int:
-    """Identifies a tensor's storage: equal for tensors that share memory, as long as they live."""
+    """Returns a number for a tensor's storage: equal for tensors that share memory, as long as they live."""
     assert x is not None
     return x.untyped_storage()._cdata
 

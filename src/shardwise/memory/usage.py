@@ -1,4 +1,4 @@
-"""How many bytes this process has used at most, and how many one forward pass saves for backward."""
+"""Says how many bytes this process has used at most, and how many one forward pass saves for backward."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Bytes. CUDA: the allocator's peak. CPU: the largest resident set of the process, 0 where the system does not
-    say."""
+    """Returns the most bytes that this process has used: on CUDA the allocator's peak, on a CPU the largest resident
+    set of the process, 0 where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -23,7 +23,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def resident_bytes() -> int | None:
-    """Bytes that the process has in memory now; None where the system does not say."""
+    """Returns the bytes that the process has in memory now; None where the system does not say."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -32,7 +32,7 @@ def resident_bytes() -> int | None:
 
 
 def saved_bytes(model: nn.Module, *inputs: torch.Tensor, **named: torch.Tensor) -> int:
-    """Bytes that one forward pass keeps for backward, counted storage by storage; weights do not count."""
+    """Returns the bytes that one forward pass keeps for backward, counted storage by storage; weights do not count."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Optimizers by name. Weight decay falls on matrices only: norms, biases and other vectors are left alone."""
+"""Builds optimizers by name. Weight decay falls on matrices only: norms, biases and other vectors are left alone."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Builder = Callable[[OptimizerConfig, list[dict[str, Any]]], torch.optim.Optimize
 class TakesFactor(Protocol):
     """An optimizer that multiplies gradients itself, in a wider format than theirs or in another place."""
 
-    grad_factor: Tensor | None  # of the next step
+    grad_factor: Tensor | None  # what the next step multiplies gradients by
 
 
 def build_optimizer(
     config: OptimizerConfig, parameters: Iterable[nn.Parameter], low_precision_of: LowPrecisionOf = MappingProxyType({})
 ) -> torch.optim.Optimizer:
-    """The optimizer that a config names, over the parameters that are trained. `low_precision_of`: the 16-bit weights
-    that its update must write too, by master weight."""
+    """Returns the optimizer that a config names, over the parameters that are trained. `low_precision_of` has the
+    16-bit weights that its update must write too, by master weight."""
     trained = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -64,11 +64,11 @@ BUILDERS: dict[str, Builder] = {
     "rmsprop": lambda config, groups: torch.optim.RMSprop(groups, lr=config.lr, alpha=config.betas[0], eps=config.eps),
     "adamw8bit": lambda config, groups: adamw8bit(groups, config.lr, config.betas, config.eps),
 }
-"""One constructor for every record of `spec/optimizers.py`."""
+"""A constructor for every record of `spec/optimizers.py`."""
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The same learning rate for all groups of parameters, from the next update on."""
+    """Sets the same learning rate for all groups of parameters, from the next update on."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)  # torchao's kernels are compiled around the tensor

@@ -1,5 +1,5 @@
-"""AdamW over fp32 master weights in one pass over memory: gradient, master and moments are read once; master, moments
-and the 16-bit weight are written once.
+"""Updates fp32 master weights by AdamW in one pass over memory: gradient, master and moments are read once; master,
+moments and the 16-bit weight are written once.
 
 torch's fused AdamW would need the gradient cast to fp32 before and the master cast to 16 bits after: 40 bytes per
 element instead of 28, and 4 more at once. Results are those of torch's kernel (kernels/triton/adamw.py has ours) and
@@ -19,26 +19,26 @@ from torch import Tensor, nn
 from shardwise.kernels.gated import has_triton
 from shardwise.optim.master_weights import BUCKET_ELEMENTS, Groups, LowPrecisionOf, take_gradient
 
-SMALL, MANY = 2**20, 128  # elements of a parameter; such parameters of a group
+SMALL, MANY = 2**20, 128  # a parameter of fewer elements is small; so many small ones in a group are many
 
 Task = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Master weight, low-precision weight, gradient, first and second moment."""
+"""One parameter to update: master weight, low-precision weight, gradient, first and second moment."""
 
 
 def has_kernel() -> bool:
-    """Whether this machine can compile and run the kernel that updates master weights on CUDA."""
+    """Returns whether this machine can compile and run the kernel that updates master weights on CUDA."""
     return torch.cuda.is_available() and has_triton()
 
 
 def can_update(master: nn.Parameter) -> bool:
-    """Whether the kernel takes this master weight: on CUDA, in fp32. A proof's masters are fp64."""
+    """Returns whether the kernel takes this master weight: on CUDA, in fp32. A proof's masters are fp64."""
     return master.is_cuda and master.dtype == torch.float32 and has_kernel()
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """torch's AdamW, with a step that also writes the low-precision weights."""
+    """Is torch's AdamW, with a step that also writes the low-precision weights."""
 
-    grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
+    grad_factor: Tensor | None = None  # what the next step multiplies gradients by
 
     def __init__(
         self, groups: Groups, lr: float, betas: tuple[float, float], eps: float, low_precision_of: LowPrecisionOf
@@ -80,13 +80,13 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def _num_small(masters: list[nn.Parameter]) -> int:
-    """How many of these are on a GPU and small."""
+    """Returns how many of these are on a GPU and small."""
     return sum(master.is_cuda and master.numel() < SMALL for master in masters)
 
 
 def update_together(tasks: list[Task], group: dict[str, Any], count: int, factor: Tensor | None) -> None:
-    """In place, by torch's kernel for many tensors, a bucket of at most `BUCKET_ELEMENTS` at a time. `count`: their
-    number of steps."""
+    """Updates in place by torch's kernel for many tensors, a bucket of at most `BUCKET_ELEMENTS` at a time. `count` is
+    their number of steps."""
     done = 0
     while done < len(tasks):
         first, size = done, 0
@@ -118,7 +118,8 @@ def plain_update(
     scalars: Tensor,
     factor: Tensor | None,
 ) -> None:
-    """In place, what the kernel computes, one operation after the other: to read, and to compare the kernel with."""
+    """Computes in place what the kernel computes, one operation after the other: to read, and to compare the kernel
+    with."""
     decay, beta1, beta2, rate, root, eps = scalars.double().tolist()
     g = gradient.float() if factor is None else gradient.float() * factor.float()
     master.copy_(_fma(-decay, master, master))
@@ -129,13 +130,13 @@ def plain_update(
 
 
 def _fma(a: float, x: Tensor, y: Tensor) -> Tensor:
-    """a x + y with one rounding, as the hardware's fused multiply-add has it."""
+    """Returns a x + y with one rounding, as the hardware's fused multiply-add has it."""
     return (a * x.double() + y.double()).float()
 
 
 def _scalars(group: dict[str, Any], count: int) -> Tensor:
-    """The scalars of step `count` in the order in which the kernel reads them, with both moments' bias correction, in
-    fp32."""
+    """Returns the scalars of step `count` in the order in which the kernel reads them, with both moments' bias
+    correction, in fp32."""
     lr = group["lr"]
     beta1, beta2 = torch.tensor(group["betas"], dtype=torch.float32).tolist()  # as the moments were made
     corrected = (lr / (1 - beta1**count), (1 - beta2**count) ** 0.5)

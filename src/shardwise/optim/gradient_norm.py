@@ -1,4 +1,4 @@
-"""Squared norms of many tensors, for the gradient norm (`grad_norm`) of a step.
+"""Computes squared norms of many tensors, for the gradient norm (`grad_norm`) of a step.
 
 On a GPU large tensors go through one kernel each (kernels/triton/gradient_norm.py), which reads them at the memory's
 speed; torch's norms of many tensors at once reach half of it. Invariant: the squared norm of the same tensor is the
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from shardwise.kernels.gated import uses_kernel
 
-LEAST_ELEMENTS = 1 << 20  # fewer take no longer than a launch
+LEAST_ELEMENTS = 1 << 20  # a tensor of fewer takes no longer than a launch
 
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:
-    """The sum of squares of each tensor, as one fp64 vector. All tensors are on one device."""
+    """Returns the sum of squares of each tensor, as one fp64 vector. All tensors are on one device."""
     is_large = [
         tensor.numel() >= LEAST_ELEMENTS and uses_kernel(tensor) and tensor.is_contiguous() for tensor in tensors
     ]

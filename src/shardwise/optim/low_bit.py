@@ -1,5 +1,5 @@
-"""An 8-bit optimizer: AdamW with quantized states of one byte per element, torchao's AdamW8bit on plain local shards;
-on CUDA one pass updates them (kernels/triton/low_bit_adamw.py).
+"""Builds an 8-bit optimizer: AdamW with quantized states of one byte per element, torchao's AdamW8bit on plain local
+shards; on CUDA one pass updates them (kernels/triton/low_bit_adamw.py).
 
 A state is cut into blocks of 256 elements, each stored as 8-bit codes and one fp32 scale: 2.03 bytes per parameter
 instead of 8. The update itself is computed in fp32. Blocks are cut from what a rank holds, so another layout may
@@ -24,22 +24,23 @@ from shardwise.optim.master_weights import LowPrecisionOf
 from shardwise.spec.extras import LOWBIT_INSTALL
 
 SMALLEST = 4096
-"""Elements: below it, 8 bits save nothing worth their quantization error (torchao's rule, and bitsandbytes')."""
+"""Elements of a tensor below which 8 bits save nothing worth their quantization error (torchao's rule, and
+bitsandbytes')."""
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Whether a tensor's states are kept in 8 bits."""
+    """Returns whether a tensor's states are kept in 8 bits."""
     return parameter.numel() >= SMALLEST and parameter.numel() % BLOCK == 0
 
 
 def kept_in_fp32(parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """How many trained tensors keep fp32 states, and how many elements they have together."""
+    """Returns how many trained tensors keep fp32 states, and how many elements they have together."""
     sizes = [p.numel() for p in parameters if p.requires_grad and not is_quantized(p)]
     return len(sizes), sum(sizes)
 
 
 def dequantized(value: Tensor) -> Tensor:
-    """A state in fp32: of 8-bit codes what they stand for, anything else as it is."""
+    """Returns a state in fp32: 8-bit codes become what they stand for, anything else stays as it is."""
     return value.dequantize() if hasattr(value, "codes") else value
 
 
@@ -50,8 +51,8 @@ def adamw8bit(
     eps: float,
     low_precision_of: LowPrecisionOf = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """AdamW over these groups with 8-bit states. `low_precision_of`: on CUDA the update writes the 16-bit weights of
-    fp32 masters too."""
+    """Returns AdamW over these groups with 8-bit states. With `low_precision_of`, on CUDA the update writes the 16-bit
+    weights of fp32 masters too."""
     for group in groups:
         for parameter in group["params"]:
             _check_format(parameter)

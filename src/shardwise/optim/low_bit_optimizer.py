@@ -1,4 +1,5 @@
-"""torchao's AdamW8bit as this package runs it. To be imported after `low_bit.load_torchao`, which says what is missing.
+"""Runs torchao's AdamW8bit the way this package needs it. To be imported after `low_bit.load_torchao`, which says what
+is missing.
 
 On CUDA one pass updates a tensor, its states and its low-precision weight (kernels/triton/low_bit_adamw.py). Elsewhere
 torchao's own arithmetic runs chunk by chunk. Read next: low_bit.py for the invariant, low_bit_update.py for what an
@@ -23,25 +24,25 @@ from shardwise.optim.low_bit_update import scalars_of
 from shardwise.optim.master_weights import LowPrecisionOf, take_gradient
 
 CHUNK = 2**18
-"""Elements that are updated at a time without the kernel: looking their codes up takes several bytes each."""
+"""The elements that are updated at a time without the kernel: looking their codes up takes several bytes each."""
 
 
 class BlockAdamW(AdamW8bit):
-    """torchao's class, but for what is said at each method."""
+    """Is torchao's class, but for what is said at each method."""
 
-    grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it
+    grad_factor: Tensor | None = None  # what the next step multiplies gradients by
     low_precision_of: LowPrecisionOf = MappingProxyType({})
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """States that are not in 8 bits are in fp32, also those of 16-bit weights."""
+        """Returns an empty state: in 8 bits where it is quantized, else in fp32, also for 16-bit weights."""
         if not is_quantized(p):
             return torch.zeros_like(p, dtype=torch.float32)
         return OptimState8bit.zeros(p.shape, signed, BLOCK, p.device, dtype=p.dtype)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """On CUDA one kernel per tensor, where there is Triton. Elsewhere the same arithmetic, chunk by chunk:
-        compiling takes longer than most runs on a CPU, and needs a C++ compiler."""
+        """Updates by one kernel per tensor on CUDA, where there is Triton. Elsewhere it is the same arithmetic, chunk
+        by chunk: compiling takes longer than most runs on a CPU, and needs a C++ compiler."""
         factor, self.grad_factor = self.grad_factor, None
         for group in self.param_groups:
             if group["params"][0].is_cuda and has_kernel():
@@ -98,8 +99,8 @@ class BlockAdamW(AdamW8bit):
                     _put(moment, value, value.view(-1, BLOCK).abs().amax(1))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """fp32 states are quantized again. Where a block is what it was, its codes are too, and its scale but for
-        one rounding."""
+        """Takes over fp32 states and quantizes them again. Where a block is what it was, its codes are too, and its
+        scale but for one rounding."""
         rates = [group["lr"] for group in self.param_groups]
         saved = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
@@ -126,8 +127,8 @@ def _part(state: Tensor, part: slice) -> Tensor:
 
 
 def _scale_of(blocks: Tensor, buffer: Any) -> Tensor:
-    """The scales of blocks that may have been codes before. torchao takes the largest element of a block; but the
-    lowest code stands for -0.993, so a block whose largest element was negative would shrink each time it comes
+    """Returns the scales of blocks that may have been codes before. torchao takes the largest element of a block; but
+    the lowest code stands for -0.993, so a block whose largest element was negative would shrink each time it comes
     by."""
     largest = blocks.amax(1)
     return torch.maximum(largest, blocks.amin(1) / buffer.qmap[0]) if buffer.signed else largest

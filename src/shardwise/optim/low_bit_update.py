@@ -1,5 +1,5 @@
-"""What one update of AdamW with 8-bit states computes: plain operations over whole tensors, to read, and to compare
-the kernel with (kernels/triton/low_bit_adamw.py).
+"""Writes out what one update of AdamW with 8-bit states computes: plain operations over whole tensors, to read, and to
+compare the kernel with (kernels/triton/low_bit_adamw.py).
 
     gradient, weight, codes and scales are read once; weight, codes, scales and low-precision weight are written once
 
@@ -19,7 +19,7 @@ from shardwise.kernels.low_bit_codes import BLOCK, SMALLEST_SCALE, nearest
 
 
 def scalars_of(group: dict[str, Any], count: int, device: torch.device) -> Tensor:
-    """The scalars of step `count` in the order in which an update reads them, in fp32 on `device`."""
+    """Returns the scalars of step `count` in the order in which an update reads them, in fp32 on `device`."""
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     corrections = 1 - beta1**count, (1 - beta2**count) ** 0.5
     values = (lr * group["weight_decay"], 1 - beta1, 1 - beta2, lr, group["eps"], *corrections)
@@ -35,7 +35,8 @@ def plain_update(
     scalars: Tensor,
     moments: tuple[Any, Any],
 ) -> None:
-    """In place: the weight, its low-precision weight, and the moments, which are torchao's with codes or fp32."""
+    """Updates in place the weight, its low-precision weight, and the moments, which are torchao's with codes or
+    fp32."""
     decay, rest1, rest2, lr, eps, correction1, correction2 = scalars[:7].unbind()
     first, second = (moment.dequantize() if hasattr(moment, "codes") else moment for moment in moments)
     g = gradient.float() if factor is None else gradient.float() * factor.float()

@@ -1,4 +1,5 @@
-"""Master weights: any optimizer over weights that a model has in 16 bits; it computes, and keeps its state, in fp32.
+"""Keeps master weights: runs any optimizer over weights that a model has in 16 bits; it computes, and keeps its state,
+in fp32.
 
 torch's optimizers keep state in the format of the parameter and want gradients in it. In fp16 the second moment of
 any gradient below 2e-4 is zero, so Adam divides by its epsilon, and unscaled gradients vanish before they are used.
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 
 Groups = list[dict[str, Any]]
 LowPrecisionOf = Mapping[nn.Parameter, nn.Parameter]
-"""By fp32 master weight: the low-precision weight, in 16 bits, that the model computes with."""
-BUCKET_ELEMENTS = 2**24  # that are cast at a time: 64 MiB of weights and 64 of gradients
+"""Maps an fp32 master weight to the low-precision weight, in 16 bits, that the model computes with."""
+BUCKET_ELEMENTS = 2**24  # elements that are cast at a time: 64 MiB of weights and 64 of gradients
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """From outside an optimizer over the parameters; the inner one sees fp32 only."""
+    """Is, from outside, an optimizer over the parameters; the inner one sees fp32 only."""
 
-    grad_factor: Tensor | None = None  # of the next step: gradients are multiplied by it in fp32
+    grad_factor: Tensor | None = None  # what the next step multiplies gradients by, in fp32
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class MasterWeights(torch.optim.Optimizer):
             yield from zip(own["params"], inner["params"], strict=True)
 
     def _buckets(self) -> Iterator[list[tuple[nn.Parameter, nn.Parameter]]]:
-        """Pairs of parameter and fp32 tensor that are ready to be updated. All gradients are taken away first: the
-        inner optimizer must see a bucket's alone."""
+        """Yields pairs of parameter and fp32 tensor that are ready to be updated. All gradients are taken away first:
+        the inner optimizer must see a bucket's alone."""
         waiting = deque(
             (p, w, g) for p, w in self._pairs() if (g := take_gradient(p, self.low_precision_of)) is not None
         )
@@ -113,8 +114,8 @@ class MasterWeights(torch.optim.Optimizer):
 
 
 def take_gradient(parameter: nn.Parameter, low_precision_of: LowPrecisionOf) -> Tensor | None:
-    """The gradient of a parameter, or None; nobody has it afterwards. That of a master weight is on its low-precision
-    weight or, summed over micro-batches, on itself."""
+    """Returns the gradient of a parameter, or None, and removes it there. That of a master weight is on its
+    low-precision weight or, summed over micro-batches, on itself."""
     low = low_precision_of.get(parameter, parameter)
     gradient = parameter.grad if low.grad is None else low.grad
     parameter.grad = low.grad = None
@@ -122,5 +123,5 @@ def take_gradient(parameter: nn.Parameter, low_precision_of: LowPrecisionOf) -> 
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """An fp32 tensor of the parameter's shape, with memory for one element."""
+    """Returns an fp32 tensor of the parameter's shape, with memory for one element."""
     return nn.Parameter(torch.zeros((), dtype=torch.float32, device=parameter.device).expand(parameter.shape))

@@ -1,4 +1,4 @@
-"""Where fp16 overflows: the first tensor of a step that is not finite, and the layer that made it.
+"""Finds where fp16 overflows: the first tensor of a step that is not finite, and the layer that made it.
 
 A step that overflowed is run once more with hooks on every module. What is not finite first, in the order of
 computation, is the cause; all that follows is infected. Invariant: the pass changes no weight, and every rank takes
@@ -18,15 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 FORWARD, BACKWARD, SUMS = 0, 1, 2
-TEXT_BYTES = 512  # of what a rank found: all ranks exchange texts of one length
+TEXT_BYTES = 512  # bytes of the text on what a rank found: all ranks exchange texts of one length
 
 
 @dataclass(frozen=True, order=True)
 class Overflow:
-    """What was not finite. Ordered by time: forward goes up the stages, backward down, then gradients are summed."""
+    """Something that was not finite. Ordered by time: forward goes up the stages, backward down, then gradients are
+    summed."""
 
     phase: int
-    stage: int  # negative while going down
+    stage: int  # its number, negative in backward passes, which go down the stages
     order: int
     what: str
 
@@ -42,8 +43,8 @@ def first_overflow(
     device: torch.device,
     world: int,
 ) -> Overflow | None:
-    """Collective. The earliest overflow of all ranks, or None. `models`: the stages of this rank, by number.
-    `compute`: forward and backward of the step. `gradients`: what came out of it, by name."""
+    """Collective. Returns the earliest overflow of all ranks, or None. `models` are the stages of this rank, by number;
+    `compute` does forward and backward of the step; `gradients` gives what came out of it, by name."""
     found: list[Overflow] = []
 
     def note(phase: int, stage: int, what: str, value: Any) -> None:
@@ -82,7 +83,7 @@ def _watch(
 
 
 def _earliest(mine: Overflow | None, device: torch.device, world: int) -> Overflow | None:
-    """Collective. The first in time of what all ranks found. Names are short texts of one length: nothing is
+    """Collective. Returns the first in time of what all ranks found. Names are short texts of one length: nothing is
     pickled."""
     if world == 1:
         return mine

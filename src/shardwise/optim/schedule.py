@@ -1,4 +1,4 @@
-"""The learning-rate schedule: the rate is a pure function of the step, so resuming needs no scheduler state."""
+"""Schedules the learning rate: the rate is a pure function of the step, so resuming needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.spec.schema import OptimizerConfig
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Warm-up from 0, then the shape named by `schedule`, ending at `min_lr` x peak on the last step."""
+    """The rate warms up from 0, then has the shape named by `schedule`, ending at `min_lr` x peak on the last step."""
 
     peak: float
     num_steps: int
@@ -20,7 +20,7 @@ class LearningRate:
     decay_share: float
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step; the first one is 1."""
+        """Returns the learning rate of a step; the first one is 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         start = self.warmup_steps
@@ -37,7 +37,7 @@ class LearningRate:
 
 
 def learning_rate(optimizer: OptimizerConfig, num_steps: int, global_batch: int) -> LearningRate:
-    """The schedule that a config asks for, over `num_steps` steps of `global_batch` sequences."""
+    """Returns the schedule that a config asks for, over `num_steps` steps of `global_batch` sequences."""
     warmup = optimizer.warmup if optimizer.warmup >= 1 else optimizer.warmup * num_steps
     return LearningRate(
         peak=optimizer.lr * batch_scale(optimizer, global_batch),
@@ -50,7 +50,7 @@ def learning_rate(optimizer: OptimizerConfig, num_steps: int, global_batch: int)
 
 
 def batch_scale(optimizer: OptimizerConfig, global_batch: int) -> float:
-    """The factor by which `lr_scaling` changes the learning rate for this batch. Linear: Goyal et al. 2017; sqrt:
-    Krizhevsky 2014."""
+    """Returns the factor by which `lr_scaling` changes the learning rate for this batch. Linear: Goyal et al. 2017;
+    sqrt: Krizhevsky 2014."""
     ratio = global_batch / (optimizer.reference_batch or global_batch)
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.lr_scaling]

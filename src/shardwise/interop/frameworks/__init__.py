@@ -1,1 +1,1 @@
-"""A plan in the words of other training frameworks."""
+"""Writes a plan in the words of other training frameworks."""

@@ -1,5 +1,5 @@
-"""A plan in the words of other frameworks: Megatron-LM's flags, torchtitan's TOML, DeepSpeed's JSON, accelerate's YAML.
-No torch.
+"""Writes a plan in the words of other frameworks: Megatron-LM's flags, torchtitan's TOML, DeepSpeed's JSON,
+accelerate's YAML. No torch.
 
 Each writer says the layout and the batch, and has a line for each thing that its framework cannot do or does otherwise.
 Invariant: nothing of the plan is left out silently. Names are those of Megatron-LM core 0.13, torchtitan 0.2, DeepSpeed
@@ -25,13 +25,15 @@ from shardwise.spec.split import even_split
 
 @dataclass(frozen=True)
 class Exported:
+    """A plan as another framework reads it."""
+
     text: str  # what that framework reads
     kind: str  # flags | toml | json | yaml
     missing: tuple[str, ...]  # what it cannot do, and what it does instead
 
     def to_print(self, title: str) -> str:
-        """One text that the framework reads, with the rest as comments; JSON has none, so they go under a key that
-        nobody reads."""
+        """Returns one text that the framework reads, with the rest as comments; JSON has none, so they go under a key
+        that nobody reads."""
         if self.kind == "json":
             return json.dumps({"_shardwise": [title, *self.missing], **json.loads(self.text)}, indent=2)
         return "\n".join([f"# {title}", *(f"# {line}" for line in self.missing), self.text])

@@ -1,4 +1,4 @@
-"""A plan as flags of Megatron-LM (core 0.13). No torch. Part of export.py."""
+"""Writes a plan as flags of Megatron-LM (core 0.13). No torch. Part of export.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.spec.split import even_split
 
 
 def megatron_flags(spec: ModelSpec, job: Job, plan: Plan) -> tuple[list[str], list[str]]:
-    """The flags, and what they cannot say."""
+    """Returns the flags, and what they cannot say."""
     flags: list[tuple[str, object]] = [
         ("num-layers", spec.num_layers),
         ("hidden-size", spec.hidden),

@@ -1,1 +1,1 @@
-"""Hugging Face directories: config.json and safetensors, in and out."""
+"""Reads and writes Hugging Face directories: config.json and safetensors."""

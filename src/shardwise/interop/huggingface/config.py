@@ -1,4 +1,4 @@
-"""config.json of the Hugging Face world, read into a `ModelSpec`. No torch.
+"""Reads config.json of the Hugging Face world into a `ModelSpec`. No torch.
 
 Invariant: a field that would change the computed function is either represented in the spec or refused by name. Read
 next: `architectures.py`, which says what each architecture means, `export.py` for the way out.
@@ -19,7 +19,7 @@ COMMON_REQUIREMENTS: dict[str, Any] = {"quantization_config": None, "partial_rot
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec that computes what transformers computes from this config."""
+    """Returns the spec that computes what transformers computes from this config."""
     kind = config.get("model_type")
     architecture = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if architecture is None:

@@ -1,4 +1,4 @@
-"""Finding a Hugging Face model on this machine and reading its config.json. No torch, no network.
+"""Finds a Hugging Face model on this machine and reads its config.json. No torch, no network.
 
 Owns the lookup order: a directory as given, then the local hub cache. Invariant: nothing is ever downloaded; what is
 absent is answered with the command that fetches it. Read next: `config.py`.
@@ -18,7 +18,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_model_dir(path_or_hub_id: str) -> Path:
-    """The directory with config.json: a local one, or the cached snapshot of a hub id."""
+    """Returns the directory with config.json: a local one, or the cached snapshot of a hub id."""
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         if (path / "config.json").is_file():
@@ -45,7 +45,7 @@ def find_model_dir(path_or_hub_id: str) -> Path:
 
 
 def hub_cache() -> Path:
-    """The folder where huggingface_hub keeps its downloads, by its own rules."""
+    """Returns the folder where huggingface_hub keeps its downloads, by its own rules."""
     if os.environ.get("HF_HUB_CACHE"):
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")

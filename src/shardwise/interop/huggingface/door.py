@@ -1,4 +1,4 @@
-"""The door to the Hugging Face world: find a model here, read its config, move weights in and out.
+"""Is the entry to the Hugging Face world: finds a model here, reads its config, moves weights in and out.
 
 Owns nothing itself; the parts are `directory.py` (finding), `config.py` (config to spec), `export.py` (spec to
 config), `names.py` (tensor names) and `weights.py` (data). Importing this module does not import torch.
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """The shapes that config.json describes: one of our architectures, or whatever transformers can build."""
+    """Returns the shapes that config.json describes: one of our architectures, or whatever transformers can build."""
     config = read_config(directory)
     if config.get("model_type") in ARCHITECTURES or not isinstance(config.get("model_type"), str):
         return spec_from_config(config)
@@ -43,7 +43,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def load_weights(model: Decoder | TransformersModel, directory: str | Path) -> None:
-    """Stream a checkpoint's tensors into the model's own, whatever their device and dtype."""
+    """Streams a checkpoint's tensors into the model's own, whatever their device and dtype."""
     from shardwise.interop.huggingface import weights as hf_weights
     from shardwise.interop.transformers.model import TransformersModel
 
@@ -61,7 +61,7 @@ def save_model(
     max_shard_bytes: int = 5 * 2**30,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """Write a directory that transformers loads, completely or not at all."""
+    """Writes a directory that transformers loads, completely or not at all."""
     from shardwise.interop.huggingface import weights as hf_weights
 
     hf_weights.save_model(model, Path(directory), dtype=dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files)

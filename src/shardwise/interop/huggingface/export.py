@@ -1,4 +1,4 @@
-"""A `ModelSpec` written as the config.json that transformers loads. No torch.
+"""Writes a `ModelSpec` as the config.json that transformers loads. No torch.
 
 Owns the field names that architectures share on the way out. Invariant: what is written is read back with
 `spec_from_config` and must give the same function, else it is refused. Read next: `architectures.py` for what each

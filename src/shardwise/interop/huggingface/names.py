@@ -1,4 +1,4 @@
-"""How our parameters are called, cut and laid out in a Hugging Face checkpoint. No torch.
+"""Lists how our parameters are called, cut and laid out in a Hugging Face checkpoint. No torch.
 
 Owns the table of names. Invariant: the table covers every parameter (and router bias) of the spec exactly once.
 Read next: `weights.py`, which moves the data along it.
@@ -38,8 +38,8 @@ IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)$"
 
 
 def tensor_table(spec: ModelSpec, fused_experts: bool = False) -> list[TheirTensor]:
-    """Every tensor of the checkpoint. Published ones have a tensor per expert; `fused_experts` is transformers' memory
-    layout."""
+    """Returns every tensor of the checkpoint. Published ones have a tensor per expert; `fused_experts` is transformers'
+    memory layout."""
     kind = choose_architecture(spec)
     if kind == "gpt2":
         return list(_gpt2(spec))
@@ -136,7 +136,8 @@ def _gpt2(spec: ModelSpec) -> Iterator[TheirTensor]:
 
 
 def _gpt2_layer(layer: LayerSpec) -> Iterator[TheirTensor]:
-    """GPT-2 stores linear weights as (in, out), and query, key and value side by side."""
+    """Yields the tensors of a layer. GPT-2 stores linear weights as (in, out), and query, key and value side by
+    side."""
     ours, theirs = f"layers.{layer.index}", f"transformer.h.{layer.index}"
     for our_name, their_name in (("attention_norm", "ln_1"), ("feedforward_norm", "ln_2")):
         for kind in ("weight", "bias"):

@@ -1,4 +1,4 @@
-"""One config.json, read with care: defaults for what is missing, shared parts read once, every complaint names the
+"""Reads one config.json with care: defaults for what is missing, shared parts read once, every complaint names the
 field.
 
 Owns what the architectures have in common (sizes, activations, rotary scaling, windows). No torch. Read next:
@@ -29,7 +29,7 @@ class Reader:
         self.config = config
 
     def get(self, name: str, default: Any) -> Any:
-        """The value, or the default where the config is silent or null."""
+        """Returns the value, or the default where the config is silent or null."""
         value = self.config.get(name)
         return default if value is None else value
 
@@ -49,7 +49,7 @@ class Reader:
         return ACTIVATION_NAMES[value]
 
     def sizes(self) -> dict[str, Any]:
-        """What the Llama family calls the same."""
+        """Returns the fields that the whole Llama family calls the same."""
         heads = self.need("num_attention_heads")
         return {
             "num_layers": self.need("num_hidden_layers"),
@@ -63,7 +63,7 @@ class Reader:
         }
 
     def rope(self, default_theta: float = 10000.0) -> dict[str, Any]:
-        """Theta and scaling, from either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`."""
+        """Returns theta and scaling, from either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`."""
         values = {**self.get("rope_scaling", {}), **self.get("rope_parameters", {})}
         return self.scaling(values, float(values.get("rope_theta") or self.get("rope_theta", default_theta)))
 
@@ -107,7 +107,8 @@ class Reader:
         raise refused("rope_scaling", kind, "rotary scalings are: default, linear, llama3, yarn")
 
     def window(self, pattern: list[bool], default: int) -> dict[str, Any]:
-        """Window fields from which layers are windowed; the pattern must be one that the spec can say."""
+        """Returns the spec's window fields, from a list that says which layers are windowed; the pattern must be one
+        that the spec can say."""
         types = self.config.get("layer_types")
         if types is not None:
             unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]

@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face safetensors, one tensor at a time.
+"""Reads and writes weights in Hugging Face's safetensors, one tensor at a time.
 
 Owns reading (headers first, so a wrong checkpoint is refused before anything changes) and writing (complete or not at
 all). Invariant: besides the model, at most one shard is in memory.
@@ -38,7 +38,8 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 @torch.no_grad()
 def load_weights(model: Decoder, directory: Path) -> None:
-    """Fill the model from a checkpoint, on whatever device and dtype it is. A part of a model takes only its own."""
+    """Loads the model's weights from a checkpoint, on whatever device and dtype it is. A part of a model takes only its
+    own."""
     targets = model_tensors(model)
     with translate_read_errors(directory):
         files = list_files(directory)
@@ -53,7 +54,7 @@ def load_weights(model: Decoder, directory: Path) -> None:
 
 
 def model_tensors(model: Decoder) -> dict[str, Tensor]:
-    """Everything a checkpoint holds: parameters and persistent buffers, by our names."""
+    """Returns everything a checkpoint holds: parameters and persistent buffers, by our names."""
     return model.state_dict(keep_vars=True)
 
 
@@ -84,6 +85,7 @@ def list_files(directory: Path) -> list[Path]:
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor in a file, by its name there."""
     with safe_open(path, framework="pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
@@ -91,7 +93,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 def match_table(
     spec: ModelSpec, shapes: dict[str, tuple[int, ...]], targets: dict[str, Tensor], directory: Path
 ) -> dict[str, TheirTensor]:
-    """Their names to our parts, after checking that every tensor is there, fits, and nothing is left over."""
+    """Returns their names with our parts, after checking that every tensor is there, fits, and nothing is left over."""
     fused = any(name.endswith("experts.gate_up_proj") for name in shapes)
     every = {tensor.name: tensor for tensor in tensor_table(spec, fused)}
     # A checkpoint saved from the bare transformer (the hub's gpt2, for one) lacks the outer prefix.
@@ -122,7 +124,7 @@ def match_table(
 
 
 def their_shape(tensor: TheirTensor, ours: dict[str, Tensor]) -> tuple[int, ...]:
-    """The shape that the tensor must have on disk, by the shapes of our parts."""
+    """Returns the shape that the tensor must have on disk, by the shapes of our parts."""
     shapes = [list(select(ours, part).shape) for part in tensor.parts]
     whole = shapes[0]
     if len(shapes) > 1:
@@ -131,7 +133,7 @@ def their_shape(tensor: TheirTensor, ours: dict[str, Tensor]) -> tuple[int, ...]
 
 
 def load_file(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]) -> None:
-    """One file's tensors, in the order they lie in it, into ours."""
+    """Copies one file's tensors, in the order they lie in it, into ours."""
     header, data_start = read_header(path)
     names = sorted(table.keys() & header.keys(), key=lambda name: header[name]["data_offsets"])
     with safe_open(path, framework="pt") as mapped, path.open("rb", buffering=0) as raw:
@@ -150,14 +152,16 @@ def load_file(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The file's table of contents and where its data begins (an 8-byte length, JSON, then the tensors)."""
+    """Returns the file's table of contents and where its data begins, in bytes (an 8-byte length, JSON, then the
+    tensors)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(length)), 8 + length
 
 
 def is_same_bytes(tensor: TheirTensor, target: Tensor, stored: str) -> bool:
-    """Whether the file's bytes are the tensor's bytes, so that they can be read into place without a copy between."""
+    """Returns whether the file's bytes are the tensor's bytes, so that they can be read into place without a copy
+    between."""
     as_is = len(tensor.parts) == 1 and not tensor.transposed and sys.byteorder == "little"
     on_cpu = type(target) is Tensor and target.device.type == "cpu" and target.is_contiguous()
     return as_is and on_cpu and STORED_DTYPES.get(stored) == target.dtype
@@ -175,7 +179,7 @@ def read_straight(file: BinaryIO, target: Tensor) -> None:
 
 
 def _check_tied(table: Tensor, files: list[Path], directory: Path) -> None:
-    """A tied model has one table; a checkpoint may store it twice, but not two different ones."""
+    """Refuses a checkpoint of a tied model that stores two different tables: it may store the one twice."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             if "lm_head.weight" not in file.keys():  # noqa: SIM118
@@ -217,7 +221,7 @@ def save_model(
     max_shard_bytes: int = 5 * GIB,
     extra_files: Iterable[Path] = (),
 ) -> None:
-    """config.json, safetensors and the extra files (tokenizer), complete or not at all."""
+    """Writes config.json, safetensors and the extra files (tokenizer), complete or not at all."""
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(
@@ -260,7 +264,8 @@ def write_weights(model: Decoder, directory: Path, dtype: torch.dtype | None, ma
 def plan_shards(
     table: list[TheirTensor], ours: dict[str, Tensor], dtype: torch.dtype | None, max_bytes: int
 ) -> list[list[tuple[TheirTensor, int]]]:
-    """Tensors in order, a new file whenever the next would not fit."""
+    """Returns the tensors of each file with their bytes, in order; a new file begins whenever the next tensor would not
+    fit."""
     shards: list[list[tuple[TheirTensor, int]]] = [[]]
     used = 0
     for tensor in table:
@@ -275,7 +280,7 @@ def plan_shards(
 
 
 def gather(tensor: TheirTensor, ours: dict[str, Tensor], dtype: torch.dtype | None) -> Tensor:
-    """Our parts as their tensor: a fresh, contiguous copy on the CPU."""
+    """Returns our parts as their tensor: a fresh, contiguous copy on the CPU."""
     parts = [select(ours, part) for part in tensor.parts]
     data = torch.cat(parts, tensor.cat_dim) if len(parts) > 1 else parts[0]
     data = data.t() if tensor.transposed else data
@@ -283,7 +288,8 @@ def gather(tensor: TheirTensor, ours: dict[str, Tensor], dtype: torch.dtype | No
 
 
 def stored_dtype(tensor: TheirTensor, data: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Router biases stay in fp32: transformers keeps them so, and bf16 would round their steps away."""
+    """Returns the format in which a tensor is stored. Router biases stay in fp32: transformers keeps them so, and bf16
+    would round their steps away."""
     is_router_bias = tensor.parts[0].ours.endswith("router.bias")
     return data.dtype if dtype is None or is_router_bias else dtype
 

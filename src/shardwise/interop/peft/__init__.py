@@ -1,1 +1,1 @@
-"""Adapters in PEFT's format, and which layers an adapter is for."""
+"""Reads and writes adapters in PEFT's format, and says which layers an adapter is for."""

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, in and out.
+"""Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 torch is loaded only to move data. Owns their names and what of their options we can say. Invariants: an adapter that is
 read computes what `peft` would compute with it, or is refused by the name of the option; one that is written is
@@ -31,22 +31,22 @@ REFUSED = (
     "loftq_config", "eva_config",
 )  # fmt: skip
 FIRST_VALUES = (True, False, "gaussian", "orthogonal", "eva", None)
-"""Of `init_lora_weights`: those that leave the base as it is. PiSSA, OLoRA and LoftQ change it."""
+"""Values of `init_lora_weights` that leave the base as it is. PiSSA, OLoRA and LoftQ change it."""
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """What a directory says, in our words."""
+    """What a directory says about its adapter, in our words."""
 
     rank: int
-    alpha: float  # of alpha / rank, whatever PEFT divides by
-    targets: tuple[str, ...]  # linear layers
-    train_also: tuple[str, ...]  # modules
+    alpha: float  # such that the scale is alpha / rank, whatever PEFT divides by
+    targets: tuple[str, ...]  # linear layers with an adapter
+    train_also: tuple[str, ...]  # modules that are trained beside them
     tensors: dict[str, str]  # our parameter name -> theirs
 
 
 def open_adapter(path: str | Path, spec: ModelSpec) -> PeftAdapter:
-    """Read and checked against the model; no tensor is loaded."""
+    """Returns what an adapter's directory says, checked against the model; no tensor is loaded."""
     directory = Path(path).expanduser()
     config = _read_config(directory)
     _refuse_options(config, directory)
@@ -81,7 +81,7 @@ def open_adapter(path: str | Path, spec: ModelSpec) -> PeftAdapter:
 
 
 def read_adapter(path: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """The adapter's full tensors by our names."""
+    """Returns the adapter's full tensors by our names."""
     from safetensors import safe_open
 
     found = open_adapter(path, spec)
@@ -92,7 +92,8 @@ def read_adapter(path: str | Path, spec: ModelSpec) -> dict[str, Tensor]:
 def write_adapter(
     directory: Path, spec: ModelSpec, settings: Settings, tensors: Mapping[str, Tensor], base: str | None
 ) -> None:
-    """`tensors`: everything that was trained, by our names. `base`: what the model is called, for those who load it."""
+    """Writes an adapter. `tensors` is everything that was trained, by our names; `base` is what the model is called,
+    for those who load it."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} already exists", why="nothing is overwritten", fix="choose another directory")
     theirs = _their_modules(spec, tensors)
@@ -155,7 +156,7 @@ def _their_modules(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _short(targets: list[str], spec: ModelSpec) -> list[str]:
-    """`q_proj` where all layers of that name are meant, else full names."""
+    """Returns `q_proj` where all layers of that name are meant, else full names."""
     everything = [their_modules(spec).get(name, name) for name in linears_of(spec)] if spec.is_ours else targets
     last = {name.rsplit(".", 1)[-1] for name in targets}
     is_all = {name for name in everything if name.rsplit(".", 1)[-1] in last} == set(targets)
@@ -212,7 +213,7 @@ def _refuse_options(config: dict[str, Any], directory: Path) -> None:
 
 
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Reads the file's table of contents: an 8-byte length, then JSON."""
+    """Returns the shapes in a file by reading its table of contents: an 8-byte length, then JSON."""
     try:
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))

@@ -1,4 +1,4 @@
-"""Which layers an adapter is for: names and wildcards matched against a model's linear layers. No torch.
+"""Finds which layers an adapter is for: names and wildcards matched against a model's linear layers. No torch.
 
 Owns the linear layers of a `ModelSpec` by name and shape, the patterns, and the errors of patterns that match nothing.
 A layer is known by our name, by its Hugging Face name, and by the last part of either (`q`, `q_proj`, `attention.q`,
@@ -46,20 +46,20 @@ class Settings(Protocol):
 
 @cache
 def linears_of(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
-    """(outputs, inputs) of every linear layer inside the blocks."""
+    """Returns (outputs, inputs) of every linear layer inside the blocks."""
     return {_module(name): weight.shape for name, weight in spec.weights.items() if weight.is_linear}  # type: ignore[misc]
 
 
 @cache
 def their_modules(spec: ModelSpec) -> Mapping[str, str]:
-    """Our module names to Hugging Face's, where one of ours is one of theirs."""
+    """Returns Hugging Face's name of each of our modules, where one of ours is one of theirs."""
     whole = [tensor for tensor in tensor_table(spec) if len(tensor.parts) == 1 and tensor.parts[0].expert is None]
     return {_module(tensor.parts[0].ours): _module(tensor.name) for tensor in whole}
 
 
 @cache
 def modules_of(spec: ModelSpec) -> tuple[str, ...]:
-    """The names of all modules with parameters."""
+    """Returns the names of all modules with parameters."""
     return tuple(dict.fromkeys(map(_module, spec.weights)))
 
 
@@ -71,13 +71,13 @@ def _module(parameter: str) -> str:
 
 
 def find_targets(settings: Settings, linears: Iterable[str], theirs: Mapping[str, str], model: str) -> list[str]:
-    """The linear layers that get an adapter, in the model's order."""
+    """Returns the linear layers that get an adapter, in the model's order."""
     names = list(linears)
     return _find(settings.targets, names, theirs, "adapter.targets", f"no linear layer of {model}", _EXPERTS)
 
 
 def find_trained(settings: Settings, modules: Iterable[str], theirs: Mapping[str, str], model: str) -> list[str]:
-    """The modules whose own parameters are trained beside the adapters."""
+    """Returns the modules whose own parameters are trained beside the adapters."""
     return _find(settings.train_also, list(modules), theirs, "adapter.train_also", f"no parameter of {model}")
 
 
@@ -113,14 +113,15 @@ def matches(pattern: str, name: str, their_name: str | None = None) -> bool:
 
 
 def _kind(name: str) -> str:
-    """Without the number of the layer, for people to read."""
+    """Returns a name without the number of the layer, for people to read."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[0] + 1 :]) if numbers else name
 
 
 def same_kinds(spec: ModelSpec, settings: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Targets and trained modules as patterns without layer numbers: what a smaller model of the kind has as well."""
+    """Returns targets and trained modules as patterns without layer numbers: what a smaller model of the kind has as
+    well."""
     theirs = their_modules(spec)
     targets = find_targets(settings, linears_of(spec), theirs, spec.name)
     trained = find_trained(settings, modules_of(spec), theirs, spec.name)

@@ -1,1 +1,1 @@
-"""Models that transformers builds, behind the interface of our decoder."""
+"""Runs models that transformers builds, behind the interface of our decoder."""

@@ -1,4 +1,5 @@
-"""transformers' own modelling code behind our decoder's interface: tokens and targets in, summed losses or logits out.
+"""Puts transformers' own modelling code behind our decoder's interface: it takes tokens and targets and returns summed
+losses or logits.
 
 Owns building, reading and writing of such a model. Invariant: dropout and other random choices are off, as in our own
 decoder, so that every layout computes the same numbers; and no code of a model directory is run. Needs memory for the
@@ -27,7 +28,7 @@ KERNELS = {"auto": None, "sdpa": "sdpa", "math": "eager", "flex": "flex_attentio
 
 
 class TransformersModel(nn.Module):
-    """Built without memory; `read` or `draw` gives it weights, on the CPU."""
+    """Is built without memory; `read` or `draw` gives it weights, on the CPU."""
 
     def __init__(self, spec: TransformersSpec, attention: str = "auto", dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -44,7 +45,8 @@ class TransformersModel(nn.Module):
         return list(self.get_submodule(f"inner.{self.spec.blocks}").children())
 
     def train(self, mode: bool = True) -> TransformersModel:
-        """The inner model is never in training mode: it would drop values, or layers, at random."""
+        """Sets the mode of this module only. The inner model is never in training mode: it would drop values, or
+        layers, at random."""
         super().train(mode)
         self.inner.eval()
         return self
@@ -59,7 +61,7 @@ class TransformersModel(nn.Module):
         x_BTD: Tensor | None = None,
         rows_B: Tensor | None = None,
     ) -> Tensor | Losses:
-        """Logits, or with targets the summed losses, as `Decoder.forward` returns them."""
+        """Returns logits, or with targets the summed losses, as `Decoder.forward` returns them."""
         assert positions_BT is None and x_BTD is None, "a model of transformers is whole"
         if documents_BT is not None:
             raise no_document_mask(self.spec.name)
@@ -76,7 +78,8 @@ class TransformersModel(nn.Module):
     # Generation -----------------------------------------------------------------------------------------------------
 
     def _continue(self, tokens_BT: Tensor, cache: KeyValueCache) -> Tensor:
-        """Logits of new tokens, by the model's own cache; without one everything before is computed again."""
+        """Returns the logits of new tokens, by the model's own cache; without one everything before is computed
+        again."""
         num_new = tokens_BT.shape[1]
         all_BT = cache.append(0, tokens_BT[..., None])[0][..., 0]
         cache.advance(num_new)
@@ -88,9 +91,9 @@ class TransformersModel(nn.Module):
 
     @cached_property
     def remembers(self) -> bool:
-        """Does transformers' cache work here? Tried once, on a few tokens: caches of some kinds of models are called
-        otherwise, or need to be made by hand, and a wrong one would only be seen in the text. Every rank of a layout
-        tries at the same time."""
+        """Whether transformers' cache works here. It is tried once, on a few tokens: caches of some kinds of models are
+        called otherwise, or need to be made by hand, and a wrong one would only be seen in the text. Every rank of a
+        layout tries at the same time."""
         if "past_key_values" not in inspect.signature(self.inner.forward).parameters:
             return False
         tokens_BT = torch.arange(8, device=next(self.parameters()).device)[None] % self.spec.vocab
@@ -137,13 +140,14 @@ class TransformersModel(nn.Module):
                 )
 
     def draw(self) -> None:
-        """Memory with some weights in it, for a checkpoint to be put there."""
+        """Gives the model memory with some weights in it, for a checkpoint to be put there."""
         config = self.inner.config
         self.inner = type(self.inner)._from_config(config, dtype=self.dtype, attn_implementation=self.kernel)
         self.train()
 
     def draw_from(self, seed: int) -> None:
-        """The same weights on every rank, none of them exactly zero or one, where a mistake could hide: for a proof."""
+        """Gives the model the same weights on every rank, none of them exactly zero or one, where a mistake could hide:
+        for a proof."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             self.draw()
@@ -151,7 +155,7 @@ class TransformersModel(nn.Module):
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """A checkpoint's: of a tied weight it may have one name or all."""
+        """Loads a checkpoint's tensors: of a tied weight it may have one name or all."""
         found = self.load_state_dict(dict(tensors), strict=False)
         held = {id(value) for name, value in self.state_dict(keep_vars=True).items() if name in tensors}
         absent = [name for name in found.missing_keys if id(self.state_dict(keep_vars=True)[name]) not in held]
@@ -163,7 +167,7 @@ class TransformersModel(nn.Module):
             )
 
     def save(self, directory: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
-        """config.json and safetensors into a directory that exists, as transformers writes them."""
+        """Writes config.json and safetensors into a directory that exists, as transformers writes them."""
         quiet_transformers()
         model = self.inner.to(dtype) if dtype else self.inner
         model.save_pretrained(directory, max_shard_size=max_shard_bytes)
@@ -173,7 +177,8 @@ class TransformersModel(nn.Module):
 
 
 def build_without_memory(config: Mapping[str, Any], attention: str | None = None) -> Any:
-    """The model on `meta`, of the class that transformers has for this model_type; `auto_map` is not looked at."""
+    """Returns the model on `meta`, of the class that transformers has for this model_type; `auto_map` is not looked
+    at."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     quiet_transformers()
@@ -194,7 +199,8 @@ def build_without_memory(config: Mapping[str, Any], attention: str | None = None
 
 
 def find_block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The longest list of modules that is not inside another one: experts and the like are inside of blocks."""
+    """Returns the longest list of modules that is not inside another one, and its name: experts and the like are inside
+    of blocks."""
     lists = {name: found for name, found in model.named_modules() if isinstance(found, nn.ModuleList) and len(found)}
     outer = {name: m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
     if not outer:
@@ -208,7 +214,7 @@ def find_block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:
 
 
 def quiet_transformers() -> None:
-    """Progress bars and advice of every rank would cover what a run says."""
+    """Silences progress bars and advice: those of every rank would cover what a run says."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""A small model of the same architecture as one that only transformers knows: what a proof of a layout trains.
+"""Makes a small model of the same architecture as one that only transformers knows: what a proof of a layout trains.
 
 Only sizes go down. Invariant: every kind of block stays (by its number of parameters, and by what the config lists per
 layer), and what comes out has been trained for a moment: a guess that transformers cannot build or run is never handed
@@ -16,15 +16,15 @@ from typing import Any
 from shardwise.errors import UserError
 from shardwise.interop.transformers.spec import TransformersSpec, spec_from_transformers
 
-MAX_PARAMETERS = 10_000_000  # in fp64 with gradients and Adam 320 MB
-HEAD_DIM, WIDTH = 16, 48  # of a head; of feed-forward parts
+MAX_PARAMETERS = 10_000_000  # 320 MB in fp64 with gradients and Adam
+HEAD_DIM, WIDTH = 16, 48  # the width of a head, and of feed-forward parts
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @cache
 def shrink_transformers(spec: TransformersSpec, vocab: int) -> TransformersSpec:
-    """Narrow if the architecture lets us, else only with fewer layers and tokens."""
+    """Returns a small spec: narrow if the architecture lets us, else only with fewer layers and tokens."""
     problem = ""
     for narrow in (True, False):
         try:

@@ -1,4 +1,4 @@
-"""A model that our decoder does not describe: transformers builds it, and the planner still gets its sizes.
+"""Describes a model that our decoder does not: transformers builds it, and the planner still gets its sizes.
 
 No torch here. Parameters are counted on the real modules, built without memory. What else the planner asks for (widths,
 heads) is read from the config where it has a usual name and guessed where it has not: predictions are rougher than for
@@ -22,16 +22,16 @@ INSTALL = 'pip install "transformers>=5.0"'
 
 @dataclass(frozen=True)
 class TransformersSpec(ModelSpec):
-    """`tied` is always set: everything outside of the blocks stays together, as a tied embedding does in our own
-    decoder."""
+    """The sizes of such a model. `tied` is always set: everything outside of the blocks stays together, as a tied
+    embedding does in our own decoder."""
 
     config_json: str = "{}"  # all of config.json: enough to build the model again
-    blocks: str = ""  # where the list of blocks is
+    blocks: str = ""  # the dotted name of the module that is the list of blocks
     block_parameters: tuple[int, ...] = ()
     other_parameters: int = 0
 
     def __post_init__(self) -> None:
-        """What our own decoder could not be built from is no mistake here."""
+        """Completes the sizes. What our own decoder could not be built from is no mistake here."""
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.num_heads)
         object.__setattr__(self, "block_parameters", tuple(self.block_parameters))
@@ -71,7 +71,7 @@ class TransformersSpec(ModelSpec):
 
 
 def spec_from_transformers(config: Mapping[str, Any]) -> TransformersSpec:
-    """The sizes of a model that only transformers knows. Loads torch and transformers."""
+    """Returns the sizes of a model that only transformers knows. Loads torch and transformers."""
     check_native(config)
     if config.get("quantization_config"):
         raise refused("quantization_config", config["quantization_config"], "only plain numbers are trained")
@@ -110,12 +110,13 @@ def spec_from_transformers(config: Mapping[str, Any]) -> TransformersSpec:
 
 
 def spec_from_dict(values: Mapping[str, Any]) -> ModelSpec:
-    """A stored spec, of either kind."""
+    """Returns a stored spec, of either kind."""
     return (TransformersSpec if "config_json" in values else ModelSpec).from_dict(values)
 
 
 def check_native(config: Mapping[str, Any]) -> None:
-    """transformers' own code must know this kind of model: what comes with the directory is never run."""
+    """Refuses a kind of model that transformers' own code does not know: code that comes with the directory is never
+    run."""
     kind = config.get("model_type")
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NATIVE
@@ -153,7 +154,7 @@ def no_document_mask(name: str, where: str | None = None) -> UserError:
 
 
 def _learns_positions(model: Any) -> bool:
-    """A second table of embeddings, besides that of the tokens, has an end."""
+    """Returns whether a model has a second table of embeddings, besides that of the tokens: that one has an end."""
     from torch import nn
 
     tokens = model.get_input_embeddings()

@@ -1,1 +1,1 @@
-"""Kernels in Triton. Imported only where there is CUDA."""
+"""Holds the kernels in Triton. Imported only where there is CUDA."""

@@ -1,4 +1,4 @@
-"""The kernel of optim/fused_adamw.py, in Triton. Imported only where there is CUDA.
+"""Implements the kernel of optim/fused_adamw.py in Triton. Imported only where there is CUDA.
 
     w <- w - lr decay w        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g g
     w <- w - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)        copy <- w, rounded
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # elements of one program: two reads of 16 bytes per thread and fp32 tensor
+BLOCK = 1024  # elements per program: two reads of 16 bytes per thread and fp32 tensor
 
 
 def update(

@@ -1,4 +1,4 @@
-"""The kernels of gated.py, in Triton. Imported only where there is CUDA.
+"""Implements the kernels of gated.py in Triton. Imported only where there is CUDA.
 
     s = sigmoid(gate)        h = gate s up        dup = dh gate s        dgate = dh up s (1 + gate (1 - s))
 
@@ -34,6 +34,7 @@ def backward(grad_NF: Tensor, y_N2F: Tensor) -> Tensor:
 
 
 def _grid(h_NF: Tensor, width: int) -> tuple[int, int]:
+    """Returns the programs to launch: rows, and blocks of columns."""
     return h_NF.numel() // width, triton.cdiv(width, BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""The kernel of optim/gradient_norm.py, in Triton. Imported only where there is CUDA.
+"""Implements the kernel of optim/gradient_norm.py in Triton. Imported only where there is CUDA.
 
 Each program has every so-many-th piece of a tensor and adds up its squares in fp32.
 """
@@ -14,7 +14,7 @@ PROGRAMS, BLOCK, WARPS = 1024, 4096, 8
 
 
 def shares(tensors: list[Tensor]) -> Tensor:
-    """A row for each tensor, whose sum is that of the tensor's squares."""
+    """Returns a row for each tensor, whose sum is that of the tensor's squares."""
     found = torch.empty(len(tensors), PROGRAMS, dtype=torch.float32, device=tensors[0].device)
     for tensor, row in zip(tensors, found, strict=True):
         each = triton.cdiv(tensor.numel(), PROGRAMS * BLOCK)

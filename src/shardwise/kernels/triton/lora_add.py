@@ -1,4 +1,4 @@
-"""The kernel of lora_add.py, in Triton: out = y + x B^T. Imported only where there is CUDA.
+"""Implements the kernel of lora_add.py in Triton: out = y + x B^T. Imported only where there is CUDA.
 
 One program has TALL rows and WIDE columns of the result. The matmul is of 16-bit elements with an fp32 sum; y is added
 to that, and the sum is rounded once.
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TALL, WIDE, WARPS = 32, 128, 4  # of nine, the fastest on an H200: as fast as a copy
-LEAST_RANK = 16  # of a tensor core's matmul
+TALL, WIDE, WARPS = 32, 128, 4  # the fastest of nine choices on an H200: as fast as a copy
+LEAST_RANK = 16  # the smallest inner dimension of a tensor core's matmul
 
 
 def add(y_NO: Tensor, x_NR: Tensor, b_OR: Tensor) -> Tensor:
-    """x may be a part of the rows of another matrix."""
+    """Returns y + x B^T; x may be a part of the rows of another matrix."""
     y_NO, b_OR = y_NO.contiguous(), b_OR.contiguous()
     x_NR = x_NR if x_NR.stride(1) == 1 else x_NR.contiguous()
     out_NO = torch.empty_like(y_NO)

@@ -1,5 +1,5 @@
-"""The kernel of fused_loss.py, in Triton: from a chunk's logits to their gradient in one launch. Only where there is
-CUDA.
+"""Implements the kernel of fused_loss.py in Triton: from a chunk's logits to their gradient in one launch. Imported
+only where there is CUDA.
 
     s = sum of exp(x)        loss = log s - x_target        dx = exp(x) / s, less one at the target
 
@@ -25,9 +25,9 @@ from torch import Tensor
 TALL, WIDE, WARPS = 4, 4096, 16
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-SMALL = tl.constexpr(0.5)  # where exp(x) - 1 loses digits
+SMALL = tl.constexpr(0.5)  # below this |x|, exp(x) - 1 loses digits
 PER_ROW = ["columns_ptr", "is_target_ptr", "is_here_ptr", "sums_ptr", "targets_ptr", "losses_ptr"]
-"""Compiled for any address: chunks begin anywhere in these."""
+"""Arguments that the kernel is compiled for at any address: chunks begin anywhere in these."""
 
 
 def cross_entropy(
@@ -40,7 +40,7 @@ def cross_entropy(
     combine: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
     wants_gradient: bool,
 ) -> None:
-    """Losses into `loss_N`; where it is wanted, the gradient of their sum into the place of the logits."""
+    """Writes losses into `loss_N` and, where it is wanted, the gradient of their sum into the place of the logits."""
     tensors = (logits_NV, columns_N, is_target_N, is_here_N, loss_N)
     assert all(tensor.is_contiguous() for tensor in tensors), [tensor.stride() for tensor in tensors]
     sums_N = targets_N = loss_N  # not looked at
@@ -125,8 +125,8 @@ def _sum(
     logits_ptr, softcap, inside_tile,
     WIDTH: tl.constexpr, NUM_TILES: tl.constexpr, CAPS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(shift, total): the row's exponentials are 2^shift total together. A lane without a finite number yet has the
-    shift -inf and the total 0."""
+    """Returns (shift, total): the row's exponentials are 2^shift total together. A lane without a finite number yet has
+    the shift -inf and the total 0."""
     shifts = tl.full([WIDE], float("-inf"), tl.float32)
     totals = tl.zeros([WIDE], tl.float32)
     for tile in range(NUM_TILES):
@@ -144,13 +144,13 @@ def _sum(
 
 @triton.jit
 def _finite(shift):
-    """Nothing but -inf so far: any number will do, but -inf - -inf is none."""
+    """Returns a number to subtract. Where there is nothing but -inf so far any will do, but -inf - -inf is none."""
     return tl.where(shift == float("-inf"), 0.0, shift)
 
 
 @triton.jit
 def _cap(x, softcap):
-    """softcap tanh(x / softcap), and its slope, which keeps its digits where it is small."""
+    """Returns softcap tanh(x / softcap), and its slope, which keeps its digits where it is small."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E / softcap))
     share = 1 / (1 + e)
     capped = softcap * (1 - e) * share
@@ -159,7 +159,7 @@ def _cap(x, softcap):
 
 @triton.jit
 def _expm1(x):
-    """exp(x) - 1 for x <= 0, by its series where that is small."""
+    """Returns exp(x) - 1 for x <= 0, by its series where that is small."""
     series = 1.0
     for term in tl.static_range(10, 1, -1):
         series = 1.0 + series * x * (1.0 / term)

@@ -1,4 +1,4 @@
-"""The kernel of low_bit_update.py, in Triton: one pass over memory. Imported only where there is CUDA.
+"""Implements the kernel of low_bit_update.py in Triton: one pass over memory. Imported only where there is CUDA.
 
 A block of 256 elements is one warp's. A code's value is looked up in its map. The code of x = moment / scale,
 |x| <= 1, is found by arithmetic and one look into a table of bounds. The values of a map lie evenly within a decade:
@@ -69,16 +69,17 @@ def _bounds(signed: bool, device: torch.device) -> Tensor:
 
 @triton.jit
 def _quotient(x, by, inverse):
-    """x / by, rounded once, where `inverse` is 1 / by, rounded: the product is corrected by what it leaves over."""
+    """Returns x / by, rounded once, where `inverse` is 1 / by, rounded: the product is corrected by what it leaves
+    over."""
     near = x * inverse
     return tl.fma(tl.fma(-near, by, x), inverse, near)
 
 
 @triton.jit
 def nearest(x, bounds, IS_SIGNED: tl.constexpr):
-    """The code of x, or the one above; which of them, `bounds` knows. Adding 0.3 makes it never less: the last value is
-    1, a quarter of a distance nearer than the others. It is never two more either: between decades bounds are a fifth
-    of a distance late."""
+    """Returns the code of x, or the one above; which of them, `bounds` knows. Adding 0.3 makes it never less: the last
+    value is 1, a quarter of a distance nearer than the others. It is never two more either: between decades bounds are
+    a fifth of a distance late."""
     SIDES: tl.constexpr = 1 if IS_SIGNED else 2
     MORE: tl.constexpr = 0.3 if IS_SIGNED else 0.3 - 1
     size = tl.abs(x)
@@ -94,7 +95,8 @@ def nearest(x, bounds, IS_SIGNED: tl.constexpr):
 
 @triton.jit
 def _spread(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A value per block for each of the block's elements, in a row: a table is looked into along one dimension."""
+    """Returns a value per block for each of the block's elements, in a row: a table is looked into along one
+    dimension."""
     return tl.reshape(tl.broadcast_to(x[:, None], (ROWS, BLOCK)), (ROWS * BLOCK,))
 
 

@@ -1,4 +1,4 @@
-"""The kernel of norm_gradient.py, in Triton. Imported only where there is CUDA.
+"""Implements the kernel of norm_gradient.py in Triton. Imported only where there is CUDA.
 
 A program goes over every so-many-th row: it holds a row at a time, and the weight's gradient of its rows, in fp32; the
 programs' shares of that are added at the end, in the same order every time. A few programs per processor, so that one
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PER_THREAD = 16  # elements of a row
+PER_THREAD = 16  # elements of a row that each thread has
 MOST_WARPS = 16
 STAGES = 3  # rows in shared memory at once: one is computed with while the next ones arrive
 # Programs per processor where no share is kept from row to row: there it is them that wait for each other's memory.
@@ -39,12 +39,13 @@ def backward(
 
 
 def warps(wide: int) -> int:
+    """Returns the warps of a program that holds a row of `wide` elements."""
     return max(1, min(MOST_WARPS, wide // (32 * PER_THREAD)))
 
 
 def schedule(num_tensors: int, width: int, like: Tensor) -> tuple[int, int]:
-    """Programs, and stages of each, where so many tensors are read. On an H200 one program with three stages for 4096
-    elements is fastest, two for 2048."""
+    """Returns the number of programs, and of stages of each, where so many tensors are read. On an H200 one program
+    with three stages for 4096 elements is fastest, two for 2048."""
     processors, shared = _properties(like.device)
     row_bytes = num_tensors * triton.next_power_of_2(width) * like.element_size()
     stages = max(1, min(STAGES, shared // row_bytes))
@@ -53,7 +54,7 @@ def schedule(num_tensors: int, width: int, like: Tensor) -> tuple[int, int]:
 
 
 def _properties(device: torch.device) -> tuple[int, int]:
-    """How many processors, and the bytes of shared memory of each."""
+    """Returns how many processors a GPU has, and the bytes of shared memory of each."""
     if device.type != "cuda":  # the interpreter
         return 1, 1 << 17
     found = torch.cuda.get_device_properties(device)

@@ -1,1 +1,1 @@
-"""Optimizer states and parameters in CPU memory and on NVMe disks."""
+"""Keeps optimizer states and parameters in CPU memory and on NVMe disks."""

@@ -1,4 +1,5 @@
-"""Memory between a disk and a device: pinned where a GPU copies to and from it, aligned as direct transfers want it."""
+"""Provides memory between a disk and a device: pinned where a GPU copies to and from it, aligned as direct transfers
+want it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Buffer:
         self.stream: Any = torch.cuda.Stream(device) if on_gpu else None
 
     def elements(self, first_byte: int, place: int, piece: Piece) -> Tensor:
-        """A piece's elements of the row that begins at `first_byte`, as a view."""
+        """Returns a piece's elements of the row that begins at `first_byte`, as a view."""
         first = first_byte // self._memory.itemsize + place
         return self._memory[first : first + piece.stop - piece.start]
 
@@ -44,6 +45,6 @@ class Buffer:
             target.detach().view(-1)[piece.start : piece.stop].copy_(source.view(-1), non_blocking=True)
 
     def wait_for_device(self) -> None:
-        """All copies of this buffer are done."""
+        """Waits until all copies of this buffer are done."""
         if self.stream is not None:
             self.stream.synchronize()

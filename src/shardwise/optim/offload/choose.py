@@ -1,4 +1,4 @@
-"""Which kind of offload a plan asks for: state in CPU memory or on a disk, parameters where they are."""
+"""Chooses the kind of offload that a plan asks for: state in CPU memory or on a disk, parameters where they are."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwise.spec.plan import Plan
 def offloaded_optimizer(
     shards: Iterable[HeldParameter], build: Build, plan: Plan, device: torch.device
 ) -> OffloadedOptimizer:
-    """The optimizer that a plan asks for, over the shards that are trained. One without any state has nothing to put
-    on a disk."""
+    """Returns the optimizer that a plan asks for, over the shards that are trained. One without any state has nothing
+    to put on a disk."""
     held = [shard for shard in shards if shard.local.requires_grad]
     home = held[0].local.device if held else device
     dtype = held[0].local.dtype if held else torch.float32

@@ -1,4 +1,4 @@
-"""Optimizer offload: its state lives in CPU memory and its update runs there, whatever device the model is on
+"""Offloads the optimizer: its state lives in CPU memory and its update runs there, whatever device the model is on
 (ZeRO-Offload).
 
 Gradients go down on a stream of their own while backward still runs, each as soon as it is complete; updated
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from shardwise.optim.gradient_norm import squared_norms
 from shardwise.optim.offload.optimizer import Build, HeldParameter, OffloadedOptimizer, Piece, UpdateGroup
 
-GROUP_ELEMENTS = 2**24  # of parameters that are updated at a time: 64 MiB in fp32
+GROUP_ELEMENTS = 2**24  # elements of parameters that are updated at a time: 64 MiB in fp32
 
 
 class StreamingOptimizer(OffloadedOptimizer):
-    """Parameters on a device, master weights and state in pinned CPU memory."""
+    """Has parameters on a device, master weights and state in pinned CPU memory."""
 
     takes_gradients_early = True
 
@@ -87,7 +87,8 @@ class StreamingOptimizer(OffloadedOptimizer):
 
     @torch.no_grad()
     def reload_masters(self) -> None:
-        """To be called after the parameters were written from outside, by a checkpoint."""
+        """Copies the parameters to the masters again; to be called after they were written from outside, by a
+        checkpoint."""
         for group in self.groups:
             for piece in group.pieces:
                 piece.master.copy_(piece.shard.local)
@@ -100,8 +101,8 @@ def _arrived(landing: Tensor, event: Any) -> Tensor:
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """A context for work on another stream, which begins when what was launched so far on this one is done. Nothing
-    without a stream."""
+    """Returns a context for work on another stream, which begins when what was launched so far on this one is done.
+    Without a stream it does nothing."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream(stream.device))

@@ -1,4 +1,4 @@
-"""One scratch file of one rank: direct, aligned, asynchronous reads and writes, and what can be wrong with its
+"""Owns one scratch file of one rank: direct, aligned, asynchronous reads and writes, and what can be wrong with its
 directory.
 
 Invariant: the file has no name. It is unlinked as soon as it is open, so the system frees it however the process
@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from shardwise.errors import UserError
 
-ALIGNMENT = 4096  # what O_DIRECT asks of offsets, lengths and addresses on every disk we know
-BLOCK_BYTES = 4 * 2**20  # of one read or write; one pass on a busy virtual disk showed 4 MiB no worse than 1 or 16
-QUEUE_DEPTH = 4  # under way at a time; that pass showed no clear best of 1, 2, 4 and 8
+ALIGNMENT = 4096  # bytes, to which O_DIRECT wants offsets, lengths and addresses aligned on every disk we know
+BLOCK_BYTES = 4 * 2**20  # bytes per read or write; a pass on a busy virtual disk showed 4 MiB no worse than 1 or 16
+QUEUE_DEPTH = 4  # reads or writes under way at a time; that pass showed no clear best of 1, 2, 4 and 8
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 
 
@@ -39,7 +39,7 @@ NOTHING = Transfer([])
 
 
 class ScratchFile:
-    """`num_bytes` on a disk, all of it reserved from the start; unwritten parts read as zeros."""
+    """Is `num_bytes` on a disk, all of it reserved from the start; unwritten parts read as zeros."""
 
     def __init__(self, directory: Path, num_bytes: int):
         self.num_bytes = aligned(num_bytes)
@@ -85,7 +85,8 @@ class ScratchFile:
         return Transfer([self._threads.submit(self._move, move, *block) for block in blocks])
 
     def _move(self, move: Callable[..., int], offset: int, block: memoryview) -> None:
-        """The system calls let go of Python's lock, so threads are enough to keep a disk busy."""
+        """Reads or writes a block. The system calls let go of Python's lock, so threads are enough to keep a disk
+        busy."""
         first = offset
         while block:
             moved = move(self._descriptor, [block], offset)
@@ -99,12 +100,12 @@ class ScratchFile:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next whole number of `ALIGNMENT` bytes."""
+    """Returns the number of bytes, rounded up to a whole number of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def new_buffer(num_bytes: int) -> mmap.mmap:
-    """Memory whose address is a page's, as direct transfers want it."""
+    """Returns memory whose address is a page's, as direct transfers want it."""
     return mmap.mmap(-1, max(aligned(num_bytes), ALIGNMENT))
 
 
@@ -114,7 +115,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_directory(directory: Path, needed: int, *, memory_is_fine: bool) -> None:
-    """Before anything is loaded: is it there, writable, a disk, and is there room for all ranks of this machine?"""
+    """Refuses a directory that is not there, not writable, not on a disk, or without room for `needed` bytes of all
+    ranks of this machine; called before anything is loaded."""
     if not directory.is_dir():
         raise UserError(
             f"the offload directory {directory} is not there",
@@ -135,7 +137,8 @@ def check_directory(directory: Path, needed: int, *, memory_is_fine: bool) -> No
 
 
 def filesystem(directory: Path) -> str:
-    """Its type, as the system's table of mounts has it; empty where there is no such table."""
+    """Returns the type of a directory's file system, as the system's table of mounts has it; an empty text where there
+    is no such table."""
     best, kind = "", ""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""NVMe offload, the optimizer's state on a disk: a bounded buffer in memory, everything else in one scratch file per
+"""Offloads the optimizer's state to an NVMe disk: a bounded buffer in memory, everything else in one scratch file per
 rank (ZeRO-Infinity).
 
 All elements of a rank stand in one long row, cut into groups of one size. In the file a group is one stretch: each
@@ -21,15 +21,15 @@ from shardwise.optim.offload.buffer import Buffer
 from shardwise.optim.offload.disk import ALIGNMENT, NOTHING, ScratchFile, aligned
 from shardwise.optim.offload.optimizer import Build, HeldParameter, OffloadedOptimizer, Piece, UpdateGroup
 
-NUM_BUFFERS = 4  # two that are read, one that is updated, one that is written
+NUM_BUFFERS = 4  # groups in memory: two that are read, one that is updated, one that is written
 READ_AHEAD = 2
 
 
 class NvmeOptimizer(OffloadedOptimizer):
-    """Parameters where they are; state in a file under `directory`. On a GPU gradients stay there until their group's
-    turn."""
+    """Leaves parameters where they are; state is in a file under `directory`. On a GPU gradients stay there until their
+    group's turn."""
 
-    more_rows = 0  # of memory, beside the buffers
+    more_rows = 0  # rows of memory beside the buffers
 
     def __init__(
         self, shards: Iterable[HeldParameter], build: Build, device: torch.device, directory: Path, buffer_bytes: int
@@ -47,11 +47,11 @@ class NvmeOptimizer(OffloadedOptimizer):
         ]
 
     def _rows(self) -> list[str]:
-        """What of each element is in the file, in this order."""
+        """Returns the names of what each element has in the file, in this order."""
         return self.names
 
     def _make_groups(self, build: Build) -> Iterator[UpdateGroup]:
-        """Each shard begins at an aligned place, so any piece of it can be read alone."""
+        """Yields the groups. Each shard begins at an aligned place, so any piece of it can be read alone."""
         others = {shard.name: shard.local.dtype for shard in self.shards if shard.local.dtype != self.dtype}
         assert not others, f"trained parameters are {self.dtype}, but {others}"
         size = self.dtype.itemsize
@@ -98,7 +98,7 @@ class NvmeOptimizer(OffloadedOptimizer):
         return min(NUM_BUFFERS, len(self.groups))
 
     def _master(self, local: nn.Parameter, start: int, stop: int) -> nn.Parameter:
-        """A stretch of the parameter itself; a matrix stays one to those who count dimensions."""
+        """Returns a stretch of the parameter itself; a matrix stays one to those who count dimensions."""
         shape = (1, stop - start) if local.ndim > 1 else (stop - start,)
         if self._is_away:
             return nn.Parameter(torch.empty(0, dtype=local.dtype).view((1, 0) if local.ndim > 1 else (0,)))
@@ -179,7 +179,7 @@ class NvmeOptimizer(OffloadedOptimizer):
 
     @property
     def written_bytes(self) -> int:
-        """Of a group, after its update."""
+        """The bytes of a group that are written after its update."""
         return self.group_bytes
 
     def _row(self, buffer: Buffer, piece: Piece, name: str) -> Tensor:
@@ -191,7 +191,7 @@ class NvmeOptimizer(OffloadedOptimizer):
     # State by parameter ---------------------------------------------------------------------------------------------
 
     def state_of(self, local: nn.Parameter) -> dict[str, Tensor]:
-        """The state of one parameter, read from the file piece by piece."""
+        """Returns the state of one parameter, read from the file piece by piece."""
         pieces = self.pieces[local]
         found = {key: value.clone() for key, value in self._counters[id(pieces[0][1])].items()}
         if self.counts and not found:
@@ -207,7 +207,7 @@ class NvmeOptimizer(OffloadedOptimizer):
             self._counters[id(piece)][key] = value.detach().clone().cpu()
 
     def read_row(self, local: nn.Parameter, name: str) -> Tensor:
-        """One row of a parameter (a state, or itself) from the file, as a new tensor of its shape."""
+        """Returns one row of a parameter (a state, or itself) from the file, as a new tensor of its shape."""
         whole = torch.empty(local.shape, dtype=local.dtype)
         for group, piece in self.pieces[local]:
             place, view = self.place(group, piece, name)
@@ -216,15 +216,15 @@ class NvmeOptimizer(OffloadedOptimizer):
         return whole
 
     def write_row(self, local: nn.Parameter, name: str, value: Tensor) -> None:
-        """One row of a parameter into the file."""
+        """Writes one row of a parameter into the file."""
         for group, piece in self.pieces[local]:
             place, view = self.place(group, piece, name)
             self._row(self._buffers[0], piece, name).copy_(value.reshape(-1)[piece.start : piece.stop])
             self.file.write(place, view).wait()
 
     def place(self, group: UpdateGroup, piece: Piece, name: str) -> tuple[int, memoryview]:
-        """The offset of a piece's row in the file and its part of the first buffer, which nobody uses: all transfers
-        are done by then."""
+        """Returns the offset of a piece's row in the file, in bytes, and its part of the first buffer, which nobody
+        uses: all transfers are done by then."""
         for buffer in self._buffers:
             buffer.under_way.wait()
             buffer.under_way = NOTHING
@@ -247,8 +247,8 @@ class NvmeOptimizer(OffloadedOptimizer):
 
 
 def state_names(build: Build, dtype: torch.dtype) -> tuple[list[str], list[str]]:
-    """What an optimizer keeps for a parameter: names of states of its shape, and of counters. Found by a step on a
-    small one."""
+    """Returns the names of what an optimizer keeps for a parameter: states of its shape, and counters. They are found
+    by a step on a small one."""
     probe = nn.Parameter(torch.ones(2, 2, dtype=dtype))
     optimizer = build([probe])
     probe.grad = torch.ones_like(probe)
@@ -258,12 +258,13 @@ def state_names(build: Build, dtype: torch.dtype) -> tuple[list[str], list[str]]
 
 
 def _padded(count: int, unit: int) -> int:
+    """Returns a count rounded up to a whole number of units."""
     return -(-count // unit) * unit
 
 
 def on_disk_copy(value: Tensor, directory: str) -> Tensor:
-    """A copy of a whole state on its way to a checkpoint, in memory behind which a nameless file stands: the system
-    may take it back."""
+    """Returns a copy of a whole state on its way to a checkpoint, in memory behind which a nameless file stands: the
+    system may take it back."""
     value = value.detach()
     if not value.nbytes:
         return value.cpu()
@@ -274,6 +275,6 @@ def on_disk_copy(value: Tensor, directory: str) -> Tensor:
 
 
 def flat_shape(piece: Piece) -> tuple[int, ...]:
-    """The shape of a piece's master: one row, or a vector where the parameter is one."""
+    """Returns the shape of a piece's master: one row, or a vector where the parameter is one."""
     count = piece.stop - piece.start
     return (1, count) if piece.shard.local.ndim > 1 else (count,)

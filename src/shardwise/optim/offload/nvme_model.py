@@ -1,4 +1,5 @@
-"""Parameters, gradients and optimizer state on a disk: memory holds the blocks that are computed with, and a buffer.
+"""Keeps parameters, gradients and optimizer state on a disk: memory holds the blocks that are computed with, and a
+buffer.
 
 A block's parameters are read when FSDP2 gathers it and forgotten after; the block that came next the last time is
 read ahead. A gradient is written as soon as the last backward has it. Then the optimizer goes through the file as in
@@ -25,7 +26,7 @@ from shardwise.optim.offload.disk import NOTHING, Transfer, aligned, new_buffer
 from shardwise.optim.offload.nvme import NvmeOptimizer, flat_shape
 from shardwise.optim.offload.optimizer import Build, HeldParameter, Piece
 
-NUM_LANDINGS = 2  # gradients on their way to the disk
+NUM_LANDINGS = 2  # buffers for gradients on their way to the disk
 
 
 class GatheredParameter(Protocol):
@@ -54,7 +55,7 @@ Served = list[tuple[GatheredParameter, HeldParameter]]
 
 
 class NvmeModel(NvmeOptimizer):
-    """Parameters, gradients and state in the file; FSDP2's groups are read just before they are gathered."""
+    """Keeps parameters, gradients and state in the file; FSDP2's groups are read just before they are gathered."""
 
     takes_gradients_early = True
     more_rows = NUM_LANDINGS
@@ -110,7 +111,7 @@ class NvmeModel(NvmeOptimizer):
         return self.read_row(shard.local, "gradient")
 
     def _settle(self) -> None:
-        """All gradients are in the file."""
+        """Waits until all gradients are in the file."""
         for landing in self._landings:
             landing.under_way.wait()
             landing.under_way = NOTHING
@@ -121,20 +122,20 @@ class NvmeModel(NvmeOptimizer):
         self._reader.forget()
 
     def serve(self, group: GatheredGroup, params: Served) -> None:
-        """Before FSDP2's `group` gathers its parameters they are read, and afterwards forgotten."""
+        """Lets the parameters of FSDP2's `group` be read before it gathers them, and forgotten afterwards."""
         self._reader.serve(group, params)
 
 
 def _give_memory_back() -> None:
-    """Blocks come and go. glibc keeps freed memory of up to 32 MiB in its heaps, full of holes: from 1 MiB on, it
-    shall not."""
+    """Makes glibc give memory back from 1 MiB on: blocks come and go, and it would keep freed memory of up to 32 MiB in
+    its heaps, full of holes."""
     threshold, one_mib = -3, 2**20  # M_MMAP_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(threshold, one_mib)
 
 
 class _Reader:
-    """Parameters from the file into memory and out of it, one FSDP2 group at a time."""
+    """Reads parameters from the file into memory and forgets them, one FSDP2 group at a time."""
 
     def __init__(self, owner: NvmeModel):
         self.owner = owner
@@ -179,7 +180,7 @@ class _Reader:
         group.replace_wait(waiting)
 
     def start(self, key: int) -> None:
-        """Begin to read a group, unless that was done."""
+        """Begins to read a group, unless that was done."""
         if key in self._ready or not self._served.get(key):
             return
         params, size = self._served[key], self.owner.dtype.itemsize
@@ -199,7 +200,7 @@ class _Reader:
         self._ready[key] = memory, tensors, Transfer(blocks)
 
     def forget(self) -> None:
-        """What was read ahead is older than the update that comes."""
+        """Forgets what was read ahead: it is older than the update that comes."""
         for memory, tensors, under_way in self._ready.values():
             under_way.wait()
             self._keep(memory, tensors)
@@ -227,7 +228,7 @@ class _Reader:
         self._free.setdefault(len(memory), []).append(memory)
 
     def _look_ahead(self, key: int, is_backward: bool) -> None:
-        """The group that came after this one in the last pass of the same direction is read while this one computes."""
+        """Reads the group that came after this one in the last pass of the same direction, while this one computes."""
         here = (key, is_backward)
         if self._last is not None and self._last != here:
             self._after[self._last] = key

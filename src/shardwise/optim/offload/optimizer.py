@@ -1,4 +1,4 @@
-"""An optimizer whose state is not beside the model: what all kinds of offload have in common (ZeRO-Offload,
+"""Is an optimizer whose state is not beside the model: what all kinds of offload have in common (ZeRO-Offload,
 ZeRO-Infinity).
 
 Owns the cut of a rank's parameters into groups that are updated one after the other, each by an optimizer of torch's
@@ -27,8 +27,8 @@ class Elsewhere:
     """What of a parameter has left the device: its gradient until the step is over, or itself, which lies on a disk
     for good."""
 
-    gradient: Callable[[], Tensor] | None = None  # brings it back
-    squared_norm: Tensor | None = None  # of the gradient, on the device
+    gradient: Callable[[], Tensor] | None = None  # brings the gradient back
+    squared_norm: Tensor | None = None  # the squared norm of the gradient, on the device
     read: Callable[[], Tensor] | None = None
     write: Callable[[Tensor], None] | None = None
 
@@ -67,13 +67,13 @@ class UpdateGroup:
     pieces: list[Piece]
     optimizer: Optimizer
     number: int = 0
-    hyper: list[dict[str, Any]] = field(default_factory=list)  # for each group of the inner optimizer: ours, to follow
+    hyper: list[dict[str, Any]] = field(default_factory=list)  # our group whose learning rate each inner group follows
 
 
 class OffloadedOptimizer(Optimizer):
-    """Parameters that are in CPU memory already: their own tensors are updated. The subclasses move things."""
+    """Updates parameters that are in CPU memory already: their own tensors are updated. The subclasses move things."""
 
-    grad_factor: Tensor | None = None  # of the next step: what gradients are to be multiplied by
+    grad_factor: Tensor | None = None  # what the next step multiplies gradients by
     takes_gradients_early = False
 
     def __init__(self, shards: Iterable[HeldParameter], build: Build):
@@ -93,7 +93,7 @@ class OffloadedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update, group by group. Gradients are multiplied by `grad_factor` on their way."""
+        """Makes one update, group by group. Gradients are multiplied by `grad_factor` on their way."""
         factor = None if self.grad_factor is None else self.grad_factor.detach().cpu()
         self._begin()
         for number, group in enumerate(self.groups):
@@ -106,8 +106,8 @@ class OffloadedOptimizer(Optimizer):
         self.grad_factor = None
 
     def stream_gradients(self, shards: Sequence[HeldParameter], is_last: Callable[[], bool]) -> None:
-        """Lets these gradients leave as soon as backward has them: those to which nothing is added later. `is_last`:
-        whether the backward that runs is the step's last for them."""
+        """Lets these gradients leave as soon as backward has them: those to which nothing is added later. `is_last`
+        says whether the backward that runs is the step's last for them."""
         ours = {id(shard.local) for shard in self.shards if self.takes_gradients_early}
         for shard in shards:
             if id(shard.local) in ours:
@@ -116,7 +116,7 @@ class OffloadedOptimizer(Optimizer):
                 )
 
     def about(self) -> str:
-        """A line for people that says where state and parameters are."""
+        """Returns a line for people that says where state and parameters are."""
         return "offload  nothing moves: parameters and optimizer state are in CPU memory, where the update runs"
 
     # What the subclasses say ----------------------------------------------------------------------------------------
@@ -128,25 +128,25 @@ class OffloadedOptimizer(Optimizer):
             yield UpdateGroup(pieces, build(locals_))
 
     def _send(self, shard: HeldParameter) -> None:
-        """The gradient leaves the device, and the device forgets it."""
+        """Moves the gradient from the device, which forgets it."""
 
     def _begin(self) -> None:
         for shard in self.shards if self.takes_gradients_early else ():
             self._send(shard)  # those that were not complete before backward ended
 
     def _fetch(self, number: int) -> None:
-        """Afterwards masters, their gradients and the state of this group are in CPU memory."""
+        """Brings the masters, their gradients and the state of this group into CPU memory."""
 
     def _give_back(self, number: int) -> None:
-        """The group was updated."""
+        """Is called when a group was updated."""
 
     def _end(self) -> None:
-        """All groups were updated."""
+        """Is called when all groups were updated."""
 
     # State by parameter ---------------------------------------------------------------------------------------------
 
     def state_of(self, local: nn.Parameter) -> dict[str, Tensor]:
-        """The state of one parameter by name; empty before the first step."""
+        """Returns the state of one parameter by name; empty before the first step."""
         ((group, piece),) = self.pieces[local]
         return dict(group.optimizer.state[piece.master]) if piece.master in group.optimizer.state else {}
 
@@ -156,7 +156,7 @@ class OffloadedOptimizer(Optimizer):
         group.optimizer.state[piece.master][key] = in_memory(value, piece.master)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's: states by the number of the parameter."""
+        """Takes over states by the number of the parameter, as torch's does."""
         ordered = [local for group in self.param_groups for local in group["params"]]
         for number, state in state_dict["state"].items():
             for key, value in state.items():
@@ -164,7 +164,7 @@ class OffloadedOptimizer(Optimizer):
 
 
 class _StateByParameter(Mapping[nn.Parameter, dict[str, Tensor]]):
-    """What `optimizer.state` is for those who read it: states are brought when they are asked for."""
+    """Is what `optimizer.state` is for those who read it: states are brought when they are asked for."""
 
     def __init__(self, optimizer: OffloadedOptimizer):
         self.optimizer = optimizer
@@ -183,8 +183,8 @@ class _StateByParameter(Mapping[nn.Parameter, dict[str, Tensor]]):
 
 @torch.no_grad()
 def update(optimizer: Optimizer, factor: Tensor | None) -> None:
-    """One step of torch's optimizer over gradients times `factor`. Fused kernels divide by a scalar on their way; it
-    has 32 bits, so fp64 gradients are multiplied first."""
+    """Makes one step of torch's optimizer over gradients times `factor`. Fused kernels divide by a scalar on their way;
+    it has 32 bits, so fp64 gradients are multiplied first."""
     inner: Any = optimizer
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if factor is None or not gradients:
@@ -202,8 +202,8 @@ def update(optimizer: Optimizer, factor: Tensor | None) -> None:
 
 
 def in_memory(value: Tensor, like: Tensor) -> Tensor:
-    """A copy of a state as torch keeps it: counters on the CPU, the rest with the parameter's device, format and
-    shape."""
+    """Returns a copy of a state as torch keeps it: counters on the CPU, the rest with the parameter's device, format
+    and shape."""
     if not value.ndim:
         return value.detach().clone().cpu()
     return value.detach().to(like.device, like.dtype, copy=True).view_as(like)
