@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.cluster.describe import capabilities
 from shardwise.kernels import flash4
 from shardwise.kernels.choose_attention import AttentionShape, choose
 from shardwise.kernels.compiled import apply_compile
@@ -17,7 +18,6 @@ from shardwise.model.attention_kernels import KERNELS, AttentionKernel
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.model.masking import Mask
-from shardwise.plan.resolve import hardware
 from shardwise.spec.presets import preset
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,9 +98,9 @@ def test_it_takes_part_in_the_choice() -> None:
 
 def test_one_rule_says_which_kernels_and_cards_these_are() -> None:
     """The planner, which has no torch, has its own words for both."""
-    assert flash4.LEAST_CAPABILITY == hardware.FLASH4_CAPABILITY
+    assert flash4.LEAST_CAPABILITY == capabilities.FLASH4_CAPABILITY
     kernels = [*KERNELS.values(), FLASH4]
-    assert tuple(kernel.name for kernel in kernels if kernel.needs_cuda) == hardware.CUDA_ATTENTION
+    assert tuple(kernel.name for kernel in kernels if kernel.needs_cuda) == capabilities.CUDA_ATTENTION
 
 
 def test_without_it_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from shardwise.cluster.describe.capabilities import FLASH4_CAPABILITY, too_old_for_flash4
 from shardwise.cluster.describe.read import read_cluster
 from shardwise.config.keys import COMMAND_LINE, all_keys
 from shardwise.config.load import Loaded, load_config
@@ -23,7 +24,6 @@ from shardwise.errors import UserError
 from shardwise.plan.answer.assumptions import ASSUMED, TYPED, Assumption, hardware_assumptions
 from shardwise.plan.answer.named_model import read_model
 from shardwise.plan.resolve.degrees import check_constraints
-from shardwise.plan.resolve.hardware import FLASH4_CAPABILITY, too_old_for_flash4
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.fp8 import check_float8_base
 from shardwise.spec.job import Job

@@ -4,7 +4,7 @@ Two layouts of the same space (layouts/space.py), by the same prices, are weighe
 expects (usual.py), and the fastest that the search finds, as `shardwise plan` tells it. What the user has set is a
 constraint for both. The usual one stays while it fits and the other is not clearly faster; on CPUs, where ranks share
 one memory and a prediction before anything was measured is no reason to leave it, while it fits. What was chosen and
-why goes into the config (resolved_config.py).
+why goes into the config (config/filled.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from shardwise.cluster.describe.machine import Machine
+from shardwise.config.filled import fill
 from shardwise.config.keys import DEFAULT, Origins, where_written
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
@@ -25,7 +26,6 @@ from shardwise.plan.resolve.adapter_choice import settle_adapter
 from shardwise.plan.resolve.degrees import MAX_DEFAULT_CPU_RANKS
 from shardwise.plan.resolve.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.resolve.refusal import Asked
-from shardwise.plan.resolve.resolved_config import fill
 from shardwise.plan.resolve.usual import HOST_SHARE, completed, constraints_of, fits_on_host, job_of_run, plan_of
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.model import ModelSpec

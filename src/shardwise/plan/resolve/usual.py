@@ -15,6 +15,8 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
+from shardwise.cluster.describe.capabilities import attention_here, check_cuda_only, choose_precision, why_precision
+from shardwise.config.check_plan import check_plan
 from shardwise.config.keys import Origins
 from shardwise.errors import UserError
 from shardwise.plan.layouts.parts import Pace, Saving, States
@@ -22,9 +24,7 @@ from shardwise.plan.layouts.space import Space
 from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.resolve.degrees import Degrees, choose_degrees, global_batch_of
 from shardwise.plan.resolve.fit import needed_memory, rank_memory_limit
-from shardwise.plan.resolve.hardware import attention_here, check_cuda_only, choose_precision, why_precision
 from shardwise.plan.resolve.refusal import Asked
-from shardwise.plan.resolve.run_checks import check_run
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.spec.cluster import HEADROOM
 from shardwise.spec.job import Job
@@ -79,7 +79,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
 def job_of_run(asked: Asked, precision: str, constraints: Mapping[str, Any]) -> Job:
     """Returns what the planner is to lay out."""
     train, optimizer, adapter = asked.config.train, asked.config.optimizer.name, asked.config.adapter
-    batch, attention = global_batch_of(train), attention_here(asked)
+    batch, attention = global_batch_of(train), attention_here(asked.config, asked.machine)
     return Job(train.seq_len, batch, None, precision, optimizer, adapter, constraints, attention=attention)
 
 
@@ -115,9 +115,11 @@ def completed(
         offload_dir=(config.memory.offload_dir or config.run.dir) if goes_to == "nvme" else "",
         **{name: getattr(layout, name) for name in LAYOUT},
     )
-    check_run(config, plan, asked.spec, origins)
-    check_cuda_only(asked, origins)
-    plan = with_speed(plan, config.speed, asked.spec, attention_here(asked), skips_steps=config.run.on_nan == "skip")
+    check_plan(config, plan, asked.spec, origins)
+    check_cuda_only(config, asked.spec, machine, origins)
+    plan = with_speed(
+        plan, config.speed, asked.spec, attention_here(config, machine), skips_steps=config.run.on_nan == "skip"
+    )
     limit, size = HEADROOM * rank_memory_limit(config, machine, plan), config.train.micro_batch
     for micro_batch in micro_batch_sizes(plan) if size == "auto" else [int(size)]:
         plan = replace(plan, micro_batch=micro_batch)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cluster.describe import capabilities
+from shardwise.cluster.describe.capabilities import has_flash4
 from shardwise.cluster.describe.machine import Gpu, Machine, read_gpus
 from shardwise.cluster.describe.usable import TorchBuild, torch_build, why_unusable
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
-from shardwise.plan.resolve import hardware
-from shardwise.plan.resolve.hardware import has_flash4
 from shardwise.plan.resolve.resolve import resolve
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
@@ -138,7 +138,7 @@ def test_flash4_on_an_older_card_is_refused() -> None:
 @pytest.fixture
 def has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if flash-attn-4 were installed."""
-    monkeypatch.setattr(hardware, "has_flash4", lambda: True)
+    monkeypatch.setattr(capabilities, "has_flash4", lambda: True)
 
 
 MIXED_CARDS = Machine(8, 64 * GIB, (*H200.gpus, *A100.gpus), "linux")
@@ -165,7 +165,7 @@ def test_the_plan_says_which_attention_it_is_priced_with(machine: Machine, words
 
 
 def test_auto_without_the_package_is_priced_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "has_flash4", lambda: False)
+    monkeypatch.setattr(capabilities, "has_flash4", lambda: False)
     assert plan_on(H200).attention == "sdpa"
 
 

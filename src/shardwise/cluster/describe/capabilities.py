@@ -12,8 +12,8 @@ import importlib.util
 from shardwise.cluster.describe.machine import Machine
 from shardwise.config.keys import Origins, where_written
 from shardwise.errors import UserError
-from shardwise.plan.resolve.refusal import Asked
 from shardwise.spec.extras import FLASH4_INSTALL, LOWBIT_INSTALL
+from shardwise.spec.model import ModelSpec
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import Config
@@ -94,25 +94,25 @@ def _check_torchao(origins: Origins) -> None:
 CUDA_ATTENTION = ("flex", "cudnn", "flash", "flash4")
 
 
-def check_cuda_only(asked: Asked, origins: Origins) -> None:
+def check_cuda_only(config: Config, spec: ModelSpec, machine: Machine, origins: Origins) -> None:
     """Refuses values of keys that need a GPU where there is none."""
-    none = asked.machine.gpu_problem or "there is no GPU here"
-    if asked.config.comm.backend == "nccl" and asked.device == "cpu":
+    none = machine.gpu_problem or "there is no GPU here"
+    if config.comm.backend == "nccl" and not machine.gpus:
         raise _needs("comm.backend = nccl", "a GPU", none, "comm.backend=gloo", origins)
-    kernel = asked.config.model.attention
-    if kernel in CUDA_ATTENTION and asked.device == "cpu":
+    kernel = config.model.attention
+    if kernel in CUDA_ATTENTION and not machine.gpus:
         raise _needs(f"model.attention = {kernel}", "a GPU", none, "model.attention=auto", origins)
     if kernel == "flash4":
-        _check_flash4(asked.machine, origins)
-    if asked.config.speed.compile == "graphs" and asked.device == "cpu":
+        _check_flash4(machine, origins)
+    if config.speed.compile == "graphs" and not machine.gpus:
         raise _needs("speed.compile = graphs", "a GPU", none, "speed.compile=blocks", origins)
-    if asked.config.speed.kernels != "liger":
+    if config.speed.kernels != "liger":
         return
     key, instead = "speed.kernels = liger", "speed.kernels=torch"
-    if asked.device == "cpu":
+    if not machine.gpus:
         raise _needs(key, "a GPU", none, instead, origins)
-    if not asked.spec.is_ours:
-        raise _needs(key, "a model of this package", f"{asked.spec.name} brings layers of its own", instead, origins)
+    if not spec.is_ours:
+        raise _needs(key, "a model of this package", f"{spec.name} brings layers of its own", instead, origins)
     if importlib.util.find_spec("liger_kernel") is None:
         why = "norms and activations would be its kernels; compiled blocks have such kernels without it"
         raise _needs(
@@ -135,10 +135,10 @@ def too_old_for_flash4(name: str, capability: tuple[int, int], origins: Origins)
     return _needs("model.attention = flash4", f"a GPU of {what} or newer", why, "model.attention=auto", origins)
 
 
-def attention_here(asked: Asked) -> str:
+def attention_here(config: Config, machine: Machine) -> str:
     """As a `Job` has it: `measured` where `auto` finds FlashAttention 4 among the kernels that it times. Masks of
     documents are not for it, and its deterministic backward takes as long as cuDNN's."""
-    config, gpus = asked.config, asked.machine.gpus
+    gpus = machine.gpus
     if config.data.document_mask or config.train.deterministic or not gpus:
         return "sdpa"
     if config.model.attention != "auto":

@@ -1,7 +1,7 @@
 """What a finished plan cannot have, each refused in three lines. No torch.
 
-Whether a plan fits into memory is fit.py's, what the machine lacks is hardware.py's, what [speed] cannot do is
-speed.py's.
+Whether a plan fits into memory is fit.py's, what the machine lacks is
+cluster/describe/capabilities.py's, what [speed] cannot do is speed.py's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
 
-def check_run(config: Config, plan: Plan, spec: ModelSpec, origins: Origins) -> None:
+def check_plan(config: Config, plan: Plan, spec: ModelSpec, origins: Origins) -> None:
     _check_fill(config, plan, origins)
     written = where_written(origins, "memory.precision", "parallel.zero", "memory.offload")
     check_float8_base(plan.precision, config.adapter.kind, plan.zero, plan.offload, written)
