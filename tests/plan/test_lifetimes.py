@@ -17,7 +17,7 @@ from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.plan.prediction.activations import kept_activations, layer_activations
 from shardwise.plan.prediction.lifetimes import APART, activations_of
 from shardwise.plan.prediction.memory import predict_memory, predict_stages
-from shardwise.plan.prediction.rank_share import rank_share
+from shardwise.plan.prediction.rank_share import rank_shares
 from shardwise.plan.prediction.stack import OURS
 from shardwise.plan.resolve.speed import with_speed
 from shardwise.spec.model import ModelSpec
@@ -226,7 +226,7 @@ def test_the_peak_of_compiled_blocks_on_an_h200_is_predicted_within_2_percent(sh
 def test_a_fused_loss_keeps_two_gradients_and_lets_one_chunk_pass() -> None:
     """llama3-8b, 8,192 tokens: 2.1 GB of logits in bf16 are one chunk on a GPU; what backward hands on is less, 1.1
     GB."""
-    share = rank_share(LLAMA, plan(global_batch=2, micro_batch=2, compile="blocks"), 0)
+    share = rank_shares(LLAMA, plan(global_batch=2, micro_batch=2, compile="blocks"))[0]
     norm, x, head = 2 * 2 * 8192 * LLAMA.hidden, 2 * 8192 * LLAMA.hidden, LLAMA.vocab * LLAMA.hidden
 
     def of_loss(trains: bool = True, **changes: Any) -> int:
@@ -247,7 +247,7 @@ def test_a_fused_loss_keeps_two_gradients_and_lets_one_chunk_pass() -> None:
 
 def test_a_fused_loss_on_a_cpu_keeps_the_gradient_of_the_heads_weights_besides_a_chunk() -> None:
     here = plan(device="cpu", precision="fp32", global_batch=1)
-    share = rank_share(LLAMA, here, 0)
+    share = rank_shares(LLAMA, here)[0]
     fused, again = (activations_of(share, replace(here, loss=word), OURS).head for word in ("fused", "recompute"))
     chunks = -(-4 * 4096 * LLAMA.vocab // 2**28)
     waiting = 4 * LLAMA.hidden * (4096 + LLAMA.vocab)

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.tensor.slices import placement
-from shardwise.plan.prediction.rank_share import rank_shares, weights_waiting
+from shardwise.plan.prediction.rank_share import most_held, rank_shares
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
@@ -90,7 +90,7 @@ def test_one_rank_alone_has_the_whole_model():
     for spec in SPECS.values():
         (share,) = rank_shares(spec, plan())
         assert share.num_parameters == spec.num_parameters
-        assert share.stages_in_flight == 1
+        assert share.in_flight(plan()) == 1
 
 
 @pytest.mark.parametrize("schedule, stages", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3),
@@ -103,7 +103,7 @@ def test_stages_in_flight_are_what_the_schedule_holds(schedule, stages, pp, micr
                 global_batch=microbatches)  # fmt: skip
     assert here.num_microbatches == microbatches
     counted = peak_in_flight(schedule_actions(schedule, pp, stages, microbatches))
-    predicted = [share.stages_in_flight for share in rank_shares(spec, here)]
+    predicted = [share.in_flight(here) for share in rank_shares(spec, here)]
     assert max(predicted) == max(counted)
     assert all(mine >= theirs for mine, theirs in zip(predicted, counted, strict=True))
 
@@ -117,4 +117,4 @@ def test_weights_that_wait_are_those_of_the_schedule(schedule, stages, pp):
         for actions in schedule_actions(schedule, pp, stages, microbatches):
             kinds = [{"F": 0, "I": 1, "W": -1}[action.kind] for action in actions]
             counted.append(max(accumulate(kinds)))
-        assert weights_waiting(schedule, pp, stages, microbatches) == counted, microbatches
+        assert most_held(schedule, pp, stages, microbatches)[1] == tuple(counted), microbatches

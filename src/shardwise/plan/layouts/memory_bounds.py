@@ -17,10 +17,11 @@ from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.prediction.lifetimes import held_bytes, kept_by_stages, state_parts, while_forward
 from shardwise.plan.prediction.offloaded import offloaded
-from shardwise.plan.prediction.rank_share import Cut, RankShare, cuts, numbers_of, stages_in_flight, stages_of_cut
+from shardwise.plan.prediction.rank_share import RankShare, numbers_of, shares_of, stages_in_flight, stages_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import groups_of, states_of
 from shardwise.spec.recompute import segments
+from shardwise.spec.schedules import SCHEDULES
 
 JUST_BELOW = 1 - 1e-5
 """Predictions are whole bytes, part by part."""
@@ -53,7 +54,7 @@ class MemoryBounds:
         self.space, self.stack = space, replace(stack, side_by_side=(), fused_activation=less, fp8_least=least)
         self.seq_len, self.batch = space.job.seq_len, space.job.global_batch
         self._weights: dict[tuple[object, ...], Weights] = {}
-        self._smallest: dict[tuple[int, int, int], tuple[Pipeline, Cut]] = {}
+        self._smallest: dict[tuple[int, int, int], tuple[Pipeline, RankShare]] = {}
         self._kept: dict[tuple[object, ...], int] = {}
         self._lights: dict[tuple[int, str, int], list[tuple[Pipeline, int]]] = {}
 
@@ -80,11 +81,10 @@ class MemoryBounds:
     def _of_states(self, grid: Grid, size: int, states: States, offload: str) -> Weights:
         space, job = self.space, self.space.job
         parts_of = grid.pp if self._is_mean(grid) else 1
-        how, cut = self._first_rank(grid)
+        how, share = self._first_rank(grid)
         one = grid._replace(pp=1) if parts_of > 1 else grid
         plan = space.plan(one, Pace(size, *how), states, Saving("none", offload, False))
-        share = RankShare(cut, 1, 0)
-        held = states_of(share, groups_of(cut, space.model, job.adapter), plan, job.optimizer, self.stack)
+        held = states_of(share, groups_of(share, space.model, job.adapter), plan, job.optimizer, self.stack)
         parts, away = state_parts(held), {"host": 0}
         if offload != "none":
             if plan.offload == "all" and plan.offload_to == "nvme":  # weights pass through what is free
@@ -94,22 +94,23 @@ class MemoryBounds:
         always, forward = parts["weights"] + parts["optimizer"], while_forward(held, parts, 0)
         return Weights(*(size / parts_of for size in (always, forward, parts["gradients"], away["host"])))
 
-    def _first_rank(self, grid: Grid) -> tuple[Pipeline, Cut]:
+    def _first_rank(self, grid: Grid) -> tuple[Pipeline, RankShare]:
         """Of all schedules the one whose first rank has fewest parameters, and what that has; or a rank that has all
         layers."""
         pp = 1 if self._is_mean(grid) else grid.pp
         key = (grid.tp, grid.ep, pp)
         if key not in self._smallest:
             every = [
-                (how, self._cut(grid, pp, *how)) for how in (self.space.pipelines(pp) if pp > 1 else [("1f1b", 1)])
+                (how, self._share(grid, pp, *how)) for how in (self.space.pipelines(pp) if pp > 1 else [("1f1b", 1)])
             ]
             self._smallest[key] = min(every, key=lambda one: one[1].num_parameters)
         return self._smallest[key]
 
-    def _cut(self, grid: Grid, pp: int, schedule: str, virtual_stages: int) -> Cut:
+    def _share(self, grid: Grid, pp: int, schedule: str, virtual_stages: int) -> RankShare:
         split = self.space.split(pp * virtual_stages) if pp > 1 else ()
         assert split is not None, (grid, schedule, virtual_stages)
-        return cuts(self.space.model, grid.tp, grid.ep, pp, schedule, virtual_stages, split)[0]
+        is_v = SCHEDULES[schedule].is_v
+        return shares_of(self.space.model, grid.tp, grid.ep, pp, is_v, virtual_stages, split)[0]
 
     # Activations ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,7 @@ class MemoryBounds:
         found = self._kept.get(key)
         if found is None:
             plan = self.space.plan(grid._replace(pp=pp), Pace(1, *how), States(0, grid.dp), Saving(mode, "none", False))
-            stages = kept_by_stages(self._cut(grid, pp, *how), plan, self.stack)
+            stages = kept_by_stages(self._share(grid, pp, *how), plan, self.stack)
             found = self._kept[key] = sum(stage.between for stage in stages)
         return found
 
@@ -156,9 +157,9 @@ class MemoryBounds:
         if key not in self._lights:
             found: dict[tuple[float, float], tuple[Pipeline, int]] = {}
             for how in self.space.pipelines(pp):
-                cut, split = self._cut(Grid(1, 1, False, 1, "ring", pp, 1), pp, *how), self.space.split(pp * how[1])
+                share, split = self._share(Grid(1, 1, False, 1, "ring", pp, 1), pp, *how), self.space.split(pp * how[1])
                 assert split is not None
-                chunks = list(map(numbers_of, stages_of_cut(cut, split)))
+                chunks = list(map(numbers_of, stages_of(share, split)))
                 flight = stages_in_flight(how[0], pp, how[1], count, 0)
                 parts = [part for layers in chunks for part in segments(mode, layers)]
                 plain = sum(map(len, chunks)) - sum(map(len, parts))

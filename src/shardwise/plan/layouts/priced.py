@@ -11,7 +11,7 @@ from shardwise.plan.layouts.space import Space
 from shardwise.plan.prediction.lifetimes import rank_memory
 from shardwise.plan.prediction.memory import fits, predict_elsewhere, predict_memory
 from shardwise.plan.prediction.predict import predict
-from shardwise.plan.prediction.rank_share import rank_share
+from shardwise.plan.prediction.rank_share import rank_shares
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import groups_of
 from shardwise.plan.prediction.step_time import step_seconds
@@ -47,8 +47,8 @@ class Layouts:
         the fullest."""
         if plan not in self._first:
             model, job = self.space.model, self.space.job
-            share = rank_share(model, plan, 0)
-            groups = groups_of(share.cut, model, job.adapter)
+            share = rank_shares(model, plan)[0]
+            groups = groups_of(share, model, job.adapter)
             self._first[plan] = rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan)).peak
         return self._first[plan]
 

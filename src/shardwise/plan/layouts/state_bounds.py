@@ -112,7 +112,7 @@ class Sharings:
         if key not in self._shares:
             share = rank_shares(self.space.model, plan)[0]
             if layers_only:
-                share = replace(share, cut=replace(share.cut, embedding=0, head=0))
-            whole = groups_of(share.cut, self.space.model, self.space.job.adapter).whole
+                share = replace(share, embedding=0, head=0)
+            whole = groups_of(share, self.space.model, self.space.job.adapter).whole
             self._shares[key] = share, whole
         return self._shares[key]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shardwise.interop.peft.targets import find_targets, find_trained, linears_of, modules_of, their_modules
-from shardwise.plan.prediction.rank_share import Cut, RankShare
+from shardwise.plan.prediction.rank_share import RankShare
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.schema import AdapterConfig
 
@@ -35,7 +35,7 @@ class HeldParameters:
         )
 
 
-def held_by(share: RankShare | Cut, whole: ModelSpec, adapter: AdapterConfig) -> list[HeldParameters]:
+def held_by(share: RankShare, whole: ModelSpec, adapter: AdapterConfig) -> list[HeldParameters]:
     """The embedding, every layer, the head. `whole`: the model that the share is a slice of."""
     sizes = [share.embedding, *share.layer_parameters, share.head]
     if adapter.kind == "none":

@@ -26,7 +26,7 @@ from shardwise.plan.prediction.activations import (
 )
 from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.offloaded import offloaded, pinned_share
-from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of_cut
+from shardwise.plan.prediction.rank_share import RankShare, numbers_of, stages_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, RankStates, states_of
 from shardwise.spec.model import ModelSpec
@@ -112,12 +112,12 @@ def _moments(
     """Returns bytes of gathered parameters, gradients, activations and temporaries by moment."""
     gathered, complete, held = parts["gathered"], parts["gradients"], activations.held
     so_far = complete if states.accumulated else 0
-    flight = share.stages_in_flight
+    flight = share.in_flight(plan)
     before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
     again = activations.repeated + activations.working
-    moments = {_forward(share): while_forward(states, parts, held) + activations.head}
+    moments = {_forward(share, flight): while_forward(states, parts, held) + activations.head}
     if activations.repeated:
-        moments[f"backward of layer {activations.at}{_flight(share)}"] = so_far + gathered + held + again
+        moments[f"backward of layer {activations.at}{_flight(flight)}"] = so_far + gathered + held + again
     if not states.reduced:
         # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
         moments["end of a backward"] = complete + before + states.arriving
@@ -168,7 +168,7 @@ def _while_reducing(
     layer, first, last = one / len(share.layers), share.layers[0].index, share.layers[-1].index
     again, count, repeated = activations.working + activations.repeated, 1, float(activations.repeated)
     if plan.recomputes.in_groups:  # the first group of blocks is computed again together; it may be smaller than others
-        sizes = [len(part) for part in segments(plan.recompute, numbers_of(stages_of_cut(share.cut, plan.split)[0]))]
+        sizes = [len(part) for part in segments(plan.recompute, numbers_of(stages_of(share, plan.split)[0]))]
         count, repeated = sizes[0], repeated * sizes[0] / max(sizes)
     to_come = embedding + count * block
     left = gathered if plan.stage.drops_parameters else compute * to_come
@@ -190,12 +190,12 @@ def _while_reducing(
     return {name: int(size) for name, size in moments.items()}
 
 
-def _flight(share: RankShare) -> str:
-    return f", {share.stages_in_flight} in flight" if share.stages_in_flight > 1 else ""
+def _flight(number: int) -> str:
+    return f", {number} in flight" if number > 1 else ""
 
 
-def _forward(share: RankShare) -> str:
-    return ("loss" if share.has_last_stage else "end of forward") + _flight(share)
+def _forward(share: RankShare, flight: int) -> str:
+    return ("loss" if share.has_last_stage else "end of forward") + _flight(flight)
 
 
 def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool = True) -> Activations:
@@ -203,24 +203,24 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     comes on top, when the head's logits are gone; a split backward holds it until the weights have their gradients."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
     tokens = plan.micro_batch * plan.seq_len // plan.cp
-    stages = kept_by_stages(share.cut, plan, stack)
+    stages = kept_by_stages(share, plan, stack)
     between = sum(stage.between for stage in stages)
-    held = held_bytes(between, tokens, plan.precision, share.stages_in_flight, plan.virtual_stages)
+    held = held_bytes(between, tokens, plan.precision, share.in_flight(plan), plan.virtual_stages)
     away = 0
     if plan.activation_offload:
         away = int(held * pinned_share(share, plan, size * tokens))
-        lengths = [len(layers) for layers in stages_of_cut(share.cut, plan.split)]
+        lengths = [len(layers) for layers in stages_of(share, plan.split)]
         here = max(
             stage.between * min(BLOCKS_HERE, length) // length for stage, length in zip(stages, lengths, strict=True)
         )
         held = tokens * here * size
     most = max(stages, key=lambda stage: stage.repeated)
-    repeated = tokens * most.repeated * size * max(1, share.weights_waiting)
-    working = tokens * size * _widest(share.cut, stack)
+    repeated = tokens * most.repeated * size * max(1, share.weights_waiting(plan))
+    working = tokens * size * _widest(share, stack)
     if not share.has_last_stage:
         return Activations(held, 0, repeated, working, most.at, away)
     losses = plan.num_microbatches if plan.pp > 1 and SCHEDULES[plan.schedule].holds_all else 1
-    spec = _as_saved(share.cut, plan.device)
+    spec = _as_saved(share, plan.device)
     norm, whole = (
         last_norm_bytes(spec, tokens, size, token_parts, stack),
         stack.loss_bytes(tokens, spec.vocab, plan.tp > 1),
@@ -271,19 +271,19 @@ def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, train
 
 
 @lru_cache(4096)
-def _widest(cut: Cut, stack: Stack) -> int:
+def _widest(share: RankShare, stack: Stack) -> int:
     """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled
     block has let go of what it multiplied last by then."""
-    spec, last = cut.spec, cut.layers[-1]
+    spec, last = share.spec, share.layers[-1]
     width = last.feedforward.active_width(spec, last.ffn)
     gone = stack.measured and not stack.fp8_least and not last.is_moe
     return ((2 if spec.gated else 1) - gone) * width + spec.hidden
 
 
 @lru_cache(4096)
-def _as_saved(cut: Cut, device: str) -> ModelSpec:
+def _as_saved(share: RankShare, device: str) -> ModelSpec:
     """CUDA's RMSNorm is one kernel that keeps its input alone, as LayerNorm does everywhere."""
-    return _with_layer_norms(cut.spec) if device == "cuda" else cut.spec
+    return _with_layer_norms(share.spec) if device == "cuda" else share.spec
 
 
 @lru_cache(256)
@@ -297,20 +297,20 @@ def held_bytes(between: int, tokens: int, precision: str, in_flight: int, virtua
     return tokens * between * COMPUTE_BYTES[precision] * in_flight // virtual_stages
 
 
-def kept_by_stages(cut: Cut, plan: Plan, stack: Stack) -> tuple[Kept, ...]:
+def kept_by_stages(share: RankShare, plan: Plan, stack: Stack) -> tuple[Kept, ...]:
     """What each of a rank's stages keeps of one micro-batch, in elements per token."""
     tokens = plan.micro_batch * plan.seq_len // plan.cp
     kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
     keys, token_parts = 0 if kind == "ring" else plan.seq_len, plan.tp if plan.sequence else 1
     return _kept(
-        cut, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
+        share, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
         stack.expert_load if plan.ep > 1 else 1.0, COMPUTE_BYTES[plan.precision], tokens if stack.side_by_side else 0,
     )  # fmt: skip
 
 
 @lru_cache(8192)
 def _kept(
-    cut: Cut,
+    share: RankShare,
     split: tuple[int, ...],
     mode: str,
     keys: int,
@@ -324,10 +324,10 @@ def _kept(
     tokens: int,
 ) -> tuple[Kept, ...]:
     """Returns what each of the rank's stages keeps."""
-    spec = _as_saved(cut, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
+    spec = _as_saved(share, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
     known: dict[object, tuple[Kept, int]] = {}  # stages whose layers are alike and computed again alike keep as much
     found = []
-    for layers in stages_of_cut(cut, split):
+    for layers in stages_of(share, split):
         first = layers[0].index
         again = [(part.start - first, part.stop - first) for part in segments(mode, numbers_of(layers))]
         key = (*(layer.kind for layer in layers), *again)

@@ -21,5 +21,5 @@ def states_bytes(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterCo
 def measured_need(spec: ModelSpec, plan: Plan, states: int, activations: int, temporary: int, pp_rank: int) -> int:
     """Bytes of a rank of this pipeline stage that runs `plan`, beside `states`: one micro-batch's activations as
     measured, as often as the schedule holds them, and its temporaries."""
-    held = activations * rank_shares(spec, plan)[pp_rank].stages_in_flight // plan.virtual_stages
+    held = activations * rank_shares(spec, plan)[pp_rank].in_flight(plan) // plan.virtual_stages
     return states + held + max(temporary, int(ALLOCATOR_SHARE[plan.device] * held))

@@ -40,14 +40,14 @@ def _may_be_fullest(
     """Yields one rank of each kind: of ranks with the same layers, the one with most in flight is the fullest."""
     shares, stack = rank_shares(spec, plan), stack or stack_of(plan)
     by_number = plan.recompute.startswith("every-")  # which layers are computed again depends on where they are
-    kinds = range(plan.pp) if by_number else alike(tuple(share.cut for share in shares))
+    kinds = range(plan.pp) if by_number else alike(shares)
     fullest_of: dict[tuple[int, int], RankShare] = {}
     for kind, share in zip(kinds, shares, strict=True):
-        other = fullest_of.setdefault((kind, share.weights_waiting), share)
-        if other.stages_in_flight < share.stages_in_flight:
-            fullest_of[kind, share.weights_waiting] = share
+        key = (kind, share.weights_waiting(plan))
+        if fullest_of.setdefault(key, share).in_flight(plan) < share.in_flight(plan):
+            fullest_of[key] = share
     for share in fullest_of.values():
-        yield rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack)
+        yield rank_memory(share, groups_of(share, spec, adapter), plan, optimizer, stack)
 
 
 def predict_stages(
@@ -56,8 +56,7 @@ def predict_stages(
     """Returns the memory of each rank along the pipeline; all ranks of one stage hold as much."""
     stack = stack or stack_of(plan)
     return tuple(
-        rank_memory(share, groups_of(share.cut, spec, adapter), plan, optimizer, stack)
-        for share in rank_shares(spec, plan)
+        rank_memory(share, groups_of(share, spec, adapter), plan, optimizer, stack) for share in rank_shares(spec, plan)
     )
 
 
@@ -73,7 +72,7 @@ def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str, adapter: Adap
         return found
     stack, stays = stack_of(plan), replace(plan, offload="none", offload_to="cpu")
     for share in rank_shares(spec, plan):
-        groups, away = groups_of(share.cut, spec, adapter), {"host": 0, "disk": 0}
+        groups, away = groups_of(share, spec, adapter), {"host": 0, "disk": 0}
         if plan.offload != "none":
             away = offloaded(rank_memory(share, groups, stays, optimizer, stack).parts, share, plan)[1]
         if plan.activation_offload:

@@ -19,10 +19,11 @@ from shardwise.spec.timeline import peak_in_flight
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """The part that does not depend on the batch. Compared by identity: there is one of each, and results are kept by
-    it."""
+class RankShare:
+    """What a rank holds of the model, whatever the batch. Compared by identity: there is one of each, and results are
+    kept by it."""
 
+    rank: int  # along the pipeline
     spec: ModelSpec  # the slice
     layers: tuple[LayerSpec, ...]
     embedding: int  # parameters before the first layer, if this rank has the first stage
@@ -32,11 +33,13 @@ class Cut:
 
     @cached_property
     def layer_parameters(self) -> list[int]:
+        """The number of parameters of each layer."""
         norms = (4 if self.spec.post_norms else 2) * self.spec.num_norm_parameters
         attention = self.spec.num_attention_parameters + norms
+        # A slice has all experts, in part; a rank that shares them out has some, whole.
+        correction = self.experts - self.spec.num_experts * expert_parameters(self.spec) if self.experts else 0
         return [
-            attention + self.spec.num_feedforward_parameters(layer) + self._correction * layer.is_moe
-            for layer in self.layers
+            attention + self.spec.num_feedforward_parameters(layer) + correction * layer.is_moe for layer in self.layers
         ]
 
     @property
@@ -45,60 +48,25 @@ class Cut:
         kinds = tuple((layer.is_moe, layer.ffn) for layer in self.layers)
         return self.embedding, self.head, self.has_last_stage, kinds, tuple(self.layer_parameters)
 
-    @property
-    def _correction(self) -> int:
-        """A slice has all experts, in part; a rank that shares them out has some, whole."""
-        if not self.experts:
-            return 0
-        return self.experts - self.spec.num_experts * expert_parameters(self.spec)
-
     @cached_property
     def spread_parameters(self) -> int:
-        """Of all layers' routed experts: other ranks have the same ones than of the rest."""
+        """The number of parameters of all layers' routed experts: other ranks have the same ones than of the rest."""
         return self.experts * sum(layer.is_moe for layer in self.layers)
 
     @cached_property
     def num_parameters(self) -> int:
         return self.embedding + sum(self.layer_parameters) + self.head
 
+    def in_flight(self, plan: Plan) -> int:
+        """Returns how many activations of a stage this rank holds at most."""
+        return stages_in_flight(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches, self.rank)
 
-@dataclass(frozen=True, eq=False)
-class RankShare:
-    cut: Cut
-    stages_in_flight: int  # most activations of a stage held at one time
-    weights_waiting: int  # of these, most whose backward has run but for the weights' gradients
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.cut.spec
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        return self.cut.layers
-
-    @property
-    def embedding(self) -> int:
-        return self.cut.embedding
-
-    @property
-    def head(self) -> int:
-        return self.cut.head
-
-    @property
-    def has_last_stage(self) -> bool:
-        return self.cut.has_last_stage
-
-    @property
-    def layer_parameters(self) -> list[int]:
-        return self.cut.layer_parameters
-
-    @property
-    def spread_parameters(self) -> int:
-        return self.cut.spread_parameters
-
-    @property
-    def num_parameters(self) -> int:
-        return self.cut.num_parameters
+    def weights_waiting(self, plan: Plan) -> int:
+        """Returns how many of these it holds at most whose backward has run but for the weights' gradients. Nobody asks
+        where nothing is computed again for them."""
+        if plan.pp == 1 or plan.recomputes.is_none or not splits_backward(plan.schedule):
+            return 0
+        return most_held(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)[1][self.rank]
 
 
 def expert_parameters(spec: ModelSpec) -> int:
@@ -106,129 +74,85 @@ def expert_parameters(spec: ModelSpec) -> int:
     return (3 if spec.gated else 2) * spec.hidden * spec.expert_ffn
 
 
-def rank_shares(spec: ModelSpec, plan: Plan) -> list[RankShare]:
+def rank_shares(spec: ModelSpec, plan: Plan) -> tuple[RankShare, ...]:
     """Returns the share of each rank along the pipeline."""
-    return [_rank_share(cut, plan, rank) for rank, cut in enumerate(cuts_of(spec, plan))]
-
-
-def rank_share(spec: ModelSpec, plan: Plan, rank: int) -> RankShare:
-    return _rank_share(cuts_of(spec, plan)[rank], plan, rank)
-
-
-def cuts_of(spec: ModelSpec, plan: Plan) -> tuple[Cut, ...]:
-    return cuts(spec, plan.tp, plan.ep, plan.pp, plan.schedule, plan.virtual_stages, plan.split)
-
-
-def cuts(
-    spec: ModelSpec, tp: int, ep: int, pp: int, schedule: str, virtual_stages: int, split: tuple[int, ...]
-) -> tuple[Cut, ...]:
-    """Returns the cut of each rank along the pipeline."""
-    return _cuts(spec, tp, ep, pp, SCHEDULES[schedule].is_v, virtual_stages, split)
-
-
-def _rank_share(cut: Cut, plan: Plan, rank: int) -> RankShare:
-    waiting = _weights_waiting(plan, rank) if not plan.recomputes.is_none else 0
-    flight = stages_in_flight(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches, rank)
-    return RankShare(cut, flight, waiting)
+    is_v = SCHEDULES[plan.schedule].is_v
+    return shares_of(spec, plan.tp, plan.ep, plan.pp, is_v, plan.virtual_stages, plan.split)
 
 
 @lru_cache(1024)
-def alike(cuts: tuple[Cut, ...]) -> tuple[int, ...]:
-    """Returns for each rank the number of the first one that holds as much."""
-    first: dict[tuple[object, ...], int] = {}
-    return tuple(first.setdefault(cut.shape, rank) for rank, cut in enumerate(cuts))
-
-
-@lru_cache(1024)
-def stages_of_cut(cut: Cut, split: tuple[int, ...]) -> tuple[tuple[LayerSpec, ...], ...]:
-    if not split:
-        return (cut.layers,)
-    mine, starts = {layer.index: layer for layer in cut.layers}, [0, *accumulate(split)]
-    ranges = [range(start, stop) for start, stop in pairwise(starts)]
-    return tuple(tuple(mine[index] for index in layers) for layers in ranges if layers.start in mine)
-
-
-def stages_of(share: RankShare, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Returns the rank's layers, stage by stage."""
-    return stages_of_cut(share.cut, plan.split)
-
-
-def numbers_of(layers: Sequence[LayerSpec]) -> range:
-    return range(layers[0].index, layers[0].index + len(layers))
-
-
-@lru_cache(1024)
-def _cuts(
+def shares_of(
     spec: ModelSpec, tp: int, ep: int, pp: int, is_v: bool, virtual_stages: int, split: tuple[int, ...]
-) -> tuple[Cut, ...]:
+) -> tuple[RankShare, ...]:
+    """Returns the share of each rank along the pipeline. `is_v`: stages go down the ranks and up again."""
     part = tensor_slice(spec, tp)
     starts = [0, *accumulate(split)] if pp > 1 else [0, spec.num_layers]
     owners = owners_of(is_v, pp, virtual_stages) if pp > 1 else (0,)
     # A tied head uses the embedding: whole models have one table, a pipeline has one at each end.
     has_table = not spec.tied or pp > 1
-    cuts = []
+    found = []
     for rank in range(pp):
         mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-        indices = [index for stage in mine for index in range(starts[stage], starts[stage + 1])]
         is_first, is_last = 0 in mine, len(owners) - 1 in mine
-        cut = Cut(
+        share = RankShare(
+            rank=rank,
             spec=part,
-            layers=tuple(part.layers[index] for index in indices),
+            layers=tuple(layer for stage in mine for layer in part.layers[starts[stage] : starts[stage + 1]]),
             embedding=part.num_embedding_parameters * is_first,
             experts=spec.num_experts // ep * expert_parameters(spec) if ep > 1 else 0,
             head=(part.num_norm_parameters + part.vocab * part.hidden * has_table) * is_last,
             has_last_stage=is_last,
         )
-        cuts.append(cut)
-    return tuple(cuts)
-
-
-def _weights_waiting(plan: Plan, rank: int) -> int:
-    if plan.pp == 1 or not splits_backward(plan.schedule):
-        return 0
-    return weights_waiting(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)[rank]
-
-
-ENOUGH = 3
-"""Times pp: with more micro-batches of a split backward, the same happens again and again."""
-
-
-def weights_waiting(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> list[int]:
-    """Per rank: most activations whose backward has run but for the weights' gradients. With several stages per rank
-    the groups that pass them are alike where pp divides the micro-batches; only then some stand for all (a test
-    counts)."""
-    if SCHEDULES[schedule].repeats(pp, virtual_stages, num_microbatches) and num_microbatches > ENOUGH * pp:
-        num_microbatches = ENOUGH * pp + num_microbatches % pp
-    return _waiting(schedule, pp, virtual_stages, num_microbatches)
+        found.append(share)
+    return tuple(found)
 
 
 @lru_cache(1024)
-def _waiting(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> list[int]:
-    found = []
-    for actions in schedule_actions(schedule, pp, virtual_stages, num_microbatches):
-        waiting = most = 0
-        for kind, _, _ in actions:
-            if kind == "I":
-                waiting += 1
-                most = max(most, waiting)
-            elif kind == "W":
-                waiting -= 1
-        found.append(most)
-    return found
+def alike(shares: tuple[RankShare, ...]) -> tuple[int, ...]:
+    """Returns for each rank the number of the first one that holds as much."""
+    first: dict[tuple[object, ...], int] = {}
+    return tuple(first.setdefault(share.shape, rank) for rank, share in enumerate(shares))
+
+
+@lru_cache(1024)
+def stages_of(share: RankShare, split: tuple[int, ...]) -> tuple[tuple[LayerSpec, ...], ...]:
+    """Returns the rank's layers, stage by stage."""
+    if not split:
+        return (share.layers,)
+    mine, starts = {layer.index: layer for layer in share.layers}, [0, *accumulate(split)]
+    ranges = [range(start, stop) for start, stop in pairwise(starts)]
+    return tuple(tuple(mine[index] for index in layers) for layers in ranges if layers.start in mine)
+
+
+def numbers_of(layers: Sequence[LayerSpec]) -> range:
+    """Returns the numbers of neighbouring layers in the model."""
+    return range(layers[0].index, layers[0].index + len(layers))
 
 
 def stages_in_flight(schedule: str, pp: int, virtual_stages: int, num_microbatches: int, rank: int) -> int:
-    """How many activations of a stage the schedule holds at most; a test counts them in its action lists."""
+    """Returns how many activations of a stage a rank holds at most; a test counts them in the action lists."""
     if pp == 1:
         return 1
     formula = SCHEDULES[schedule].most_held
     if formula is None:
-        return _counted_in_flight(schedule, pp, virtual_stages, num_microbatches)[rank]
+        return most_held(schedule, pp, virtual_stages, num_microbatches)[0][rank]
     return min(num_microbatches * virtual_stages, formula(pp, virtual_stages, num_microbatches, rank))
 
 
+ENOUGH = 3
+"""Times pp: with more micro-batches, the same happens again and again."""
+
+WAITING = {"F": 0, "B": 0, "I": 1, "W": -1}
+
+
 @lru_cache(1024)
-def _counted_in_flight(schedule: str, pp: int, virtual_stages: int, num_microbatches: int) -> tuple[int, ...]:
+def most_held(
+    schedule: str, pp: int, virtual_stages: int, num_microbatches: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns what each rank's list of actions holds at most: activations, and those of them whose backward has run
+    but for the weights' gradients. With several stages per rank the groups that pass them are alike where pp divides
+    the micro-batches; only then some stand for all (a test counts)."""
     if SCHEDULES[schedule].repeats(pp, virtual_stages, num_microbatches) and num_microbatches > ENOUGH * pp:
         num_microbatches = ENOUGH * pp + num_microbatches % pp
-    return peak_in_flight(schedule_actions(schedule, pp, virtual_stages, num_microbatches))
+    lists = schedule_actions(schedule, pp, virtual_stages, num_microbatches)
+    return peak_in_flight(lists), tuple(max(accumulate(WAITING[action.kind] for action in mine)) for mine in lists)

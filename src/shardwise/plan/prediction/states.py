@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.plan.prediction.adapter_share import HeldParameters, apart_by, held_by
-from shardwise.plan.prediction.rank_share import Cut, RankShare, numbers_of, stages_of
+from shardwise.plan.prediction.rank_share import RankShare, numbers_of, stages_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.optimizers import OPTIMIZERS
@@ -68,8 +68,8 @@ class Groups:
 
 
 @lru_cache(4096)
-def groups_of(cut: Cut, whole: ModelSpec, adapter: AdapterConfig) -> Groups:
-    blocks = held_by(cut, whole, adapter)
+def groups_of(share: RankShare, whole: ModelSpec, adapter: AdapterConfig) -> Groups:
+    blocks = held_by(share, whole, adapter)
     together = HeldParameters(
         sum(block.trained for block in blocks),
         sum(block.frozen for block in blocks),
@@ -154,5 +154,7 @@ def _two_blocks(share: RankShare, groups: Groups, plan: Plan, stack: Stack) -> i
     first, *layers, last = sizes
     stays = first + last if stack.ends_stay(share.spec.tied) else 0
     # Blocks that are computed again together stay gathered until their backward.
-    together = [len(part) for stage in stages_of(share, plan) for part in segments(plan.recompute, numbers_of(stage))]
+    together = [
+        len(part) for stage in stages_of(share, plan.split) for part in segments(plan.recompute, numbers_of(stage))
+    ]
     return stays + sum(sorted(layers if stays else sizes)[-max([2, *together]) :])

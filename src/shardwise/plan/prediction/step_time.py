@@ -22,7 +22,7 @@ from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
 from shardwise.plan.prediction.offloaded import host_rate, offload_seconds
 from shardwise.plan.prediction.pipeline_time import Simulate, least_pipeline_seconds, pipeline_seconds
-from shardwise.plan.prediction.rank_share import RankShare, alike, cuts_of
+from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.state_time import StateTime, optimizer_seconds, state_time
 from shardwise.plan.prediction.states import groups_of
@@ -72,7 +72,7 @@ def step_seconds(
     stack = stack or stack_of(plan)
     times = layer_times(model, cluster, job, plan, stack)
     stages = stage_times(model, plan, times)
-    shares = [RankShare(cut, 1, 0) for cut in cuts_of(model, plan)]
+    shares = rank_shares(model, plan)
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages) if plan.pp > 1 else (0,)
     mine = [[stage for stage, owner in zip(stages, owners, strict=True) if owner == rank] for rank in range(plan.pp)]
     states = _rank_states(shares, model, mine, cluster, job, plan, stack, times)
@@ -109,7 +109,7 @@ def least_step_seconds(
 
 def trained_parameters(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
     """Returns the number of parameters that a rank updates."""
-    trained = groups_of(share.cut, model, job.adapter).whole.trained
+    trained = groups_of(share, model, job.adapter).whole.trained
     experts = share.spread_parameters if job.adapter.kind == "none" else 0
     return (trained - experts) / plan.state_shards + experts / plan.expert_shards
 
@@ -190,7 +190,7 @@ def stage_time(layers: LayerTime) -> StageTime:
 
 
 def _rank_states(
-    shares: Sequence[RankShare],
+    shares: tuple[RankShare, ...],
     model: ModelSpec,
     mine: Sequence[Sequence[StageTime]],
     cluster: ClusterSpec,
@@ -201,14 +201,14 @@ def _rank_states(
 ) -> list[StateTime]:
     """One per rank along the pipeline; ranks that hold and compute as much have one price."""
     network = network_of(cluster, odd_world(cluster, plan.world))
-    kinds = alike(tuple(share.cut for share in shares)) if job.adapter.kind == "none" else range(plan.pp)
+    kinds = alike(shares) if job.adapter.kind == "none" else range(plan.pp)
     known: dict[tuple[int, float, float], StateTime] = {}
     found = []
     for kind, share, stages in zip(kinds, shares, mine, strict=True):
         forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
         key = (kind, forward, backward)
         if key not in known:
-            whole = groups_of(share.cut, model, job.adapter).whole
+            whole = groups_of(share, model, job.adapter).whole
             known[key] = state_time(share, [whole], forward, backward, cluster, network, times.pricer, plan, stack)
         found.append(known[key])
     return found
