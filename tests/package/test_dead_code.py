@@ -24,7 +24,6 @@ FOR_OTHERS = {
     "tags": "jinja2 reads it",
     "transform_rows": "docs/architecture.md shows it",
     "replaces": "docs/architecture.md shows it",
-    "date": "of a calibrated figure, for people",
     "check_actions": "the check that every schedule must pass: whoever writes one calls it",
     "run_step": "one whole step for a hand-written loop; the trainer starts a step and reads its results later",
     "MEASURED": "the order of the bytes that run/measured_steps.py holds",
