@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
-from shardwise.plan.prediction.layer_time import SLOWED
 from shardwise.plan.prediction.rank_share import RankShare
 from shardwise.plan.prediction.stack import (
     CAST,
@@ -28,6 +27,7 @@ from shardwise.plan.prediction.stack import (
     StateTraffic,
     sharded_loss,
 )
+from shardwise.plan.prediction.state_time import SLOWED
 from shardwise.plan.prediction.states import COMPUTE_BYTES, Groups, RankStates, state_bytes
 from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, RankWork, Training
 from shardwise.spec.model import ModelSpec
@@ -214,8 +214,9 @@ class ForeignStack(Stack):
             ours.overlaps_gather and self.overlaps_gather,
         )
 
+    @property
     def tied_bytes(self) -> int:
-        return self.reduce_bytes or super().tied_bytes()
+        return self.reduce_bytes or Stack.tied_bytes
 
     def update_bytes(self, update: float, elements: float) -> float:
         update *= 1.0 if self.fused_optimizer else FOREACH

@@ -16,7 +16,7 @@ from shardwise.launch.start import new_run, plan_run
 from shardwise.launch.worker import run_worker
 from shardwise.memory.micro_batch import FRAGMENTS, Growth, Taken, largest_that_fits
 from shardwise.plan.prediction.lifetimes import PROCESS_BYTES
-from shardwise.plan.prediction.measured_memory import measured_need
+from shardwise.plan.prediction.memory import measured_need
 from shardwise.plan.resolve.fit import needed_memory
 from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir

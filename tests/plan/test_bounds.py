@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from shardwise.cluster.describe.read import read_cluster
 from shardwise.plan.layouts.best_first import BestFirst
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.space import Space
-from shardwise.plan.prediction import lifetimes, offloaded, state_time, states, step_time
+from shardwise.plan.prediction import lifetimes, state_time, states, step_time
 from shardwise.plan.prediction.collectives import Network
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.predict import predict
@@ -22,6 +23,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 
 Layout = tuple[Grid, Pace, States, Saving]
+NAMES = count()
 
 
 def scaled(value: Any, factor: float) -> Any:
@@ -45,8 +47,8 @@ PRICES: dict[str, tuple[object, str]] = {
     "stragglers": (step_time, "STRAGGLER"),
     "collectives beside computing": (state_time, "SLOWED"),
     "update": (state_time, "OPTIMIZER_RATE"),
-    "link to the host": (offloaded, "HOST_LINK"),
-    "CPU memory": (offloaded, "CPU_MEMORY"),
+    "link to the host": (state_time, "HOST_LINK"),
+    "CPU memory": (state_time, "CPU_MEMORY"),
     "bytes of a weight": (states, "WEIGHT_BYTES"),
     "bytes of optimizer state": (states, "STATE_BYTES"),
     "states per parameter": (states, "STATES_PER_PARAMETER"),
@@ -56,13 +58,14 @@ MOVES_MEMORY = ("bytes of a weight", "bytes of optimizer state", "states per par
 
 
 def question(seed: int) -> Space:
-    """New objects each time: prices are kept by them."""
+    """A cluster with a name of its own each time: prices are kept by it."""
     draw = random.Random(seed)
     hidden = draw.choice([1024, 4096])
     shape = draw.choice([{}, {"num_experts": 4, "experts_per_token": 2, "expert_ffn": 256, "first_dense_layers": 1}])
     model = ModelSpec(num_layers=8, hidden=hidden, num_heads=8, num_kv_heads=4, ffn=3 * hidden, vocab=32000)
     cluster = read_cluster(draw.choice(["2x4xh100", "1x4xl40s", "4x2xa100-80:nic=5GB/s"]))
-    return Space(replace(model, **shape), replace(cluster), Job(draw.choice([1024, 8192]), draw.choice([16, 24])), {})
+    named = replace(cluster, name=str(next(NAMES)))
+    return Space(replace(model, **shape), named, Job(draw.choice([1024, 8192]), draw.choice([16, 24])), {})
 
 
 def some(space: Space, count: int, seed: int) -> list[Layout]:
@@ -115,7 +118,7 @@ def test_bounds_follow_every_price(name: str, monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as patch:
             value = getattr(where, attribute)
             patch.setattr(where, attribute, scaled(value, factor))
-            for module in (step_time, state_time, lifetimes, states, offloaded):
+            for module in (step_time, state_time, lifetimes, states):
                 if getattr(module, attribute, None) is value:  # where it was imported by name
                     patch.setattr(module, attribute, getattr(where, attribute))
             moved |= any(hold(seed, 12)[part] != usual[seed][part] for seed in range(3))

@@ -3,8 +3,7 @@
 import pytest
 
 from shardwise.cluster.describe.read import read_cluster
-from shardwise.plan.prediction.collectives import Network
-from shardwise.plan.prediction.placement import placement
+from shardwise.plan.prediction.collectives import Network, placement
 from shardwise.spec.plan import Plan
 
 

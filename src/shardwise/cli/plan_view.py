@@ -18,8 +18,8 @@ from shardwise.plan.answer.answer import Answer, Row, row_of
 from shardwise.plan.answer.question import Question
 from shardwise.plan.answer.what_if import WhatIf
 from shardwise.plan.answer.why import WhyNot, why_not_lines
+from shardwise.plan.prediction.collectives import PARTS_OF_AXES, placement
 from shardwise.plan.prediction.figures import DAY, step_text
-from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
 from shardwise.spec.plan import Plan
 
 BAR = 30

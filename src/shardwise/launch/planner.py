@@ -6,8 +6,8 @@ from __future__ import annotations
 from shardwise.cluster.measure.blocks import BlockTimes
 from shardwise.memory.micro_batch import Taken
 from shardwise.plan.prediction.lifetimes import PROCESS_BYTES
-from shardwise.plan.prediction.measured_memory import measured_need, states_bytes
 from shardwise.plan.prediction.measured_rates import scaled_cluster
+from shardwise.plan.prediction.memory import measured_need, states_bytes
 from shardwise.plan.prediction.predict import predict
 from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, gradient_bytes, state_bytes
 from shardwise.plan.resolve.usual import micro_batch_sizes

@@ -15,15 +15,7 @@ from shardwise.plan.answer.plan_files import row_text
 from shardwise.plan.answer.question import Question
 from shardwise.plan.layouts.inverse import Demand, cheapest, meeting
 from shardwise.plan.layouts.search import Candidate, SearchResult, explore
-from shardwise.plan.prediction.figures import (
-    DAY,
-    Whole,
-    binding_link,
-    mfu,
-    step_text,
-    tokens_per_second,
-    whole_training,
-)
+from shardwise.plan.prediction.figures import DAY, Whole, binding_link, mfu, step_text, whole_training
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ def row_of(question: Question, candidate: Candidate) -> Row:
     link, waits = binding_link(plan, prediction, cluster) or ("", 0.0)
     return Row(
         candidate,
-        tokens_per_second(job, prediction),
+        job.tokens_per_step / prediction.step_s,
         mfu(question.spec, job, plan, prediction, cluster),
         link,
         waits / prediction.step_s,

@@ -16,8 +16,8 @@ from shardwise.errors import UserError
 from shardwise.plan.answer.answer import Answer, Row, nothing_fits, row_of
 from shardwise.plan.answer.question import Question
 from shardwise.plan.layouts.search import Candidate, Remedy, explore
+from shardwise.plan.prediction.collectives import PARTS_OF_AXES, placement
 from shardwise.plan.prediction.figures import step_text
-from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
 from shardwise.plan.prediction.predict import predict
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.layout import parse_layout

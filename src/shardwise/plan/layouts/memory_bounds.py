@@ -16,10 +16,9 @@ from typing import NamedTuple
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.prediction.lifetimes import held_bytes, kept_by_stages, state_parts, while_forward
-from shardwise.plan.prediction.offloaded import offloaded
 from shardwise.plan.prediction.rank_share import RankShare, numbers_of, shares_of, stages_in_flight, stages_of
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.states import groups_of, states_of
+from shardwise.plan.prediction.states import groups_of, offloaded, states_of
 from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import SCHEDULES
 

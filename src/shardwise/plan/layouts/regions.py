@@ -16,7 +16,7 @@ from shardwise.plan.layouts.best_first import Accept, BestFirst
 from shardwise.plan.layouts.candidate import Candidate
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.space import Space
-from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
+from shardwise.plan.prediction.collectives import PARTS_OF_AXES, placement
 from shardwise.spec.cluster import ClusterSpec
 
 

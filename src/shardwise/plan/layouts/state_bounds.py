@@ -12,12 +12,9 @@ from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.pipeline_bounds import Turns
 from shardwise.plan.layouts.space import Space
 from shardwise.plan.layouts.work_bounds import FASTEST, SLOWEST, Works
-from shardwise.plan.prediction.adapter_share import HeldParameters
 from shardwise.plan.prediction.collectives import Network, network_of, odd_world
-from shardwise.plan.prediction.offloaded import offload_seconds
 from shardwise.plan.prediction.rank_share import RankShare, rank_shares
-from shardwise.plan.prediction.state_time import optimizer_seconds, state_time
-from shardwise.plan.prediction.states import groups_of
+from shardwise.plan.prediction.state_time import offload_seconds, optimizer_seconds, state_time
 from shardwise.plan.prediction.step_time import trained_parameters
 from shardwise.spec.plan import Plan
 
@@ -34,7 +31,7 @@ class Sharings:
         self.space, self.works, self.turns = space, works, turns
         self._collectives: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._updates: dict[tuple[object, ...], float] = {}
-        self._shares: dict[tuple[int, int, bool], tuple[RankShare, HeldParameters]] = {}
+        self._shares: dict[tuple[int, int, bool], RankShare] = {}
 
     def of(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
         """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers
@@ -90,29 +87,24 @@ class Sharings:
         )
         times = self.works.times(grid, size, "full")
         longest = self.works.of(grid, size, "full", SLOWEST if grid.pp > 1 else FASTEST, plan.uses_fsdp)
-        share, whole = self.share(plan, by_layer)
-        beside, stack = longest.layers if by_layer else longest.whole, self.works.stack_for()
-        found = state_time(
-            share, [whole], beside.forward, beside.backward, space.cluster, network, times.pricer, plan, stack
-        )
+        share = self.share(plan, by_layer)
+        beside = longest.layers if by_layer else longest.whole
+        found = state_time(share, beside.forward, beside.backward, network, times, plan)
         casts = found.casts_forward + found.casts_backward
         return found.each_forward + found.each_backward + casts, casts, found.once
 
     def _update(self, grid: Grid, size: int, states: States, offload: str) -> float:
         space = self.space
         plan = space.plan(grid._replace(pp=1), Pace(size, "1f1b", 1), states, Saving("none", offload, False))
-        mine = trained_parameters(self.share(plan)[0], space.model, space.job, plan) / grid.pp
-        pricer, stack = self.works.times(grid, size, "none").pricer, self.works.stack_for()
-        update = optimizer_seconds(mine, 1, pricer, plan, space.job, stack)
+        times = self.works.times(grid, size, "none")
+        mine = trained_parameters(self.share(plan), times, plan) / grid.pp
+        update = optimizer_seconds(mine, times, plan, space.job.optimizer)
         return update + offload_seconds(mine, plan, space.cluster.per_node)
 
-    def share(self, plan: Plan, layers_only: bool = False) -> tuple[RankShare, HeldParameters]:
+    def share(self, plan: Plan, layers_only: bool = False) -> RankShare:
         """Of a rank that has all layers."""
         key = (plan.tp, plan.ep, layers_only)
         if key not in self._shares:
             share = rank_shares(self.space.model, plan)[0]
-            if layers_only:
-                share = replace(share, embedding=0, head=0)
-            whole = groups_of(share, self.space.model, self.space.job.adapter).whole
-            self._shares[key] = share, whole
+            self._shares[key] = replace(share, embedding=0, head=0) if layers_only else share
         return self._shares[key]

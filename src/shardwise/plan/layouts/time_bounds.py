@@ -151,9 +151,7 @@ class TimeBounds:
     def _link(self, grid: Grid, size: int, mode: str) -> float:
         """Seconds that the slowest link between stages takes for one message: those of one direction wait for each
         other."""
-        return transfers(self.works.times(grid, size, mode), grid.gpus, grid.pp, self.stack or self.works.stack_for())[
-            1
-        ]
+        return transfers(self.works.times(grid, size, mode), grid.gpus, grid.pp)[1]
 
     def paging(self, grid: Grid, size: int, saving: Saving) -> float:
         """Seconds per step that activations take longer to CPU memory and back than computing does; pipelines aside."""
@@ -164,8 +162,7 @@ class TimeBounds:
         if key not in self._paged:
             times, work = self.works.times(grid, size, mode), self.works.of(grid, size, mode)
             plan = replace(times.plan, recompute=mode)
-            share, _ = self.sharings.share(plan)
-            self._paged[key] = paging_seconds(share, [work.whole], self.space.cluster, plan, times)
+            self._paged[key] = paging_seconds(self.sharings.share(plan), [work.whole], self.space.cluster, plan, times)
         return self.slower(grid.gpus) * self._paged[key] * (-(-self.batch // grid.dp) // size)
 
     # Of one layout -------------------------------------------------------------------------------------------------

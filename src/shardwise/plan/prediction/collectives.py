@@ -1,10 +1,16 @@
-"""Seconds of messages between ranks: all-reduce, all-gather, reduce-scatter, all-to-all, point to point. No torch.
+"""Which links a layout's collectives use, and their seconds: all-reduce, all-gather, reduce-scatter, all-to-all, send
+and receive. No torch.
 
 A group is `size` ranks, `stride` apart. Ranks of one domain talk over the fast link; between domains each has its
 network card, so a group with g members in every domain has g cards to itself. A ring takes a step per rank and is as
 fast as its slowest hop; a tree takes few steps and is chosen where messages are small. Checked against NCCL's times on
-2 to 8 A100 (calib_nccl_allreduce_vtrain.csv) in tests/plan/test_collectives.py. Invariant: a group of one sends nothing
-and takes no time. Read next: step_time.py.
+2 to 8 A100 (calib_nccl_allreduce_vtrain.csv) in tests/plan/test_collectives.py.
+
+Ranks are numbered with tp innermost, then context, shards, replicas, and the pipeline outermost (parallel/mesh.py), so
+neighbours share the fastest links. A group whose length does not divide a domain straddles a border somewhere, and then
+goes over the slower link, however short it is. Invariants: a group of one sends nothing and takes no time; an axis is
+described by the slowest link that any of its groups goes over, the one that its price is made from. Read next:
+step_time.py.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from typing import NamedTuple
 
 from shardwise.plan.prediction.calibration import measured
 from shardwise.spec.cluster import ClusterSpec, Link
+from shardwise.spec.plan import Plan
 
 TREE = measured("tree_bytes")
 
@@ -54,6 +61,7 @@ class Network:
         self.path = lru_cache(maxsize=4096)(self._path)
 
     def _path(self, size: int, stride: int) -> Path:
+        """Returns the links between `size` ranks that are `stride` apart."""
         first, block = self.tiers[0], size * stride
         if self._joins(first, block):
             return Path(first.rate(size), first.alpha, first.half, 1, size, first.summing, first)
@@ -63,8 +71,7 @@ class Network:
         below = first
         for tier in self.tiers[1:]:
             cards = min(size, max(1, _together(below, block) // stride))
-            rate = min(rate, cards * tier.rate())
-            alpha, half = max(alpha, tier.alpha), max(half, tier.half)
+            rate, alpha, half = min(rate, cards * tier.rate()), max(alpha, tier.alpha), max(half, tier.half)
             if self._joins(tier, block):
                 break
             below = tier
@@ -75,7 +82,7 @@ class Network:
         return tier is self.tiers[-1] or _together(tier, block) == block or 0 < self.world <= tier.span
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
-        """`size`: bytes of the whole result. A reduce-scatter is the same the other way round."""
+        """Returns the seconds of gathering `size` bytes in all. A reduce-scatter is the same the other way round."""
         if ranks == 1 or not size:
             return 0.0
         path = self.path(ranks, stride)
@@ -84,6 +91,7 @@ class Network:
     reduce_scatter = all_gather
 
     def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Returns the seconds of summing `size` bytes that every rank has, as a ring or as a tree."""
         if ranks == 1 or not size:
             return 0.0
         path = self.path(ranks, stride)
@@ -94,7 +102,7 @@ class Network:
         return min(ring, tree)
 
     def all_to_all(self, size: float, ranks: int, stride: int = 1) -> float:
-        """`size`: bytes that each rank has for all of them together, its own share included."""
+        """Returns the seconds of an exchange in which each rank has `size` bytes for all together, itself included."""
         if ranks == 1 or not size:
             return 0.0
         path, first = self.path(ranks, stride), self.tiers[0]
@@ -113,21 +121,47 @@ class Network:
         return tier.alpha + (size + tier.half) / tier.rate(2)
 
 
-_NETWORKS: dict[tuple[int, int], tuple[ClusterSpec, Network]] = {}
-
-
 def odd_world(cluster: ClusterSpec, world: int) -> int:
-    """The number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in them.
-    Else 0."""
+    """Returns the number of ranks, where it is no whole number of fast-link domains: then it matters how groups lie in
+    them. Else 0."""
     span = cluster.tiers[0].span
     return world if world < span or world % span else 0
 
 
+@lru_cache(64)
 def network_of(cluster: ClusterSpec, world: int) -> Network:
-    """One network for all layouts, because it remembers paths. `world`: as `odd_world` has it."""
-    found = _NETWORKS.get((id(cluster), world))
-    if found is None:
-        if len(_NETWORKS) > 64:
-            _NETWORKS.clear()
-        found = _NETWORKS[id(cluster), world] = (cluster, Network(cluster, world))
-    return found[1]
+    """Returns one network for all layouts, because it remembers paths. `world`: as `odd_world` has it."""
+    return Network(cluster, world)
+
+
+# Axes of a layout ---------------------------------------------------------------------------------------------------
+
+PARTS_OF_AXES = {
+    "tensor-parallel": "tp", "context-parallel": "cp", "expert-parallel": "ep", "data-parallel": "dp", "pipeline": "pp",
+}  # fmt: skip
+"""Parts of a step that are communication, and the axis that they are counted for."""
+
+
+class PlacedAxis(NamedTuple):
+    """One axis of a layout and where its groups lie."""
+
+    name: str
+    ranks: int
+    stride: int  # from one rank of a group to the next
+    link: Link  # the slowest that any group goes over
+    together: int  # ranks of a group that surely share one domain of the fastest link
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.ranks} over {self.link.name}, {self.together} per domain"
+
+
+def placement(cluster: ClusterSpec, plan: Plan) -> list[PlacedAxis]:
+    """Returns every axis that has more than one rank, in the order tp, cp, ep, dp, pp."""
+    network = network_of(cluster, odd_world(cluster, plan.world))
+    axes = [("tp", plan.tp, 1), ("cp", plan.cp, plan.tp), ("ep", plan.ep, 1), ("dp", plan.dp, plan.cp * plan.tp)]
+    found = []
+    for name, ranks, stride in (*axes, ("pp", plan.pp, plan.stage_world)):
+        if ranks > 1:
+            path = network.path(ranks, stride)
+            found.append(PlacedAxis(name, ranks, stride, path.link, path.inside))
+    return found

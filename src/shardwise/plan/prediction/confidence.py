@@ -1,13 +1,13 @@
 """How far a predicted step may be off, and what was never measured. No torch.
 
 intervals.toml holds what `benchmarks/planner_accuracy.py --intervals` found: measured over predicted time of published
-runs, by kind of job, and the range of everything that ran. Nothing here is chosen by hand. Read next: prediction.py.
+runs, by kind of job, and the range of everything that ran. Nothing here is chosen by hand. Read next: predict.py.
 """
 
 from __future__ import annotations
 
 import tomllib
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -20,13 +20,8 @@ FEW_NODES = measured("few_nodes")
 BUSY = measured("busy_share")
 
 
-@lru_cache(256)
-def _sizes(model: ModelSpec, seq_len: int) -> tuple[int, float]:
-    return model.num_parameters, model.flops_per_token(seq_len)
-
-
 def kind_of_job(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> str:
-    """Jobs whose predictions are off for the same reasons. On a CPU: as on one node."""
+    """Returns the name of the jobs whose predictions are off for the same reasons. On a CPU: as on one node."""
     if model.is_moe:
         return "experts"
     if plan.formats.is_fp8:
@@ -34,12 +29,13 @@ def kind_of_job(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: floa
     where = "one node" if cluster.nodes == 1 else "few nodes" if cluster.nodes <= FEW_NODES else "many nodes"
     flops = cluster.device.flops
     peak = max(flops.get("bf16", 0.0), flops.get("fp16", 0.0)) or max(flops.values())
-    done = _sizes(model, plan.seq_len)[1] * plan.tokens_per_step
+    done = model.flops_per_token(plan.seq_len) * plan.tokens_per_step
     return where if done >= BUSY * peak * plan.world * step_s else f"{where}, waiting"
 
 
 @cache
 def table() -> dict[str, Any]:
+    """Returns intervals.toml: `step`, factors by kind of job, and `seen`, the range of everything that ran."""
     return tomllib.loads(files("shardwise.plan.prediction").joinpath("intervals.toml").read_text(encoding="utf-8"))
 
 
@@ -71,20 +67,15 @@ def traits(model: ModelSpec, plan: Plan) -> list[str]:
 
 
 def outside(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> tuple[str, ...]:
-    """What of this job lies outside all runs that predictions were held against. Rates that were measured here speak
-    for themselves."""
+    """Returns in words what of this job lies outside all runs that predictions were held against. Rates that were
+    measured here speak for themselves."""
     seen, device = table()["seen"], cluster.device
     is_measured = cluster.origins.get("achievable") == "measured"
     found = [] if is_measured or device.name in seen["devices"] else [f"{device.name}: no run on it"]
     if device.kind == "cpu":  # published runs are of GPUs
         return tuple(found)
-    sizes = {
-        "nodes": cluster.nodes,
-        "devices": plan.world,
-        "sequence": plan.seq_len,
-        "parameters": model.num_parameters,
-    }
-    for name, size in sizes.items():
+    sizes = (cluster.nodes, plan.world, plan.seq_len, model.num_parameters)
+    for name, size in zip(("nodes", "devices", "sequence", "parameters"), sizes, strict=True):
         if size > seen["most"][name]:
             found.append(f"{name} {size:,}: measured up to {seen['most'][name]:,}")
     return (*found, *(f"{name}: no run with it" for name in traits(model, plan) if name not in seen["traits"]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.config.units import format_seconds
-from shardwise.plan.prediction.placement import PARTS_OF_AXES, placement
+from shardwise.plan.prediction.collectives import PARTS_OF_AXES, placement
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
@@ -18,7 +18,7 @@ DAY = 86400.0
 
 
 def binding_link(plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> tuple[str, float] | None:
-    """The link that most of the exposed communication waits for, and its seconds. None: nothing waits."""
+    """Returns the link that most of the exposed communication waits for, and its seconds; None: nothing waits."""
     waits: dict[str, float] = {}
     links = {axis.name: axis.link.name for axis in placement(cluster, plan)}
     for part, axis in PARTS_OF_AXES.items():
@@ -27,21 +27,12 @@ def binding_link(plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> tu
     return max(waits.items(), key=lambda item: item[1]) if waits else None
 
 
-def tokens_per_second(job: Job, prediction: Prediction) -> float:
-    return job.tokens_per_step / prediction.step_s
-
-
-def peak_flops(cluster: ClusterSpec, precision: str) -> float:
-    """Returns the peak of one device in FLOP/s, in the format that the matmuls run in."""
-    kind = PRECISIONS[precision].matmul
-    return cluster.device.flops.get(kind, max(cluster.device.flops.values()))
-
-
 def mfu(spec: ModelSpec, job: Job, plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> float:
-    """Useful model arithmetic over the peak; what is computed again does not count."""
-    work = spec.flops_per_token(job.seq_len) * job.tokens_per_step
+    """Returns useful model arithmetic over the peak in the format that the matmuls run in; what is computed again does
+    not count."""
+    work, flops = spec.flops_per_token(job.seq_len) * job.tokens_per_step, cluster.device.flops
     devices = plan.world * (plan.threads_per_rank if cluster.device.kind == "cpu" else 1)  # a core is a device
-    return work / (prediction.step_s * devices * peak_flops(cluster, plan.precision))
+    return work / (prediction.step_s * devices * flops.get(PRECISIONS[plan.precision].matmul, max(flops.values())))
 
 
 @dataclass(frozen=True)

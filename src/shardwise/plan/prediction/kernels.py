@@ -1,8 +1,8 @@
-"""Seconds of an operation on a device: products by tiles and waves, attention by kernel, passes by bytes. No torch.
+"""Seconds of an operation on a device: matmuls by tiles and waves, attention by kernel, passes by bytes. No torch.
 
     Pricer(device, precision, stack).seconds(work)
 
-A product's result is cut into tiles; every multiprocessor works on one at a time, so tiles run in waves, and the last
+A matmul's result is cut into tiles; every multiprocessor works on one at a time, so tiles run in waves, and the last
 wave is as long as a full one. Filling and draining a tile costs as much as a few more columns of k. On top there is the
 roofline: nothing is faster than its bytes. Passes run at the memory's rate once they are large. Constants below belong
 to GPU generations; where each comes from is said beside it. Invariant: seconds grow with m, n, k but for steps of whole
@@ -15,6 +15,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from shardwise.cluster.describe.table import known_devices
 from shardwise.plan.prediction.calibration import measured
@@ -63,13 +64,13 @@ FLASH_TAIL = measured("flash_tail")
 NARROW = measured("narrow_heads")
 GAP = measured("kernel_gap")
 PASS_HALF = measured("pass_half")
-UNALIGNED = dict(
-    zip((1, 2, 4), measured("unaligned"), strict=True)
-)  # by the largest power of two that divides all sides
+UNALIGNED = dict(zip((1, 2, 4), measured("unaligned"), strict=True))  # by the largest power of two in all sides
 POWER = measured("power_exponent")
 
 
 class Pricer:
+    """Prices of a device for one precision. It remembers matmuls: a layer has many twice, and so have layouts."""
+
     def __init__(self, device: Device, precision: str, stack: Stack, threads: int = 1):
         self.device, self.stack = device, stack
         self.generation = CPU if device.kind == "cpu" else GENERATIONS.get(device.capability[0], GENERATIONS[9])
@@ -79,12 +80,9 @@ class Pricer:
         self.size = {"fp64": 8, "fp32": 4}.get(kind, 2)
         self.threads = threads if device.kind == "cpu" else 1
         capped, rows = power_share(device), self.generation.rows if stack.fp8_rows else 1.0
-        self.exact_peak = self.threads * peak_flops(device, exact) * capped
-        self.peak = (
-            self.threads * device.flops[kind] * capped * self.generation.eight_bit * rows
-            if self.eight_bit
-            else self.exact_peak
-        )
+        self.peak = self.exact_peak = self.threads * peak_flops(device, exact) * capped
+        if self.eight_bit:
+            self.peak = self.threads * device.flops[kind] * capped * self.generation.eight_bit * rows
         self.name = exact
         self.bandwidth = self.threads * device.bandwidth * device.bandwidth_share
         self.launch = device.launch
@@ -95,12 +93,11 @@ class Pricer:
         self.sustained = min(1.0, self.generation.sustained * more)
         self.ceiling = self.generation.in_steps if stack.measured else 0.0
         self.chosen = CHOSEN if stack.chosen else 1.0
-        shares = self.generation.attention
-        is_faster = stack.attention == "flash4" and "flash4" in shares
-        self.faster = (
-            tuple(a / b for a, b in zip(shares["flash4"], shares["sdpa"], strict=True)) if is_faster else (1.0, 1.0)
-        )
-        self._matmuls: dict[Matmul, float] = {}  # a layer has many twice, and so have layouts
+        shares, self.faster = self.generation.attention, (1.0, 1.0)  # than torch's own kernel, forward and backward
+        if stack.attention == "flash4" and "flash4" in shares:
+            flash, usual = shares["flash4"], shares["sdpa"]
+            self.faster = flash[0] / usual[0], flash[1] / usual[1]
+        self.matmul = cache(self._matmul)
 
     def seconds(self, work: RankWork, backward: bool = False) -> float:
         """Returns the seconds on the device, one operation after the other."""
@@ -113,13 +110,8 @@ class Pricer:
         """Returns the seconds that the host takes to start it, while the device may be busy."""
         return work.launches * self.launch
 
-    def matmul(self, p: Matmul) -> float:
-        found = self._matmuls.get(p)
-        if found is None:
-            found = self._matmuls[p] = self._matmul(p)
-        return found
-
     def _matmul(self, p: Matmul) -> float:
+        """Returns the seconds of one matmul; asked as `matmul`, which remembers them."""
         generation, peak = self.generation, self.peak if p.in_eight else self.exact_peak
         size = 1 if self.eight_bit and p.in_eight else self.size
         moved = p.groups * (size * (p.m * p.k + p.k * p.n) + (8 if p.adds else self.size) * p.m * p.n)
@@ -146,6 +138,7 @@ class Pricer:
         return max(computed, moved / self.bandwidth)
 
     def attention(self, a: AttentionCore, backward: bool = False) -> float:
+        """Returns the seconds of attention's own kernel, forward or backward."""
         flops = a.flops * (2.5 if backward else 1.0)
         curve = self.curves.get(f"attention{'-backward' * backward}/{self.name}")
         if curve:
@@ -154,12 +147,10 @@ class Pricer:
         if self.device.kind == "cpu":
             share = self.generation.attention["flash2"][backward]
             return flops / (self.exact_peak * self.device.achievable * share)
-        known = self.generation.attention
-        kernel = (
-            "flash2" if a.masked else self.stack.attention
-        )  # torch's memory-efficient kernel, the one that takes masks
+        # The kernel that takes masks is torch's memory-efficient one.
+        known, kernel = self.generation.attention, "flash2" if a.masked else self.stack.attention
         share = known.get(kernel, known["flash2"])[backward]
-        # Narrow heads leave the units of the softmax busier than those of the products.
+        # Narrow heads leave the units of the softmax busier than those of the matmuls.
         width = min(1.0, (a.width + a.value_width) / 256) ** NARROW.get(kernel, NARROW["other"])
         rate = self.exact_peak * share * width
         # Tiles on the diagonal are computed whole. The last rows see all keys and end last, when most units have
@@ -168,10 +159,10 @@ class Pricer:
         longest = FLASH_TILE * a.keys * (a.width + a.value_width) * 2.0 * (2.5 if backward else 1.0)
         computed = (flops * diagonal + FLASH_TAIL[backward] * longest * self.device.units) / rate
         moved = self.size * a.rows * a.queries * (a.heads * (a.width + a.value_width) + 2 * a.kv_heads * a.width)
-        beside = (
-            self.generation.beside * a.rows * a.queries * a.heads * a.width if kernel in BESIDE and backward else 0.0
-        )
-        return max(computed, moved * (2 + 2 * backward) / self.bandwidth) + beside / self.bandwidth
+        least = max(computed, moved * (2 + 2 * backward) / self.bandwidth)
+        if kernel not in BESIDE or not backward:
+            return least
+        return least + self.generation.beside * a.rows * a.queries * a.heads * a.width / self.bandwidth
 
     def pass_(self, size: float) -> float:
         """Returns the seconds of one kernel that reads and writes `size` bytes."""
@@ -181,14 +172,16 @@ class Pricer:
 
 
 def power_share(device: Device) -> float:
-    """Clocks of a card that is capped below its data sheet. Power grows faster than the clock: an A100-PCIe with 300 W
-    reaches 0.93 of what the one with 400 W does (calib_mamf_stas.csv), which is the fourth root."""
+    """Returns the share of its clocks that a card keeps which is capped below its data sheet. Power grows faster than
+    the clock: an A100-PCIe with 300 W reaches 0.93 of what the one with 400 W does (calib_mamf_stas.csv), which is the
+    fourth root."""
     usual = known_devices().get(device.name, {}).get("watts", 0.0)
     return min(1.0, device.watts / usual) ** POWER if usual and device.watts else 1.0
 
 
 def peak_flops(device: Device, kind: str) -> float:
-    """A card without a format takes a wider one; fp64 without its own line runs at half of fp32."""
+    """Returns the peak in FLOP/s. A card without a format takes a wider one; fp64 without its own line runs at half of
+    fp32."""
     order = {"bf16": ("fp16", "tf32", "fp32"), "fp16": ("bf16", "tf32", "fp32"), "tf32": ("fp32",), "fp64": ()}
     for name in (kind, *order.get(kind, ())):
         if name in device.flops:
@@ -199,9 +192,8 @@ def peak_flops(device: Device, kind: str) -> float:
 
 
 def interpolate(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Between measured points, on logarithmic scales; outside of them the nearest one."""
-    places = [x for x, _ in points]
-    right = bisect_left(places, at)
+    """Returns the value between measured points, on logarithmic scales; outside of them the nearest one's."""
+    right = bisect_left([x for x, _ in points], at)
     if right == 0 or right == len(points):
         return points[min(right, len(points) - 1)][1]
     (x0, y0), (x1, y1) = points[right - 1], points[right]

@@ -8,6 +8,7 @@ stack; only the rest is counted. Read next: step_time.py, which adds layers up t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardwise.plan.prediction.calibration import measured
@@ -19,14 +20,16 @@ from shardwise.plan.prediction.work import RankShape, Training
 from shardwise.spec.job import Job
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.schema import AdapterConfig
 
-SLOWED = measured("slowed_by_collectives")
 FSDP_LAUNCHES = measured("fsdp_launches")
 CHECKPOINT_LAUNCHES = measured("checkpoint_launches")
 COLLECTIVE_LAUNCHES = measured("collective_launches")
 
 
 class LayerTime(NamedTuple):
+    """Seconds of one layer, or of several, and one micro-batch."""
+
     forward: float = 0.0
     inputs: float = 0.0
     weights: float = 0.0
@@ -56,6 +59,7 @@ class LayerTime(NamedTuple):
 
 
 def add(times: Iterable[LayerTime]) -> LayerTime:
+    """Returns the seconds of all of these one after another."""
     return LayerTime(*map(sum, zip(*times, strict=True)))
 
 
@@ -64,10 +68,11 @@ class LayerTimes:
 
     def __init__(self, model: ModelSpec, network: Network, pricer: Pricer, job: Job, plan: Plan, stack: Stack):
         self.model, self.plan, self.stack, self.network, self.pricer = model, plan, stack, network, pricer
-        tokens = -(-plan.seq_len // plan.cp)
+        self.adapter = adapter = job.adapter
+        has_adapters = adapter.kind != "none"
         self.shape = RankShape(
             rows=plan.micro_batch,
-            tokens=tokens,
+            tokens=-(-plan.seq_len // plan.cp),
             seq_len=plan.seq_len,
             tp=plan.tp,
             sequence=plan.sequence,
@@ -75,12 +80,12 @@ class LayerTimes:
             ulysses=plan.cp if plan.cp_kind == "ulysses" else 1,
             size=self.pricer.size,
             eight_bit=self.pricer.eight_bit,
-            trains={"none": "all"}.get(job.adapter.kind, job.adapter.kind),
-            adapters=adapted(job) if job.adapter.kind != "none" else (),
-            rank=job.adapter.rank if job.adapter.kind != "none" else 0,
-            drops=job.adapter.dropout > 0,
+            trains=adapter.kind if has_adapters else "all",
+            adapters=adapted(adapter) if has_adapters else (),
+            rank=adapter.rank if has_adapters else 0,
+            drops=adapter.dropout > 0,
         )
-        self.known: dict[object, LayerTime] = {}
+        self._layers: dict[object, LayerTime] = {}
         self._once: dict[object, tuple[Training, LayerTime]] = {}  # of a kind of layer, whatever is computed again
         self.are_alike = len({(layer.window, layer.is_moe, layer.ffn) for layer in model.layers}) == 1
         self.stages: dict[tuple[tuple[int, ...], str], Any] = {}  # by split and recomputation: step_time.py's
@@ -88,26 +93,23 @@ class LayerTimes:
     def layer(self, layer: LayerSpec, again: bool) -> LayerTime:
         """Returns the seconds of one layer and micro-batch. `again`: it is recomputed as a whole."""
         key = (layer.window, layer.is_moe, layer.ffn, again)
-        found = self.known.get(key)
+        found = self._layers.get(key)
         if found is None:
-            found = self.known[key] = self._layer(layer, again)
+            found = self._layers[key] = self._layer(layer, again)
         return found
 
+    @cached_property
     def ends(self) -> tuple[LayerTime, LayerTime]:
-        """Returns the seconds of the embedding and of the head."""
-        first = self.known.get("embedding")
-        if first is None:
-            first = self.known["embedding"] = self._compute(embedding_work(self.model, self.shape, self.stack))
-            head = self._compute(head_work(self.model, self.shape, self.stack))
-            # The head's input is gathered or its gradient summed, and each token's largest logit and sums meet.
-            tensor = self._region() / 2
-            head = head._replace(tensor_forward=tensor + 3 * self._small(), tensor_backward=tensor)
-            self.known["head"] = head
-            if self.plan.tp > 1:
-                self.known["embedding"] = first = first._replace(tensor_forward=tensor)
-        return first, self.known["head"]
+        """The seconds of the embedding and of the head."""
+        first = self._compute(embedding_work(self.model, self.shape, self.stack))
+        head = self._compute(head_work(self.model, self.shape, self.stack))
+        # The head's input is gathered or its gradient summed, and each token's largest logit and sums meet.
+        tensor, meets = self._region() / 2, 3 * self.network.all_reduce(self.shape.here * 4, self.plan.tp)
+        head = head._replace(tensor_forward=tensor + meets, tensor_backward=tensor)
+        return first._replace(tensor_forward=tensor), head
 
     def stage(self, layers: Iterable[tuple[LayerSpec, bool]]) -> LayerTime:
+        """Returns the seconds of several layers, each with whether it is recomputed as a whole."""
         counted: dict[tuple[int | None, bool, int, bool], list[Any]] = {}
         for layer, again in layers:
             key = (layer.window, layer.is_moe, layer.ffn, again)
@@ -124,21 +126,18 @@ class LayerTimes:
     # One layer ----------------------------------------------------------------------------------------------------
 
     def _layer(self, layer: LayerSpec, again: bool) -> LayerTime:
+        """Returns what `layer` remembers."""
         kind, price = (layer.window, layer.is_moe, layer.ffn), self.pricer
         if kind not in self._once:
             work = layer_work(self.model, layer, self.shape, self.stack)
             self._once[kind] = work, self._compute(work, num_tensors(self.model, layer))
         work, time = self._once[kind]
         repeated = self.stack.repeated(work, again, self.plan.recomputes.is_selective)
-        one = price.launch
-        host = self._calls(layer) * one
-        more = price.host_seconds(repeated) + (2 * host + CHECKPOINT_LAUNCHES * one if again else host)
-        time = time._replace(
-            again=price.seconds(repeated),
-            host_forward=time.host_forward + host,
-            host_backward=time.host_backward + more,
-        )
-        return self._collectives(layer, work, time, again)
+        host = self._calls(layer) * price.launch
+        more = price.host_seconds(repeated) + (2 * host + CHECKPOINT_LAUNCHES * price.launch if again else host)
+        forward, backward = time.host_forward + host, time.host_backward + more
+        time = time._replace(again=price.seconds(repeated), host_forward=forward, host_backward=backward)
+        return time._replace(**self._collectives(layer, work, time.weights, again))
 
     def _calls(self, layer: LayerSpec) -> int:
         """Returns the number of operations around the collectives of a forward pass."""
@@ -148,12 +147,9 @@ class LayerTimes:
         return tensor + gather * ((plan.cp > 1) * ring + 2 * (plan.ep > 1 and layer.is_moe))
 
     def _compute(self, work: Training, tensors: int = 1) -> LayerTime:
-        price = self.pricer
-        hooks = (
-            (FSDP_LAUNCHES[0] + FSDP_LAUNCHES[1] * tensors) * price.launch
-            if self.plan.uses_fsdp and self.stack.casts_gathered
-            else 0.0
-        )
+        """Returns the seconds without collectives and what is computed again. `tensors`: parameters, one by one."""
+        price, is_gathered = self.pricer, self.plan.uses_fsdp and self.stack.casts_gathered
+        hooks = (FSDP_LAUNCHES[0] + FSDP_LAUNCHES[1] * tensors) * price.launch if is_gathered else 0.0
         return LayerTime(
             forward=price.seconds(work.forward),
             inputs=price.seconds(work.inputs, backward=True),
@@ -162,7 +158,9 @@ class LayerTimes:
             host_backward=price.host_seconds(work.inputs) + price.host_seconds(work.weights) + hooks,
         )
 
-    def _collectives(self, layer: LayerSpec, work: Training, time: LayerTime, again: bool) -> LayerTime:
+    def _collectives(self, layer: LayerSpec, work: Training, weights: float, again: bool) -> dict[str, float]:
+        """Returns the exposed seconds of the layer's collectives, by field of `LayerTime`. `weights`: seconds of the
+        matmuls for weight gradients."""
         plan, stack = self.plan, self.stack
         found: dict[str, float] = {}
         if plan.tp > 1:
@@ -171,20 +169,20 @@ class LayerTimes:
             if again:
                 repeated = forward * (2 * regions - 1) / (2 * regions) if stack.stops_early else forward
             matmuls = sum(self.pricer.matmul(p) for p in work.forward.matmuls)
-            both_ways = stack.tensor_seconds(forward, repeated, matmuls, time.weights, plan.sequence)
+            both_ways = stack.tensor_seconds(forward, repeated, matmuls, weights, plan.sequence)
             found |= {"tensor_forward": both_ways[0], "tensor_backward": both_ways[1]}
         if plan.cp > 1:
-            forward, backward = self._context(time, work)
+            forward, backward = self._context(work)
             found |= {"context_forward": forward, "context_backward": backward + (forward if again else 0.0)}
         if plan.ep > 1 and layer.is_moe:
             routed_tokens = self.shape.outside * self.model.experts_per_token
             one = self.network.all_to_all(routed_tokens * self.model.hidden * self.shape.size, plan.ep)
             found |= {"expert_forward": 2 * one, "expert_backward": 2 * one * (2 if again else 1)}
-        return time._replace(**found)
+        return found
 
     def _region(self) -> float:
-        """Into and out of one tensor-parallel region, in one direction: an all-reduce, or a gathering and a scattering
-        sum."""
+        """Returns the seconds into and out of one tensor-parallel region, in one direction: an all-reduce, or an
+        all-gather and a reduce-scatter."""
         if self.plan.tp == 1:
             return 0.0
         size = self.shape.here * self.model.hidden * self.shape.size
@@ -193,35 +191,25 @@ class LayerTimes:
             return both + (2 * self.pricer.pass_(2.0 * size) if self.stack.batch_first and self.shape.rows > 1 else 0.0)
         return self.network.all_reduce(size, self.plan.tp)
 
-    def _small(self) -> float:
-        return self.network.all_reduce(self.shape.here * 4, self.plan.tp) if self.plan.tp > 1 else 0.0
-
-    def _context(self, time: LayerTime, work: Training) -> tuple[float, float]:
-        plan, model = self.plan, self.model
-        heads = -(-model.num_kv_heads // plan.tp)
-        elements = self.shape.here * heads * (model.head_dim + model.value_dim)
-        size = self.shape.size
+    def _context(self, work: Training) -> tuple[float, float]:
+        """Returns the exposed seconds of a layer's context-parallel exchanges, forward and backward."""
+        plan, model, size = self.plan, self.model, self.shape.size
+        elements = self.shape.here * -(-model.num_kv_heads // plan.tp) * (model.head_dim + model.value_dim)
         if plan.cp_kind == "ulysses":
             queries = self.shape.here * model.num_heads // plan.tp * model.head_dim
             one = self.network.all_to_all((queries + elements) * size, plan.cp, plan.tp)
             out = self.network.all_to_all(queries * size, plan.cp, plan.tp)
             return one + out, one + out
         # A ring: keys and values go round while attention works on the piece before; in backward their gradients too.
-        distance = plan.tp if plan.cp * plan.tp <= self.network.tiers[0].span else self.network.tiers[0].span
-        hop = self.network.send(elements * size, distance)
-        back = self.network.send(elements * size * 3, distance)
-        attention = sum(self.pricer.attention(a) for a in work.forward.attention) / plan.cp
-        backward = sum(self.pricer.attention(a, True) for a in work.forward.attention) / plan.cp
-        steps = plan.cp - 1
-        return steps * max(0.0, hop - attention), steps * max(0.0, back - backward)
+        span, steps, cores = self.network.tiers[0].span, plan.cp - 1, work.forward.attention
+        distance = plan.tp if plan.cp * plan.tp <= span else span
+        hop, back = (self.network.send(elements * size * times, distance) for times in (1, 3))
+        attention, backward = (sum(self.pricer.attention(a, is_back) for a in cores) for is_back in (False, True))
+        return steps * max(0.0, hop - attention / plan.cp), steps * max(0.0, back - backward / plan.cp)
 
 
-def adapted(job: Job) -> tuple[int, ...]:
-    """Which of a plain layer's matmuls (q, k, v, o, gate, up, down) have adapters."""
-    names = ("q", "k", "v", "o", "gate", "up", "down")
-    targets = job.adapter.targets
-    if "all-linear" in targets:
-        return tuple(range(len(names)))
-    return tuple(
-        index for index, name in enumerate(names) if any(name in (t, t.removesuffix("_proj")) for t in targets)
-    )
+def adapted(adapter: AdapterConfig) -> tuple[int, ...]:
+    """Returns which of a plain layer's matmuls have adapters, by their number."""
+    names, targets = ("q", "k", "v", "o", "gate", "up", "down"), adapter.targets
+    asked = names if "all-linear" in targets else {*targets, *(target.removesuffix("_proj") for target in targets)}
+    return tuple(index for index, name in enumerate(names) if name in asked)

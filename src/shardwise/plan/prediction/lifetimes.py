@@ -25,10 +25,9 @@ from shardwise.plan.prediction.activations import (
     segments,
 )
 from shardwise.plan.prediction.calibration import measured
-from shardwise.plan.prediction.offloaded import offloaded, pinned_share
 from shardwise.plan.prediction.rank_share import RankShare, numbers_of, stages_of
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, RankStates, states_of
+from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, Groups, RankStates, offloaded, states_of
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import StageMemory
@@ -289,6 +288,16 @@ def _as_saved(share: RankShare, device: str) -> ModelSpec:
 @lru_cache(256)
 def _with_layer_norms(spec: ModelSpec) -> ModelSpec:
     return replace(spec, norm="layer")
+
+
+def pinned_share(share: RankShare, plan: Plan, column: int) -> float:
+    """Returns the bytes of pinned CPU memory for each byte of activations that is offloaded. torch rounds every pinned
+    tensor up to a power of two (ATen/core/CachingHostAllocator.h). With full recomputation only hidden states travel;
+    else about two tensors of that width for each that is as wide as the feed-forward layer. `column`: bytes of a tensor
+    that is one element wide."""
+    hidden, ffn = share.spec.hidden * column, share.layers[0].ffn * column
+    tensors = [hidden] if plan.recompute == "full" else [hidden, hidden, ffn]
+    return sum(1 << (size - 1).bit_length() for size in tensors) / sum(tensors)
 
 
 def held_bytes(between: int, tokens: int, precision: str, in_flight: int, virtual_stages: int) -> int:

@@ -14,7 +14,7 @@ from shardwise.cluster.measure.blocks import BlockTimes
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.rank_share import rank_shares
 from shardwise.plan.prediction.stack import OURS
-from shardwise.plan.prediction.state_time import optimizer_seconds
+from shardwise.plan.prediction.state_time import optimizer_passes
 from shardwise.plan.prediction.step_time import STEP_HOST, step_seconds
 from shardwise.spec.cluster import ClusterSpec, Curve, Device
 from shardwise.spec.job import Job
@@ -25,7 +25,7 @@ CURVE_SIZES = tuple(4.0**power for power in range(6, 18))  # bytes of passes ove
 
 
 def scaled_cluster(cluster: ClusterSpec, spec: ModelSpec, plan: Plan, job: Job, times: BlockTimes) -> ClusterSpec:
-    """The cluster with rates by which the blocks and the optimizer are predicted to take as long as they did."""
+    """Returns the cluster whose rates predict for the blocks and the optimizer what they took."""
     one = replace(cluster, per_node=1, tiers=(replace(cluster.tiers[0], span=1),))
     alone, device, slower = replace(job, adapter=Job(1, 1).adapter), cluster.device, 1.0
     points = _optimizer_points(spec, plan, job, times)
@@ -39,13 +39,9 @@ def scaled_cluster(cluster: ClusterSpec, spec: ModelSpec, plan: Plan, job: Job, 
 
 
 def _slower(device: Device, slower: float, points: Curve) -> Device:
-    """Everything takes `slower` times as long, but for passes of the sizes in `points`."""
-    scaled = replace(
-        device,
-        achievable=device.achievable / slower,
-        bandwidth=device.bandwidth / slower,
-        launch=device.launch * slower,
-    )
+    """Returns the device on which everything takes `slower` times as long, but for passes of the sizes in `points`."""
+    achievable, bandwidth, launch = device.achievable / slower, device.bandwidth / slower, device.launch * slower
+    scaled = replace(device, achievable=achievable, bandwidth=bandwidth, launch=launch)
     if not points:
         return scaled
     price = Pricer(scaled, "fp32", OURS)
@@ -54,25 +50,12 @@ def _slower(device: Device, slower: float, points: Curve) -> Device:
     return replace(scaled, curves=MappingProxyType({"elementwise": tuple(sorted((*usual, *points)))}))
 
 
-class _Sizes(Pricer):
-    """Notes the sizes of passes over memory, in bytes, instead of pricing them."""
-
-    def __init__(self) -> None:
-        self.sizes: list[float] = []
-
-    def pass_(self, size: float) -> float:
-        self.sizes.append(size)
-        return size
-
-
 def _optimizer_points(spec: ModelSpec, plan: Plan, job: Job, times: BlockTimes) -> Curve:
-    """The rate of the optimizer's passes over memory, bytes per second at the sizes in bytes that they have in a
-    step."""
+    """Returns the rate of the optimizer's passes over memory: bytes per second at the sizes in bytes that they have in
+    a step."""
     if times.optimizer_s is None:
         return ()
     threads = plan.threads_per_rank if plan.device == "cpu" else 1
-    moved = optimizer_seconds(times.elements, 1, _Sizes(), plan, job, OURS)
+    rate = sum(optimizer_passes(times.elements, plan, job.optimizer, OURS)) / times.optimizer_s / threads
     owned = max(share.num_parameters for share in rank_shares(spec, plan)) / plan.state_shards
-    step = _Sizes()
-    optimizer_seconds(owned, 1, step, plan, job, OURS)
-    return tuple((size, moved / times.optimizer_s / threads) for size in sorted(step.sizes))
+    return tuple((size, rate) for size in sorted(optimizer_passes(owned, plan, job.optimizer, OURS)))

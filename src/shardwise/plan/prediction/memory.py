@@ -1,4 +1,5 @@
-"""Memory of every rank along the pipeline at its peak, by what lives there. No torch.
+"""Memory of every rank along the pipeline at its peak, by what lives there, and with activations as they were measured.
+No torch.
 
 Read next: lifetimes.py (which moment is the peak), states.py (weights, gradients, optimizer), activations.py,
 rank_share.py.
@@ -9,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.plan.prediction.lifetimes import activations_of, beside_adapters, rank_memory
-from shardwise.plan.prediction.offloaded import offloaded
+from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE, APART, activations_of, beside_adapters, rank_memory
 from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.states import groups_of
+from shardwise.plan.prediction.states import groups_of, offloaded
 from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.job import WHOLE
 from shardwise.spec.model import ModelSpec
@@ -61,12 +61,13 @@ def predict_stages(
 
 
 def fullest(stages: tuple[StageMemory, ...]) -> StageMemory:
+    """Returns the memory of the rank that holds most."""
     return max(stages, key=lambda stage: stage.peak)
 
 
 def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig = WHOLE) -> dict[str, int]:
-    """Bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU, offloaded states and
-    pinned activations of all micro-batches in flight; `disk`."""
+    """Returns the bytes of the fullest rank that are not on its device: `host`, in CPU memory beside a GPU, offloaded
+    states and pinned activations of all micro-batches in flight; `disk`."""
     found = {"host": 0, "disk": 0}
     if plan.offload == "none" and not plan.activation_offload:
         return found
@@ -79,3 +80,19 @@ def predict_elsewhere(spec: ModelSpec, plan: Plan, optimizer: str, adapter: Adap
             away["host"] += activations_of(share, plan, beside_adapters(stack, groups)).away
         found = {name: max(size, away[name]) for name, size in found.items()}
     return found
+
+
+# With measured activations (run/micro_batch_search.py) ----------------------------------------------------------------
+
+
+def states_bytes(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig) -> int:
+    """Returns the bytes that the fullest rank holds besides activations and temporaries, as predicted."""
+    parts = predict_memory(spec, plan, optimizer, adapter)
+    return sum(size for name, size in parts.items() if name not in ("activations", "allocator", APART))
+
+
+def measured_need(spec: ModelSpec, plan: Plan, states: int, activations: int, temporary: int, pp_rank: int) -> int:
+    """Returns the bytes of a rank of this pipeline stage that runs `plan`, beside `states`: one micro-batch's
+    activations as measured, as often as the schedule holds them, and its temporaries."""
+    held = activations * rank_shares(spec, plan)[pp_rank].in_flight(plan) // plan.virtual_stages
+    return states + held + max(temporary, int(ALLOCATOR_SHARE[plan.device] * held))

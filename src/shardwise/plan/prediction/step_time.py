@@ -12,19 +12,20 @@ state_time.py, pipeline_time.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from shardwise.plan.prediction.activations import layer_activations
 from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.collectives import network_of, odd_world, usual_span
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
-from shardwise.plan.prediction.offloaded import host_rate, offload_seconds
 from shardwise.plan.prediction.pipeline_time import Simulate, least_pipeline_seconds, pipeline_seconds
 from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
 from shardwise.plan.prediction.stack import Stack
-from shardwise.plan.prediction.state_time import StateTime, optimizer_seconds, state_time
+from shardwise.plan.prediction.state_time import StateTime, host_rate, offload_seconds, optimizer_seconds, state_time
 from shardwise.plan.prediction.states import groups_of
 from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.cluster import ClusterSpec
@@ -43,8 +44,7 @@ def straggler_share(cluster: ClusterSpec, world: int) -> float:
     return STRAGGLER * ((-(-world // cluster.per_node)).bit_length() - 1)
 
 
-@dataclass(frozen=True)
-class StageTime:
+class StageTime(NamedTuple):
     """Seconds of one micro-batch through one stage."""
 
     layers: LayerTime
@@ -67,30 +67,27 @@ def step_seconds(
     apart: bool = True,
     simulate: Simulate = pipeline_seconds,
 ) -> dict[str, float]:
-    """Seconds by part; their sum is the step. `apart`: tells waiting for sends between stages from waiting, which takes
-    as long again. `simulate`: how long the pipeline takes, from the prices of its stages."""
-    stack = stack or stack_of(plan)
-    times = layer_times(model, cluster, job, plan, stack)
-    stages = stage_times(model, plan, times)
-    shares = rank_shares(model, plan)
+    """Returns seconds by part; their sum is the step. `apart`: tells waiting for sends between stages from waiting,
+    which takes as long again. `simulate`: how long the pipeline takes, from the prices of its stages."""
+    times = layer_times(model, cluster, job, plan, stack or stack_of(plan))
+    stages, shares = stage_times(model, plan, times), rank_shares(model, plan)
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages) if plan.pp > 1 else (0,)
     mine = [[stage for stage, owner in zip(stages, owners, strict=True) if owner == rank] for rank in range(plan.pp)]
-    states = _rank_states(shares, model, mine, cluster, job, plan, stack, times)
+    states = _state_times(shares, mine, cluster, plan, times)
     busy = [
         sum(stage.forward + stage.backward for stage in rank_stages) + state.each_forward + state.each_backward
         for rank_stages, state in zip(mine, states, strict=True)
     ]
     slowest = max(range(plan.pp), key=busy.__getitem__)
-    parts = _rank_parts(mine[slowest], states[slowest], plan)
+    parts = _rank_parts(mine[slowest], states[slowest], plan.num_microbatches)
     if plan.pp > 1:
-        parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, stack, apart, simulate)
-    state = states[slowest]
-    parts["data-parallel"] = parts.get("data-parallel", 0.0) + max(s.once for s in states)
+        parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, apart, simulate)
+    parts["data-parallel"] += max(state.once for state in states)
     if plan.pp > 1 and model.tied:
-        parts["data-parallel"] += _tied_seconds(model, plan, times, stack)
-    parts["compute"] += state.casts_once
-    trained = max(trained_parameters(share, model, job, plan) for share in shares)
-    parts["optimizer"] = optimizer_seconds(trained, 1, times.pricer, plan, job, stack)
+        parts["data-parallel"] += _tied_seconds(plan, times)
+    parts["compute"] += states[slowest].casts_once
+    trained = max(trained_parameters(share, times, plan) for share in shares)
+    parts["optimizer"] = optimizer_seconds(trained, times, plan, job.optimizer)
     parts["offload"] = offload_seconds(trained, plan, cluster.per_node)
     if plan.activation_offload:
         parts["offload"] += plan.num_microbatches * paging_seconds(shares[slowest], mine[slowest], cluster, plan, times)
@@ -102,71 +99,62 @@ def step_seconds(
 def least_step_seconds(
     model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None
 ) -> float:
-    """The step's own price with the least that its pipeline can take in place of the simulation. Without a pipeline it
-    is the step."""
+    """Returns the step's own price with the least that its pipeline can take in place of the simulation. Without a
+    pipeline it is the step."""
     return sum(step_seconds(model, cluster, job, plan, stack, False, least_pipeline_seconds).values())
 
 
-def trained_parameters(share: RankShare, model: ModelSpec, job: Job, plan: Plan) -> float:
+def trained_parameters(share: RankShare, times: LayerTimes, plan: Plan) -> float:
     """Returns the number of parameters that a rank updates."""
-    trained = groups_of(share, model, job.adapter).whole.trained
-    experts = share.spread_parameters if job.adapter.kind == "none" else 0
+    trained = groups_of(share, times.model, times.adapter).whole.trained
+    experts = share.spread_parameters if times.adapter.kind == "none" else 0
     return (trained - experts) / plan.state_shards + experts / plan.expert_shards
 
 
-Owners = tuple[ModelSpec, ClusterSpec, Stack]
-_RECENT: dict[object, tuple[Owners, LayerTimes]] = {}
-_PRICERS: dict[tuple[object, ...], tuple[ClusterSpec, Stack, Pricer]] = {}
+# Stages -------------------------------------------------------------------------------------------------------------
+
+_TIMES: dict[object, LayerTimes] = {}
 
 
 def layer_times(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack) -> LayerTimes:
-    """Layouts that cut layers alike share their prices. The objects are kept with them, so that their ids stay
-    theirs."""
+    """Returns the prices of a layout's layers. Layouts that cut layers alike share them."""
+    world = _odd_groups(cluster, plan)
     cut = (plan.tp, plan.sequence, plan.cp, plan.cp_kind, plan.ep, plan.uses_fsdp, plan.recomputes.is_selective)
-    size = (plan.precision, plan.micro_batch, plan.seq_len, plan.threads_per_rank, _odd_groups(cluster, plan))
-    key = (id(model), id(cluster), id(stack), job.adapter, cut, size)
-    found = _RECENT.get(key)
+    size = (plan.precision, plan.micro_batch, plan.seq_len, plan.threads_per_rank, world)
+    key = (model, cluster, stack, job.adapter, cut, size)
+    found = _TIMES.get(key)
     if found is None:
-        if len(_RECENT) > 2048:
-            _RECENT.clear()
-        found = _RECENT[key] = (
-            (model, cluster, stack),
-            LayerTimes(
-                model, network_of(cluster, _odd_groups(cluster, plan)), _pricer(cluster, plan, stack), job, plan, stack
-            ),
-        )
-    return found[1]
+        if len(_TIMES) > 2048:
+            _TIMES.clear()
+        pricer = _pricer(cluster, plan.precision, stack, plan.threads_per_rank)
+        found = _TIMES[key] = LayerTimes(model, network_of(cluster, world), pricer, job, plan, stack)
+    return found
 
 
-def _pricer(cluster: ClusterSpec, plan: Plan, stack: Stack) -> Pricer:
+@lru_cache(16)
+def _pricer(cluster: ClusterSpec, precision: str, stack: Stack, threads: int) -> Pricer:
     """Returns one pricer for all layouts, because it remembers."""
-    key = (id(cluster), id(stack), plan.precision, plan.threads_per_rank)
-    found = _PRICERS.get(key)
-    if found is None:
-        if len(_PRICERS) > 16:
-            _PRICERS.clear()
-        pricer = Pricer(cluster.device, plan.precision, stack, plan.threads_per_rank)
-        found = _PRICERS[key] = (cluster, stack, pricer)
-    return found[2]
+    return Pricer(cluster.device, precision, stack, threads)
 
 
 def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
-    """The same for the sends inside of layers: only groups that fit into a domain and do not divide it mind."""
+    """Returns `odd_world` for the sends inside of layers: only groups that fit into a domain and do not divide it
+    mind."""
     span, usual = cluster.tiers[0].span, usual_span(cluster.tiers[0])
     is_odd = any(n < span and span % n and usual % n for n in (plan.tp, plan.tp * plan.cp, plan.ep))
     return odd_world(cluster, plan.world) if is_odd else 0
 
 
 def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes) -> list[StageTime]:
-    """In model order. Layouts that split layers alike share them; who changes the list makes a copy."""
-    before = times.stages.get((plan.split, plan.recompute))
-    if before is not None:
-        return before
+    """Returns the seconds of every stage, in model order. Layouts that split layers alike share them; who changes the
+    list makes a copy."""
+    found = times.stages.get((plan.split, plan.recompute))
+    if found is not None:
+        return found
     ranges = [range(stop - number, stop) for number, stop in zip(plan.split, accumulate(plan.split), strict=True)]
     ranges = ranges or [range(model.num_layers)]
-    first, last = times.ends()
-    found: list[StageTime] = []
-    known: dict[object, StageTime] = {}
+    first, last = times.ends
+    found, known = [], {}
     for number, layers in enumerate(ranges):
         parts = segments(plan.recompute, layers)
         ends = [first] * (number == 0) + [last] * (number == len(ranges) - 1)
@@ -181,42 +169,36 @@ def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes) -> list[StageTi
 
 
 def stage_time(layers: LayerTime) -> StageTime:
-    forward, backward = layers.device_forward, layers.device_backward
+    """Returns the seconds of a stage with these layers: as long as the device or the host takes."""
+    forward, backward, weights = layers.device_forward, layers.device_backward, layers.weights
     wait_forward, wait_backward = max(0.0, layers.host_forward - forward), max(0.0, layers.host_backward - backward)
-    weights = layers.weights
-    return StageTime(
-        layers, forward + wait_forward, backward + wait_backward - weights, weights, wait_forward + wait_backward
-    )
+    inputs, waits = backward + wait_backward - weights, wait_forward + wait_backward
+    return StageTime(layers, forward + wait_forward, inputs, weights, waits)
 
 
-def _rank_states(
-    shares: tuple[RankShare, ...],
-    model: ModelSpec,
-    mine: Sequence[Sequence[StageTime]],
-    cluster: ClusterSpec,
-    job: Job,
-    plan: Plan,
-    stack: Stack,
-    times: LayerTimes,
+# Ranks --------------------------------------------------------------------------------------------------------------
+
+
+def _state_times(
+    shares: tuple[RankShare, ...], mine: list[list[StageTime]], cluster: ClusterSpec, plan: Plan, times: LayerTimes
 ) -> list[StateTime]:
-    """One per rank along the pipeline; ranks that hold and compute as much have one price."""
+    """Returns one for each rank along the pipeline; ranks that hold and compute as much have one price."""
     network = network_of(cluster, odd_world(cluster, plan.world))
-    kinds = alike(shares) if job.adapter.kind == "none" else range(plan.pp)
+    kinds = alike(shares) if times.adapter.kind == "none" else range(plan.pp)
     known: dict[tuple[int, float, float], StateTime] = {}
     found = []
     for kind, share, stages in zip(kinds, shares, mine, strict=True):
         forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
         key = (kind, forward, backward)
         if key not in known:
-            whole = groups_of(share, model, job.adapter).whole
-            known[key] = state_time(share, [whole], forward, backward, cluster, network, times.pricer, plan, stack)
+            known[key] = state_time(share, forward, backward, network, times, plan)
         found.append(known[key])
     return found
 
 
-def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> dict[str, float]:
+def _rank_parts(stages: Sequence[StageTime], state: StateTime, number: int) -> dict[str, float]:
+    """Returns the seconds of a rank by part, of `number` micro-batches."""
     layers = add([stage.layers for stage in stages])
-    number = plan.num_microbatches
     return {
         "compute": number * (layers.forward + layers.backward + state.casts_forward + state.casts_backward),
         "recompute": number * layers.again,
@@ -231,8 +213,8 @@ def _rank_parts(stages: Sequence[StageTime], state: StateTime, plan: Plan) -> di
 def paging_seconds(
     share: RankShare, stages: Sequence[StageTime], cluster: ClusterSpec, plan: Plan, times: LayerTimes
 ) -> float:
-    """Activations go to CPU memory beside forward and come back beside backward: what takes longer than computing. One
-    micro-batch."""
+    """Returns what one micro-batch's activations take longer than computing: they go to CPU memory beside forward and
+    come back beside backward."""
     token_parts = plan.tp if plan.sequence else 1
     spec = replace(share.spec, norm="layer")  # a norm on CUDA keeps its input alone
     kept = float(layer_activations(spec, share.layers, 0, token_parts))
@@ -243,27 +225,23 @@ def paging_seconds(
     return max(0.0, way - forward) + max(0.0, way - backward)
 
 
-def _tied_seconds(model: ModelSpec, plan: Plan, times: LayerTimes, stack: Stack) -> float:
-    """Both ends of a pipeline have the table, and add up its gradients: of what a rank owns, where ZeRO has shared it
-    out."""
+# The pipeline -------------------------------------------------------------------------------------------------------
+
+
+def _tied_seconds(plan: Plan, times: LayerTimes) -> float:
+    """Returns the seconds in which both ends of a pipeline, which have the same table, add up its gradients: of what a
+    rank owns, where ZeRO has shared it out."""
     shards = plan.state_shards if plan.stage.reduces_every_microbatch else 1
-    size = -(-model.vocab // plan.tp) * model.hidden * stack.tied_bytes() / shards
+    size = -(-times.model.vocab // plan.tp) * times.model.hidden * times.stack.tied_bytes / shards
     return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
 
 
-def transfer_seconds(times: LayerTimes, plan: Plan, stack: Stack) -> float:
-    """Of a message from one stage to the next, on average: where a domain holds several stages, some sends cross its
-    border."""
-    near, far = transfers(times, plan.world, plan.pp, stack)
-    borders = -(-plan.world // times.network.tiers[0].span) - 1
-    return near + (far - near) * min(1.0, borders / (plan.pp - 1))
-
-
-def transfers(times: LayerTimes, world: int, pp: int, stack: Stack) -> tuple[float, float]:
-    """Of a message to the nearest stage, and of one that crosses a border between domains, if the pipeline has one."""
+def transfers(times: LayerTimes, world: int, pp: int) -> tuple[float, float]:
+    """Returns the seconds of a send to the nearest stage, and of one that crosses a border between domains, if the
+    pipeline has one."""
     shape, plan, distance, inside = times.shape, times.plan, world // pp, times.network.tiers[0].span
     size = float((shape.outside if plan.sequence else shape.here) * times.model.hidden * shape.size)
-    size = stack.stage_bytes(size, plan.tp, plan.sequence)
+    size = times.stack.stage_bytes(size, plan.tp, plan.sequence)
     near = times.network.send(size, distance)
     return near, near if world <= inside else times.network.send(size, max(distance, inside))
 
@@ -275,31 +253,28 @@ def _pipeline(
     busy: float,
     times: LayerTimes,
     plan: Plan,
-    stack: Stack,
     apart: bool,
     simulate: Simulate,
 ) -> dict[str, float]:
-    """What the schedule adds to the busiest rank's own time: waiting, and of that what sends between stages cost."""
-    transfer, slowest = transfer_seconds(times, plan, stack), transfers(times, plan.world, plan.pp, stack)[1]
-    split = splits_backward(plan.schedule)
+    """Returns what the schedule adds to the busiest rank's own time, in seconds: waiting, and of that what sends
+    between stages cost."""
+    near, far = transfers(times, plan.world, plan.pp)
+    # On average: where a domain holds several stages, some sends cross its border.
+    borders = -(-plan.world // times.network.tiers[0].span) - 1
+    transfer = near + (far - near) * min(1.0, borders / (plan.pp - 1))
+    extra, split = 0.0 if times.stack.overlaps_pipeline else transfer, splits_backward(plan.schedule)
     prices: list[float] = []
     for number, (stage, owner) in enumerate(zip(stages, owners, strict=True)):
-        state, extra = states[owner], 0.0 if stack.overlaps_pipeline else transfer
-        ahead = state.each_forward + state.casts_forward
-        behind = state.each_backward + state.casts_backward
+        state, weights = states[owner], stage.weights
+        ahead, behind = state.each_forward + state.casts_forward, state.each_backward + state.casts_backward
         forward = stage.forward + ahead / plan.virtual_stages + extra * (number < len(stages) - 1)
         inputs = stage.inputs + behind / plan.virtual_stages + extra * (number > 0)
-        prices += (
-            [forward, inputs + stage.weights, inputs, stage.weights]
-            if split
-            else [forward, inputs + stage.weights, 0.0, 0.0]
-        )
-    schedule = (plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)
-    total = simulate(*schedule, prices, transfer)
-    # Messages of one direction share a link, one after the other; the first leaves when the first stage is through.
-    total = max(total, prices[0] + plan.num_microbatches * plan.virtual_stages * slowest)
+        prices += [forward, inputs + weights, inputs, weights] if split else [forward, inputs + weights, 0.0, 0.0]
+    schedule = (plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches, tuple(prices))
+    total = simulate(*schedule, transfer)
+    # Sends of one direction share a link, one after the other; the first leaves when the first stage is through.
+    total = max(total, prices[0] + plan.num_microbatches * plan.virtual_stages * far)
     if not apart:
         return {"bubble": max(0.0, total - busy)}
-    quick = simulate(*schedule, prices, 0.0)
-    sent = max(0.0, total - quick)
+    sent = max(0.0, total - simulate(*schedule, 0.0))
     return {"bubble": max(0.0, total - busy - sent), "pipeline": min(sent, max(0.0, total - busy))}
