@@ -66,7 +66,8 @@ def differences(spec: ModelSpec, other: ModelSpec) -> list[str]:
 
 
 def _explicit(spec: ModelSpec) -> dict[str, Any]:
-    return spec.to_dict() | {"query_scale_dim": spec.query_scale_dim or spec.head_dim}
+    kinds = {"attention_kind": spec.attention.name, "feedforward_kind": spec.feedforward_kind}
+    return spec.to_dict() | kinds | {"query_scale_dim": spec.query_scale_dim or spec.head_dim}
 
 
 def _fields(spec: ModelSpec, kind: str) -> dict[str, Any]:
