@@ -16,6 +16,7 @@ from shardwise.spec.schema import Config
 
 
 def check_plan(config: Config, plan: Plan, spec: ModelSpec, origins: Origins) -> None:
+    """Raises where a plan with every `auto` resolved cannot run."""
     _check_fill(config, plan, origins)
     written = where_written(origins, "memory.precision", "parallel.zero", "memory.offload")
     check_float8_base(plan.precision, config.adapter.kind, plan.zero, plan.offload, written)
@@ -26,7 +27,8 @@ def check_plan(config: Config, plan: Plan, spec: ModelSpec, origins: Origins) ->
 
 
 def _check_fill(config: Config, plan: Plan, origins: Origins) -> None:
-    """Idle slots are filled by plain forwards between those of training, over gloo."""
+    """Refuses side work for idle slots where it is not available: it is plain forwards between those of training, over
+    gloo."""
     if config.parallel.fill_bubbles == "none":
         return
     if plan.device == "cuda":

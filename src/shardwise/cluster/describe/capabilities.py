@@ -22,6 +22,8 @@ FP8_CAPABILITY, BF16_CAPABILITY, FLASH4_CAPABILITY = (8, 9), (8, 0), (9, 0)
 
 
 def choose_precision(config: Config, machine: Machine, origins: Origins) -> str:
+    """Returns the value of memory.precision that runs: what is set, else bf16 on GPUs that multiply in it, else
+    fp32."""
     asked = config.memory.precision
     if asked == "fp64" and machine.gpus:
         raise UserError(
@@ -52,6 +54,7 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def why_precision(config: Config, machine: Machine) -> str:
+    """Returns why `auto` became this number format, as the end of a plan's reason; nothing where it was set."""
     if config.memory.precision != "auto" or not machine.gpus:
         return ""
     old = _without_bf16(machine)
@@ -136,8 +139,9 @@ def too_old_for_flash4(name: str, capability: tuple[int, int], origins: Origins)
 
 
 def attention_here(config: Config, machine: Machine) -> str:
-    """As a `Job` has it: `measured` where `auto` finds FlashAttention 4 among the kernels that it times. Masks of
-    documents are not for it, and its deterministic backward takes as long as cuDNN's."""
+    """Returns the attention of a `Job` on this machine: `measured` where `auto` finds FlashAttention 4 among the
+    kernels that it times. Masks of documents are not for it, and its deterministic backward takes as long as
+    cuDNN's."""
     gpus = machine.gpus
     if config.data.document_mask or config.train.deterministic or not gpus:
         return "sdpa"

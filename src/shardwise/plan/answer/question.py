@@ -41,6 +41,8 @@ CONSTRAINED = ("parallel", "memory", "speed", "comm")
 
 @dataclass(frozen=True)
 class Question:
+    """A model, a cluster and a job, complete, with the words that made them."""
+
     spec: ModelSpec
     cluster: ClusterSpec
     job: Job
@@ -49,18 +51,18 @@ class Question:
 
     @property
     def name(self) -> str:
-        """Of the answer's directory."""
+        """Returns the name of the answer's directory."""
         text = f"{self.spec.name}-{self.cluster.name}".lower()
         return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in text).strip("-.")
 
     @property
     def price(self) -> float | None:
-        """Per device and hour."""
+        """Returns money per device and hour; None where nobody said."""
         return self.job.price if self.job.price is not None else self.cluster.price
 
     @property
     def fixed(self) -> str:
-        """The constraints as they are typed."""
+        """Returns the constraints as they are typed."""
         known = all_keys()
         return " ".join(
             f"{key}={with_unit(known[key], value)}".replace('"', "") for key, value in self.job.constraints.items()
@@ -70,7 +72,7 @@ class Question:
         return replace(self, job=replace(self.job, **changes))
 
     def constrained(self, words: Sequence[str]) -> Question:
-        """With more `section.key=value` words, which win over those that were there."""
+        """Returns the question with more `section.key=value` words, which win over those that were there."""
         more = load_typed([f"train.seq_len={self.job.seq_len}", *words])
         asked = dict(self.job.constraints) | constraints_of(more)
         check_constraints(self.spec, self.cluster, asked, self.job.global_batch, self.job.seq_len)
@@ -99,6 +101,7 @@ def ask(
     price: str | None = None,
     words: Sequence[str] = (),
 ) -> Question:
+    """Returns a question that can be searched, from the words of a command line; mistakes in them are raised."""
     model_words, spec = read_model(model)
     hardware = read_cluster(cluster)
     assumptions: dict[str, Assumption] = {}
@@ -162,8 +165,8 @@ def _check_adapter(job: Job) -> None:
 
 
 def load_typed(words: Sequence[str]) -> Loaded:
-    """The loader's answer. A key that needs an axis is a constraint on layouts that have it: the axis is the search's
-    to choose."""
+    """Returns what the config loader makes of the words. A key that needs an axis is a constraint on layouts that have
+    it: the axis is the search's to choose."""
     names = {word.partition("=")[0].strip().lstrip("-") for word in words}
     layout = " ".join(word for word in words if "layout=" in word)
     helpers = []
@@ -177,7 +180,7 @@ def load_typed(words: Sequence[str]) -> Loaded:
 
 
 def constraints_of(loaded: Loaded) -> dict[str, Any]:
-    """What was typed about the layout."""
+    """Returns the keys that were typed about the layout, with their values."""
     found = {}
     for name, origin in loaded.origins.items():
         section, _, key = name.partition(".")
@@ -190,7 +193,7 @@ def constraints_of(loaded: Loaded) -> dict[str, Any]:
 
 
 def _seq_len(option: str | None, words: Sequence[str], spec: ModelSpec) -> tuple[int, Assumption]:
-    """The option, the config's own key, or what the model can read."""
+    """Returns the tokens of a sequence: the option, the config's own key, or what the model can read."""
     what = "tokens per sequence"
     if option:
         value = _number("--seq", option, parse_binary)
@@ -212,6 +215,7 @@ def _check_length(spec: ModelSpec, seq_len: int) -> None:
 
 
 def _batch(typed: Loaded, spec: ModelSpec, seq_len: int) -> tuple[int, Assumption]:
+    """Returns the tokens of a step: what was typed, or what is usual for a model of this size."""
     train = typed.config.train
     value = train.global_batch_tokens or (train.global_batch * seq_len if train.global_batch else None)
     if value:
@@ -280,8 +284,8 @@ def _precision(asked: str, cluster: ClusterSpec) -> tuple[str, Assumption]:
 
 
 def _attention(typed: Loaded, cluster: ClusterSpec) -> str:
-    """As a `Job` has it. What is installed here says nothing about machines that are described: FlashAttention 4 counts
-    where it is typed."""
+    """Returns the attention of a `Job`. What is installed here says nothing about machines that are described:
+    FlashAttention 4 counts where it is typed."""
     if typed.config.model.attention != "flash4":
         return "sdpa"
     if cluster.device.kind != "cuda" or cluster.device.capability < FLASH4_CAPABILITY:

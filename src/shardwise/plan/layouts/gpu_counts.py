@@ -38,13 +38,14 @@ def finer_gpu_counts(cluster: ClusterSpec, asked: int) -> list[int]:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
+    """Returns all divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def _steps(unit: int, most: int) -> list[int]:
-    """Multiples of `unit` up to `most`, in steps of one unit at first and of at most one in SMALL_WORLD later."""
+    """Returns multiples of `unit` up to `most`, in steps of one unit at first and of at most one in SMALL_WORLD
+    later."""
     found, step = [unit], unit
     while (following := found[-1] + step) <= most:
         found.append(following)
@@ -54,5 +55,5 @@ def _steps(unit: int, most: int) -> list[int]:
 
 
 def _powers(first: int, most: int) -> list[int]:
-    """first, 2 first, 4 first, ..."""
+    """Returns first, 2 first, 4 first, ... up to `most`."""
     return [first << n for n in range((most // first).bit_length())] if first <= most else []

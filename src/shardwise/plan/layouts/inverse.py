@@ -32,7 +32,7 @@ class Demand:
     budget: float | None = None
 
     def longest_step(self, gpus: int) -> float:
-        """Seconds that a step on so many GPUs may take."""
+        """Returns the seconds that a step on so many GPUs may take."""
         most = math.inf if self.within is None else self.within
         if self.budget is not None:
             price = self.cluster.price if self.job.price is None else self.job.price
@@ -45,8 +45,8 @@ class Demand:
 
 
 def meeting(engine: BestFirst, demand: Demand, fewest: bool, top: int) -> list[Candidate]:
-    """At most `top` layouts that meet the demand, of different numbers of GPUs. With `fewest`, or a time to keep, the
-    fewest GPUs come first, else the fastest layout does. Empty: none meets it."""
+    """Returns at most `top` layouts that meet the demand, of different numbers of GPUs. With `fewest`, or a time to
+    keep, the fewest GPUs come first, else the fastest layout does. Nothing meets it where the list is empty."""
     counts = engine.space.finer_counts
     if not fewest and demand.within is None:
         return engine.best(top, counts, longest=demand.longest_step, group=number_of_gpus)
@@ -59,7 +59,7 @@ def meeting(engine: BestFirst, demand: Demand, fewest: bool, top: int) -> list[C
 
 
 def cheapest(engine: BestFirst, demand: Demand) -> Candidate | None:
-    """The layout that takes the fewest GPU-seconds of those that are fast enough, whatever the budget."""
+    """Returns the layout that takes the fewest GPU-seconds of those that are fast enough, whatever the budget."""
     found, least = None, math.inf
 
     def longest(gpus: int) -> float:

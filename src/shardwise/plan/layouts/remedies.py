@@ -55,7 +55,7 @@ class Remedy:
 
     @property
     def slower(self) -> float:
-        """The step's time over that of the job as it was asked for."""
+        """Returns the step's time over that of the job as it was asked for."""
         assert self.before_s is not None, self
         return self.step_s / self.before_s
 
@@ -73,7 +73,7 @@ class Remedy:
 
 
 def layout_changes(asked: Asked, plan: Plan) -> Iterator[Fix]:
-    """Single changes. Of several values for one key the mildest comes first."""
+    """Yields single changes to the layout. Of several values for one key the mildest comes first."""
     config = asked.config
     if config.train.micro_batch != "auto":
         yield from ({"train.micro_batch": n} for n in range(plan.micro_batch - 1, 0, -1) if plan.rows_per_rank % n == 0)
@@ -92,6 +92,7 @@ def layout_changes(asked: Asked, plan: Plan) -> Iterator[Fix]:
 
 
 def more_ranks(asked: Asked, plan: Plan, devices: int) -> Iterator[Fix]:
+    """Yields the same layout on twice, four times ... as many ranks, up to `devices`."""
     times = 2
     while times * plan.world <= devices:
         started: Fix = {"--nproc": times * asked.nproc} if asked.nproc else {"parallel.dp": plan.dp}
@@ -102,7 +103,7 @@ def more_ranks(asked: Asked, plan: Plan, devices: int) -> Iterator[Fix]:
 
 
 def other_trainings(precision: str, optimizer: str, adapter: str, can_adapt: bool) -> Iterator[Fix]:
-    """`can_adapt`: there are weights that an adapter could be trained beside."""
+    """Yields changes to what is trained. `can_adapt`: there are weights that an adapter could be trained beside."""
     if precision == "fp32":
         yield {"memory.precision": "bf16"}
     if adapter == "none" and can_adapt:
@@ -119,8 +120,8 @@ def other_trainings(precision: str, optimizer: str, adapter: str, can_adapt: boo
 
 
 def remedies(model: ModelSpec, cluster: ClusterSpec, job: Job, find: Find) -> list[Remedy]:
-    """One of each kind, the mildest that fits; of constraints every one that may be left out. Those that keep the
-    losses come first."""
+    """Returns one change of each kind, the mildest that fits; of constraints every one that may be left out. Those that
+    keep the losses come first."""
     found = []
     for tries, all_of_them in ((_without_a_constraint, True), (_more_gpus, False), (_shorter, False), (_other, False)):
         for what, change, other_cluster, other_job in tries(cluster, job):
@@ -154,7 +155,7 @@ def _more_gpus(cluster: ClusterSpec, job: Job) -> Iterator[Try]:
 
 
 def _shorter(cluster: ClusterSpec, job: Job) -> Iterator[Try]:
-    """As many tokens per step, in shorter sequences."""
+    """Yields jobs with as many tokens per step, in shorter sequences."""
     length = job.seq_len // 2
     while length >= SHORTEST:
         shorter = replace(job, seq_len=length, global_batch=job.tokens_per_step // length)

@@ -41,6 +41,8 @@ LEANER = (0.5,)
 
 @dataclass(frozen=True)
 class SearchResult:
+    """What a search has found, and the rest of the story."""
+
     candidates: list[Candidate]  # fastest first: the best layout of each family (same degrees and ZeRO stage)
     limit: int  # bytes of memory that one device may use
     pareto: list[Candidate] = field(default_factory=list)  # nobody is better in time, memory, GPUs and cost per token
@@ -55,7 +57,7 @@ class SearchResult:
 
 
 def search(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 5) -> list[Candidate]:
-    """The fastest layouts that fit, one of each family."""
+    """Returns the fastest layouts that fit, one of each family."""
     return explore(model, cluster, job, top, detail=False).candidates
 
 
@@ -68,8 +70,8 @@ def explore(
     detail: bool | None = None,
     stack: Stack | None = None,
 ) -> SearchResult:
-    """`detail`: also what is best per number of GPUs, the Pareto set and the regions; by default if more than one
-    layout is asked for."""
+    """Returns the fastest layouts and what there is to tell beside them. `detail`: also what is best per number of
+    GPUs, the Pareto set and the regions; by default if more than one layout is asked for."""
     began = time.perf_counter()
     engine = _engine(model, cluster, job, stack)
     candidates = engine.best(top)
@@ -94,18 +96,19 @@ def explore(
 
 
 def reported_counts(counts: list[int]) -> list[int]:
-    """Numbers of GPUs whose best layout is reported: of a large cluster those that are not far from all of them."""
+    """Returns the numbers of GPUs whose best layout is reported: of a large cluster those that are not far from all of
+    them."""
     most = max(counts)
     return counts if most <= SEVERAL else [gpus for gpus in counts if gpus * FEWER >= most]
 
 
 def fastest(model: ModelSpec, cluster: ClusterSpec, job: Job, devices: int | None = None) -> Candidate | None:
-    """Of all that fit, or of those that use so many devices."""
+    """Returns the fastest layout of all that fit, or of those that use so many devices; None where none fits."""
     return next(iter(_engine(model, cluster, job).best(1, [devices] if devices else None)), None)
 
 
 def memory_limit(cluster: ClusterSpec, job: Job) -> int:
-    """Bytes that a rank may use."""
+    """Returns the bytes that a rank may use."""
     asked = job.constraints.get("memory.limit", "auto")
     return int(HEADROOM * cluster.device.memory) if asked == "auto" else int(asked)
 
@@ -122,12 +125,12 @@ def _first(model: ModelSpec, cluster: ClusterSpec, job: Job) -> Candidate | None
 
 
 def asked_for(constraints: Mapping[str, Any]) -> dict[str, Any]:
-    """Constraints without those that leave everything open."""
+    """Returns the constraints without those that leave everything open."""
     return {key: value for key, value in constraints.items() if value is not None and value != "auto"}
 
 
 def check_not_empty(space: Space) -> None:
-    """Constraints that leave no layout at all: which one, or which two."""
+    """Raises where constraints leave no layout at all, and names the one, or the two, that do."""
     if any(True for _ in space.some_grids()):
         return
 

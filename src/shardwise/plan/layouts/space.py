@@ -51,7 +51,7 @@ LEAST_PIECE = 512
 
 
 class Space:
-    """`fixed`: config key -> the value it must have."""
+    """All layouts of a job on a cluster. `fixed`: config key -> the value it must have."""
 
     def __init__(self, model: ModelSpec, cluster: ClusterSpec, job: Job, fixed: dict[str, Any]):
         self.model, self.cluster, self.job, self.fixed = model, cluster, job, fixed
@@ -80,29 +80,30 @@ class Space:
         self._states: dict[tuple[int, int, int], list[States]] = {}
 
     def among(self, key: str, values: Any) -> list[Any]:
-        """Those of the values that the constraints leave; what is asked for need not be among them."""
+        """Returns those of the values that the constraints leave; what is asked for need not be among them."""
         return [self.fixed[key]] if key in self.fixed else list(values)
 
     # How many GPUs -------------------------------------------------------------------------------------------------
 
     @cached_property
     def gpu_counts(self) -> list[int]:
-        """Descending."""
+        """Returns the numbers of GPUs that are tried, descending."""
         return [1] if self.speed.copies is True else gpu_counts(self.cluster, self._asked_ranks)
 
     @cached_property
     def finer_counts(self) -> list[int]:
-        """Numbers of GPUs that are tried where their number is the question, ascending."""
+        """Returns the numbers of GPUs that are tried where their number is the question, ascending."""
         return [1] if self.speed.copies is True else finer_gpu_counts(self.cluster, self._asked_ranks)
 
     @property
     def _asked_ranks(self) -> int:
-        """Ranks that the degrees which are fixed make together."""
+        """Returns how many ranks the degrees make together that are fixed."""
         return math.prod(int(self.fixed.get(f"parallel.{axis}", 1)) for axis in ("dp", "tp", "cp", "pp"))
 
     # The grid ------------------------------------------------------------------------------------------------------
 
     def grids(self, gpus: int) -> list[Grid]:
+        """Returns every choice of degrees that makes so many ranks."""
         if gpus not in self._grids:
             self._grids[gpus] = [grid for grid in self._grids_of(gpus) if self._bears_kernels(grid)]
         return self._grids[gpus]
@@ -166,9 +167,9 @@ class Space:
         return (Pace(size, *how) for how in self.pipelines(grid.pp) for size in self.sizes(grid))
 
     def sizes(self, grid: Grid) -> list[int]:
-        """Of micro-batches, largest first. Ranks that could take rows of a micro-batch each need not cut its sequences:
-        with as many data-parallel ranks more instead of context-parallel ones, every rank has as many tokens and
-        nothing to send for them."""
+        """Returns the sizes of micro-batches in sequences, largest first. Ranks that could take rows of a micro-batch
+        each need not cut its sequences: with as many data-parallel ranks more instead of context-parallel ones, every
+        rank has as many tokens and nothing to send for them."""
         key = (grid.dp, grid.cp)
         if key not in self._sizes:
             rows = -(-self.job.global_batch // grid.dp)
@@ -179,7 +180,7 @@ class Space:
         return self._sizes[key]
 
     def pipelines(self, pp: int) -> list[tuple[str, int]]:
-        """(schedule, stages per rank)"""
+        """Returns every schedule that a pipeline of so many ranks may have, each with its stages per rank."""
         if pp not in self._schedules:
             self._schedules[pp] = self._pipelines(pp)
         return self._schedules[pp]
@@ -194,7 +195,7 @@ class Space:
         return [(name, v) for name in able for v in virtual if SCHEDULES[name].takes_stages(v) and self.split(pp * v)]
 
     def split(self, num_stages: int) -> tuple[int, ...] | None:
-        """Layers of each stage; None if they are not enough for so many stages."""
+        """Returns the layers of each stage; None if they are not enough for so many stages."""
         if num_stages not in self._splits:
             self._splits[num_stages] = self._split(num_stages)
         return self._splits[num_stages]
@@ -212,8 +213,8 @@ class Space:
     # States and savings --------------------------------------------------------------------------------------------
 
     def states(self, grid: Grid) -> list[States]:
-        """Nothing is shared by one rank. Hybrid: replicas of a model that is sharded inside, each of at least one
-        domain of the fast link."""
+        """Returns the ZeRO stages with their replicas. Nothing is shared by one rank. Hybrid: replicas of a model that
+        is sharded inside, each of at least one domain of the fast link."""
         key = (grid.dp, grid.cp, grid.tp)
         if key not in self._states:
             self._states[key] = self._states_of(grid)
@@ -237,7 +238,8 @@ class Space:
 
     @cached_property
     def savings(self) -> list[Saving]:
-        """The plainest first: what another one never beats comes before it."""
+        """Returns what may be computed again or wait elsewhere, the plainest first: what another one never beats comes
+        before it."""
         on_gpus = self.device == "cuda"
         moved = ("optimizer",) if self.is_whole else ("optimizer", "all")
         places = ("none", *moved) if on_gpus and not OPTIMIZERS[self.job.optimizer].is_low_bit else ("none",)
@@ -255,8 +257,9 @@ class Space:
         return "nvme" in (self.fixed.get("memory.offload"), self.fixed.get("memory.offload_to"))
 
     def go_together(self, grid: Grid, states: States, offload: str, away: bool = False) -> bool:
-        """Parameters in CPU memory are gathered block by block, whatever the ZeRO stage: only its name for that is
-        offered. Activations wait elsewhere where there is no pipeline, unless they are asked to."""
+        """Returns whether a layout may have both. Parameters in CPU memory are gathered block by block, whatever the
+        ZeRO stage: only its name for that is offered. Activations wait elsewhere where there is no pipeline, unless
+        they are asked to."""
         if away and grid.pp > 1 and "memory.activation_offload" not in self.fixed:
             return False
         return (
@@ -291,6 +294,7 @@ class Space:
         }
 
     def plan(self, grid: Grid, pace: Pace, states: States, saving: Saving, **changes: Any) -> Plan:
+        """Returns the layout that is made of these parts."""
         split = self.split(grid.pp * pace.virtual_stages) if grid.pp > 1 else ()
         assert split is not None, (grid, pace)
         return Plan(
@@ -328,7 +332,7 @@ class Space:
         return self._kernels[key]
 
     def _bears_kernels(self, grid: Grid) -> bool:
-        """Those that are asked for outright."""
+        """Returns whether ranks with these degrees can have the kernels that are asked for outright."""
         ranks = grid.tp * grid.cp * grid.ep
         return self.speed.kernels != "own" or norms_of("own", self.model, self.precision, ranks) == "own"
 
@@ -342,16 +346,16 @@ class Space:
         return max(1, self.cluster.world // ranks) if self.device == "cpu" else 4
 
     def size(self, grid: Grid) -> int:
-        """Layouts of a grid."""
+        """Returns the number of layouts with these degrees."""
         paces = len(self.sizes(grid)) * len(self.pipelines(grid.pp))
         return paces * len(self.states(grid)) * len(self.savings)
 
     def __iter__(self) -> Iterator[tuple[Grid, Pace, States, Saving]]:
-        """All of them. Only small spaces bear it."""
+        """Yields all layouts. Only small spaces bear it."""
         return self.on(self.gpu_counts)
 
     def on(self, counts: Iterable[int]) -> Iterator[tuple[Grid, Pace, States, Saving]]:
-        """All layouts on these numbers of GPUs."""
+        """Yields all layouts on these numbers of GPUs."""
         for grid in (grid for gpus in counts for grid in self.grids(gpus)):
             for pace in self.paces(grid):
                 for states in self.states(grid):

@@ -18,6 +18,7 @@ FROM_DIRECTORY = ("rank", "alpha", "targets", "train_also")
 
 
 def settle_adapter(config: Config, spec: ModelSpec, origins: Origins) -> Config:
+    """Returns the config with what `adapter.path` says filled in; raises where the model has no such layers."""
     adapter = config.adapter
     if adapter.kind == "none":
         _refuse_idle(config, origins)
@@ -60,7 +61,7 @@ def settle_adapter(config: Config, spec: ModelSpec, origins: Origins) -> Config:
 
 
 def _refuse_idle(config: Config, origins: Origins) -> None:
-    """A key of a section that does nothing is a mistake that nobody would notice."""
+    """Raises on a key of a section that does nothing: a mistake that nobody would notice."""
     if config.adapter.path:
         raise UserError(
             "adapter.path is set, but adapter.kind = none",

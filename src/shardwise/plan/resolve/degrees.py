@@ -31,6 +31,8 @@ MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its m
 
 
 class Degrees(NamedTuple):
+    """The degrees of a run."""
+
     grid: Grid
     virtual_stages: int
     reason: str  # why there are so many replicas
@@ -179,7 +181,8 @@ def _batch_of(train: TrainConfig, sequences: int) -> Fix:
 
 
 def _check_whole(asked: Asked) -> None:
-    """A model that transformers builds is replicated or held in rows; nobody here knows where else to cut it."""
+    """Refuses to cut a model that transformers builds: it is replicated or held in rows, and nobody here knows where
+    else to cut it."""
     parallel = asked.config.parallel
     cut = [axis for axis in ("tp", "pp", "cp", "ep") if degree(getattr(parallel, axis)) > 1]
     if not cut:
@@ -230,7 +233,7 @@ def _tensor_problem(spec: ModelSpec, tp: int) -> str | None:
 
 
 def _check_heads(asked: Asked, cp: int, tp: int) -> None:
-    """Ulysses gives every context-parallel rank some of the heads for all tokens."""
+    """Refuses heads that do not divide: Ulysses gives every context-parallel rank some of the heads for all tokens."""
     heads = asked.spec.num_heads // tp
     if cp == 1 or asked.config.parallel.cp_kind != "ulysses" or heads % cp == 0:
         return
@@ -248,7 +251,8 @@ def _check_heads(asked: Asked, cp: int, tp: int) -> None:
 
 
 def _check_experts(asked: Asked, said: str, ranks: int, ep: int) -> None:
-    """`said`: the degrees that make `ranks`, which share the experts."""
+    """Refuses experts that cannot be shared out evenly. `said`: the degrees that make `ranks`, which share the
+    experts."""
     if ep == 1:
         return
     spec = asked.spec
@@ -302,7 +306,7 @@ def _check_split(asked: Asked) -> None:
 
 
 def _shorter_pipeline(asked: Asked, pp: int) -> Fix:
-    """With a list of layers goes what was said about stages that are no longer there."""
+    """Returns a change of pp. With a list of layers goes what was said about stages that are no longer there."""
     parallel = asked.config.parallel
     fix: Fix = {"parallel.pp": pp}
     if not isinstance(parallel.split, str):

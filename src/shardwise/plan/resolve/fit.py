@@ -32,7 +32,7 @@ PlanOf = Callable[[Asked], Plan]
 
 
 def rank_memory_limit(config: Config, machine: Machine, plan: Plan) -> int:
-    """Bytes one rank may use: the user's limit, a GPU's memory, or an equal share of the machine's."""
+    """Returns the bytes that one rank may use: the user's limit, a GPU's memory, or an equal share of the machine's."""
     if config.memory.limit != "auto":
         return int(config.memory.limit)
     if plan.device == "cuda":
@@ -41,11 +41,12 @@ def rank_memory_limit(config: Config, machine: Machine, plan: Plan) -> int:
 
 
 def needed_memory(spec: ModelSpec, plan: Plan, config: Config) -> int:
+    """Returns the predicted bytes of the fullest rank."""
     return sum(predict_memory(spec, plan, config.optimizer.name, config.adapter).values())
 
 
 def does_not_fit(asked: Asked, plan: Plan, limit: int, plan_of: PlanOf) -> UserError:
-    """The verdict before the first step: what would be held and by what, how far over, what would fit."""
+    """Returns the verdict before the first step: what would be held and by what, how far over, what would fit."""
     spec, parts = asked.spec, predict_memory(asked.spec, plan, asked.config.optimizer.name, asked.config.adapter)
     total = sum(parts.values())
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
@@ -60,7 +61,8 @@ def does_not_fit(asked: Asked, plan: Plan, limit: int, plan_of: PlanOf) -> UserE
 
 
 def _elsewhere(asked: Asked, plan: Plan) -> str:
-    """Nothing on this machine helps. Ranks on CPUs share its memory, so more of them need more of it."""
+    """Returns what to do where nothing on this machine helps. Ranks on CPUs share its memory, so more of them need more
+    of it."""
     if plan.device == "cpu" and asked.config.memory.limit == "auto":
         here = format_bytes(asked.machine.memory_bytes)
         model = asked.config.model.path or asked.config.model.preset
@@ -84,8 +86,8 @@ def largest_part(spec: ModelSpec, plan: Plan) -> str:
 def ways_to_fit(
     asked: Asked, plan: Plan, plan_of: PlanOf, *, scale: float = 1.0, without: tuple[str, ...] = ()
 ) -> list[Remedy]:
-    """At most three, cheapest first: one change, or two together where one is not enough. `scale`: how much more than
-    predicted the job really took. `without`: keys that must stay."""
+    """Returns at most three changes, cheapest first: one, or two together where one is not enough. `scale`: how much
+    more than predicted the job really took. `without`: keys that must stay."""
     cluster = asked.cluster
 
     def seconds(config: Config, of: Plan) -> float:
@@ -119,7 +121,7 @@ def ways_to_fit(
 
 
 def _candidates(asked: Asked, plan: Plan) -> Iterator[Fix]:
-    """Single changes. Of several values for one key only the first that fits is reported."""
+    """Yields single changes. Of several values for one key only the first that fits is reported."""
     config = asked.config
     yield from layout_changes(asked, plan)
     yield from more_ranks(asked, plan, _devices(asked))
@@ -133,7 +135,7 @@ def _devices(asked: Asked) -> int:
 
 
 def _is_offered(fix: Fix) -> bool:
-    """Whether the schema takes these values today."""
+    """Returns whether the schema takes these values today."""
     known = all_keys()
     for name, value in fix.items():
         key = known.get(name)

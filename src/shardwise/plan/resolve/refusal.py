@@ -58,6 +58,8 @@ class Asked:
 
 
 class Refusal(Exception):
+    """A layout that cannot be, with changes that may help, best first."""
+
     def __init__(self, what: str, *, why: str, keys: Sequence[str], fixes: Sequence[Fix]):
         super().__init__(what)
         self.what, self.why, self.keys, self.fixes = what, why, keys, fixes

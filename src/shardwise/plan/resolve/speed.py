@@ -25,8 +25,8 @@ from shardwise.spec.schema import SpeedConfig
 def with_speed(
     plan: Plan, asked: SpeedConfig, spec: ModelSpec, attention: str = "sdpa", *, skips_steps: bool = False
 ) -> Plan:
-    """The plan with its tricks. Called last: what they may do depends on the layout. `attention`: as a `Job` has it.
-    `skips_steps`: a step whose loss is not finite is passed over (run.on_nan = skip)."""
+    """Returns the plan with its tricks. Called last: what they may do depends on the layout. `attention`: as a `Job`
+    has it. `skips_steps`: a step whose loss is not finite is passed over (run.on_nan = skip)."""
     kernels = kernels_of(asked, plan.device, spec, plan.pp, plan.schedule)
     keeps = keeps_low_precision(asked, plan.device, plan.precision, spec, plan.world, plan.offload, plan.zero)
     keeps, loss = keeps and not plan.rounds_sums, loss_of(asked, plan.pp, plan.schedule)
@@ -65,8 +65,8 @@ def with_speed(
 
 
 def results_of(asked: SpeedConfig, device: str, precision: str, at_once: bool = False) -> str:
-    """When a step's loss is read: `late`, with the next step queued, on GPUs. Not where results decide about the step's
-    own update (a scaled loss) or, by `at_once`, about what follows."""
+    """Returns when a step's loss is read: `late`, with the next step queued, on GPUs. Not where results decide about
+    the step's own update (a scaled loss) or, by `at_once`, about what follows."""
     can = device == "cuda" and not PRECISIONS[precision].scales_loss and not at_once
     return ("late" if can else "at-once") if asked.results == "auto" else asked.results
 
@@ -79,7 +79,8 @@ def asked_speed(fixed: Mapping[str, Any]) -> SpeedConfig:
 
 
 def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedule: str) -> dict[str, Any]:
-    """A compiled block has one backward: schedules that make the gradients of weights later need it in two."""
+    """Returns the kernels of a layout by key of [speed]. A compiled block has one backward: schedules that make the
+    gradients of weights later need it in two."""
     compiled = asked.compile
     if compiled == "auto":  # liger's kernels are for blocks that are not compiled (config/check.py)
         compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
@@ -98,8 +99,8 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
 
 
 def norms_of(kernels: str, spec: ModelSpec, precision: str, ranks: int) -> str:
-    """`own` where that is possible. `ranks`: that a block talks to. In fp8 a compiler looks for a gradient's largest
-    number in the pass that makes it."""
+    """Returns whose kernels norms have: `own` where that is possible. `ranks`: that a block talks to. In fp8 a compiler
+    looks for a gradient's largest number in the pass that makes it."""
     can = (
         norms_have_kernel(spec)
         and PRECISIONS[precision].is_sixteen_bit
@@ -112,14 +113,14 @@ def norms_of(kernels: str, spec: ModelSpec, precision: str, ranks: int) -> str:
 def keeps_low_precision(
     asked: SpeedConfig, device: str, precision: str, spec: ModelSpec, world: int, offload: str, zero: int
 ) -> bool:
-    """Whether low-precision weights stay between steps: one rank alone keeps weights in fp32 and uses them in 16
-    bits."""
+    """Returns whether low-precision weights stay between steps: one rank alone keeps weights in fp32 and uses them in
+    16 bits."""
     can = world == 1 and PRECISIONS[precision].is_mixed and zero == 0 and offload == "none" and spec.is_ours
     return can and (device == "cuda" if asked.copies == "auto" else bool(asked.copies))
 
 
 def bears(asked: SpeedConfig, schedule: str) -> bool:
-    """Whether a pipeline with this schedule can have what is asked for outright."""
+    """Returns whether a pipeline with this schedule can have what is asked for outright."""
     compiles = asked.compile not in ("auto", "none") or asked.products == "measured" or asked.kernels == "own"
     return not (compiles and splits_backward(schedule)) and not (
         asked.loss == "fused" and SCHEDULES[schedule].holds_all
@@ -146,8 +147,8 @@ def _no_low_precision(plan: Plan, spec: ModelSpec) -> UserError:
 
 
 def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
-    """Not fused where gpipe has all micro-batches wait for their backward: each would keep a gradient of the head's
-    weights in fp32."""
+    """Returns how the loss is computed. It is not fused where gpipe has all micro-batches wait for their backward: each
+    would keep a gradient of the head's weights in fp32."""
     can = pp == 1 or not SCHEDULES[schedule].holds_all
     return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
 
@@ -157,8 +158,8 @@ WIDEST_FLASH4 = 128
 
 
 def attention_of(asked: str, spec: ModelSpec, precision: str, cp: int, cp_kind: str) -> str:
-    """What a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody measures
-    kernels where sequences are cut (parallel/apply.py), and a ring has its own."""
+    """Returns what a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody
+    measures kernels where sequences are cut (parallel/apply.py), and a ring has its own."""
     can = asked != "sdpa" and spec.is_ours and not spec.attention.pads_values and not spec.attention_softcap
     can = can and spec.head_dim <= WIDEST_FLASH4 and PRECISIONS[precision].is_sixteen_bit
     return "flash4" if can and (cp == 1 or (asked == "flash4" and cp_kind == "ulysses")) else "sdpa"
@@ -177,12 +178,12 @@ def attending(stack: Stack, kernel: str) -> Stack:
 
 @cache
 def _attending(stack: Stack, kernel: str) -> Stack:
-    """The same object for the same words, because prices are kept by it (step_time.py)."""
+    """Returns the same object for the same words, because prices are kept by it (step_time.py)."""
     return replace(stack, attention=kernel)
 
 
 def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:
-    """The last words of `our_stack`: the recipe, none without fp8, and whether the head has it too."""
+    """Returns the last words of `our_stack`: the recipe, none without fp8, and whether the head has it too."""
     return (recipe, head) if PRECISIONS[precision].is_fp8 else ("", False)
 
 
@@ -190,6 +191,7 @@ def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:
 def our_stack(
     compiled: bool, fuse: bool, fused_loss: bool, chosen: bool = False, recipe: str = "", fp8_head: bool = False
 ) -> Stack:
+    """Returns how our runtime executes a layout with these tricks."""
     if not (compiled or fuse or fused_loss or recipe):
         return OURS
     return replace(
