@@ -1,4 +1,5 @@
-"""The actions that pipeline schedules are made of, what each needs before it can start, and the check of whole lists.
+"""Defines the actions that pipeline schedules are made of, what each needs before it can start, and the check of whole
+lists.
 
 A schedule gives one list of actions per rank. Sends and receives are not in the lists, they follow from them: a send
 never blocks, a receive waits, and under that rule a list that passes `check_actions` cannot deadlock.
@@ -11,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward inputs", "W": "backward weights", "E": "held-out forward"}
-"""How clocks and events call each kind of action."""
+"""What clocks and events call each kind of action."""
 
 
 class Action(NamedTuple):
-    """`kind`: F forward, B whole backward, I gradient of the inputs only, W gradient of the weights only. E is a
-    forward of something held out, which `parallel/pipeline/idle_slots.py` puts into idle slots; no schedule has it."""
+    """One action of a schedule. `kind` is F forward, B whole backward, I gradient of the inputs only, W gradient of the
+    weights only. E is a forward of something held out, which `parallel/pipeline/idle_slots.py` puts into idle slots; no
+    schedule has it."""
 
     kind: str
     stage: int
@@ -27,11 +29,12 @@ class Action(NamedTuple):
 
 
 Actions = tuple[tuple[Action, ...], ...]
-"""One list per rank."""
+"""One list of actions per rank."""
 
 
 def check_actions(actions: Sequence[Sequence[Action]], owners: Sequence[int], num_microbatches: int) -> None:
-    """AssertionError unless each stage runs each micro-batch once, on its owner, in order and without deadlock."""
+    """Raises AssertionError unless each stage runs each micro-batch once, on its owner, in order and without
+    deadlock."""
     if len(actions) != max(owners) + 1:
         raise AssertionError(f"{len(actions)} lists for {max(owners) + 1} ranks")
     history: dict[tuple[int, int], str] = {}
@@ -58,7 +61,8 @@ def check_actions(actions: Sequence[Sequence[Action]], owners: Sequence[int], nu
 
 
 def in_order(actions: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action]]:
-    """(rank, action) for all of them, each after what it needs. AssertionError when ranks wait for each other."""
+    """Yields (rank, action) for all of them, each after what it needs. Raises AssertionError when ranks wait for each
+    other."""
     position = [0] * len(actions)
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}
@@ -83,7 +87,7 @@ def in_order(actions: Sequence[Sequence[Action]], num_stages: int) -> Iterator[t
 
 
 def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Whose results must be there before it can start."""
+    """Returns the actions whose results must be there before this one can start."""
     kind, stage, microbatch = action
     if kind in "FE":
         return (Action(kind, stage - 1, microbatch),) if stage > 0 else ()
@@ -94,5 +98,5 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 def result(action: Action) -> Action:
-    """The name under which `needs` knows it: a whole backward gives the gradient of the inputs too."""
+    """Returns the name under which `needs` knows an action: a whole backward gives the gradient of the inputs too."""
     return action._replace(kind="I") if action.kind == "B" else action

@@ -1,4 +1,4 @@
-"""What to type for parts that need a library of their own: the package's extras. No torch."""
+"""Says what to type for parts that need a library of their own: the package's extras. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which products fp8 takes: those whose sides the hardware bears, and that gain more than rounding costs. No torch.
+"""Says which matmuls fp8 takes: those whose sides the hardware bears, and that gain more than quantization costs. No
+torch.
 
 Invariant: what the runtime converts (kernels/float8.py) is what is predicted; both ask here.
 """
@@ -8,19 +9,19 @@ from __future__ import annotations
 from shardwise.errors import UserError
 from shardwise.spec.precisions import PRECISIONS
 
-MULTIPLE = 16  # of both sides of a matrix: what the hardware's products take
+MULTIPLE = 16  # that both sides of a matrix must divide by: what the hardware's matmuls take
 WORTH = {"rowwise": 1000, "tensorwise": 600}
-"""Of outputs * inputs / (outputs + inputs): from here on fp8 gains. For every token the three products save 6 O I /
-rate of the product, and rounding both sides both ways moves 6 (O + I) bytes. On an H200 (bf16 700, fp8 1250 TFLOP/s
+"""The least outputs * inputs / (outputs + inputs) from which on fp8 gains. For every token the three matmuls save 6 O I
+/ rate of the matmul, and quantizing both sides both ways moves 6 (O + I) bytes. On an H200 (bf16 700, fp8 1250 TFLOP/s
 with one scale and 1000 with one per row, 4 TB/s) that is even at 400 and 580; half as much again pays for launches and
 for sums that are refreshed."""
 FROZEN_WORTH = 0.75
-"""Of that, for a frozen matrix: two products save 4 O I, and what is rounded moves 3 (O + I)."""
+"""The share of that for a frozen matrix: two matmuls save 4 O I, and what is quantized moves 3 (O + I)."""
 
 
 def why_not(outputs: int, inputs: int, recipe: str, *, together: int | None, is_frozen: bool = False) -> str | None:
-    """Why a matrix stays in bf16, or None. `together`: outputs of the product that it takes part in; None: any size
-    will do."""
+    """Returns why a matrix stays in bf16, or None. `together` are the outputs of the matmul that it takes part in; None
+    where any size will do."""
     if outputs % MULTIPLE or inputs % MULTIPLE:
         return f"{outputs} x {inputs} does not divide by {MULTIPLE}"
     if together is None or gains(together, inputs, WORTH[recipe] * (FROZEN_WORTH if is_frozen else 1.0)):
@@ -29,16 +30,19 @@ def why_not(outputs: int, inputs: int, recipe: str, *, together: int | None, is_
 
 
 def gains(outputs: int, inputs: int, least: float) -> bool:
+    """Returns whether a matrix is large enough that fp8 gains."""
     return outputs * inputs >= least * (outputs + inputs)
 
 
 def keeps_base_whole(precision: str, adapter: str) -> bool:
-    """Frozen weights in fp8 are held in two layouts, rounded once: by every replica, in the memory of its device."""
+    """Returns whether frozen weights are held in fp8: in two layouts, quantized once, by every replica, in the memory
+    of its device."""
     return PRECISIONS[precision].is_fp8 and adapter == "lora"
 
 
 def check_float8_base(precision: str, adapter: str, zero: int, offload: str, where: str | None = None) -> None:
-    """Refuses adapters and layouts that frozen weights in fp8 cannot have. `where`: file and line of the setting."""
+    """Refuses adapters and layouts that frozen weights in fp8 cannot have. `where` is the file and line of the
+    setting."""
     if PRECISIONS[precision].is_fp8 and adapter == "qlora":
         raise UserError(
             "adapter.kind = qlora does not work with memory.precision = fp8",

@@ -1,4 +1,4 @@
-"""`Job`: what is to be trained, apart from the model and the machines. No torch."""
+"""Defines `Job`: what is to be trained, apart from the model and the machines. No torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schema import AdapterConfig, Config
 
 WHOLE = AdapterConfig()
-"""All weights are trained."""
+"""Means that all weights are trained, without adapters."""
 
 
 @dataclass(frozen=True)
 class Job:
+    """What is to be trained, how much of it, and what the layout must respect."""
+
     seq_len: int
     global_batch: int  # sequences per optimizer step
-    tokens: int | None = None  # of the whole training; None: only steps are predicted
+    tokens: int | None = None  # that are trained in all; None: only steps are predicted
     precision: str = "bf16"
     optimizer: str = "adamw"
     adapter: AdapterConfig = WHOLE
@@ -32,5 +34,5 @@ class Job:
 
 
 def job_of(config: Config, plan: Plan) -> Job:
-    """What a run was planned for."""
+    """Returns the job that a run was planned for."""
     return Job(plan.seq_len, plan.global_batch, None, plan.precision, config.optimizer.name, config.adapter)

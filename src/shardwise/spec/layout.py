@@ -1,4 +1,5 @@
-"""The layout string: one line that says how a model is split, the same in tables, logs, `--why-not` and configs.
+"""Reads and writes the layout string: one line that says how a model is split, the same in tables, logs, `--why-not`
+and configs.
 
     dp=128 zero=3 tp=4 sp pp=2 schedule=1f1b recompute=selective
 
@@ -41,7 +42,7 @@ PRECISION_WORDS: tuple[str, ...] = MemoryConfig.__dataclass_fields__["precision"
 
 
 def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
-    """Config key -> the text of its value, for each word of the string."""
+    """Returns the text of each config key's value, for each word of the string."""
     found: dict[str, str] = {}
     for word in text.split():
         name, equals, value = word.partition("=")
@@ -70,7 +71,7 @@ def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
 
 
 def format_layout(parallel: Axes, memory: MemoryConfig | None = None) -> str:
-    """The string for a layout; what is `auto`, 1 or does not apply is left out, dp is always said."""
+    """Returns the string for a layout; what is `auto`, 1 or does not apply is left out, dp is always said."""
     words = [f"dp={parallel.dp}"]
     if parallel.zero not in ("auto", 0):
         words.append(f"zero={parallel.zero}")

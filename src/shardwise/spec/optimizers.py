@@ -1,4 +1,4 @@
-"""The optimizers, as records: what each keeps per parameter and what it goes together with. No torch.
+"""Lists the optimizers, as records: what each keeps per parameter and what it goes together with. No torch.
 
 To add one, write an `OptimizerKind` here and its constructor in `optim/build.py`.
 """
@@ -16,17 +16,17 @@ class OptimizerKind:
 
     name: str
     num_states: int
-    """Tensors that it keeps per parameter, each as large as the parameter."""
+    """The number of tensors that it keeps per parameter, each as large as the parameter."""
     is_low_bit: bool = False
-    """Its states take about one byte per element, and stay on the device."""
+    """Whether its states take about one byte per element, and stay on the device."""
     full: str | None = None
     """The optimizer with the same rule and states in full precision; None: it is that itself."""
     low_bit: str | None = None
     """The optimizer with the same rule and 8-bit states, if there is one."""
     has_kernel: bool = False
-    """On a GPU one kernel updates master weights, states and low-precision weights in one pass over memory."""
+    """Whether on a GPU one kernel updates master weights, states and low-precision weights in one pass over memory."""
     is_adam: bool = False
-    """It is Adam or AdamW as other frameworks have them."""
+    """Whether it is Adam or AdamW as other frameworks have them."""
 
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
@@ -43,4 +43,4 @@ OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
         )
     }
 )
-"""By name, in the order in which they are offered."""
+"""The optimizers by name, in the order in which they are offered."""

@@ -1,5 +1,5 @@
-"""`Plan`: exactly what the runtime executes, with every `auto` resolved. Written to plan.json, no torch needed to read
-it.
+"""Defines `Plan`: exactly what the runtime executes, with every `auto` resolved. It is written to plan.json; no torch
+is needed to read it.
 
     world = dp x cp x tp x pp        dp = replicate x shard        ep divides dp x cp x tp
 
@@ -27,7 +27,7 @@ SECTIONS: Mapping[str, type] = {"parallel": Axes, "memory": MemoryConfig, "speed
 """The sections of a config that a plan resolves."""
 
 KEEPS_AUTO = ("loss_scale", "reduce_dtype", "limit", "backend", "all_reduce", "bucket", "allocator")
-"""Keys whose `auto` is a rule of the runtime, or is settled by what a rank finds when it starts."""
+"""The keys whose `auto` is a rule of the runtime, or is settled by what a rank finds when it starts."""
 
 
 def values_of(section: type, holder: object) -> dict[str, Any]:
@@ -44,11 +44,11 @@ class Coordinates:
     shard: int
     cp: int
     tp: int
-    num_shards: int | None = field(default=None, compare=False, repr=False)  # known when `Plan.coordinates` made this
+    num_shards: int | None = field(default=None, compare=False, repr=False)  # set by `Plan.coordinates`
 
     @property
     def dp(self) -> int:
-        """Which part of the batch this rank works on."""
+        """The index of the part of the batch that this rank works on."""
         assert self.num_shards is not None, f"{self} was not made by Plan.coordinates"
         return self.replicate * self.num_shards + self.shard
 
@@ -86,7 +86,7 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     # [memory]. `loss_scale` and `reduce_dtype` keep `auto`: the runtime's rule, which follows from the precision.
     recompute: str = "none"
     offload: str = "none"  # none | optimizer | all; that it goes to a disk is said by `offload_to` alone
-    offload_dir: str = ""  # of offload_to = nvme
+    offload_dir: str = ""  # the directory for offload_to = nvme
     # [speed]
     compile: str = "none"
     fuse: bool = False
@@ -96,7 +96,7 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     products: str = "library"
     results: str = "at-once"
     # [comm]
-    secondary_shard: int = 0  # neighbouring ranks that keep gathered parameters for backward between them; 0: nobody
+    secondary_shard: int = 0  # neighbouring ranks that together keep gathered parameters for backward; 0: none do
 
     def __post_init__(self) -> None:
         if self.zero == 0:
@@ -128,70 +128,72 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
 
     @property
     def stage(self) -> ZeroStage:
-        """What ZeRO shares out."""
+        """What ZeRO shards."""
         return ZERO[self.zero]
 
     @property
     def is_mixed(self) -> bool:
-        """Parameters are kept in fp32 and computed with in a narrower format."""
+        """Whether parameters are kept in fp32 and computed with in a narrower format."""
         return self.formats.is_mixed
 
     @property
     def uses_fsdp(self) -> bool:
-        """FSDP2 holds the parameters: to share them, to round them or their gradients, or to keep them in CPU
+        """Whether FSDP2 holds the parameters: to shard them, to cast them or their gradients, or to keep them in CPU
         memory."""
         return self.zero > 0 or (self.is_mixed and not self.copies) or self.rounds_sums or self.offload == "all"
 
     @property
     def rounds_sums(self) -> bool:
-        """Gradients travel in another format than they are kept in."""
+        """Whether gradients are reduced in another format than they are kept in."""
         return self.reduce_dtype not in ("auto", self.formats.kept)
 
     @property
     def scales_loss(self) -> bool:
-        """fp16 has too small a range for gradients as they are."""
+        """Whether the loss is scaled, because fp16 has too small a range for gradients as they are."""
         return self.formats.scales_loss
 
     def parameter_home(self, device: str) -> str:
-        """Where parameters lie between uses."""
+        """Returns the device on which parameters lie between uses."""
         return "cpu" if self.offload == "all" else device
 
     # The grid of ranks --------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return self.dp * self.cp * self.tp * self.pp
 
     @property
     def stage_world(self) -> int:
-        """Ranks that have the same layers."""
+        """The number of ranks that have the same layers."""
         return self.dp * self.cp * self.tp
 
     @property
     def shard(self) -> int:
-        """Data-parallel ranks of one replica."""
+        """The number of data-parallel ranks of one replica."""
         return self.dp // self.replicate
 
     @property
     def state_shards(self) -> int:
-        """Parts into which ZeRO cuts one replica's states: context-parallel ranks take part."""
+        """The number of parts into which ZeRO cuts one replica's states: context-parallel ranks take part."""
         return self.shard * self.cp if self.zero else 1
 
     @property
     def expert_copies(self) -> int:
-        """Ranks of a stage that hold, or share by ZeRO, the same experts."""
+        """The number of ranks of a stage that hold, or share by ZeRO, the same experts."""
         return self.stage_world // self.ep
 
     @property
     def expert_replicas(self) -> int:
-        """Of those, how many hold the same rows. Hybrid keeps its replicas, unless a row of experts is longer than a
-        replica."""
+        """How many of those hold the same rows. Hybrid sharding keeps its replicas, unless a row of experts is longer
+        than a replica."""
         if not self.zero:
             return self.expert_copies
         return self.replicate if self.stage_world // self.replicate % self.ep == 0 else 1
 
     @property
     def expert_shards(self) -> int:
+        """The number of parts into which ZeRO cuts the experts of a rank."""
         return self.expert_copies // self.expert_replicas
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -209,8 +211,8 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     # The batch ----------------------------------------------------------------------------------------------------
 
     def rows(self, dp_index: int) -> range:
-        """The rows of every global batch that the ranks of this data-parallel index train on; the first may have one
-        more."""
+        """Returns the rows of every global batch that the ranks of this data-parallel index train on; the first may
+        have one more."""
         assert 0 <= dp_index < self.dp, (dp_index, self.dp)
         share, more = divmod(self.global_batch, self.dp)
         first = dp_index * share + min(dp_index, more)
@@ -218,12 +220,13 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
 
     @property
     def rows_per_rank(self) -> int:
-        """The largest share of the batch."""
+        """The largest share of the batch that a data-parallel rank has, in sequences."""
         return -(-self.global_batch // self.dp)
 
     @property
     def num_microbatches(self) -> int:
-        """The same for every rank: who has fewer rows fills up with micro-batches that have no targets."""
+        """The number of micro-batches of a step, the same for every rank: who has fewer rows adds micro-batches that
+        have no targets."""
         return -(-self.rows_per_rank // self.micro_batch)
 
     @property
@@ -237,7 +240,7 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
         return self.pp * self.virtual_stages
 
     def layers_of(self, stage: int) -> range:
-        """Indices of the layers that a stage of a pipeline owns."""
+        """Returns the indices of the layers that a stage of a pipeline owns."""
         first = sum(self.split[:stage])
         return range(first, first + self.split[stage])
 
@@ -254,13 +257,13 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
 
     @property
     def _offload_word(self) -> str:
-        """As `memory.offload` has it. Whether `all` goes to a disk is said by `offload_to` alone."""
+        """The word that `memory.offload` has for it. Whether `all` goes to a disk is said by `offload_to` alone."""
         return "nvme" if (self.offload, self.offload_to) == ("optimizer", "nvme") else self.offload
 
     @classmethod
     def of(cls, config: Config, **resolved: Any) -> Plan:
-        """The config's own values, with what was resolved in place of every `auto`. What is neither has the field's
-        default."""
+        """Returns a plan with the config's own values, and what was resolved in place of every `auto`. What is neither
+        has the field's default."""
         values = {
             name: value
             for section, keys in SECTIONS.items()
@@ -273,10 +276,12 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     def from_layout(
         cls, layout: str, *, world: int | None = None, precision: str = "fp32", device: str = "cpu"
     ) -> Plan:
-        """A plan for a hand-written loop (`shardwise.parallelize`), which has its batches itself: only who holds what.
+        """Returns a plan for a hand-written loop (`shardwise.parallelize`), which has its batches itself: it only says
+        who holds what.
 
-        `world`: the number of processes, for a layout without dp. A precision in the string comes before the
-        argument."""
+        `world` is the number of processes, for a layout without dp. A precision in the string comes before the
+        argument.
+        """
         words = {key.partition(".")[2]: text for key, text in parse_layout(layout).items()}
         cut = [axis for axis in ("tp", "pp", "cp", "ep") if words.get(axis, "1") not in ("1", "auto")]
         if cut:
@@ -317,6 +322,7 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """From plan.json: lists become tuples again, and what an older file does not have takes its default."""
+        """Returns the plan that plan.json holds: lists become tuples again, and what an older file does not have takes
+        its default."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         return cls(**known | {"split": tuple(known.get("split", ()))})

@@ -1,4 +1,4 @@
-"""The precisions that a model can be trained in, as records: which number formats weights, matmuls, gradients and
+"""Lists the precisions that a model can be trained in, as records: which number formats weights, matmuls, gradients and
 states have. No torch.
 
 To add one, write a `Precision` here; if it needs a conversion of the model, that goes where the model is built
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 FORMAT_BYTES: Mapping[str, int] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2})
-"""Bytes of one element in each number format that tensors are kept, computed or reduced in."""
+"""The bytes of one element in each number format that tensors are kept, computed or reduced in."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Precision:
 
     name: str
     kept: str
-    """Number format of the weights between steps. Optimizer states have it too, but for `states`."""
+    """The number format of the weights between steps. Optimizer states have it too, but for `states`."""
     computed: str
-    """Number format of activations, and of matmuls but for those that `matmul` names."""
+    """The number format of activations, and of matmuls but for those that `matmul` names."""
     states: str
-    """Number format of the optimizer's states."""
+    """The number format of the optimizer's states."""
     matmul: str
     """The rate of a device that its large matmuls run at: fp64 fp32 bf16 fp16 fp8."""
     proof_limit: float
@@ -34,7 +34,7 @@ class Precision:
     16 bits a rounding that falls the other way moves a weight by 0.4 %, and steps multiply that; mistakes are found in
     fp64 (prove/verify.py)."""
     scales_loss: bool = False
-    """Gradients do not fit its range as they are: the loss is multiplied while they are computed."""
+    """Whether gradients do not fit its range as they are, so that the loss is multiplied while they are computed."""
     alone: str | None = None
     """The precision whose weights are kept in the format that this one computes in; None: it is that itself."""
 
@@ -45,17 +45,17 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
-        """Weights are kept in a wider format than is computed in: they are the master weights."""
+        """Whether weights are kept in a wider format than is computed in: they are the master weights."""
         return self.kept != self.computed
 
     @property
     def is_sixteen_bit(self) -> bool:
-        """Activations have 16 bits."""
+        """Whether activations have 16 bits."""
         return FORMAT_BYTES[self.computed] == 2
 
     @property
     def is_fp8(self) -> bool:
-        """Large matmuls are quantized to 8 bits."""
+        """Whether large matmuls are quantized to 8 bits."""
         return self.matmul == "fp8"
 
 
@@ -99,4 +99,4 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         )
     }
 )
-"""By name, in the order in which they are offered."""
+"""The precisions by name, in the order in which they are offered."""

@@ -1,5 +1,5 @@
-"""`Prediction`: what the planner says of a job before it runs, in bytes and seconds. What runs and reports knows only
-this noun. No torch."""
+"""Defines `Prediction`: what the planner says of a job before it runs, in bytes and seconds. What runs and reports
+knows only this noun. No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Of one rank along the pipeline."""
+    """The memory of one rank along the pipeline, in bytes."""
 
     parts: dict[str, int]
-    moment: str  # of the peak
+    moment: str  # when the peak is, in words
 
     @property
     def peak(self) -> int:
+        """The bytes of all parts together."""
         return sum(self.parts.values())
 
     def to_dict(self) -> dict[str, object]:
@@ -23,11 +24,13 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Prediction:
+    """What is predicted of a step: memory and time."""
+
     memory: dict[str, int]  # bytes per rank by category
     step: dict[str, float]  # seconds by part
     elsewhere: dict[str, int] = field(default_factory=dict)  # offloaded bytes per rank: host, disk
     likely: tuple[float, float] = (1.0, 1.0)  # factors on the step between which 8 of 10 measured ones lay
-    outside: tuple[str, ...] = ()  # what of it was never measured
+    outside: tuple[str, ...] = ()  # what of the prediction was never compared with measurements
     stages: tuple[StageMemory, ...] = ()  # memory of each rank along the pipeline; `memory` is that of the fullest
 
     @property
@@ -40,11 +43,12 @@ class Prediction:
 
     @property
     def low(self) -> float:
-        """Seconds that one step of ten goes below."""
+        """The seconds that one step of ten goes below."""
         return self.step_s * self.likely[0]
 
     @property
     def high(self) -> float:
+        """The seconds that one step of ten goes above."""
         return self.step_s * self.likely[1]
 
     def to_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Models by name: `preset("llama3-8b")` is the published shape, read from presets.toml.
+"""Knows models by name: `preset("llama3-8b")` is the published shape, read from presets.toml.
 
 Owns the table and its `extends` rule. No torch. Read next: `spec.py` for what the fields mean.
 """
@@ -29,7 +29,7 @@ def preset(name: str) -> ModelSpec:
 
 
 def _resolve(table: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    """The entry as written over the entry it extends: sizes left to be derived stay so until the end."""
+    """Returns the entry as written over the entry it extends: sizes left to be derived stay so until the end."""
     entry = dict(table[name])
     base = entry.pop("extends", None)
     return {**_resolve(table, base), **entry} if base else entry

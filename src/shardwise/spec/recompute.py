@@ -1,5 +1,5 @@
-"""Which layers backward computes again together (activation checkpointing), and where saved activations can wait. No
-torch.
+"""Says which layers backward computes again together (activation checkpointing), and where saved activations can wait.
+No torch.
 
 Invariant: what the runtime wraps (memory/recompute.py) is what is predicted; both ask here.
 """
@@ -22,15 +22,15 @@ class Recompute:
 
     name: str
     every: int | None = None
-    """Of every so-many-th block everything is computed again, from its inputs; None: no whole blocks one by one."""
+    """Every so-many-th block is computed again as a whole, from its inputs; None: no block is, by itself."""
     is_selective: bool = False
-    """Of each block what is cheap between matmuls and attention is computed again."""
+    """Whether what is cheap between matmuls and attention is computed again, in each block."""
     in_groups: bool = False
-    """Neighbouring blocks are computed again together: sqrt(L) groups of sqrt(L)."""
+    """Whether neighbouring blocks are computed again together: sqrt(L) groups of sqrt(L)."""
 
     @property
     def is_none(self) -> bool:
-        """Everything is kept."""
+        """Whether everything is kept."""
         return self.every is None and not self.is_selective and not self.in_groups
 
 
@@ -45,11 +45,11 @@ RECOMPUTE: Mapping[str, Recompute] = MappingProxyType(
         )
     }
 )
-"""By name. `every-K` besides: see `recompute_of`."""
+"""The modes by name. `every-K` is one besides: see `recompute_of`."""
 EVERY_K = "every-K"
-"""How the config's choices name every-1, every-2, ..."""
+"""What the config's choices call every-1, every-2, ..."""
 CONSIDERED = ("none", "every-4", "every-2", "selective", "full", "sqrt")
-"""What the planner chooses from, the cheapest in time first."""
+"""The modes that the planner chooses from, the cheapest in time first."""
 
 
 @lru_cache(64)
@@ -62,8 +62,8 @@ def recompute_of(mode: str) -> Recompute:
 
 @lru_cache(4096)
 def segments(mode: str, layers: range) -> tuple[range, ...]:
-    """The neighbouring layers of a stage that are computed again together, by their number in the model. Empty where
-    nothing is, or where a choice is made inside of each block (`selective`)."""
+    """Returns the neighbouring layers of a stage that are computed again together, by their number in the model. It is
+    empty where nothing is, or where a choice is made inside of each block (`selective`)."""
     kind = recompute_of(mode)
     if kind.every is not None:
         return tuple(range(index, index + 1) for index in layers if index % kind.every == 0)
@@ -75,7 +75,8 @@ def segments(mode: str, layers: range) -> tuple[range, ...]:
 
 
 def check_activation_offload(device: str, where: str | None = None) -> None:
-    """Refuses to move activations of a model that is in CPU memory already. `where`: file and line of the setting."""
+    """Refuses to move activations of a model that is in CPU memory already. `where` is the file and line of the
+    setting."""
     if device == "cpu":
         raise UserError(
             "`memory.activation_offload = true` has nothing to move on a CPU",

@@ -1,4 +1,5 @@
-"""Pipeline schedules as records: each is one function that gives the action list of every rank, and the facts about it.
+"""Lists pipeline schedules as records: each is one function that gives the action list of every rank, and the facts
+about it.
 
 The executor runs the lists, `spec/timeline.py` times and draws them, the planner prices them; all of them ask the
 record, none knows a schedule by name. To add one, write its function and one `Schedule` in `SCHEDULES`; nothing else
@@ -18,8 +19,8 @@ split. With M micro-batches:
     zbv          split as well, two stages per rank in a V: 2 min(M, pp) activations of half the size. If F = I = W
                  and M >= pp, half the bubble of ZB-H1: only the way down to the last rank is left.
     dualpipev    the V of DeepSeek's DualPipe: in its steady state a forward and a whole backward of two micro-batches
-    stand side by
-                 side; backward is split only where a rank would wait. Holds one activation more than zbv.
+                 stand side by side; backward is split only where a rank would wait. Holds one activation more than
+                 zbv.
 """
 
 from __future__ import annotations
@@ -44,41 +45,41 @@ class Schedule:
     line: str
     """What it does, in a few words, for `shardwise explain`."""
     make: Callable[[int, int, int], Lists]
-    """(pp, virtual stages, micro-batches) -> one list of actions per rank."""
+    """Takes (pp, virtual stages, micro-batches) and returns one list of actions per rank."""
 
     fewest_stages: int = 1
-    """Stages per rank: the fewest it takes, and the most; None: any number."""
+    """The fewest stages per rank that it takes, and the most; None: any number."""
     most_stages: int | None = 1
     usual_stages: int = 1
-    """Stages per rank where nobody says."""
+    """The stages per rank where nobody says."""
     why_stages: str = "it has one stage per rank"
     """Why it takes no other number of stages per rank, and the schedule that does."""
     instead: str | None = None
 
     is_v: bool = False
-    """Stages go down the ranks and up again, so the first rank has both ends of the model. Else they go round and
-    round."""
+    """Whether stages go down the ranks and up again, so that the first rank has both ends of the model. Else they go
+    round and round."""
     splits_backward: bool = False
-    """It has I and W actions, the gradients of inputs and of weights apart."""
+    """Whether it has I and W actions, the gradients of inputs and of weights apart."""
     holds_all: bool = False
-    """All micro-batches wait for their backward at once."""
+    """Whether all micro-batches wait for their backward at once."""
     repeats: Callable[[int, int, int], bool] = lambda pp, virtual_stages, num_microbatches: True
-    """(pp, virtual stages, micro-batches): whether later groups of micro-batches pass as the first ones do, so that
-    some stand for all."""
+    """Takes (pp, virtual stages, micro-batches) and returns whether later groups of micro-batches pass as the first
+    ones do, so that some stand for all."""
     most_held: Callable[[int, int, int, int], int] | None = None
-    """(pp, virtual stages, micro-batches, rank) -> activations held at most, where there is a formula; else its list is
-    counted."""
+    """Takes (pp, virtual stages, micro-batches, rank) and returns the most activations held, where there is a formula;
+    None: its list is counted."""
 
     is_proposed: bool = True
     """Whether the planner considers it by itself. Else it runs when asked for."""
     is_simple: bool = False
-    """One stage per rank and a whole backward: no surcharge in the planner's ranking."""
+    """Whether it has one stage per rank and a whole backward: no surcharge in the planner's ranking."""
     torchtitan: str | None = None
     """What other frameworks call it; None: they do not have it."""
     megatron: bool = False
 
     def takes_stages(self, virtual_stages: int) -> bool:
-        """Whether it works with so many stages per rank."""
+        """Returns whether it works with so many stages per rank."""
         return self.fewest_stages <= virtual_stages <= (self.most_stages or virtual_stages)
 
 
@@ -103,12 +104,13 @@ def schedule_actions(schedule: str, pp: int, virtual_stages: int, num_microbatch
 
 
 def splits_backward(schedule: str) -> bool:
-    """Whether it uses I and W actions."""
+    """Returns whether a schedule uses I and W actions."""
     return SCHEDULES[schedule].splits_backward
 
 
 def _possible(schedule: str, pp: int, virtual_stages: int) -> Schedule:
-    """The config layer has told the user already; this is for callers."""
+    """Returns the record of a schedule, and asserts that it can have these stages. The config layer has told the user
+    already; this is for callers."""
     assert schedule in SCHEDULES, f"unknown schedule {schedule!r}"
     found = SCHEDULES[schedule]
     assert pp >= 1 and virtual_stages >= 1, f"pp={pp}, virtual_stages={virtual_stages}"
@@ -128,7 +130,7 @@ def _one_forward_one_backward(pp: int, virtual_stages: int, num_microbatches: in
 
 
 def _interleaved(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """As published: the second forward per rank in its warm-up hides the sends."""
+    """Returns the lists as published: the second forward per rank in its warm-up hides the sends."""
     groups = _groups(num_microbatches, max(1, num_microbatches // pp))
     loop = _first_loop(groups, virtual_stages)
     return [_alternate(groups, pp, rank, virtual_stages, loop + 2 * (pp - 1 - rank), "B") for rank in range(pp)]
@@ -146,9 +148,9 @@ def _zbv(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
 
 
 def _dualpipev(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
-    """DualPipeV in the eight steps of its authors (DeepSeek, "DualPipe", the cut-in-half variant). 0 is a rank's stage
-    on the way down, 1 the one on the way up; B is a whole backward, I and W are its halves. It is defined for M >= 2
-    pp; fewer pass as in zbv."""
+    """Returns DualPipeV in the eight steps of its authors (DeepSeek, "DualPipe", the cut-in-half variant). 0 is a
+    rank's stage on the way down, 1 the one on the way up; B is a whole backward, I and W are its halves. It is defined
+    for M >= 2 pp; fewer pass as in zbv."""
     if num_microbatches < 2 * pp:
         return _zbv(pp, virtual_stages, num_microbatches)
     lists = []
@@ -170,8 +172,8 @@ def _dualpipev(pp: int, virtual_stages: int, num_microbatches: int) -> Lists:
 
 
 def _numbered(turns: Sequence[str], stages: tuple[int, int]) -> list[Action]:
-    """Turns such as F0, I1 or W as actions: each stage takes its micro-batches in order, W the oldest weight gradients
-    that wait."""
+    """Returns turns such as F0, I1 or W as actions: each stage takes its micro-batches in order, W the oldest weight
+    gradients that wait."""
     taken: Counter[tuple[str, int]] = Counter()
     waiting: deque[tuple[int, int]] = deque()
     order = []
@@ -190,12 +192,13 @@ def _numbered(turns: Sequence[str], stages: tuple[int, int]) -> list[Action]:
 
 
 def _first_loop(groups: list[range], virtual_stages: int) -> int:
-    """Forwards of a rank before its last stage sees its first micro-batch."""
+    """Returns how many forwards a rank makes before its last stage sees its first micro-batch."""
     return (virtual_stages - 1) * len(groups[0])
 
 
 def _groups(num_microbatches: int, count: int) -> list[range]:
-    """`count` groups of nearly equal size, larger first. A group passes all stages of a rank before the next starts.
+    """Returns `count` groups of nearly equal size, larger first. A group passes all stages of a rank before the next
+    starts.
 
     The textbook takes groups of pp, so M must divide by pp. Groups of at least pp keep its bubble for every M >= pp.
     That costs memory where M is small and just below a multiple of pp: with M = 2 pp - 1 the whole batch is one group.
@@ -208,7 +211,7 @@ def _groups(num_microbatches: int, count: int) -> list[range]:
 def _alternate(
     groups: list[range], pp: int, rank: int, virtual_stages: int, warm_up: int, backward: str
 ) -> list[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """Returns `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left."""
     stages = [loop * pp + rank for loop in range(virtual_stages)]
     forwards = [Action("F", stage, m) for group in groups for stage in stages for m in group]
     backwards = [Action(backward, stage, m) for group in groups for stage in reversed(stages) for m in group]
@@ -217,7 +220,8 @@ def _alternate(
 
 
 def _vee(pp: int, rank: int, num_microbatches: int) -> list[Action]:
-    """F and I of one rank of a V. `down` is its stage on the way to the last rank, `up` the one on the way back.
+    """Returns F and I of one rank of a V. `down` is its stage on the way to the last rank, `up` the one on the way
+    back.
 
     It needs room for 2 pp activations. With F = I = W and M >= 2 pp - 1, once W fills what is open, no rank waits
     between its first and its last action.
@@ -240,7 +244,8 @@ def _vee(pp: int, rank: int, num_microbatches: int) -> list[Action]:
 
 
 def _fill_with_weights(orders: Sequence[Sequence[Action]], num_stages: int, limit: int) -> Actions:
-    """Adds W to lists of F and I: where a rank would wait, or where it holds `limit` activations and must free one.
+    """Returns lists of F and I with W added: where a rank would wait, or where it holds `limit` activations and must
+    free one.
 
     Every action counts as one unit of time, as in the published schedules.
     """
@@ -283,7 +288,7 @@ def _fill_with_weights(orders: Sequence[Sequence[Action]], num_stages: int, limi
 
 
 def _group(pp: int, num_microbatches: int) -> int:
-    """Micro-batches that pass a stage before the next stage of the rank takes over."""
+    """Returns how many micro-batches pass a stage before the next stage of the rank takes over."""
     return -(-num_microbatches // max(1, num_microbatches // pp))
 
 
@@ -363,4 +368,4 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         )
     }
 )
-"""By name, in the order in which they are offered."""
+"""The schedules by name, in the order in which they are offered."""

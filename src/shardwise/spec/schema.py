@@ -1,4 +1,4 @@
-"""Every config key, in one place: type, default, allowed values, unit and help.
+"""Declares every config key, in one place: type, default, allowed values, unit and help.
 
 Sections are frozen dataclasses and each part of the program receives its own section, never the whole `Config`.
 `setting()` attaches what the loader, `shardwise init` and the reference docs need. A key or value that is described but
@@ -32,7 +32,7 @@ def setting(
     above: float | None = None,
     later: bool = False,
 ) -> Any:
-    """A dataclass field with its documentation.
+    """Returns a dataclass field with its documentation.
 
     choices    every value the key will ever take        available  the values that work today (default: all)
     unit       how strings like "8k" or "5m" are read    low, high  inclusive bounds     above  exclusive lower bound
@@ -357,6 +357,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
+    """All sections of a config."""
+
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline owns. A pipeline is as fast as its slowest stage, so that one decides.
+"""Decides which layers each stage of a pipeline owns. A pipeline is as fast as its slowest stage, so that one decides.
 
 The embedding belongs to the first stage and the head to the last, so equal numbers of layers are seldom equal work.
 """
@@ -18,21 +18,19 @@ _SAME = 1 + 1e-9  # sums in another order differ in their last digits
 
 
 def even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As equal as whole layers allow; the first stages get one more."""
+    """Returns layers per stage, as equal as whole layers allow; the first stages get one more."""
     assert 1 <= num_stages <= num_layers, (num_stages, num_layers)
     share, more = divmod(num_layers, num_stages)
     return tuple(share + (stage < more) for stage in range(num_stages))
 
 
 def balanced_split(layer_seconds: Sequence[float], first: float, last: float, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage so that the slowest stage is as fast as possible; of those splits the most even one.
+    """Returns layers per stage so that the slowest stage is as fast as possible; of those splits the most even one.
 
     `first` is added to the first stage (embedding), `last` to the last (head). Exact:
-      1. the smallest possible maximum: of the costs that a stage can have, the least within which all layers find a
-      place
+      1. the smallest possible maximum: of the costs that a stage can have, the least within which all layers fit
       2. within that maximum the smallest sum of squares, by dynamic programming over the few bounds that are left: the
-      sum is fixed, so
-         this is the most even split
+         sum is fixed, so this is the most even split
       3. walked from the front; of equal choices the one that gives more layers to the earlier stage
     """
     num_layers = len(layer_seconds)
@@ -46,14 +44,14 @@ def balanced_split(layer_seconds: Sequence[float], first: float, last: float, nu
         return before[end] - before[begin] + extra
 
     def furthest(stage: int, begin: int, limit: float) -> int:
-        """The last layer boundary that this stage can reach; `begin` if it cannot take one layer."""
+        """Returns the last layer boundary that this stage can reach; `begin` if it cannot take one layer."""
         end = min(num_layers, bisect_right(before, limit - (first if stage == 0 else 0.0) + before[begin]))
         while end > begin and cost(stage, begin, end) > limit:  # sums are rounded
             end -= 1
         return end
 
     def costs_between(low: float, high: float) -> list[float]:
-        """Of stages, ascending. Stage 1 stands for all that are neither first nor last."""
+        """Returns the costs of stages, ascending. Stage 1 stands for all that are neither first nor last."""
         found = set()
         for stage in {0, 1, num_stages - 1}:
             for begin in range(num_layers) if stage else (0,):
@@ -65,7 +63,8 @@ def balanced_split(layer_seconds: Sequence[float], first: float, last: float, nu
         return sorted(paid for paid in found if paid >= low)
 
     def begins(limit: float) -> list[range] | None:
-        """Where each stage may begin, and where the last one ends; None if there is no way to stay within the limit."""
+        """Returns where each stage may begin, and where the last one ends; None if there is no way to stay within the
+        limit."""
         latest, earliest = [0], [num_layers]
         for stage in range(num_stages - 1):
             end = min(furthest(stage, latest[-1], limit), num_layers - (num_stages - 1 - stage))
@@ -115,7 +114,8 @@ def balanced_split(layer_seconds: Sequence[float], first: float, last: float, nu
 
 @lru_cache(64)
 def estimated_costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], float, float]:
-    """Training FLOPs per token of each layer, of the embedding (a lookup: none) and of the head with its norm.
+    """Returns the training FLOPs per token of each layer, of the embedding (a lookup: none) and of the head with its
+    norm.
 
     Together they are `spec.flops_per_token`. A run measures seconds instead, once it can.
     """
@@ -130,8 +130,8 @@ def estimated_costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], f
 
 
 def tensor_slice(spec: ModelSpec, tp: int) -> ModelSpec:
-    """The largest slice that one of `tp` ranks holds, as a model of its own: whole heads, some channels, some of the
-    vocabulary. Norms, routers, learned positions and the down-projections of latent attention are not cut."""
+    """Returns the largest slice that one of `tp` ranks holds, as a model of its own: whole heads, some channels, some
+    of the vocabulary. Norms, routers, learned positions and the down-projections of latent attention are not cut."""
     if tp == 1:
         return spec
     cut = {"vocab", *spec.attention.cut_sizes}.union(*(layer.feedforward.cut_sizes for layer in spec.layers))

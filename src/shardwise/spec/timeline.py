@@ -1,8 +1,9 @@
-"""When each action of a pipeline schedule runs, how long ranks stand idle, how much they hold; a picture for terminals.
+"""Computes when each action of a pipeline schedule runs, how long ranks stand idle, how much they hold; and draws it
+for terminals.
 
 Pure arithmetic over the lists of `spec/schedules.py` and a price per action. Invariant: a rank does one thing at a
-time, in the order of its list; an action starts as soon as its rank is free and what it needs has arrived. Messages
-travel beside the computing.
+time, in the order of its list; an action starts as soon as its rank is free and what it needs has arrived. Sends
+go on beside the computing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import NamedTuple
 from shardwise.spec.actions import Action, in_order, needs, result
 
 SIGNS = {"F": "0123456789", "B": "abcdefghij", "I": "abcdefghij", "W": "ABCDEFGHIJ", "E": "**********"}
-"""How `draw` writes the last digit of a micro-batch: forward 3, backward (B or I) d, weights D, held-out forward *."""
+"""The signs that `draw` writes for the last digit of a micro-batch: forward 3, backward (B or I) d, weights D, held-out
+forward *."""
 
 
 class Timed(NamedTuple):
+    """An action with its start and its end, in seconds."""
+
     action: Action
     start: float
     end: float
@@ -27,25 +31,28 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
+    """When each rank runs its actions."""
+
     ranks: tuple[tuple[Timed, ...], ...]
 
     @cached_property
     def total(self) -> float:
+        """The seconds from the first action to the end of the last."""
         return max((timed[-1].end for timed in self.ranks if timed), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Per rank."""
+        """The seconds of work of each rank."""
         return tuple(sum(end - start for _, start, end in timed) for timed in self.ranks)
 
     @cached_property
     def bubble(self) -> tuple[float, ...]:
-        """Per rank: the time without work, from the first action of any rank to the last."""
+        """The seconds of each rank without work, from the first action of any rank to the last."""
         return tuple(self.total - busy for busy in self.busy)
 
     @cached_property
     def bubble_fraction(self) -> float:
-        """The idle share of all ranks' time."""
+        """The idle share of all ranks' time, 0 to 1."""
         return sum(self.bubble) / (len(self.ranks) * self.total) if self.total else 0.0
 
 
@@ -55,7 +62,8 @@ def simulate(
     seconds: Callable[[Action], float],
     transfer: float = 0.0,
 ) -> Timeline:
-    """`transfer`: seconds that a message takes to another rank. AssertionError if the lists deadlock."""
+    """Returns when each action runs. `seconds` returns how long an action takes, `transfer` is the seconds of a send to
+    another rank. Raises AssertionError if the lists deadlock."""
     ends: dict[Action, float] = {}
     ranks: list[list[Timed]] = [[] for _ in actions]
     for rank, action in in_order(actions, len(owners)):
@@ -68,7 +76,8 @@ def simulate(
 
 
 def peak_in_flight(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
-    """Per rank: the most activations held at once. One is one stage of one micro-batch, from F until B or W."""
+    """Returns the most activations that each rank holds at once. One is one stage of one micro-batch, from F until B or
+    W."""
     peaks = []
     for mine in actions:
         held = peak = 0
@@ -80,7 +89,8 @@ def peak_in_flight(actions: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def draw(timeline: Timeline, width: int) -> str:
-    """One line per rank, `width` characters for the whole time, each showing what runs in its middle; idle is a dot."""
+    """Returns one line per rank, `width` characters for the whole time, each showing what runs in its middle; idle is a
+    dot."""
     label = len(str(len(timeline.ranks) - 1))
     lines = []
     for rank, timed in enumerate(timeline.ranks):

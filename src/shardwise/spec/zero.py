@@ -1,4 +1,5 @@
-"""The stages of ZeRO, as records: what each shares out over the data-parallel ranks, and when ranks meet. No torch.
+"""Lists the stages of ZeRO, as records: what each shards over the data-parallel ranks, and when ranks communicate. No
+torch.
 
 To add a variant, write a `ZeroStage` here; the runtime (`parallel/zero`) sets FSDP2's flags from it, the planner counts
 and prices by it.
@@ -17,17 +18,17 @@ class ZeroStage:
 
     stage: int
     shards_states: bool
-    """Optimizer states and master weights are shared out."""
+    """Whether optimizer states and master weights are sharded."""
     reduces_every_microbatch: bool
-    """Gradients are reduce-scattered after each micro-batch, so that no rank holds all of them. Else they add up on
-    each rank until the last."""
+    """Whether gradients are reduce-scattered after each micro-batch, so that no rank holds all of them. Else they add
+    up on each rank until the last."""
     drops_parameters: bool
-    """Gathered parameters are dropped after each use and gathered again. Else they stay from the first forward to the
-    last backward."""
+    """Whether gathered parameters are dropped after each use and gathered again. Else they stay from the first forward
+    to the last backward."""
 
     @property
     def keeps_gradients(self) -> bool:
-        """Ranks hold all gradients while several micro-batches add up, beside their shard."""
+        """Whether ranks hold all gradients while several micro-batches add up, beside their shard."""
         return self.shards_states and not self.reduces_every_microbatch
 
 
@@ -42,4 +43,4 @@ ZERO: Mapping[int, ZeroStage] = MappingProxyType(
         )
     }
 )
-"""By stage."""
+"""The records by stage."""
