@@ -1,4 +1,4 @@
-"""Is the `shardwise` command: finds the verb, hands over, and turns user errors into three lines.
+"""This is the `shardwise` command: it finds the verb, hands over, and turns user errors into three lines.
 
 A verb is a module of this package with HELP, add_arguments(parser) and run(args); REPORTS = True gives it `--json`,
 CONFIG = True lets it take config words.

@@ -54,7 +54,7 @@ def _is_planners(origin: str) -> bool:
 
 
 def written_origins(text: str) -> dict[str, str]:
-    """Key -> the origin behind its value in a config.toml that `write_config` wrote."""
+    """Returns the origin behind each key's value in a config.toml that `write_config` wrote."""
     lines = text.splitlines()
     found = ((".".join(keys), lines[line - 1].rpartition("  # ")) for keys, line in key_lines(text) if len(keys) == 2)
     return {name: origin for name, (_, comment, origin) in found if comment}

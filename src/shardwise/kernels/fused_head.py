@@ -1,4 +1,4 @@
-"""Is a head whose loss leaves its gradients behind, whose matmuls may be other kernels, and whose weight may be
+"""This is a head whose loss leaves its gradients behind, whose matmuls may be other kernels, and whose weight may be
 quantized.
 
 `FusedHead` takes the place of the plain head (model/decoder.py). Where a batch has too many logits to hold them at

@@ -1,4 +1,4 @@
-"""Is the stop-watch of what a run measures on its own device: kernels to choose from, blocks, stages, optimizers.
+"""This is the stop-watch of what a run measures on its own device: kernels to choose from, blocks, stages, optimizers.
 
 One statistic: the median over turns. It does not move when one turn meets another process, a page fault or a clock that
 changes, and unlike the best of several it says what a typical turn of a step takes. Things that are compared take

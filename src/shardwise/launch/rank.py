@@ -1,4 +1,4 @@
-"""Is the first code of a rank process: `python -m shardwise.launch.rank RUN_DIR`.
+"""This is the first code of a rank process: `python -m shardwise.launch.rank RUN_DIR`.
 
 Importing torch and meeting the other ranks take seconds. A signal in that time ends the process at once, by the kernel:
 there is nothing to save yet, and Python's own handlers would only run after the import or the wait. Before the first

@@ -53,7 +53,7 @@ class Agreement:
         self._agreed: deque[Agreed] = deque()
 
     def ask(self) -> list[int]:
-        """Read this rank's rows of a step to come; returns its stop requests, its targets and whether it wants a
+        """Reads this rank's rows of a step to come; returns its stop requests, its targets and whether it wants a
         checkpoint before that step, to be added up over all ranks."""
         self._about += 1
         with self.clock.span("data_wait", "next batch"):

@@ -1,4 +1,4 @@
-"""The training loop. Read `train` top to bottom: it is the program.
+"""This is the training loop. Read `train` top to bottom: it is the program.
 
 One rank's view of a run; every rank executes this file. What it asks for is in trainer.py, who hears of it in
 listener.py, what is there before the first step in setup.py. Ranks decide nothing alone: stopping and checkpointing are

@@ -1,4 +1,4 @@
-"""Is one of the processes that time collectives for collectives.py: `python -m
+"""This is one of the processes that time collectives for collectives.py: `python -m
 shardwise.cluster.measure.collective_rank STORE BACKEND RANK WORLD SIZES [COLLECTIVE ...]`."""
 
 from __future__ import annotations

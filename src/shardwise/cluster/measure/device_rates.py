@@ -1,4 +1,4 @@
-"""Is the child process behind devices.py: it times each device and says what it is about to do before it does it.
+"""This is the child process behind devices.py: it times each device and says what it is about to do before it does it.
 
     python -m shardwise.cluster.measure.device_rates [DEVICE/MEASUREMENT to skip ...]
 

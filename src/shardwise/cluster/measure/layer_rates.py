@@ -1,4 +1,4 @@
-"""Is the child process behind layers.py: it measures what the operations of a layer reach on one device, by size.
+"""This is the child process behind layers.py: it measures what the operations of a layer reach on one device, by size.
 
     python -m shardwise.cluster.measure.layer_rates DEVICE [MEASUREMENT or number format to skip ...]
 

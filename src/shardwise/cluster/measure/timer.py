@@ -1,5 +1,5 @@
-"""Is the one timer of measurements: how long an action takes on a device, and how long one takes that several ranks do
-together.
+"""This is the one timer of measurements: how long an action takes on a device, and how long one takes that several
+ranks do together.
 
 What others do to this machine meanwhile is not its speed, so neither function returns a mean: of an action alone it is
 the lower quartile, of a collective the least.

@@ -1,4 +1,4 @@
-"""Is the entry to the Hugging Face world: finds a model here, reads its config, moves weights in and out.
+"""This is the entry to the Hugging Face world: it finds a model here, reads its config, moves weights in and out.
 
 Owns nothing itself; the parts are `directory.py` (finding), `config.py` (config to spec), `export.py` (spec to
 config), `names.py` (tensor names) and `weights.py` (data). Importing this module does not import torch.

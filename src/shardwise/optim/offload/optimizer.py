@@ -1,4 +1,4 @@
-"""Is an optimizer whose state is not beside the model: what all kinds of offload have in common (ZeRO-Offload,
+"""This is an optimizer whose state is not beside the model: what all kinds of offload have in common (ZeRO-Offload,
 ZeRO-Infinity).
 
 Owns the cut of a rank's parameters into groups that are updated one after the other, each by an optimizer of torch's
