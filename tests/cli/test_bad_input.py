@@ -279,7 +279,7 @@ def test_a_damaged_run_does_not_hide_the_others(run_here, capsys, workdir, model
         (["data", "show"], "arguments are required"),
         (["generate", "x", "--temperature", "nan"], "--temperature is out of range"),
         (["eval", "x", "--batches", "0"], "--batches 0"),
-        (["eval", "x", "model.hidden=3"], "has no meaning here"),
+        (["eval", "x", "model.hidden=3"], "cannot be used with `eval`"),
         (["watch", "nobody"], "no run `nobody`"),
         (["resume", "last"], "there is no last run"),
     ],
@@ -353,7 +353,7 @@ def test_a_killed_checkpoint_is_never_seen(run_here, capsys, workdir):
 
 def test_settings_are_refused_where_no_config_is_read(run_here, capsys):
     assert run_here("runs", "train.steps=1") == Exit.USER_MISTAKE
-    assert "`train.steps=1` has no place here" in capsys.readouterr().err
+    assert "`train.steps=1` cannot be used with" in capsys.readouterr().err
 
 
 def test_another_frameworks_key_without_a_section_is_answered_with_ours(run_here, capsys):

@@ -66,8 +66,8 @@ def test_a_step_measured_beside_predicted(capsys):
     ("words", "said"),
     [
         (["layer"], "did you mean `layers`"),
-        (["layers", "train.steps=3"], "has no place here"),
-        (["layers", "--out", "elsewhere.toml"], "another machine's"),
+        (["layers", "train.steps=3"], "cannot be used with `bench layers`"),
+        (["layers", "--out", "elsewhere.toml"], "describes another machine"),
         (["layers", "--out", "broken.toml"], "no TOML"),
         (["step", "--out", "new.toml"], "writes no cluster file"),
         (["step", "--steps", "1"], "too few"),

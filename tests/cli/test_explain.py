@@ -185,4 +185,4 @@ def test_mistakes(capsys):
     assert main(["explain", "--demo"]) == 2
     assert "a demo needs a word" in capsys.readouterr().err
     assert main(["explain", "zero", "train.steps=3"]) == 2
-    assert "has no place here" in capsys.readouterr().err
+    assert "cannot be used with" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_rendered_rows_mark_what_carries_loss(lines_file, tmp_path, capsys):
         (["data", "prepare", "nowhere.txt", "--out", "x"], "no such data"),
         (["data", "prepare", "python", "--out", "x", "--validation-fraction", "0.9"], "--validation-fraction 0.9"),
         (["data", "prepare", "python", "--out", "x", "--workers", "0"], "--workers 0"),
-        (["data", "prepare", "python", "--out", "x", "train.steps=3"], "has no meaning here"),
+        (["data", "prepare", "python", "--out", "x", "train.steps=3"], "cannot be used with `data prepare`"),
         (["data", "show", "nowhere"], "is not a prepared directory"),
     ],
 )

@@ -155,7 +155,7 @@ def test_generate_says_when_no_cache_fits(
 ) -> None:
     for directory, notes in ((neox, 0), (write_model("mamba", workdir / "mamba"), 1)):
         assert run_here("generate", directory, "--prompt", "the", "--max-tokens", 2) == 0
-        assert capsys.readouterr().err.count("no cache fits") == notes
+        assert capsys.readouterr().err.count("no key/value cache that works") == notes
 
 
 def test_code_of_a_model_directory_is_never_run(refused: Callable[..., str], workdir: Path) -> None:

@@ -123,7 +123,7 @@ def newest_good(
         raise UserError(
             "every checkpoint of this run is damaged",
             why="; ".join(skipped),
-            fix="`shardwise resume RUN --from 0` starts it anew; the damaged ones are kept beside",
+            fix="`shardwise resume RUN --from 0` starts it anew; the damaged ones are kept under another name",
         )
     return None, skipped
 
@@ -149,6 +149,6 @@ def damaged(file: Path, why: str) -> UserError:
     return UserError(
         f"checkpoint file {file} is damaged",
         why=why,
-        fix="`shardwise resume RUN --from STEP` with an older step; `ls` the checkpoints folder shows them",
+        fix="`shardwise resume RUN --from STEP` with an older step; `ls RUN/checkpoints` lists them",
         code=Exit.USER_MISTAKE,
     )

@@ -62,11 +62,13 @@ def run(args: argparse.Namespace) -> int:
     if args.subject != "step" and (args.overrides or args.config):
         word = args.overrides[0] if args.overrides else "--config"
         raise UserError(
-            f"`{word}` has no place here", why=f"`bench {args.subject}` reads no config", fix="leave it out"
+            f"`{word}` cannot be used with `bench {args.subject}`", why="it reads no config", fix="leave it out"
         )
     if args.subject == "step" and args.out:
         raise UserError(
-            "`bench step` writes no cluster file", why="it compares; it calibrates nothing", fix="leave out --out"
+            "`bench step` writes no cluster file",
+            why="it compares a prediction with a run, and measures no device",
+            fix="leave out --out",
         )
     try:
         report = {"layers": _layers, "collectives": _collectives, "step": _step}[args.subject](args)
@@ -85,7 +87,9 @@ def _layers(args: argparse.Namespace) -> dict[str, Any]:
     if not rates.curves:
         why = "; ".join(f"{name}: {reason}" for name, reason in rates.problems.items())
         raise UserError(
-            "nothing could be measured", why=why or "no answer", fix="`shardwise doctor` looks at this machine"
+            "nothing could be measured",
+            why=why or "the measuring process gave no answer",
+            fix="`shardwise doctor` looks at this machine",
         )
     text = [f"devices   {_count(devices)}", *_curve_lines(rates)]
     _store(args.out, current, lambda cluster: with_layers(cluster, rates), text)
@@ -118,14 +122,18 @@ def _collectives(args: argparse.Namespace) -> dict[str, Any]:
     current = _existing(args.out)
     backend, worlds = "nccl" if len(machine.gpus) > 1 else "gloo", worlds_of(machine)
     if not worlds or len(machine.gpus) == 1:
-        why = "collectives need two devices, or without a GPU two cores"
-        raise UserError("there is one device here", why=why, fix="`shardwise bench layers` measures a single one")
+        why = "collectives need two GPUs, or without a GPU two cores"
+        raise UserError(
+            "one device cannot time collectives", why=why, fix="`shardwise bench layers` measures a single one"
+        )
     _progress(f"collectives of {', '.join(map(str, worlds))} ranks over {backend} (loads torch)")
     try:
         points = measure_collectives(worlds, backend)
     except LinkNotMeasured as problem:
         fix = "`shardwise doctor` looks at this machine"
-        raise UserError("the ranks did not come back", why=str(problem), fix=fix, code=Exit.HARDWARE) from None
+        raise UserError(
+            "the processes that time collectives have failed", why=str(problem), fix=fix, code=Exit.HARDWARE
+        ) from None
     fits = fit_collectives(points)
     text = [f"{'collective':<16}{'ranks':>6}{'size':>10}{'measured':>12}{'fitted':>12}"]
     text += [_timed_line(point, fits[point.collective].seconds(point)) for point in points]
@@ -175,7 +183,7 @@ def _existing(path: str | None) -> ClusterSpec | None:
     cluster, here = cluster_from_toml(path), this_cluster(this_machine())
     if cluster.device.name != here.device.name:
         why = f"it describes {cluster.device.name}, and this machine has {here.device.name}"
-        raise UserError(f"{path} is another machine's", why=why, fix="give another name")
+        raise UserError(f"{path} describes another machine", why=why, fix="give --out another name")
     return cluster
 
 

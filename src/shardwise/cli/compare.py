@@ -20,7 +20,7 @@ REPORTS = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", help="a run directory, a name, or `last`")
-    parser.add_argument("b", help="another")
+    parser.add_argument("b", help="another run, named in the same way")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
 

@@ -17,7 +17,9 @@ HELP = "Turn a Hugging Face directory into Shardwise's own format, or a run or c
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run, a checkpoint directory, a model directory or a hub id")
-    parser.add_argument("--to", choices=["hf", "shardwise"], required=True)
+    parser.add_argument(
+        "--to", choices=["hf", "shardwise"], required=True, help="a Hugging Face directory, or a checkpoint of ours"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="a directory that does not exist yet")
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="number format (default: unchanged)"

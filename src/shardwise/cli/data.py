@@ -34,12 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prepare.add_argument("--text-field", metavar="NAME", help="field of .jsonl and .parquet rows that holds plain text")
     prepare.add_argument("--chat-template", metavar="FILE", help="a Jinja template for conversations")
-    prepare.add_argument("--invalid-utf8", choices=("refuse", "replace"), default="refuse", help="what to do with it")
+    prepare.add_argument(
+        "--invalid-utf8",
+        choices=("refuse", "replace"),
+        default="refuse",
+        help="what to do with text that is not valid UTF-8",
+    )
     prepare.add_argument("--workers", type=int, metavar="N", help="cores to use (default: all)")
     prepare.add_argument("--force", action="store_true", help="replace a prepared directory")
     prepare.add_argument("--json", action="store_true", help="machine-readable report")
     show = verbs.add_parser("show", help="what a prepared directory holds")
-    show.add_argument("directory", type=Path, metavar="DIR")
+    show.add_argument("directory", type=Path, metavar="DIR", help="a directory that `data prepare` made")
     show.add_argument("--rendered", action="store_true", help="print training rows with the loss mask made visible")
     show.add_argument("--seq-len", type=int, default=256, metavar="N", help="tokens per row (default 256)")
     show.add_argument("--num", type=int, default=3, metavar="N", help="rows to print (default 3)")
@@ -55,7 +60,9 @@ def _prepare(args: argparse.Namespace) -> int:
     data = _settings(args)
     if args.workers is not None:
         if args.workers < 1:
-            raise UserError(f"--workers {args.workers}", why="at least one core is needed", fix="--workers 1 or more")
+            raise UserError(
+                f"--workers {args.workers} is too few", why="one core is needed at least", fix="--workers 1"
+            )
         # The tokenizers library sizes its own thread pool, once per process, by this variable alone.
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)
     from shardwise.data.chat import open_template
@@ -91,8 +98,8 @@ def _settings(args: argparse.Namespace) -> DataConfig:
     foreign = [word for word in getattr(args, "overrides", []) if not word.startswith("data.")]
     if foreign:
         raise UserError(
-            f"`{foreign[0]}` has no meaning here",
-            why="`data prepare` reads only the [data] section",
+            f"`{foreign[0]}` cannot be used with `data prepare`",
+            why="it reads only the [data] section",
             fix="leave it out",
         )
     given = {
@@ -105,7 +112,7 @@ def _settings(args: argparse.Namespace) -> DataConfig:
     data = replace(data, **{key: value for key, value in given.items() if value is not None})
     if not 0 <= data.validation_fraction <= 0.5:
         raise UserError(
-            f"--validation-fraction {data.validation_fraction:g}",
+            f"--validation-fraction {data.validation_fraction:g} is out of range",
             why="it is the share of documents held out, from 0 to 0.5",
             fix="--validation-fraction 0.01",
         )
@@ -115,8 +122,8 @@ def _settings(args: argparse.Namespace) -> DataConfig:
 def _show(args: argparse.Namespace) -> int:
     if args.seq_len < 2 or args.num < 1:
         raise UserError(
-            f"--seq-len {args.seq_len} --num {args.num}",
-            why="rows have two tokens or more",
+            f"--seq-len {args.seq_len} --num {args.num} shows nothing",
+            why="a row has at least two tokens, and at least one row is shown",
             fix="--seq-len 256 --num 3",
         )
     from shardwise.data.shards import TokenStore

@@ -16,7 +16,12 @@ REPORTS = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run, `last`, a checkpoint directory, a model directory or a hub id")
     parser.add_argument("--batches", type=int, default=None, metavar="N", help="at most N batches (default: all)")
-    parser.add_argument("--split", choices=["validation", "train"], default="validation")
+    parser.add_argument(
+        "--split",
+        choices=["validation", "train"],
+        default="validation",
+        help="which documents (default: held-out ones)",
+    )
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
 
@@ -88,12 +93,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.batches is not None and args.batches < 1:
-        raise UserError(f"--batches {args.batches}", why="at least one batch is needed", fix="leave it out for all")
+        raise UserError(
+            f"--batches {args.batches} evaluates nothing",
+            why="one batch is needed at least",
+            fix="leave it out for all",
+        )
     for word in args.overrides:
         key = word.split("=", 1)[0]
         if not key.startswith("data.") and key != "train.seq_len":
             raise UserError(
-                f"`{key}` has no meaning here",
+                f"`{key}` cannot be used with `eval`",
                 why="the model is as it was trained; eval reads [data] and train.seq_len",
                 fix="leave it out",
             )

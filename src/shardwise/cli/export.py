@@ -62,4 +62,4 @@ def _export_adapter(weights: StoredWeights, adapter: AdapterConfig, out: Path, d
     count = format_count(sum(value.numel() for value in tensors.values()))
     size = format_bytes(sum(file.stat().st_size for file in out.rglob("*") if file.is_file()))
     print(f"wrote    {out}: adapters of {weights.spec.name} in PEFT's format, {count} parameters, {size}")
-    print(f"next     adapter.kind=lora adapter.path={out} trains on; --merge-lora writes the whole model")
+    print(f"next     adapter.kind=lora adapter.path={out} starts a run from them; --merge-lora writes the whole model")

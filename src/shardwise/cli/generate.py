@@ -23,12 +23,12 @@ REPORTS = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run, `last`, a checkpoint directory, a model directory or a hub id")
     parser.add_argument("--prompt", default=None, help="text to continue (default: standard input, or nothing)")
-    parser.add_argument("--max-tokens", type=int, default=200, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to sample (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument(
         "--top-p", type=float, default=0.95, help="sample among the likeliest tokens up to this probability"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
     parser.add_argument("--chat", action="store_true", help="a conversation through the model's chat template")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     device = best_device()
     model = weights.load(device)
     if not getattr(model, "remembers", True):  # a model of transformers
-        print(f"note     {weights.name}: no cache fits, so each token computes all before it again", file=sys.stderr)
+        why = "has no key/value cache that works here, so every token computes all before it again"
+        print(f"note     {weights.name} {why}", file=sys.stderr)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
     if args.chat:
         return _chat(args, model, tokenizer, weights, sampling)

@@ -160,7 +160,9 @@ def _overrides(parser: argparse.ArgumentParser, words: list[str], takes_config: 
         return {number: word for number, word in free.items() if SETTING.match(word) and not os.path.exists(word)}
     for word in free.values():
         if OVERRIDE.match(word):
-            raise UserError(f"`{word}` has no place here", why=f"`{parser.prog}` reads no config", fix="leave it out")
+            raise UserError(
+                f"`{word}` cannot be used with `{parser.prog}`", why="it reads no config", fix="leave it out"
+            )
     return {}
 
 

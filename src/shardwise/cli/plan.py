@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", metavar="TOKENS", help="tokens per optimizer step, such as 4M; default: usual for the model's size"
     )
-    parser.add_argument("--tokens", metavar="N", help="of the whole training, such as 1T: adds days, cost and energy")
-    parser.add_argument("--price", metavar="MONEY", help="per GPU and hour, such as 2.50")
+    parser.add_argument("--tokens", metavar="N", help="tokens to train in all, such as 1T: adds days, cost and energy")
+    parser.add_argument("--price", metavar="MONEY", help="price per GPU and hour, such as 2.50")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="rows to show and write (default: 5)")
     parser.add_argument("--why-not", metavar="LAYOUT", help='compare a layout or a part of one, such as "tp=8 pp=1"')
     parser.add_argument(

@@ -15,7 +15,11 @@ CONFIG = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory, a name, or `last`")
     parser.add_argument(
-        "--from", dest="from_step", type=int, metavar="STEP", help="a certain checkpoint; 0: from the beginning"
+        "--from",
+        dest="from_step",
+        type=int,
+        metavar="STEP",
+        help="the checkpoint to go on from (default: the newest good one); 0: start anew",
     )
     parser.add_argument(
         "--allow", action="append", default=[], metavar="KEY", help="a key that may change, such as train.steps"

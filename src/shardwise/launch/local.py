@@ -112,7 +112,7 @@ def _stopped_at_once(run: RunDir, number: int) -> int:
     """Reports ranks that had nothing to commit yet, or were told twice to stop; returns the exit code."""
     code = Exit.INTERRUPTED if number == signal.SIGINT else Exit.STOPPED
     why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    print(f"STOPPED  at once, by {why}; the last checkpoint, if any, stands            exit {int(code)}, resumable")
+    print(f"STOPPED  at once, by {why}; the last checkpoint, if any, is kept            exit {int(code)}, resumable")
     print(f"  do     shardwise resume {run.path}")
     run.append({"event": "stopped", "exit": int(code), "why": why, "wall_time": time.time()})
     return int(code)
@@ -142,7 +142,7 @@ def _exit_code(run: RunDir, result: RunProcsResult) -> int:
     name = signal.Signals(-first.exitcode).name
     print(f"error: rank {first.local_rank} was killed by {name}", file=sys.stderr)
     hint = (
-        "often the system ran out of memory (train.micro_batch=1 needs less)"
+        "the system kills processes when it runs out of memory; train.micro_batch=1 needs less"
         if name == "SIGKILL"
         else f"details in {run.log}"
     )

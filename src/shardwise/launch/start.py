@@ -84,7 +84,7 @@ def measured_file(path: str, machine: Machine) -> ClusterSpec:
             ("GPUs" if cluster.device.kind == "cuda" else "processor cores"),
         )
         raise UserError(
-            f"--cluster {path} is not this machine",
+            f"--cluster {path} describes another machine",
             why=f"it describes {says}, and this machine has {has}",
             fix="`shardwise doctor --out cluster.toml` measures this one; `shardwise plan` plans for others",
         )
