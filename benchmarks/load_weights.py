@@ -36,7 +36,7 @@ def make_spec(gigabytes: float, bytes_per_parameter: int):
 def write(directory: Path, gigabytes: float, dtype_name: str) -> None:
     import torch
 
-    from shardwise.interop.huggingface.door import save_model
+    from shardwise.interop.huggingface.load_save import save_model
     from shardwise.model.decoder import Decoder
 
     dtype = getattr(torch, dtype_name)
@@ -54,7 +54,7 @@ def load(directory: Path, dtype_name: str) -> None:
     """Runs in its own process; prints one JSON line."""
     import torch
 
-    from shardwise.interop.huggingface.door import load_weights, read_config, spec_from_config
+    from shardwise.interop.huggingface.load_save import load_weights, read_config, spec_from_config
     from shardwise.model.decoder import Decoder
 
     spec = spec_from_config(read_config(directory))

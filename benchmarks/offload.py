@@ -33,7 +33,7 @@ import torch.distributed as dist
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.offload.disk import BLOCK_BYTES, QUEUE_DEPTH, ScratchFile, new_buffer
 from shardwise.optim.offload.nvme import NvmeOptimizer
-from shardwise.optim.offload.optimizer import Elsewhere, OffloadedOptimizer
+from shardwise.optim.offload.optimizer import OffloadedOptimizer, OffloadedParts
 from shardwise.plan.prediction.memory import predict_elsewhere, predict_memory
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
@@ -52,7 +52,7 @@ class Plain:
     """A parameter that is not split."""
 
     def __init__(self, name: str, parameter: torch.nn.Parameter):
-        self.name, self.parameter, self.local, self.elsewhere = name, parameter, parameter, Elsewhere()
+        self.name, self.parameter, self.local, self.elsewhere = name, parameter, parameter, OffloadedParts()
 
     @property
     def gradient(self) -> torch.Tensor | None:

@@ -32,7 +32,7 @@ from rich.table import Table
 from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
-from shardwise.run.bubble_filling import FIRST_ROUND, HEADROOM, LONGER, PLAIN_STEPS, SEND_S, Filler
+from shardwise.run.bubble_filling import FIRST_ROUND, HEADROOM, LONGER, PLAIN_STEPS, SEND_S, BubbleFiller
 from shardwise.run.clock import Clock
 from shardwise.spec.presets import preset
 from shardwise.spec.split import even_split
@@ -113,7 +113,7 @@ def _case(rank: int, schedule: str, virtual: int, rounds: int) -> dict[str, Any]
     for stage in engine.stages:
         stage.wrapper = Sleeping(stage, 1 / virtual)
     batch, num_targets = trial_batch(spec, plan, trial, 1, 0)
-    filler = Filler(engine, lambda number: batch.microbatches, num_batches=8)
+    filler = BubbleFiller(engine, lambda number: batch.microbatches, num_batches=8)
     clock = Clock(torch.device("cpu"))
 
     def step(fill: bool) -> float:

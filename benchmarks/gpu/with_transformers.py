@@ -19,7 +19,7 @@ from gpu.contender import Contender, adamw, clip, draw_weights, same_weights
 from gpu.shapes import Case
 from torch import Tensor, nn
 
-from shardwise.interop.huggingface.door import config_from_spec
+from shardwise.interop.huggingface.load_save import config_from_spec
 
 
 def config_of(case: Case) -> Any:

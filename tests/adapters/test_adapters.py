@@ -15,7 +15,7 @@ from shardwise.adapters.dropout import INVERSE, ODD, AdapterDropout
 from shardwise.adapters.lora import AdaptedLinear, adapt, decoder_adapters, merge
 from shardwise.adapters.nf4 import CODE, dequantize, packed_bytes, quantize, table
 from shardwise.errors import UserError
-from shardwise.interop.huggingface.door import read_spec, save_model
+from shardwise.interop.huggingface.load_save import read_spec, save_model
 from shardwise.interop.peft.format import open_adapter, read_adapter, write_adapter
 from shardwise.interop.peft.targets import find_targets, linears_of, modules_of, their_modules
 from shardwise.model.decoder import Decoder
@@ -203,7 +203,7 @@ def their_logits(base: Path, adapter: Path) -> Tensor:
 
 
 def our_logits(base: Path, settings: AdapterConfig, trained: dict[str, Tensor] | None = None) -> Tensor:
-    from shardwise.interop.huggingface.door import load_weights
+    from shardwise.interop.huggingface.load_save import load_weights
 
     spec = read_spec(base)
     model = Decoder(spec)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.errors import UserError
-from shardwise.interop.huggingface.door import (
+from shardwise.interop.huggingface.load_save import (
     config_from_spec,
     find_model_dir,
     load_weights,

@@ -12,7 +12,7 @@ from families import FAMILIES, make_theirs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.interop.huggingface.door import load_weights, read_config, save_model, spec_from_config
+from shardwise.interop.huggingface.load_save import load_weights, read_config, save_model, spec_from_config
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 

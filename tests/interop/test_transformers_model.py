@@ -11,7 +11,7 @@ from foreign_models import KINDS, write_model
 from transformers import AutoModelForCausalLM
 
 from shardwise.errors import UserError
-from shardwise.interop.huggingface.door import read_spec
+from shardwise.interop.huggingface.load_save import read_spec
 from shardwise.interop.transformers.model import TransformersModel, find_block_list
 from shardwise.interop.transformers.spec import TransformersSpec, spec_from_transformers
 from shardwise.model.cache import KeyValueCache

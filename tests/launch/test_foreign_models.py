@@ -67,7 +67,7 @@ def _losses(directory: Path, workdir: Path) -> float:
     from transformers import AutoModelForCausalLM
 
     from shardwise.config.load import load_config
-    from shardwise.interop.huggingface.door import read_spec
+    from shardwise.interop.huggingface.load_save import read_spec
     from shardwise.run.build import corpus_of
 
     model = AutoModelForCausalLM.from_pretrained(directory).eval()

@@ -14,7 +14,7 @@ from commands import SMALL
 from shardwise.config.load import load_config
 from shardwise.launch.start import new_run, plan_run
 from shardwise.launch.worker import run_worker
-from shardwise.memory.micro_batch import FRAGMENTS, Growth, Taken, largest_that_fits
+from shardwise.memory.micro_batch import FRAGMENTS, MemoryGrowth, MicroBatchMemory, largest_that_fits
 from shardwise.plan.prediction.lifetimes import PROCESS_BYTES
 from shardwise.plan.prediction.memory import measured_need
 from shardwise.plan.resolve.fit import needed_memory
@@ -37,10 +37,10 @@ PLAN = Plan(
 WORDS = [*SMALL, "train.seq_len=512", "train.steps=3", "train.sample_tokens=0", "train.eval_batches=1"]
 
 
-def found(room: float, growth: Growth, plan: Plan = PLAN, pp_rank: int = 0) -> int:
+def found(room: float, growth: MemoryGrowth, plan: Plan = PLAN, pp_rank: int = 0) -> int:
     limit = int((1000 + room) * (1 + FRAGMENTS) / HEADROOM) + 2
 
-    def needed_bytes(size: int, taken: Taken) -> int:
+    def needed_bytes(size: int, taken: MicroBatchMemory) -> int:
         cut = replace(plan, micro_batch=size)
         return measured_need(preset("tiny"), cut, 1000, taken.activations, taken.temporary, pp_rank)
 
@@ -48,10 +48,10 @@ def found(room: float, growth: Growth, plan: Plan = PLAN, pp_rank: int = 0) -> i
 
 
 def test_two_measured_sizes_make_a_line() -> None:
-    growth = Growth(Taken(100, 60), Taken(180, 60))  # 20 + 80 n, and 60 at any size
-    assert growth.taken(4) == Taken(340, 60)
-    one = Growth(Taken(100, 10))
-    assert one.taken(4) == Taken(400, 40)
+    growth = MemoryGrowth(MicroBatchMemory(100, 60), MicroBatchMemory(180, 60))  # 20 + 80 n, and 60 at any size
+    assert growth.taken(4) == MicroBatchMemory(340, 60)
+    one = MemoryGrowth(MicroBatchMemory(100, 10))
+    assert one.taken(4) == MicroBatchMemory(400, 40)
     needed = 660 + int(0.45 * 660)
     assert [found(needed, growth), found(needed - 9, growth), found(160, growth), found(1, growth)] == [8, 4, 1, 1]
 
@@ -59,7 +59,7 @@ def test_two_measured_sizes_make_a_line() -> None:
 def test_a_pipeline_holds_several_micro_batches() -> None:
     """1f1b on four ranks: the first one has four under way, the last one only one."""
     pipeline = replace(PLAN, global_batch=32, pp=4, split=(2, 2, 1, 1))
-    growth = Growth(Taken(100, 0))
+    growth = MemoryGrowth(MicroBatchMemory(100, 0))
     assert [found(4 * 290, growth, pipeline, rank) for rank in (0, 1, 3)] == [2, 2, 8]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from decoders import VARIANTS, make, some_tokens
 
-from shardwise.interop.huggingface.door import load_weights, save_model
+from shardwise.interop.huggingface.load_save import load_weights, save_model
 from shardwise.kernels.fused_experts import fuse_experts
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder

@@ -198,9 +198,9 @@ class Plain:
     """A parameter that is not split."""
 
     def __init__(self, name: str, parameter: torch.nn.Parameter):
-        from shardwise.optim.offload.optimizer import Elsewhere
+        from shardwise.optim.offload.optimizer import OffloadedParts
 
-        self.name, self.parameter, self.local, self.elsewhere = name, parameter, parameter, Elsewhere()
+        self.name, self.parameter, self.local, self.elsewhere = name, parameter, parameter, OffloadedParts()
 
     @property
     def gradient(self) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from any_models import LR, STEPS, batch, build, loss_sum
 from foreign_models import MODULES, write_model
 
 from shardwise import UserError, parallelize
-from shardwise.interop.huggingface.door import read_spec
+from shardwise.interop.huggingface.load_save import read_spec
 from shardwise.optim.build import build_optimizer
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.prove.reference import Trial

@@ -14,7 +14,7 @@ from foreign_models import KINDS, MODULES, write_model
 from torch import Tensor
 
 from shardwise.data.sequences import IGNORE
-from shardwise.interop.huggingface.door import read_spec
+from shardwise.interop.huggingface.load_save import read_spec
 from shardwise.optim.build import build_optimizer
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.collect import collect

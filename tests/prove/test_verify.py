@@ -11,7 +11,7 @@ import torch.distributed as dist
 from foreign_models import MODULES, write_model
 
 from shardwise.errors import Exit, UserError
-from shardwise.interop.huggingface.door import read_spec
+from shardwise.interop.huggingface.load_save import read_spec
 from shardwise.parallel.engine import Engine
 from shardwise.prove import verify
 from shardwise.prove.reference import Record
@@ -109,7 +109,7 @@ def test_proofs_are_remembered_by_layout_and_kind_of_model() -> None:
 
 
 def test_a_damaged_memory_only_means_a_new_proof(tmp_path: Path) -> None:
-    file = tmp_path / verify.MEMORY
+    file = tmp_path / verify.PROOFS_FILE
     assert verify.read_proofs(file) == {}
     for text in ("{", "[1]"):
         file.write_text(text)

@@ -20,7 +20,7 @@ from shardwise.parallel.pipeline.execute import LAST_SENDS, Side
 from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.prove.reference import Trial
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
-from shardwise.run.bubble_filling import FIRST_ROUND, PLAIN_STEPS, Filler, action_seconds, side_seconds
+from shardwise.run.bubble_filling import FIRST_ROUND, PLAIN_STEPS, BubbleFiller, action_seconds, side_seconds
 from shardwise.run.clock import Clock, Span
 from shardwise.run.step import accumulate, update
 from shardwise.spec.actions import NAMES
@@ -120,7 +120,7 @@ def filled_run(filled_step_s: float, rounds: int) -> dict[str, Any]:
     """gpipe over two ranks, 4 micro-batches: room for two. Weights stay, so a pass may take several steps and be
     checked."""
     engine = engine_of("dense", {"pp": 2, "schedule": "gpipe"})
-    filler = Filler(engine, lambda number: batch_of(engine, 50 + number)[0].microbatches, num_batches=3)
+    filler = BubbleFiller(engine, lambda number: batch_of(engine, 50 + number)[0].microbatches, num_batches=3)
     clock, batch, lines, placed = Clock(CPU), batch_of(engine, 1), [], []
     steps = 1 + rounds * PLAIN_STEPS + FIRST_ROUND * (2**rounds - 1)
     for step in range(1, steps + 1):

@@ -94,7 +94,7 @@ def test_latent_attention_counts_query_and_value_widths() -> None:
     [
         "spec.model",
         "spec.presets",
-        *(f"interop.huggingface.{name}" for name in ("config", "export", "names", "directory", "door")),
+        *(f"interop.huggingface.{name}" for name in ("config", "export", "names", "directory", "load_save")),
     ],
 )
 def test_importing_does_not_import_torch(module: str) -> None:

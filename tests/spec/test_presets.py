@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from shardwise.errors import UserError
-from shardwise.interop.huggingface.door import config_from_spec
+from shardwise.interop.huggingface.load_save import config_from_spec
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.spec.presets import preset, preset_names
 

@@ -41,7 +41,7 @@ def convert(weights: StoredWeights, to: str, out: Path, dtype_name: str | None) 
 
     from shardwise.checkpoint import store
     from shardwise.config.units import format_bytes, format_count
-    from shardwise.interop.huggingface.door import save_model
+    from shardwise.interop.huggingface.load_save import save_model
     from shardwise.run.build import TOKENIZER_FILES, copy_tokenizer
 
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.checkpoint.listing import at_step
     from shardwise.cli.train import check_nproc
     from shardwise.launch.start import continue_run, start
-    from shardwise.report.summary import longer
+    from shardwise.report.summary import longer_command
     from shardwise.run.rundir import find_run
 
     if args.exclude:
@@ -50,6 +50,6 @@ def run(args: argparse.Namespace) -> int:
     last = max(found.steps(), default=0)
     if found.state() == "finished" and last >= planned.plan.num_steps and args.from_step is None:
         print(f"run      {found.path} has finished its {last} steps")
-        print(f"next     {longer(found.path, planned.config.train, last)}")
+        print(f"next     {longer_command(found.path, planned.config.train, last)}")
         return Exit.DONE
     return start(found, planned, args.from_step, verify=not args.no_verify)

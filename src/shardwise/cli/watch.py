@@ -40,13 +40,13 @@ def run(args: argparse.Namespace) -> int:
 def _snapshot(found: RunDir) -> dict[str, Any]:
     from shardwise.cli.runs import summary
     from shardwise.report.memory import measured_memory
-    from shardwise.report.step_breakdown import measured_pipeline, where_of
+    from shardwise.report.step_breakdown import measured_pipeline, seconds_by_kind
 
     steps, ran, curve = found.steps(), measured_pipeline(found), measured_memory(found)
     return {
         **summary(found),
         "last": steps[max(steps)] if steps else None,
-        "where": where_of(list(steps.values())),
+        "where": seconds_by_kind(list(steps.values())),
         "pipeline": ran and ran.summary(),
         "memory": curve and curve.summary(),
         "compared": found.read_plan().get("measured"),
@@ -57,7 +57,7 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
 def _follow(found: RunDir) -> int:
     """Prints new lines as they appear, and returns the exit code; on a terminal one block that is drawn anew."""
     from shardwise.report.memory import measured_memory
-    from shardwise.report.step_breakdown import bar, measured_pipeline, where_of
+    from shardwise.report.step_breakdown import bar, measured_pipeline, seconds_by_kind
     from shardwise.report.terminal import LiveView
 
     view = LiveView(found.read_plan().get("num_steps", 1), None)
@@ -70,7 +70,7 @@ def _follow(found: RunDir) -> int:
                 ran = measured_pipeline(found)
                 curve = curve or measured_memory(found)  # drawn once: only the first steps are watched
                 pictures = [part.text(WIDTH) for part in (ran, curve) if part]
-                view.below = "\n".join([bar(where_of(steps)), *pictures])
+                view.below = "\n".join([bar(seconds_by_kind(steps)), *pictures])
             for line in steps[seen:]:
                 view.step(line)
             seen = len(steps)
@@ -89,7 +89,7 @@ def _follow(found: RunDir) -> int:
 def _print_state(found: RunDir) -> None:
     from shardwise.report.memory import measured_memory
     from shardwise.report.predicted_and_measured import comparison_lines
-    from shardwise.report.step_breakdown import RECENT, bar, measured_pipeline, where_of
+    from shardwise.report.step_breakdown import RECENT, bar, measured_pipeline, seconds_by_kind
     from shardwise.report.terminal import format_rate, sparkline
     from shardwise.run.clock import verdict
 
@@ -99,7 +99,7 @@ def _print_state(found: RunDir) -> None:
     )
     if steps:
         print(f"loss     {steps[-1]['loss']:.4f}  {sparkline([line['loss'] for line in steps])}")
-        where = where_of(steps)
+        where = seconds_by_kind(steps)
         rate = sum(line["tokens"] for line in steps[-RECENT:]) / max(where["step_s"], 1e-9)
         print(f"speed    {format_rate(rate)} tok/s; {verdict(where)}")
         print(f"where    {bar(where)}")

@@ -26,9 +26,7 @@ from shardwise.kernels import cublas
 from shardwise.kernels.fused_loss import HeadMatmuls, adds_in_place
 from shardwise.kernels.timing import median_seconds
 
-LEAST_FLOPS = (
-    3e10  # FLOP of a matmul, 0.05 ms on an H200: below, choosing saves less than the call through Python costs
-)
+LEAST_FLOPS = 3e10  # of a matmul, 0.05 ms on an H200: below, choosing saves less than a call through Python costs
 MOST_PROPOSALS, FINALISTS, ROUNDS = 20, 4, 4
 TURN_S = 0.025
 """Seconds of a finalist's turn, so long that each works at the clock that its own power leaves it: what is fastest for

@@ -26,7 +26,8 @@ def bounds_of(values: Tensor) -> Tensor:
     to the last bit."""
     low, half = values[:-1], (values[1:] - values[:-1]) * 0.5
     bounds = low + half
-    for _ in range(3):  # of roundings, there and below
+    # The three roundings, here and in `nearest`, move a bound by at most three steps, up or down.
+    for _ in range(3):
         bounds = torch.where(bounds - low >= half, bounds, bounds.nextafter(values[1:]))
     for _ in range(3):
         below = bounds.nextafter(low)

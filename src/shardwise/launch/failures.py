@@ -25,7 +25,7 @@ def fail(run: RunDir, ranks: Ranks, code: Exit, text: str) -> int:
     the launcher shows that if the first rank had nothing of its own to say."""
     print(text, file=sys.stderr, flush=True)
     if ranks.is_first:
-        _last_word(run, code, text.splitlines()[0])
+        _write_last_event(run, code, text.splitlines()[0])
     return int(code)
 
 
@@ -49,11 +49,11 @@ def crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
         print(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}", file=sys.stderr)
         print(f"  fix  shardwise resume {run.path}", file=sys.stderr, flush=True)
     if ranks.is_first:
-        _last_word(run, code, str(error)[:500])
+        _write_last_event(run, code, str(error)[:500])
     return int(code)
 
 
-def _last_word(run: RunDir, code: Exit, why: str) -> None:
+def _write_last_event(run: RunDir, code: Exit, why: str) -> None:
     event = "stopped" if code in (Exit.STOPPED, Exit.INTERRUPTED) else "failed"
     with suppress(OSError):  # the disk may be full, which is what was just said
         run.append({"event": event, "exit": int(code), "why": why, "wall_time": time.time()})

@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 from shardwise.cluster.measure.blocks import BlockTimes
-from shardwise.memory.micro_batch import Taken
+from shardwise.memory.micro_batch import MicroBatchMemory
 from shardwise.plan.prediction.lifetimes import PROCESS_BYTES
 from shardwise.plan.prediction.measured_rates import scaled_cluster
 from shardwise.plan.prediction.memory import measured_need, states_bytes
@@ -29,7 +29,7 @@ class RunPlanner:
     def micro_batch_sizes(self, plan: Plan) -> list[int]:
         return micro_batch_sizes(plan)
 
-    def needed_bytes(self, plan: Plan, taken: Taken, pp_rank: int) -> int:
+    def needed_bytes(self, plan: Plan, taken: MicroBatchMemory, pp_rank: int) -> int:
         states = states_bytes(self.spec, plan, self.config.optimizer.name, self.config.adapter)
         return measured_need(self.spec, plan, states, taken.activations, taken.temporary, pp_rank)
 

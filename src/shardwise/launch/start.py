@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from shardwise.spec.model import ModelSpec
 
-FIRST_WORD_S = 1.0  # seconds; torchrun ends all ranks when one exits: the first one gets time to say why
+TIME_TO_REPORT_S = 1.0  # seconds; torchrun ends all ranks when one exits: the first one gets time to say why
 
 
 @dataclass
@@ -214,7 +214,7 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: L
             raise error
         if path:
             return run_worker(RunDir(Path(path)), ranks, planned, verify=verify)
-        time.sleep(FIRST_WORD_S)
+        time.sleep(TIME_TO_REPORT_S)
         return int(Exit.USER_MISTAKE)
 
 

@@ -19,7 +19,7 @@ for what comes next. Measured bytes do not have them."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class MicroBatchMemory:
     """Bytes that one micro-batch took at most: what forward keeps for backward, and what came and went beside it."""
 
     activations: int
@@ -27,24 +27,24 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Growth:
+class MemoryGrowth:
     """Bytes of a micro-batch of n sequences, as a line through what was measured."""
 
-    one: Taken
-    two: Taken | None = None  # without it, n sequences are taken to need n times as much
+    one: MicroBatchMemory
+    two: MicroBatchMemory | None = None  # without it, n sequences are taken to need n times as much
 
-    def taken(self, size: int) -> Taken:
+    def taken(self, size: int) -> MicroBatchMemory:
         """Returns the bytes of a micro-batch of `size` sequences."""
         if self.two is None:
-            return Taken(size * self.one.activations, size * self.one.temporary)
-        return Taken(
+            return MicroBatchMemory(size * self.one.activations, size * self.one.temporary)
+        return MicroBatchMemory(
             self.one.activations + (size - 1) * max(0, self.two.activations - self.one.activations),
             self.one.temporary + (size - 1) * max(0, self.two.temporary - self.one.temporary),
         )
 
 
 def largest_that_fits(
-    sizes: Sequence[int], needed_bytes: Callable[[int, Taken], int], growth: Growth, limit: int
+    sizes: Sequence[int], needed_bytes: Callable[[int, MicroBatchMemory], int], growth: MemoryGrowth, limit: int
 ) -> int:
     """Returns the first of `sizes` (largest first) that fits into `limit` bytes; 1 if none does. `needed_bytes` returns
     all that a rank needs with micro-batches of this size, which take so much."""

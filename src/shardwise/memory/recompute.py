@@ -136,7 +136,7 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
-class _Held:
+class _DroppedTensor:
     """Stands in the graph for a saved tensor that was not kept."""
 
     __slots__ = ("__weakref__", "value")
@@ -156,7 +156,7 @@ class _Segment:
     def __init__(self, owner: Recomputed):
         self.owner = owner
         self.calls: list[_BlockCall] = []
-        self.held: list[weakref.ref[_Held]] = []
+        self.held: list[weakref.ref[_DroppedTensor]] = []
         self.results: list[_Result] = []
 
     def run(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,12 +166,12 @@ class _Segment:
         self.results = [_Result(leaf) for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         return output
 
-    def _leave_out(self, tensor: Tensor) -> _Held:
-        held = _Held()
+    def _leave_out(self, tensor: Tensor) -> _DroppedTensor:
+        held = _DroppedTensor()
         self.held.append(weakref.ref(held))
         return held
 
-    def _give_back(self, held: _Held) -> Tensor:
+    def _give_back(self, held: _DroppedTensor) -> Tensor:
         if held.value is None:
             self._repeat()
         value, held.value = held.value, None

@@ -48,10 +48,10 @@ def select(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        ledger = _Ledger()
-        with ledger, saved_tensors_hooks(ledger.save, _Slot.tensor):
+        recorder = _CallRecorder()
+        with recorder, saved_tensors_hooks(recorder.save, _Slot.tensor):
             output = forward(*args, **kwargs)
-        ledger.settle()
+        recorder.settle()
         return output
 
     return run
@@ -95,8 +95,8 @@ class _CheapCall:
 
     def __init__(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], environment: Environment):
         self.func, self.arguments, self.environment = func, (args, kwargs), environment
-        self.inputs = list(_tensors((*args, *kwargs.values())))  # until the block has ended
-        self.result: Tensor | None = None  # the same
+        self.inputs = list(_tensors((*args, *kwargs.values())))  # kept until the block has ended
+        self.result: Tensor | None = None  # kept as long
         self.num_saved = 0
         # A list of those who wait would be a circle, and the block would stay until the garbage collector comes.
         self.num_waiting = 0
@@ -159,7 +159,7 @@ class _Slot:
         return value
 
 
-class _Ledger(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     """Notes what happens in one block, in one pass."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.optim.gradient_norm import squared_norms
-from shardwise.optim.offload.optimizer import Elsewhere
+from shardwise.optim.offload.optimizer import OffloadedParts
 from shardwise.parallel.fsdp2 import local_rows
 from shardwise.parallel.mesh import Group, Mesh
 from shardwise.parallel.tensor.slices import Placement, Slice, placement, take
@@ -39,7 +39,7 @@ class Shard:
     cut_over: Group  # ranks that have the other slices, or None
     slice_replicas: int  # neighbours among them with the same slice
     spread_over: Group  # ranks that have the other rows, or None
-    elsewhere: Elsewhere = field(default_factory=Elsewhere)  # where the gradient is when it has left the device
+    elsewhere: OffloadedParts = field(default_factory=OffloadedParts)  # what has left the device
 
     @property
     def gradient(self) -> Tensor | None:

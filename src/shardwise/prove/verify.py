@@ -30,7 +30,7 @@ from shardwise.spec.schema import AdapterConfig, OptimizerConfig
 LIMIT = 1e-9
 NUM_STEPS = 3
 PROOF_SCALE = 2.0**16  # loss scale for layouts that will train in fp16: exact in fp64
-MEMORY = ".proofs.json"  # the file inside run.dir that remembers what was proven
+PROOFS_FILE = ".proofs.json"  # the file inside run.dir that remembers what was proven
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ def prove_once(session: Session) -> str | None:
     if plan.world == 1 and plan.offload == "none":
         return None
     try:
-        memory, key = Path(config.run.dir) / MEMORY, proof_key(spec, plan, config.adapter)
+        file, key = Path(config.run.dir) / PROOFS_FILE, proof_key(spec, plan, config.adapter)
     except UserError as problem:  # a model that cannot be made smaller; every rank finds the same
         return (
             f"proof    {plan.layout}: none before the first step, {problem.what} ({problem.why}); "
             "the proof is the repetition in one process at the end"
         )
-    known = rank == 0 and key in read_proofs(memory)
+    known = rank == 0 and key in read_proofs(file)
     if plan.world > 1:
         flag = torch.tensor([int(known)], device=device)
         dist.broadcast(flag, 0)
@@ -159,7 +159,7 @@ def prove_once(session: Session) -> str | None:
             code=Exit.FOUND_WRONG,
         )
     if rank == 0:
-        remember(memory, key, proof)
+        remember(file, key, proof)
     return f"proof    {plan.layout}: {proof.steps} steps in fp64, small model of this kind; {describe(proof)}"
 
 

@@ -67,7 +67,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             lines.append(f"         {row:<22}{format_bytes(predicted[row]):>12}{'not seen':>12}")
         elif predicted[row] or measured[row]:
             values = f"{format_bytes(predicted[row]):>12}{format_bytes(measured[row]):>12}"
-            lines.append(f"         {row:<22}{values}  {off(measured[row], predicted[row]):>7}")
+            lines.append(f"         {row:<22}{values}  {percent_off(measured[row], predicted[row]):>7}")
     emptiest = report["emptiest"]
     if emptiest["rank"] != measured["rank"]:
         total, spread = format_bytes(emptiest["peak"]), format_bytes(report["spread"])
@@ -75,11 +75,11 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def off(measured: float, predicted: float) -> str:
+def percent_off(measured: float, predicted: float) -> str:
     return f"{100 * (measured / predicted - 1):+.0f} %" if predicted else "n/a"
 
 
-# The course of a step ------------------------------------------------------------------------------------------------
+# Memory in the course of a step --------------------------------------------------------------------------------------
 
 
 class MemoryPoint(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwise.report.memory import off, report_lines
+from shardwise.report.memory import percent_off, report_lines
 from shardwise.run.clock import KINDS
 from shardwise.spec.prediction import Prediction
 
@@ -55,7 +55,7 @@ def comparison_lines(found: dict[str, Any]) -> list[str]:
         for name, row in found["step"].items():
             if max(row.values()) >= 0.005 * found["step"]["step"]["measured"]:
                 values = "".join(f"{_duration(row[side]):>12}" for side in ("predicted", "measured"))
-                lines.append(f"         {name:<22}{values}  {off(row['measured'], row['predicted']):>7}")
+                lines.append(f"         {name:<22}{values}  {percent_off(row['measured'], row['predicted']):>7}")
     return lines + (report_lines(found["memory"]) if found["memory"] else [])
 
 

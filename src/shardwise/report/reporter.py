@@ -22,7 +22,7 @@ from shardwise.report.predicted_and_measured import compare, comparison_lines
 from shardwise.report.summary import finished_lines, next_lines, stopped_lines, why_stopped
 from shardwise.report.terminal import LiveView
 from shardwise.report.utilization import peak_flops
-from shardwise.run.bubble_filling import Filled
+from shardwise.run.bubble_filling import FilledBubbles
 from shardwise.run.clock import KINDS
 from shardwise.run.evaluate import perplexity
 from shardwise.run.events import Events
@@ -151,7 +151,7 @@ class Reporter(Listener):
         if text is not None:
             self.say("sample   " + json.dumps(text, ensure_ascii=False))
 
-    def filled(self, step: int, found: Filled | None) -> None:
+    def filled(self, step: int, found: FilledBubbles | None) -> None:
         if found is None:
             self.say("fill     nothing is held out, so idle slots stayed empty (data.validation_fraction)")
             return
@@ -212,7 +212,7 @@ class Reporter(Listener):
             self.say(line)
 
 
-def _filled(found: Filled) -> str:
+def _filled(found: FilledBubbles) -> str:
     """Returns, in words, how much of its idle time a run with `parallel.fill_bubbles` has used."""
     if not found.batches:
         return "0 % of the bubble: no held-out micro-batch gets through all stages in the idle slots of one step"

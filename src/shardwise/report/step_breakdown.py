@@ -52,7 +52,7 @@ class MeasuredPipeline(NamedTuple):
         )
 
 
-def where_of(steps: list[dict[str, Any]]) -> dict[str, float]:
+def seconds_by_kind(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the summed seconds of the last steps, by part."""
     keys = [*(f"{kind}_s" for kind in (*KINDS, "other")), "step_s"]
     return {key: sum(line[key] for line in steps[-RECENT:]) for key in keys}

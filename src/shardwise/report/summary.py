@@ -8,7 +8,7 @@ from pathlib import Path
 from shardwise.config.units import format_bytes, format_seconds
 from shardwise.errors import Exit
 from shardwise.report.history import History
-from shardwise.report.memory import off
+from shardwise.report.memory import percent_off
 from shardwise.report.terminal import format_rate
 from shardwise.run.clock import verdict
 from shardwise.run.listener import Ending
@@ -23,12 +23,12 @@ def finished_lines(history: History, prediction: Prediction, unigram: float, pea
     if history.losses:
         last = history.losses[max(history.losses)]
         lines.append(f"loss     {last:.3f} at the last step; a unigram model of the same text has {unigram:.3f}")
-    held = f"{format_bytes(peak_bytes)} per rank ({off(peak_bytes, prediction.memory_bytes)})"
+    held = f"{format_bytes(peak_bytes)} per rank ({percent_off(peak_bytes, prediction.memory_bytes)})"
     step_s = history.median_step_s()
     if step_s is None:
         return [*lines, f"measured {held}; too few steps to time them"]
     rate = format_rate(history.tokens / history.parts["step_s"])
-    beside = f"{off(step_s, prediction.step_s)} against predicted"
+    beside = f"{percent_off(step_s, prediction.step_s)} against predicted"
     return [
         *lines,
         f"speed    {rate} tok/s; {verdict(history.parts)}",
@@ -42,11 +42,11 @@ def next_lines(run: Path, train: TrainConfig, num_steps: int) -> list[str]:
         f"run      {run}",
         f'next     shardwise generate {run} --prompt "class "',
         f"         shardwise eval {run}",
-        f"         {longer(run, train, num_steps)}",
+        f"         {longer_command(run, train, num_steps)}",
     ]
 
 
-def longer(run: Path, train: TrainConfig, num_steps: int) -> str:
+def longer_command(run: Path, train: TrainConfig, num_steps: int) -> str:
     """Returns the command that trains a finished run twice as long, by the key its length was given with."""
     if train.tokens:
         key, value = "train.tokens", str(2 * train.tokens)

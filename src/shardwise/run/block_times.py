@@ -93,13 +93,13 @@ class _Chain:
         self.parts: dict[LayerSpec, tuple[nn.Module, Any]] = {}  # one of each kind stands for all of them
         positions = torch.arange(plan.seq_len, device=device)[None]
         for kind, index in {kind: index for index, kind in self.kinds.items()}.items():
-            decoder = _filled(
+            decoder = _with_random_weights(
                 Decoder, spec, kernel_named(attention), range(index, index + 1), dtype=dtype, device=device
             )
             inputs = decoder.prepare_attention(dtype, positions, None, None)[index]
             self.parts[kind] = decoder.layers[str(index)], inputs
-        self.embedding = _filled(nn.Embedding, spec.vocab, spec.hidden, dtype=dtype, device=device)
-        self.head = _filled(FusedHead, spec.with_overrides({"tied": False}), dtype=dtype, device=device)
+        self.embedding = _with_random_weights(nn.Embedding, spec.vocab, spec.hidden, dtype=dtype, device=device)
+        self.head = _with_random_weights(FusedHead, spec.with_overrides({"tied": False}), dtype=dtype, device=device)
         self.tokens_BT = torch.randint(0, spec.vocab, shape, device=device)
         self.targets_B = torch.full(shape[:1], plan.seq_len, device=device)
 
@@ -116,7 +116,7 @@ class _Chain:
             module.zero_grad()
 
 
-def _filled(kind: Callable, *arguments: object, dtype: torch.dtype, device: torch.device) -> Any:
+def _with_random_weights(kind: Callable, *arguments: object, dtype: torch.dtype, device: torch.device) -> Any:
     """Returns a module with random weights: a router of zeros would send all tokens to one expert."""
     with torch.device("meta"):
         module = kind(*arguments).to(dtype)

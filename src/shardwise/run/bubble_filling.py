@@ -46,7 +46,7 @@ ReadBatch = Callable[[int], Sequence[TensorBatch]]
 
 
 @dataclass(frozen=True)
-class Filled:
+class FilledBubbles:
     """What a whole run got out of its idle time, over all ranks."""
 
     share: float  # of the bubble time of filled steps, 0 to 1
@@ -54,7 +54,7 @@ class Filled:
     newest: dict[str, Any] | None  # the metrics line of the newest complete pass over the held-out batches
 
 
-class Filler:
+class BubbleFiller:
     """Decides which idle slots evaluate what. Collective: every rank makes one and calls it in every step."""
 
     def __init__(self, engine: Engine, read: ReadBatch, num_batches: int):
@@ -65,16 +65,16 @@ class Filler:
         self.flat = [action for mine in self.table for action in mine]
         self.round = FIRST_ROUND // 2  # doubled when the first one is planned
         self.warm = False
-        self.plain: list[dict[Action, float]] = []
-        self.plain_s: list[float] = []
-        self.filled_s: list[float] = []  # of this round, and of the one before
-        self.round_s: list[float] = []
-        self.forward_s: dict[int, list[float]] = {}  # of held-out forwards, by stage
+        self.plain: list[dict[Action, float]] = []  # seconds of each action, for each plain step
+        self.plain_s: list[float] = []  # seconds of each plain step
+        self.filled_s: list[float] = []  # seconds of each filled step of this round
+        self.round_s: list[float] = []  # those of the round before
+        self.forward_s: dict[int, list[float]] = {}  # seconds of held-out forwards, by stage
         self.side: Side | None = None
         # A pass over the held-out batches, and the whole run.
         self.first_step, self.done, self.sums = 0, 0, torch.zeros(2, dtype=torch.float64)
         self.newest: dict[str, Any] | None = None
-        self.totals: list[float] = []  # of filled steps: how long this rank was in the pipeline
+        self.totals: list[float] = []  # seconds that this rank was in the pipeline, for each filled step
         self.busy_s = self.side_s = 0.0
 
     def before_step(self) -> None:
@@ -109,7 +109,7 @@ class Filler:
             self.plain, self.round_s, self.filled_s = [], self.filled_s, []  # look again how long things take
         return self._count(step, self.side)
 
-    def result(self) -> Filled:
+    def result(self) -> FilledBubbles:
         """Collective. Returns what filling has brought. The bubble is the time that the ranks' actions leave idle until
         the slowest rank is through."""
         steps = torch.tensor(self.totals, dtype=torch.float64)
@@ -120,7 +120,7 @@ class Filler:
         busy_s, side_s = sums.tolist()
         bubble_s = self.plan.world * float(steps.sum()) - busy_s
         share = side_s / bubble_s if bubble_s > 0 else 0.0
-        return Filled(share, self.done / self.plan.num_microbatches, self.newest)
+        return FilledBubbles(share, self.done / self.plan.num_microbatches, self.newest)
 
     # Slots --------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ def _pipeline_s(spans: Sequence[Span]) -> float:
     return last.start_s + last.duration_s - first.start_s
 
 
-def held_out_filler(engine: Engine, sequences: Sequences, max_batches: int) -> Filler | None:
+def held_out_filler(engine: Engine, sequences: Sequences, max_batches: int) -> BubbleFiller | None:
     """Returns a filler with the batches that `evaluate` takes; None if nothing is held out."""
     plan, num_batches = engine.plan, num_held_out(sequences, engine.plan.global_batch, max_batches)
 
@@ -219,4 +219,4 @@ def held_out_filler(engine: Engine, sequences: Sequences, max_batches: int) -> F
         batch = sequences.batch(number + 1, plan.rows(engine.mesh.at.dp), plan.global_batch)
         return cut_microbatches(to_tensors(batch), plan.micro_batch, plan.num_microbatches, same_shape=True)
 
-    return Filler(engine, read, num_batches) if num_batches else None
+    return BubbleFiller(engine, read, num_batches) if num_batches else None

@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
 def model_dir(config: ModelConfig) -> Path | None:
     if not config.path:
         return None
-    from shardwise.interop.huggingface.door import find_model_dir
+    from shardwise.interop.huggingface.load_save import find_model_dir
 
     return find_model_dir(config.path)
 
@@ -54,9 +54,9 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 def read_spec(directory: Path) -> ModelSpec:
     """Returns the shapes that a Hugging Face directory's config.json describes."""
-    from shardwise.interop.huggingface import door as huggingface
+    from shardwise.interop.huggingface import load_save
 
-    return huggingface.read_spec(directory)
+    return load_save.read_spec(directory)
 
 
 def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
@@ -101,7 +101,7 @@ def weights_of(config: ModelConfig, seed: int) -> Callable[[Decoder], None]:
 
             initialize(model, seed)
         else:
-            from shardwise.interop.huggingface.door import load_weights
+            from shardwise.interop.huggingface.load_save import load_weights
 
             load_weights(model, directory)
 

@@ -14,7 +14,7 @@ from shardwise.run.clock import Lap
 
 if TYPE_CHECKING:
     from shardwise.memory.points import Point
-    from shardwise.run.bubble_filling import Filled
+    from shardwise.run.bubble_filling import FilledBubbles
     from shardwise.run.measured_steps import MeasuredSteps
     from shardwise.run.setup import Setup
     from shardwise.run.step import StepResult
@@ -75,7 +75,7 @@ class Listener:
     def saved(self, step: int) -> None:
         """Is called when a checkpoint of this step is committed, or on other ranks handed in."""
 
-    def filled(self, step: int, found: Filled | None) -> None:
+    def filled(self, step: int, found: FilledBubbles | None) -> None:
         """Is called at the end of a run that fills its pipeline's idle slots; None where nothing is held out."""
 
     def stopped(self, ending: Ending) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise.data.loader import TensorBatch
 from shardwise.data.sequences import IGNORE
 from shardwise.memory.account import Account
-from shardwise.memory.micro_batch import Growth, Taken, largest_that_fits
+from shardwise.memory.micro_batch import MemoryGrowth, MicroBatchMemory, largest_that_fits
 from shardwise.parallel.engine import Engine
 from shardwise.run.clock import Clock
 from shardwise.run.memory_owners import owners_of
@@ -30,19 +30,19 @@ def search_micro_batch(engine: Engine, planner: Planner, limit: int) -> int:
     if sizes == [1]:
         return 1
 
-    def needed_bytes(size: int, taken: Taken) -> int:
+    def needed_bytes(size: int, taken: MicroBatchMemory) -> int:
         return planner.needed_bytes(replace(plan, micro_batch=size), taken, engine.mesh.at.pp)
 
-    def choose(growth: Growth, among: list[int]) -> int:
+    def choose(growth: MemoryGrowth, among: list[int]) -> int:
         return _smallest(largest_that_fits(among, needed_bytes, growth, limit), engine)
 
-    one = Growth(_taken(engine, 1))
+    one = MemoryGrowth(_taken(engine, 1))
     if choose(one, [2]) < 2:  # by twice the first, some rank would not have room for a second
         return choose(one, sizes)
-    return choose(Growth(one.one, _taken(engine, 2)), sizes)
+    return choose(MemoryGrowth(one.one, _taken(engine, 2)), sizes)
 
 
-def _taken(engine: Engine, size: int) -> Taken:
+def _taken(engine: Engine, size: int) -> MicroBatchMemory:
     """Collective. Returns the bytes that one micro-batch takes on this rank beyond parameters, their low-precision
     weights and gradients."""
     device = engine.mesh.device
@@ -60,7 +60,7 @@ def _taken(engine: Engine, size: int) -> Taken:
     if device.type == "cuda":  # what kernels take for themselves, the allocator knows
         counted = account.peak.total - account.first.total
         unseen = max(0, torch.cuda.max_memory_allocated(device) - before - counted)
-    return Taken(activations, working - activations + unseen)
+    return MicroBatchMemory(activations, working - activations + unseen)
 
 
 def _allocated(device: torch.device) -> int:

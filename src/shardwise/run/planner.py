@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardwise.cluster.measure.blocks import BlockTimes
-from shardwise.memory.micro_batch import Taken
+from shardwise.memory.micro_batch import MicroBatchMemory
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import Prediction
@@ -36,7 +36,7 @@ class Planner(Protocol):
     def micro_batch_sizes(self, plan: Plan) -> list[int]:
         """Returns the micro-batches to choose from, in sequences, largest first."""
 
-    def needed_bytes(self, plan: Plan, taken: Taken, pp_rank: int) -> int:
+    def needed_bytes(self, plan: Plan, taken: MicroBatchMemory, pp_rank: int) -> int:
         """Returns the bytes that a rank of this stage needs for `plan`, when one micro-batch takes as much as was
         measured."""
 

@@ -69,7 +69,7 @@ class StoredWeights:
         import torch
 
         from shardwise.checkpoint.store import Checkpoint
-        from shardwise.interop.huggingface.door import load_weights
+        from shardwise.interop.huggingface.load_save import load_weights
         from shardwise.interop.transformers.model import TransformersModel
 
         if self.adapter is not None:
@@ -135,7 +135,7 @@ def find_weights(name: str, runs_dir: str = "runs") -> StoredWeights:
             why="it has neither config.toml (a run), manifest.json (a checkpoint) nor config.json (Hugging Face)",
             fix="`shardwise runs` lists runs",
         )
-    from shardwise.interop.huggingface.door import find_model_dir
+    from shardwise.interop.huggingface.load_save import find_model_dir
 
     directory = find_model_dir(name)
     has_tokenizer = (directory / "tokenizer.json").is_file()

@@ -107,6 +107,6 @@ def table_origins(kind: str) -> dict[str, str]:
     origins |= {"memory": "what drivers report", "achievable": "measured by others", "share": "measured by others"}
     origins |= dict.fromkeys((*about.get("assumed", ()), "launch"), "assumed")
     if about.get("link_name") == "pcie":
-        without = "" if about.get("peer", True) else ", no peer access: messages pass through CPU memory"
+        without = "" if about.get("peer", True) else ", no peer access: transfers pass through CPU memory"
         origins["link"] = f"{sheet}: PCIe{without}"
     return origins

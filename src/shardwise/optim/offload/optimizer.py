@@ -23,7 +23,7 @@ element by element."""
 
 
 @dataclass
-class Elsewhere:
+class OffloadedParts:
     """What of a parameter has left the device: its gradient until the step is over, or itself, which lies on a disk
     for good."""
 
@@ -47,7 +47,7 @@ class HeldParameter(Protocol):
     @property
     def gradient_here(self) -> Tensor | None: ...
     @property
-    def elsewhere(self) -> Elsewhere: ...
+    def elsewhere(self) -> OffloadedParts: ...
 
 
 @dataclass

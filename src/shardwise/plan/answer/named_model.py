@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.config.values import shown
 from shardwise.errors import UserError
-from shardwise.interop.huggingface.door import find_model_dir, read_spec, spec_from_config
+from shardwise.interop.huggingface.load_save import find_model_dir, read_spec, spec_from_config
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset, preset_names
 
