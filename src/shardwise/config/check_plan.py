@@ -1,4 +1,4 @@
-"""What a finished plan cannot have, each refused in three lines. No torch.
+"""Refuses what a finished plan cannot have, each in three lines. No torch.
 
 Whether a plan fits into memory is fit.py's, what the machine lacks is
 cluster/describe/capabilities.py's, what [speed] cannot do is speed.py's.
@@ -32,7 +32,7 @@ def _check_fill(config: Config, plan: Plan, origins: Origins) -> None:
     if config.parallel.fill_bubbles == "none":
         return
     if plan.device == "cuda":
-        word, why = "on GPUs", "its times and messages were only ever tried on CPUs"
+        word, why = "on GPUs", "its times and sends were only ever tried on CPUs"
     elif plan.uses_fsdp:
         word = f"with zero={plan.zero}" if plan.zero else f"with memory.precision={plan.precision}"
         why = "parameters are gathered for training's own forwards and must not stay gathered for another one"
@@ -53,7 +53,7 @@ def _check_fp8_tokens(plan: Plan, origins: Origins) -> None:
         needed = MULTIPLE * plan.cp
         raise UserError(
             f"memory.precision = fp8 needs sequences that divide by {needed}",
-            why=f"fp8 products take tokens by {MULTIPLE}, and a rank has {tokens} of each sequence",
+            why=f"fp8 matmuls take tokens by {MULTIPLE}, and a rank has {tokens} of each sequence",
             fix=f"train.seq_len={-(-plan.seq_len // needed) * needed} or memory.precision=bf16",
             where=where_written(origins, "memory.precision", "train.seq_len", "parallel.cp"),
         )

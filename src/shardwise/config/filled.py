@@ -1,5 +1,5 @@
-"""The config as it will run: what the user left open now holds the plan's value, with the reason in a few words. No
-torch.
+"""Makes the config as it will run: what the user left open now holds the plan's value, with the reason in a few words.
+No torch.
 
 What the run measures at its start (`micro_batch`, `split`) and what follows from other keys (`replicate`) stays open;
 plan.json has the answer. Invariant: what the user has set is never changed, and every key that is filled has a reason.

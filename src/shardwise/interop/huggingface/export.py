@@ -112,7 +112,7 @@ def _fields(spec: ModelSpec, kind: str) -> dict[str, Any]:
 
 
 def _rope(spec: ModelSpec, kind: str) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for version 4 and
+    """Returns both spellings: `rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for version 4 and
     others."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     if spec.rope_scaling != "none":
