@@ -1,4 +1,4 @@
-"""Recomputes selectively (selective activation checkpointing): outputs of projections and of fused attention are kept,
+"""Selective recompute (selective activation checkpointing): outputs of projections and of fused attention are kept,
 what is cheap between them is computed again.
 
 Owns the choice and its bookkeeping, one block at a time. While a block runs, a torch-function mode writes down each

@@ -1,4 +1,4 @@
-"""Schedules the learning rate: the rate is a pure function of the step, so resuming needs no scheduler state."""
+"""The learning-rate schedule: the rate is a pure function of the step, so resuming needs no scheduler state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offloads the optimizer: its state lives in CPU memory and its update runs there, whatever device the model is on
+"""Optimizer offload: the state lives in CPU memory and the update runs there, whatever device the model is on
 (ZeRO-Offload).
 
 Gradients go down on a stream of their own while backward still runs, each as soon as it is complete; updated

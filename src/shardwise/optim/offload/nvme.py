@@ -1,5 +1,5 @@
-"""Offloads the optimizer's state to an NVMe disk: a bounded buffer in memory, everything else in one scratch file per
-rank (ZeRO-Infinity).
+"""NVMe offload: the optimizer's state lies on a disk, a bounded buffer of it in memory, everything else in one scratch
+file per rank (ZeRO-Infinity).
 
 All elements of a rank stand in one long row, cut into groups of one size. In the file a group is one stretch: each
 state of its elements after the other. A step goes through the groups: while one is updated, the next two are read and
