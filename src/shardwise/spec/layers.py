@@ -1,4 +1,4 @@
-"""Kinds of layers, as records: all that the rest of the package asks about a kind of attention or of feed-forward
+"""Lists kinds of layers, as records: all that the rest of the package asks about a kind of attention or of feed-forward
 layer. No torch.
 
 A record lists the weights of its kind (`Weight`: name, shape, how tensor parallelism cuts it). Counts of parameters and
@@ -39,17 +39,17 @@ class Weight(NamedTuple):
 
     name: str  # within its part: `q.weight`
     shape: tuple[int, ...]
-    cut: TensorCut | None = None  # None: whole on every rank
+    cut: TensorCut | None = None  # None where it is whole on every rank
     is_inside: bool = True  # a whole one is within a tensor-parallel region: each rank's gradient is a part
     is_linear: bool = False  # the matrix of an nn.Linear: (outputs, inputs)
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
+        """Returns the number of its elements."""
         return math.prod(self.shape)
 
     def slice_shape(self, tp: int) -> tuple[int, ...]:
-        """The shape of the largest slice that one of `tp` ranks holds."""
+        """Returns the shape of the largest slice that one of `tp` ranks holds."""
         if self.cut is None:
             return self.shape
         dim, units, width = self.cut
@@ -59,7 +59,8 @@ class Weight(NamedTuple):
 def linear(
     name: str, outputs: int, inputs: int, cut: TensorCut | None = None, bias: bool = False
 ) -> tuple[Weight, ...]:
-    """The weights of an nn.Linear. A bias goes with the outputs: where inputs are cut, it is added once, outside."""
+    """Returns the weights of an nn.Linear. A bias goes with the outputs: where inputs are cut, it is added once,
+    outside."""
     weight = Weight(f"{name}.weight", (outputs, inputs), cut, is_linear=True)
     ends = cut is not None and cut.dim == 1
     return (weight, Weight(f"{name}.bias", (outputs,), None if ends else cut, not ends)) if bias else (weight,)
@@ -83,9 +84,9 @@ class AttentionKind:
     fused: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     """Its first projections, all of the layer's input, which `speed.fuse` computes as one matmul."""
     pads_values: ClassVar[bool] = False
-    """Values are padded to the width of queries, and attention's result is cut."""
+    """Whether values are padded to the width of queries, and attention's result is cut."""
     yarn_scales_scores: ClassVar[bool] = False
-    """YaRN's temperature is on whole scores, as in DeepSeek's models, instead of rotated dimensions."""
+    """Whether YaRN's temperature is on whole scores, as in DeepSeek's models, instead of rotated dimensions."""
     cut_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "num_kv_heads")
     """Fields of `ModelSpec` of which a tensor-parallel rank has a part."""
 
@@ -97,7 +98,7 @@ class AttentionKind:
         """Refuses sizes that cannot be built."""
 
     def weights(self, spec: ModelSpec) -> tuple[Weight, ...]:
-        """The parameters of one layer."""
+        """Returns the parameters of one layer."""
         heads, kv_heads, width = spec.num_heads, spec.num_kv_heads, spec.head_dim
         leaves = ("weight", "bias") if spec.norm == "layer" else ("weight",)
         norms = [f"{norm}.{leaf}" for norm in ("q_norm", "k_norm") for leaf in leaves] if spec.qk_norm else []
@@ -110,28 +111,28 @@ class AttentionKind:
         )
 
     def value_dim(self, spec: ModelSpec) -> int:
-        """The width of one head's values."""
+        """Returns the width of one head's values."""
         return spec.head_dim
 
     def rotary_dim(self, spec: ModelSpec) -> int:
-        """Dimensions of a head that positions rotate."""
+        """Returns how many dimensions of a head positions rotate."""
         return spec.head_dim
 
     def kept(self, spec: ModelSpec) -> int:
-        """Elements per token that forward keeps for backward: what the norms of q and k keep, q, k and v, the result
-        and one per head."""
+        """Returns the elements per token that forward keeps for backward: what the norms of q and k keep, q, k and v,
+        the result and one per head."""
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         normed = (2 if spec.norm == "rms" else 1) * (queries + keys) if spec.qk_norm else 0
         return queries + 2 * keys + normed + queries + spec.num_heads
 
     def selected(self, spec: ModelSpec, compiled: bool) -> int:
-        """Elements per token that selective recomputation keeps: results of projections and of fused attention; plain
-        attention is cheap."""
+        """Returns the elements per token that selective recomputation keeps: results of projections and of fused
+        attention; plain attention is cheap."""
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         return queries + 2 * keys + (0 if spec.attention_softcap else queries + spec.num_heads)
 
     def tensor_problem(self, spec: ModelSpec, tp: int) -> str | None:
-        """Why it cannot be cut over `tp` ranks; None: it can."""
+        """Returns why it cannot be cut over `tp` ranks; None where it can."""
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         if heads % tp:
             return f"each rank takes the same number of whole heads, and {heads} heads do not divide by {tp}"
@@ -140,11 +141,11 @@ class AttentionKind:
         return None
 
     def small_sizes(self, spec: ModelSpec) -> dict[str, int]:
-        """Sizes of the smallest model that still computes the same way, beside the number of heads."""
+        """Returns the sizes of the smallest model that still computes the same way, beside the number of heads."""
         return {"head_dim": 8}
 
     def megatron(self, spec: ModelSpec) -> list[tuple[str, object]]:
-        """Its flags of Megatron-LM."""
+        """Returns its flags of Megatron-LM."""
         return []
 
 
@@ -216,7 +217,7 @@ class LatentAttentionKind(AttentionKind):
         return latents + 4 * queries + values + spec.num_heads  # q, k, values padded to q's width, padded result
 
     def selected(self, spec: ModelSpec, compiled: bool) -> int:
-        """A compiled block makes again keys and values that are put together and padded."""
+        """Returns the same; a compiled block puts keys and values together and pads them again."""
         queries = spec.num_heads * spec.head_dim
         whole = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim) if compiled else 2 * queries
         latents = spec.q_lora_rank + spec.kv_lora_rank + spec.qk_rope_head_dim
@@ -247,7 +248,7 @@ class FeedForwardKind:
     fused: ClassVar[tuple[str, ...]] = ("gate", "up")
     """Its first projections, all of the layer's input, which `speed.fuse` computes as one matmul."""
     has_experts: ClassVar[bool] = False
-    """A router sends tokens to experts, which can be shared out between ranks (expert parallelism)."""
+    """Whether a router sends tokens to experts, which can be spread over ranks (expert parallelism)."""
     cut_sizes: ClassVar[tuple[str, ...]] = ("ffn",)
     """Fields of `ModelSpec` of which a tensor-parallel rank has a part."""
 
@@ -255,7 +256,7 @@ class FeedForwardKind:
         """Refuses sizes that cannot be built."""
 
     def weights(self, spec: ModelSpec, width: int) -> tuple[Weight, ...]:
-        """The parameters of one layer of `width` channels."""
+        """Returns the parameters of one layer of `width` channels."""
         gate = linear("gate", width, spec.hidden, TensorCut(0, width), spec.mlp_bias) if spec.gated else ()
         return (
             *gate,
@@ -264,30 +265,30 @@ class FeedForwardKind:
         )
 
     def idle_parameters(self, spec: ModelSpec, width: int) -> int:
-        """Parameters that a token does not meet."""
+        """Returns how many parameters a token does not meet."""
         return 0
 
     def widths(self, spec: ModelSpec, width: int) -> dict[str, int]:
-        """Widths that tensor parallelism cuts, by what they are called."""
+        """Returns the widths that tensor parallelism cuts, by what they are called."""
         return {"feed-forward width": width}
 
     def dense_width(self, spec: ModelSpec, width: int) -> int:
-        """Channels of a layer that every token goes through."""
+        """Returns how many channels of a layer every token goes through."""
         return width
 
     def active_width(self, spec: ModelSpec, width: int) -> int:
-        """Channels that one token goes through."""
+        """Returns how many channels one token goes through."""
         return width
 
     def kept(self, spec: ModelSpec, width: int, one_kernel: bool, routed_parts: int) -> int:
-        """Elements per token that forward keeps for backward: gate, up, activated gate and what is multiplied last;
-        where activation and product are one kernel, no activated gate. `routed_parts`: ranks that share the tokens
-        while they are routed."""
+        """Returns the elements per token that forward keeps for backward: gate, up, activated gate and what is
+        multiplied last; where activation and multiplication are one kernel, no activated gate. `routed_parts` are the
+        ranks that share the tokens while they are routed."""
         return (4 - one_kernel if spec.gated else 2) * width
 
     def selected(self, spec: ModelSpec, width: int, compiled: bool, keeps_result: bool, routed_parts: int) -> int:
-        """Elements per token that selective recomputation keeps: results of projections. `keeps_result`: and what is
-        multiplied last, which nobody makes again."""
+        """Returns the elements per token that selective recomputation keeps: results of projections and, with
+        `keeps_result`, what is multiplied last, which nobody makes again."""
         return ((2 if spec.gated else 1) + keeps_result) * width
 
 
@@ -354,13 +355,13 @@ class ExpertsKind(FeedForwardKind):
         return width * (spec.experts_per_token + spec.num_shared_experts)
 
     def kept(self, spec: ModelSpec, width: int, one_kernel: bool, routed_parts: int) -> int:
-        """At even load: sorted tokens, their results and the router's scores besides. A rank with some experts has
-        their whole width, but only its share of the copies: as many elements as a slice."""
+        """Returns the same at even load: sorted tokens, their results and the router's scores besides. A rank with some
+        experts has their whole width, but only its share of the routed tokens: as many elements as a slice."""
         routed_tokens = 2 * spec.hidden * spec.experts_per_token + 4 * spec.num_experts
         return routed_tokens // routed_parts + super().kept(spec, self.active_width(spec, width), one_kernel, 1)
 
     def selected(self, spec: ModelSpec, width: int, compiled: bool, keeps_result: bool, routed_parts: int) -> int:
-        """A compiled block makes the tokens' copies in the order of experts again."""
+        """Returns the same; a compiled block puts the tokens in the order of experts again."""
         sides = 1 if compiled and routed_parts == 1 else 2  # results; sorted
         routed_tokens = sides * spec.hidden * spec.experts_per_token + 2 * spec.num_experts  # and the router
         of_experts = super().selected(spec, width * spec.experts_per_token, compiled, False, 1)
@@ -369,9 +370,9 @@ class ExpertsKind(FeedForwardKind):
 
 
 ATTENTION: dict[str, AttentionKind] = {kind.name: kind for kind in (AttentionKind(), LatentAttentionKind())}
-"""By the name that `ModelSpec.attention_kind` has."""
+"""The kinds by the name that `ModelSpec.attention_kind` has."""
 FEEDFORWARD: dict[str, FeedForwardKind] = {kind.name: kind for kind in (FeedForwardKind(), ExpertsKind())}
-"""By the name that `ModelSpec.feedforward_kind` has."""
+"""The kinds by the name that `ModelSpec.feedforward_kind` has."""
 
 
 def kind_named(kinds: Mapping[str, Kind], field: str, name: str) -> Kind:

@@ -123,8 +123,8 @@ def _passes(device: torch.device, count: int) -> tuple[float, float]:
 
 
 def _launch(device: torch.device) -> tuple[float, float]:
-    """Returns the host's seconds for one operation inside a model, after a size that stands for nothing: a block so
-    small that nothing else counts runs forward and backward, and its time is divided by its operations."""
+    """Returns 1 and the host's seconds per operation inside a model. A block so small that nothing else counts runs
+    forward and backward, and its time is divided by its operations."""
     model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
     x_BTD = torch.randn(1, 8, WIDTH, device=device, requires_grad=True)
     # On a GPU backward runs in a thread of its own.

@@ -1,5 +1,5 @@
-"""The architectures of the Hugging Face world that our decoder computes, one record each: how a config.json is read and
-written, and what its attention's tensors are called. No torch.
+"""Lists the architectures of the Hugging Face world that our decoder computes, one record each: how a config.json is
+read and written, and what its attention's tensors are called. No torch.
 
 To add one, write its record at the end of the list. Invariant: a field that would change the computed function is
 either represented in the spec or refused by name. Read next: `reader.py` for what they share when read, `config.py` and
@@ -21,28 +21,28 @@ def nothing_else(spec: ModelSpec) -> dict[str, Any]:
 
 
 def projections(spec: ModelSpec) -> dict[str, str]:
-    """Names of attention's modules, ours to theirs, as most have them."""
+    """Returns the names of attention's modules, ours to theirs, as most have them."""
     norms = ("q_norm", "k_norm") if spec.qk_norm else ()
     return {letter: f"{letter}_proj" for letter in "qkvo"} | {norm: norm for norm in norms}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model_type."""
+    """What one model_type means: how its config is read and written."""
 
     causal_class: str
     read: Callable[[Reader], dict[str, Any]]
-    """Its config as fields of a spec."""
+    """Returns its config as fields of a spec."""
     fits: Callable[[ModelSpec], bool]
-    """Whether a model has the features that tell it from the architectures before it in the list."""
+    """Returns whether a model has the features that tell it from the architectures before it in the list."""
     requires: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that must keep the one value we compute."""
+    """The fields that must keep the one value we compute."""
     write: Callable[[ModelSpec], dict[str, Any]] = nothing_else
-    """Fields of config.json beside those that all have."""
+    """Returns the fields of config.json beside those that all have."""
     attention: Callable[[ModelSpec], dict[str, str]] = projections
-    """Names of attention's modules, ours to theirs."""
+    """Returns the names of attention's modules, ours to theirs."""
     appends_layers: bool = False
-    """Checkpoints have layers after the model's last that are no part of it (multi-token prediction)."""
+    """Whether checkpoints have layers after the model's last that are no part of it (multi-token prediction)."""
 
 
 def read_llama(config: Reader) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def read_gemma3(config: Reader) -> dict[str, Any]:
 
 
 def _gemma3_rope(config: Reader) -> dict[str, Any]:
-    """Two bases: windowed layers keep a short one, never scaled."""
+    """Returns two bases: windowed layers keep a short one, never scaled."""
     parameters = config.get("rope_parameters", {})
     local = parameters.get("sliding_attention") or {}
     if local.get("rope_type", "default") != "default":
@@ -404,9 +404,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         appends_layers=True,
     ),
 }
-"""By model_type."""
+"""The architectures by model_type."""
 
 
 def choose_architecture(spec: ModelSpec) -> str:
-    """The one transformers architecture that could hold this model, by its most telling feature."""
+    """Returns the one transformers architecture that could hold this model, by its most telling feature."""
     return next(name for name, one in reversed(ARCHITECTURES.items()) if one.fits(spec))
