@@ -1,4 +1,4 @@
-"""Errors for people, and the exit codes of every verb.
+"""Holds the errors for people, and the exit codes of every verb.
 
 A `UserError` is a mistake the person at the keyboard can fix. It prints as three lines (what, why, fix), never as a
 traceback. Anything else that escapes is a bug of ours and exits with 6.
@@ -10,6 +10,8 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
+    """The exit codes: what a shell, a scheduler or a launcher learns from the end of a process."""
+
     DONE = 0
     FOUND_WRONG = 1
     USER_MISTAKE = 2

@@ -1,4 +1,5 @@
-"""Files and directories that appear complete or not at all, and the three lines for those that cannot be written.
+"""Writes files and directories that appear complete or not at all, and has the three lines for those that cannot be
+written.
 
 Everything Shardwise writes for keeps goes through here: a scratch neighbour first, one rename at the end. Whatever ends
 the writing early, nobody ever sees half of it.
@@ -26,7 +27,7 @@ ABANDONED_SECONDS = 24 * 3600.0
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Readers see the old file or the new one, never a part."""
+    """Writes a text file. Readers see the old file or the new one, never a part."""
     path = Path(path)
     temporary = None
     try:
@@ -46,7 +47,7 @@ def write_atomically(path: str | Path, text: str) -> None:
 
 
 def write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file. Its library keeps only the text of the system's error: here it is an OSError again."""
+    """Writes a safetensors file. Its library keeps only the text of the system's error: here it is an OSError again."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -60,7 +61,8 @@ def write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 
 @contextmanager
 def appearing_at_once(out: Path, *, replace: bool) -> Iterator[Path]:
-    """A scratch directory beside `out` that takes its name when the block succeeds and vanishes when it does not."""
+    """Makes a scratch directory beside `out` that takes its name when the block succeeds and vanishes when it does
+    not."""
     scratch = out.with_name(f".{out.name}.partial-{uuid4().hex[:8]}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,7 @@ def appearing_at_once(out: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    """Onto the disk before the rename, so that a power cut cannot leave the name without the content."""
+    """Flushes a file onto the disk before the rename, so that a power cut cannot leave the name without the content."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:  # Windows cannot open directories
@@ -112,6 +114,7 @@ def _take_name(scratch: Path, out: Path, replace: bool) -> None:
 
 
 def cannot_write(out: Path, error: OSError) -> UserError:
+    """Returns three lines for a file or directory that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
             f"no room to write {out}",
@@ -132,7 +135,7 @@ def cannot_write(out: Path, error: OSError) -> UserError:
 
 
 def refused(error: OSError) -> UserError:
-    """For an error of the system that nobody expected: still three lines."""
+    """Returns three lines for an error of the system that nobody expected."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return cannot_write(Path(error.filename or "."), error)
     what = error.strerror or str(error)

@@ -64,6 +64,20 @@ WORKSHOP = (
 )
 """What a reader who was not there when this was built cannot know."""
 
+NOUN_PHRASES = ("model/", "parallel/", "plan/", "spec/model.py")
+"""Rooms and files in which docstrings of functions may still be noun phrases."""
+
+PLURALS = "bytes|seconds|tokens|elements|layers|names|lines|sequences|numbers|ranks|rows|indices|parameters|weights"
+"""Nouns that end as a verb in the third person does."""
+
+
+def is_sentence(docstring: str) -> bool:
+    """Returns whether a function's docstring says what it does or returns (`Returns …`, `Collective. Writes …`), or
+    what its arguments are (`` `limit` is … ``), and ends where a sentence ends."""
+    text = re.sub(r"^Collective\b[^.]*\. ", "", docstring.split("\n\n")[0].strip())
+    begins = re.match(rf"(?!(?:{PLURALS})\b)(?:[A-Z][a-z]+s|Does|Is)\b|At least |`", text, re.IGNORECASE)
+    return begins is not None and text.endswith((".", "…", ":"))
+
 
 def definitions(tree: ast.AST) -> Iterator[str]:
     """Every name that a file gives to something: functions, classes, arguments, variables, attributes."""
@@ -121,6 +135,30 @@ def test_no_class_name_is_there_twice():
 
 def test_nothing_is_excused_that_is_clean():
     assert (RIGHT_HERE.keys()) - unwanted().keys() == set()
+
+
+def test_docstrings_of_functions_are_sentences():
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno} {node.name}: {text.splitlines()[0]}"
+        for file, tree in trees().items() if not file.relative_to(PACKAGE).as_posix().startswith(NOUN_PHRASES)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)) and not is_sentence(text)
+        and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_a_fragment_is_no_sentence():
+    fragments = (
+        "Micro-batches.",
+        "And the slope.",
+        "Bytes of one rank.",
+        "The same, sorted.",
+        "Returns it",
+        "What is due.",
+    )
+    assert not any(map(is_sentence, fragments))
+    assert all(map(is_sentence, ("Returns the bytes of a rank.", "Collective. Writes it.", "`limit` is in bytes.")))
 
 
 def test_no_page_and_no_file_speaks_of_the_workshop():
