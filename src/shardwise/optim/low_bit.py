@@ -85,7 +85,9 @@ def load_torchao() -> None:
     try:
         import torchao.optim  # noqa: F401
     except ImportError as error:
-        raise UserError("torchao is not installed", why=f"8-bit states are its: {error}", fix=LOWBIT_INSTALL) from None
+        raise UserError(
+            "torchao is not installed", why=f"8-bit states are torchao's: {error}", fix=LOWBIT_INSTALL
+        ) from None
     finally:
         for logger, level in zip(noise, levels, strict=True):
             logger.setLevel(level)
