@@ -1,4 +1,4 @@
-"""Drops inputs of adapters: what is dropped depends on (seed, step, row, position, channel, layer) only.
+"""The dropout of adapters: what is dropped depends on (seed, step, row, position, channel, layer) only.
 
 So every layout drops the same elements, and a block that is computed again drops what it dropped before. A block says
 before it begins which rows and positions its tokens have (`apply_dropout`); its layers draw from that.

@@ -1,4 +1,4 @@
-"""Calls cuBLASLt from Python: the kernels it proposes for a matmul, and how each is started.
+"""Calls cuBLASLt from Python: asks for the kernels that it proposes for a matmul, and starts them.
 
 torch takes the first proposal and has no way to ask for another. Owns the handful of the library's functions and
 constants that this needs (cublasLt.h), by ctypes: torch has loaded the library already. Invariant: a kernel here needs

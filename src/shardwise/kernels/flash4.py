@@ -1,4 +1,4 @@
-"""Makes FlashAttention 4 two operations of torch: attention that compiled blocks take as it is.
+"""Makes FlashAttention 4 two operations of torch, which compiled blocks take as they are.
 
 The package (flash-attn-4) is optional, and its kernels are for Hopper and newer. On an H200 they need 0.85 to 0.93 of
 the time of cuDNN's (docs/log.md). torch 2.11 can put them in the place of its own flash kernel, but only an older

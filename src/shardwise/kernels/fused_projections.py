@@ -1,4 +1,4 @@
-"""Fuses projections (`speed.fuse`): q, k and v of attention are one matmul (fused qkv), gate and up of a feed-forward
+"""Fused projections (`speed.fuse`): q, k and v of attention are one matmul (fused qkv), gate and up of a feed-forward
 layer another.
 
 One wide matmul keeps a GPU busier than three narrow ones, and backward reads its input once. The weights stay apart,

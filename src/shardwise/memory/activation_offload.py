@@ -1,4 +1,4 @@
-"""Offloads activations: what a block saves for backward waits in pinned CPU memory, and comes back one block ahead.
+"""Activation offload: what a block saves for backward waits in pinned CPU memory, and comes back one block ahead.
 
 Owns the hooks on saved tensors, two side streams and the pages: one page is what one block saved in one pass.
 Invariants: at most `LEAVING` pages are on their way out while forward computes on, and in backward at most one page

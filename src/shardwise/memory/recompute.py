@@ -1,4 +1,4 @@
-"""Recomputes (activation checkpointing): what forward leaves out, backward computes again. Fewer bytes, more work, the
+"""Recompute (activation checkpointing): what forward leaves out, backward computes again. Fewer bytes, more work, the
 same bits.
 
 Owns the wrapping of blocks and the segment, the unit that is computed again at once. `full` makes each block a

@@ -1,4 +1,4 @@
-"""Scales the loss, which keeps small fp16 gradients from vanishing.
+"""Loss scaling keeps small fp16 gradients from vanishing.
 
 fp16 ends at 65504 and loses what is below 6e-8. So the loss is multiplied by `scale` before backward, every gradient
 carries it through all sums, and the update divides it out again, in the one factor that also clips. Where the scale
@@ -56,7 +56,7 @@ class LossScaler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether step after step overflows and no smaller scale is left to try: then it is not the scale."""
+        """Returns whether step after step overflows and no smaller scale is left to try: then it is not the scale."""
         return self.skipped_steps > PATIENCE and (not self.is_dynamic or self.scale <= SMALLEST)
 
     # In checkpoints -----------------------------------------------------------------------------------------------

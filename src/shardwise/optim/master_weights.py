@@ -1,5 +1,5 @@
-"""Keeps master weights: runs any optimizer over weights that a model has in 16 bits; it computes, and keeps its state,
-in fp32.
+"""Master weights: any optimizer runs over weights that a model has in 16 bits; it computes, and keeps its state, in
+fp32.
 
 torch's optimizers keep state in the format of the parameter and want gradients in it. In fp16 the second moment of
 any gradient below 2e-4 is zero, so Adam divides by its epsilon, and unscaled gradients vanish before they are used.

@@ -1,5 +1,5 @@
-"""Searches for the largest micro-batch that fits (`micro_batch = "auto"`), on every layout: small micro-batches go
-through the real engine, and what they take is counted.
+"""The micro-batch search (`micro_batch = "auto"`) finds the largest micro-batch that fits, on every layout: small ones
+go through the real engine, and what they take is counted.
 
 Tokens without targets cost what real ones cost and leave no trace: no gradient, no router count, nothing for DDP to
 reduce. All ranks take part in every pass and take the smallest answer. Blocks that are to be compiled run as they are
