@@ -10,7 +10,8 @@ from shardwise.spec.schema import OptimizerConfig
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The rate warms up from 0, then has the shape named by `schedule`, ending at `min_lr` x peak on the last step."""
+    """The rate has a linear warm-up from 0, then the shape named by `schedule`, ending at `min_lr` x peak on the last
+    step."""
 
     peak: float
     num_steps: int
