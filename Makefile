@@ -49,6 +49,8 @@ define in_lanes
 	  for lane in $$(seq 2 $(1)); do cat $(2)/$$lane.log; done; exit $$code
 endef
 
+# Tests start Python some hundred times: it keeps what it has compiled, also where the environment says it shall not.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-dev
 	$(call in_lanes,$(LANES),$(NOTES),$(BIN)/python -m pytest tests)
 

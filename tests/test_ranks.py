@@ -66,17 +66,13 @@ def is_loaded(module: str) -> bool:
     return module in sys.modules
 
 
-def test_a_module_is_preloaded_once_for_all_ranks():
-    pool = RankPool()
-    try:
-        before = pool.run(is_loaded, 2, "this")
-        pool.preload("this")
-        assert (before, pool.run(is_loaded, 2, "this")) == ([False] * 2, [True] * 2)
-        with pytest.raises(RuntimeError, match="no_such_module cannot be imported"):
-            pool.preload("no_such_module")
-        assert_works(pool, 2)
-    finally:
-        pool.close()
+def test_a_module_is_preloaded_once_for_all_ranks(ranks):
+    before = ranks.run(is_loaded, 2, "this")
+    ranks.preload("this")
+    assert (before, ranks.run(is_loaded, 2, "this")) == ([False] * 2, [True] * 2)
+    with pytest.raises(RuntimeError, match="no_such_module cannot be imported"):
+        ranks.preload("no_such_module")
+    assert_works(ranks, 2)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

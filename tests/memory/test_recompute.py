@@ -26,7 +26,7 @@ from shardwise.spec.recompute import segments
 
 CPU = torch.device("cpu")
 MODES = ("full", "selective", "sqrt", "every-2")
-TRIAL = Trial(num_steps=2, global_batch=5, micro_batch=1, documents=True)
+TRIAL = Trial(num_steps=2, global_batch=3, micro_batch=1, documents=True)
 FAMILIES = ("tiny", "gpt2", "qwen3-0.6b", "gemma2-2b", "mixtral-8x7b", "deepseek-v3")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -210,12 +210,12 @@ def test_what_is_kept_shrinks() -> None:
 
 
 def train_all(spec: ModelSpec, modes: tuple[str, ...], layouts: dict[str, dict[str, Any]]) -> dict[str, Record]:
+    rank = dist.get_rank()
     return {
-        f"{layout}, {mode}": train_in_layout(
-            spec, trial_plan(TRIAL, recompute=mode, **degrees), TRIAL, dist.get_rank() if degrees else 0, CPU
-        )
+        f"{layout}, {mode}": train_in_layout(spec, trial_plan(TRIAL, recompute=mode, **degrees), TRIAL, rank, CPU)
         for layout, degrees in layouts.items()
         for mode in modes
+        if degrees or rank == 0
     }
 
 

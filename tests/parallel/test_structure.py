@@ -18,7 +18,7 @@ from shardwise.spec.schedules import schedule_actions, splits_backward, stage_ow
 from shardwise.spec.split import even_split
 
 SPEC = preset("tiny").with_overrides(
-    {"num_layers": 8, "hidden": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 64}
+    {"num_layers": 4, "hidden": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 64}
 )
 PIPELINES = [
     ("none", 1),
@@ -31,6 +31,12 @@ PIPELINES = [
 ]
 TRIAL = Trial(global_batch=6, micro_batch=1, seq_len=8, precision="fp32")  # three micro-batches for each of two ranks
 NUM_MICRO = 3
+
+
+def spec_of(schedule: str, stages: int, tied: bool = False) -> ModelSpec:
+    """Three blocks a stage, where never more than two are whole; two where a rank has two stages."""
+    num_layers = SPEC.num_layers if schedule == "none" else {1: 6, 2: 8}[stages]
+    return SPEC.with_overrides({"num_layers": num_layers, "tied": tied})
 
 
 def make_plan(spec: ModelSpec, trial: Trial, zero: int, schedule: str, stages: int, dp: int = 2) -> Plan:
@@ -46,7 +52,7 @@ def observed(ranks: Any) -> Any:
 
     @cache
     def run(zero: int, schedule: str, stages: int, tied: bool = False) -> tuple[Plan, list[Observation]]:
-        spec = SPEC.with_overrides({"tied": tied})
+        spec = spec_of(schedule, stages, tied)
         plan = make_plan(spec, TRIAL, zero, schedule, stages)
         return plan, ranks.run(observe, plan.world, spec, plan, TRIAL, timeout=120)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,17 +31,20 @@ KNOWS = {
 """Members of closed sets, and the files outside of spec/ that may name them."""
 
 
+@cache
+def constants() -> dict[str, set[object]]:
+    """What stands in each file outside of spec/."""
+    files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    return {
+        file: {node.value for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.Constant)}
+        for file, path in files.items()
+        if not file.startswith("spec/")
+    }
+
+
 @pytest.mark.parametrize("member", KNOWS)
 def test_a_member_is_named_where_it_is_defined_and_where_its_algorithm_is(member: str) -> None:
-    found = set()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        file = path.relative_to(PACKAGE).as_posix()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        if not file.startswith("spec/") and any(
-            isinstance(node, ast.Constant) and node.value == member for node in ast.walk(tree)
-        ):
-            found.add(file)
-    assert found == KNOWS[member]
+    assert {file for file, values in constants().items() if member in values} == KNOWS[member]
 
 
 def test_every_optimizer_has_a_constructor() -> None:
