@@ -28,7 +28,7 @@ class PrivateName(NamedTuple):
     why: str
     seen: tuple[str, ...] = BOTH
     older: str = ""  # what it is called where it is not
-    is_heavy: bool = False  # its module takes a second to load: only the test looks for it
+    only_tested: bool = False  # runs go on without it, or its module takes a second to load: only the test looks for it
 
     def __str__(self) -> str:
         return f"{self.owner.rpartition('.')[2]}.{self.name}"
@@ -62,8 +62,8 @@ PRIVATE_NAMES = (
     PrivateName("_scaled_mm", "torch", "the fp8 matmul"),
     PrivateName("_fused_rms_norm", "torch.ops.aten", "RMSNorm that returns what its backward needs"),
     PrivateName("_unsafe_view", "torch.ops.aten", "views that a compiled graph has around matmuls"),
-    PrivateName("_grouped_mm", "torch.ops.aten", "selective recomputation of compiled blocks keeps its results"),
-    PrivateName("CustomGraphPass", "torch._inductor.custom_graph_pass", "changes a compiled graph", is_heavy=True),
+    PrivateName("_grouped_mm", "torch.ops.aten", "compiled blocks keep its results", only_tested=True),
+    PrivateName("CustomGraphPass", "torch._inductor.custom_graph_pass", "changes a compiled graph", only_tested=True),
     PrivateName("_parameters", "torch.nn.Module", "a merged adapter's parameters leave their layer"),
     # attention by blocks of a context (parallel/context), and what compiled blocks keep of it
     PrivateName("_fused_sdp_choice", "torch", "which attention kernel torch takes for these shapes"),
@@ -73,9 +73,9 @@ PRIVATE_NAMES = (
         for ending in ("", "_backward")
     ),
     # cluster, demo
-    PrivateName("_sleep", "torch.cuda", "keeps a stream busy while the work to be timed is queued"),
-    PrivateName("_dynamo", "torch", "is loaded once, before ranks are forked", is_heavy=True),
-    PrivateName("_schema", "torch._ops.OpOverload", "the name of a collective that is counted"),
+    PrivateName("_sleep", "torch.cuda", "keeps a stream busy while timed work is queued", only_tested=True),
+    PrivateName("_dynamo", "torch", "is loaded once, before ranks are forked", only_tested=True),
+    PrivateName("_schema", "torch._ops.OpOverload", "the name of a collective that is counted", only_tested=True),
 )
 
 
@@ -83,7 +83,7 @@ def check_private_names(rows: Iterable[PrivateName] = PRIVATE_NAMES) -> None:
     """Refuses a torch in which one of these names is gone. Loads torch; called before a rank starts."""
     import torch
 
-    gone = [row for row in rows if not row.is_heavy and not row.is_there()]
+    gone = [row for row in rows if not row.only_tested and not row.is_there()]
     if gone:
         more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
         raise UserError(
