@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
 from stacks.foreign import ForeignStack
 
-from shardwise.plan.prediction.activations import layer_activations
+from shardwise.plan.prediction.activations import TokenShare, layer_activations
 from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.prediction.stack import OURS
 from shardwise.spec.model import ModelSpec
@@ -64,7 +64,8 @@ def states_gb(gpus: int, zero: int) -> float:
 def scores() -> Misprint:
     spec, seq = preset("gpt3-175b"), 2048
     kept = [
-        layer_activations(spec, spec.layers[:1], seq, stack=stack) for stack in (ForeignStack(attention="math"), OURS)
+        layer_activations(spec, spec.layers[:1], TokenShare(seq), stack)
+        for stack in (ForeignStack(attention="math"), OURS)
     ]
     right, printed = (kept[0] - kept[1]) * seq * 2, 5 * seq**2 * spec.hidden
     return Misprint(

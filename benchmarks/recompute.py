@@ -28,7 +28,7 @@ from shardwise.memory.recompute import apply_recompute
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.plan.prediction.activations import head_activation_bytes, kept_activations, logit_bytes
+from shardwise.plan.prediction.activations import TokenShare, head_activation_bytes, kept_activations, logit_bytes
 from shardwise.plan.prediction.lifetimes import LOSS_TEMPORARIES
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
@@ -101,7 +101,7 @@ def measure(spec: ModelSpec, shape: tuple[int, int], names: list[str], rounds: i
 
 def memory(spec: ModelSpec, variant: Variant, tokens: torch.Tensor, size: int) -> dict[str, Any]:
     counted = spec.with_overrides({"norm": "layer"}) if tokens.is_cuda else spec  # as plan/prediction/memory.py counts
-    kept = kept_activations(counted, spec.layers, variant.mode, tokens.shape[1])
+    kept = kept_activations(counted, spec.layers, variant.mode, TokenShare(tokens.shape[1]))
     head = head_activation_bytes(counted, tokens.numel(), size)
     if not tokens.is_cuda:
         measured = saved_bytes(variant.model, tokens, tokens)

@@ -17,7 +17,7 @@ from shardwise.kernels.norm_gradient import apply_norm_gradients
 from shardwise.memory.usage import saved_bytes
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
-from shardwise.plan.prediction.activations import kept_activations
+from shardwise.plan.prediction.activations import TokenShare, kept_activations
 from shardwise.plan.prediction.work import norms_have_kernel
 from shardwise.plan.resolve.speed import our_stack
 from shardwise.spec.fp8 import WORTH
@@ -83,7 +83,7 @@ def counted(spec: ModelSpec, mode: str, fuse: bool, size: int, recipe: str = "",
     return (
         size
         * tokens
-        * kept_activations(saved, spec.layers[-1:], mode, keys, stack=stack, size=size, tokens=tokens).between
+        * kept_activations(saved, spec.layers[-1:], mode, TokenShare(keys, size=size, tokens=tokens), stack).between
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.interop.transformers.spec import TransformersSpec
-from shardwise.plan.prediction.activations import kept_activations, layer_activations
+from shardwise.plan.prediction.activations import TokenShare, kept_activations, layer_activations
 from shardwise.plan.prediction.lifetimes import APART, activations_of
 from shardwise.plan.prediction.memory import predict_memory, predict_stages
 from shardwise.plan.prediction.rank_share import rank_shares
@@ -109,7 +109,7 @@ def test_one_micro_batch_is_fullest_where_the_heads_gradient_is_reduced() -> Non
     head = LLAMA.vocab * LLAMA.hidden
     size, tokens = LLAMA.with_overrides({"num_layers": 8}).num_parameters, 4096
     counted = LLAMA.with_overrides({"norm": "layer"})  # CUDA's norm keeps its input alone
-    activations = 2 * tokens * layer_activations(counted, counted.layers[:8], tokens)
+    activations = 2 * tokens * layer_activations(counted, counted.layers[:8], TokenShare(tokens))
     assert stage.peak == pytest.approx((4 + 8 + 2) * size + activations + 10 * head, rel=1e-3)
 
 
@@ -134,7 +134,7 @@ def test_with_copies_the_first_layer_is_computed_again_beside_all_other_gradient
     assert stage.moment == "backward of layer 0"
     embedding, tokens = LLAMA.vocab * LLAMA.hidden, 4 * 4096
     block, counted = (LLAMA.num_parameters - 2 * embedding) // 32, LLAMA.with_overrides({"norm": "layer"})
-    layer = layer_activations(counted, counted.layers[:1], tokens)
+    layer = layer_activations(counted, counted.layers[:1], TokenShare(tokens))
     passing = 2 * LLAMA.ffn + LLAMA.hidden
     states = 16 * LLAMA.num_parameters - 2 * (embedding + block)
     assert stage.peak == pytest.approx(states + 2 * tokens * (layer + passing), rel=0.01)
@@ -153,10 +153,10 @@ def test_a_block_that_is_computed_again_finds_the_ones_after_it_gone() -> None:
     """every-2 computes even layers again. The last layer is odd: when backward reaches the one before it, it has been
     let go."""
     layers = LLAMA.layers[:8]
-    even, full = (kept_activations(LLAMA, layers, mode, 4096) for mode in ("every-2", "full"))
+    even, full = (kept_activations(LLAMA, layers, mode, TokenShare(4096)) for mode in ("every-2", "full"))
     assert even.repeated == 0
-    assert full.repeated == layer_activations(LLAMA, layers[:1], 4096) - LLAMA.hidden and full.at == 7
-    odd = kept_activations(LLAMA, layers[:7], "every-2", 4096)
+    assert full.repeated == layer_activations(LLAMA, layers[:1], TokenShare(4096)) - LLAMA.hidden and full.at == 7
+    odd = kept_activations(LLAMA, layers[:7], "every-2", TokenShare(4096))
     assert odd.repeated == full.repeated and odd.at == 6
 
 
@@ -320,7 +320,7 @@ def test_scores_by_definition_take_five_bytes_per_head_and_pair_of_tokens() -> N
     stack = ForeignStack(attention="math", dropout=True, selective="attention")
     tokens, sbh = 1024, 1024 * spec.hidden
     full, core = (
-        2 * tokens * kept_activations(spec, spec.layers, mode, tokens, stack=stack).between / spec.num_layers
+        2 * tokens * kept_activations(spec, spec.layers, mode, TokenShare(tokens), stack).between / spec.num_layers
         for mode in ("none", "selective")
     )
     assert full - core == 5 * spec.num_heads * tokens**2

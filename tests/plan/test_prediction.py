@@ -18,7 +18,7 @@ from shardwise.parallel.context.sequence_split import ContextParallel, apply_con
 from shardwise.parallel.tensor.collectives import TensorParallel
 from shardwise.parallel.tensor.slices import apply_tensor_parallel
 from shardwise.plan.prediction.activations import (
-    exchanged_activations,
+    TokenShare,
     head_activation_bytes,
     kept_activations,
     layer_activations,
@@ -62,10 +62,10 @@ def test_counted_activations_are_what_torch_saves(name, overrides, mode):
     initialize(model, 0)
     apply_recompute(list(model.layers.values()), mode)
     tokens = torch.zeros(1, 128, dtype=torch.long)
-    layers = kept_activations(spec, spec.layers, mode, 128).between
+    layers = kept_activations(spec, spec.layers, mode, TokenShare(128)).between
     counted = 128 * layers * 4 + head_activation_bytes(spec, 128, 4)
     assert counted == pytest.approx(saved_bytes(model, tokens, tokens), rel=0.05)
-    assert mode != "none" or layers == layer_activations(spec, spec.layers, 128)
+    assert mode != "none" or layers == layer_activations(spec, spec.layers, TokenShare(128))
 
 
 def test_recomputation_keeps_what_the_textbook_says():
@@ -73,7 +73,7 @@ def test_recomputation_keeps_what_the_textbook_says():
     2 sbh are dropout masks, which this decoder does not have; 2 sbh with full recomputation."""
     spec, sbh = preset("gpt2"), 2 * 128 * preset("gpt2").hidden
     per_layer = [
-        2 * 2 * 128 * kept_activations(spec, spec.layers, mode, 128).between / spec.num_layers
+        2 * 2 * 128 * kept_activations(spec, spec.layers, mode, TokenShare(128)).between / spec.num_layers
         for mode in ("none", "full")
     ]
     assert per_layer[0] / sbh == pytest.approx(34 - 2, rel=0.01)
@@ -87,7 +87,7 @@ def test_recomputation_saves_memory():
         for mode in ("none", "full", "every-2", "selective", "sqrt")
     )
     assert full < groups < half < none and full < selective < none
-    block = 2 * 128 * 4 * layer_activations(LLAMA, LLAMA.layers[:1], 128)
+    block = 2 * 128 * 4 * layer_activations(LLAMA, LLAMA.layers[:1], TokenShare(128))
     states = 32 * 2 * 128 * 4 * LLAMA.hidden
     assert full == states + block - states // 32
 
@@ -134,7 +134,7 @@ def test_counted_activations_of_a_slice_are_what_torch_saves(ranks):
     for (name, overrides), saved in zip(families, measured, strict=True):
         part = tensor_slice(preset(name).with_overrides(overrides), 2)
         for token_parts, size in zip((1, 2), saved, strict=True):
-            layers = layer_activations(part, part.layers, 128, token_parts)
+            layers = layer_activations(part, part.layers, TokenShare(128, token_parts))
             counted = 128 * 4 * layers + head_activation_bytes(part, 128, 4, token_parts)
             assert counted == pytest.approx(size, rel=0.05), (name, token_parts)
 
@@ -160,8 +160,8 @@ def test_counted_activations_of_a_part_of_the_sequence_are_what_torch_saves(rank
     measured = ranks.run(saved_in_parts, 2, families, kind)[0]
     for (name, overrides), size in zip(families, measured, strict=True):
         spec = preset(name).with_overrides(overrides)
-        layers = layer_activations(spec, spec.layers, 0 if kind == "ring" else 128)
-        layers += exchanged_activations(spec, spec.layers) if kind == "ulysses" else 0
+        share = TokenShare(0 if kind == "ring" else 128, exchanged=kind == "ulysses")
+        layers = layer_activations(spec, spec.layers, share)
         counted = 64 * 4 * layers + head_activation_bytes(spec, 64, 4)
         assert counted == pytest.approx(size, rel=0.06), name
 

@@ -14,7 +14,7 @@ from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.schedule import batch_scale, learning_rate
-from shardwise.plan.prediction.activations import head_activation_bytes, layer_activations
+from shardwise.plan.prediction.activations import TokenShare, head_activation_bytes, layer_activations
 from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE, PROCESS_BYTES
 from shardwise.plan.prediction.states import STATES_PER_PARAMETER
 from shardwise.report.terminal import sparkline
@@ -123,7 +123,7 @@ def test_a_logger_that_is_missing_or_fails_never_stops_a_run(tmp_path):
 def test_auto_micro_batch_obeys_the_memory_limit(run_here):
     """Room for five of the rank's eight sequences: four is the largest even part."""
     spec = small_model().spec
-    one = 512 * layer_activations(spec, spec.layers, 512) * 4 + head_activation_bytes(spec, 512, 4)
+    one = 512 * layer_activations(spec, spec.layers, TokenShare(512)) * 4 + head_activation_bytes(spec, 512, 4)
     five = 5 * one * (1 + ALLOCATOR_SHARE["cpu"])
     room = PROCESS_BYTES["cpu"] + 16 * spec.num_parameters + five
     words = [*SMALL, "train.seq_len=512", "train.steps=1", f"memory.limit={int(room / 0.9)}", "run.name=fit"]

@@ -24,7 +24,7 @@ from shardwise.model.attention_kernels import AttentionKernel
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.initialize import initialize
 from shardwise.plan.layouts.search import search
-from shardwise.plan.prediction.activations import head_activation_bytes, kept_activations
+from shardwise.plan.prediction.activations import TokenShare, head_activation_bytes, kept_activations
 from shardwise.plan.prediction.confidence import outside
 from shardwise.plan.prediction.operations import layer_work
 from shardwise.plan.prediction.stack import OURS
@@ -151,7 +151,9 @@ def test_what_its_backward_needs_is_what_torch_saves(mode: str) -> None:
     initialize(model, 0)
     apply_recompute(list(model.layers.values()), mode)
     tokens = torch.zeros(1, 128, dtype=torch.long)
-    counted = 512 * kept_activations(spec, spec.layers, mode, 128).between + head_activation_bytes(spec, 128, 4)
+    counted = 512 * kept_activations(spec, spec.layers, mode, TokenShare(128)).between + head_activation_bytes(
+        spec, 128, 4
+    )
     assert counted == pytest.approx(saved_bytes(model, tokens, tokens), rel=0.01)
 
 

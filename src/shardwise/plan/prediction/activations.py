@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from shardwise.plan.prediction.stack import OURS, Stack
 from shardwise.spec.fp8 import gains
@@ -32,64 +33,64 @@ MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks
 CUDA_TIMES = 8  # so many times larger are the chunks of a fused loss on a GPU, in the logits' own format
 
 
+class TokenShare(NamedTuple):
+    """What a rank has of a micro-batch's tokens while it computes its layers."""
+
+    seq_len: int  # keys whose scores are kept where no fused kernel does without; a ring computes them again: 0
+    token_parts: int = 1  # ranks that share the tokens outside of tensor-parallel regions
+    routed_parts: int = 1  # ranks that share the tokens while they are routed
+    exchanged: bool = False  # attention as Ulysses does it
+    load: float = 1.0  # tokens' copies that arrive at this rank's experts, over the mean of all ranks
+    size: int = 4  # bytes of an element
+    tokens: int = 0  # of a micro-batch on this rank, to divide fused weights by; 0 leaves these out
+
+
 def layer_activations(
-    spec: ModelSpec,
-    layers: Sequence[LayerSpec],
-    seq_len: int,
-    token_parts: int = 1,
-    routed_parts: int = 1,
-    selective: bool = False,
-    stack: Stack = OURS,
-    load: float = 1.0,
-    size: int = 4,
-    tokens: int = 0,
+    spec: ModelSpec, layers: Sequence[LayerSpec], share: TokenShare, stack: Stack = OURS, selective: bool = False
 ) -> int:
-    """Elements per token that these layers keep. `seq_len`: keys whose scores are kept where no fused kernel does
-    without; a ring computes them again, so for it 0. `routed_parts`: ranks that share the tokens while they are routed.
-    `load`: copies that arrive at this rank's experts, over the mean of all ranks. `size`: bytes of an element.
-    `tokens`: of a micro-batch on this rank, to divide the copies of fused weights by; 0 leaves these out. A mask is one
-    for all rows; it is counted as of one."""
+    """Elements per token that these layers keep. A mask is one for all rows; it is counted as of one."""
     kinds = Counter((layer.feedforward, layer.ffn) for layer in layers)
     routed = sum(n for (kind, _), n in kinds.items() if kind.has_experts)
     count = _selected if selective else _layer
-    found = sum(n * count(spec, *kind, seq_len, token_parts, routed_parts, stack) for kind, n in kinds.items())
-    again = selective and stack.compiled  # all that is neither a product nor attention
-    if not stack.knows_masks and not spec.attention_softcap and not again:
+    found = sum(n * count(spec, *kind, share, stack) for kind, n in kinds.items())
+    found += len(layers) * _exchanged(spec) if share.exchanged else 0
+    if share.load > 1:
+        per_width = 2 if selective else 4
+        per_layer = spec.experts_per_token * (per_width * spec.expert_ffn + 2 * spec.hidden // share.routed_parts)
+        found += int((share.load - 1) * per_layer * routed)
+    if selective and stack.compiled:  # all else that is neither a matmul nor attention is made again
+        return found
+    if not stack.knows_masks and not spec.attention_softcap:
         # The mask as elements, and what heads are repeated for it.
-        masked = sum(layer.window is not None and layer.window < seq_len for layer in layers)
+        masked = sum(layer.window is not None and layer.window < share.seq_len for layer in layers)
         repeated = 0 if selective else 2 * (spec.num_heads - spec.num_kv_heads) * spec.head_dim
         if stack.side_by_side and not selective and spec.num_heads > spec.num_kv_heads:
             repeated -= _beside_view(spec, stack)  # a repeated v is no view
-        found += masked * (seq_len + repeated)
-    if stack.side_by_side and tokens and not again:
-        found += sum(n * -(-_fused_weights(spec, *kind, stack) // tokens) for kind, n in kinds.items())
-    if stack.wide_router and size < 4 and not again:  # its input in fp32, and as it came where others read that too
-        more = 4 // size - (0 if spec.num_shared_experts else 1)
-        found += routed * more * spec.hidden // routed_parts
-    if load > 1:
-        per_width = 2 if selective else 4
-        per_layer = spec.experts_per_token * (per_width * spec.expert_ffn + 2 * spec.hidden // routed_parts)
-        found += int((load - 1) * per_layer * routed)
+        found += masked * (share.seq_len + repeated)
+    if stack.side_by_side and share.tokens:
+        found += sum(n * -(-_fused_weights(spec, *kind, stack) // share.tokens) for kind, n in kinds.items())
+    if stack.wide_router and share.size < 4:  # its input in fp32, and as it came where others read that too
+        more = 4 // share.size - (0 if spec.num_shared_experts else 1)
+        found += routed * more * spec.hidden // share.routed_parts
     return found
 
 
-def exchanged_activations(spec: ModelSpec, layers: Sequence[LayerSpec]) -> int:
-    """What Ulysses keeps beside that. By a fused kernel: attention's output twice, by heads for its own backward and by
-    tokens for the projection after it; who pads values cuts the second. By definition: keys and values before heads
-    are repeated, because they arrive in one message with the queries."""
+def _exchanged(spec: ModelSpec) -> int:
+    """What Ulysses keeps of a layer beside that. By a fused kernel: attention's output twice, by heads for its own
+    backward and by tokens for the projection after it; who pads values cuts the second. By definition: keys and values
+    before heads are repeated, because they arrive in one collective with the queries."""
     if spec.attention_softcap:
-        return len(layers) * 2 * spec.num_kv_heads * spec.head_dim
-    return 0 if spec.attention.pads_values else len(layers) * spec.num_heads * spec.head_dim
+        return 2 * spec.num_kv_heads * spec.head_dim
+    return 0 if spec.attention.pads_values else spec.num_heads * spec.head_dim
 
 
 def head_activation_bytes(
     spec: ModelSpec, num_tokens: int, bytes_per_element: int, token_parts: int = 1, stack: Stack = OURS
 ) -> int:
     """Returns the bytes that the last norm and the logits of `num_tokens` keep for backward."""
-    logits = logit_bytes(spec, num_tokens, bytes_per_element) * (
-        2 if spec.logit_softcap else 1
-    )  # before and after the cap
-    return last_norm_bytes(spec, num_tokens, bytes_per_element, token_parts, stack) + logits
+    norm = last_norm_bytes(spec, num_tokens, bytes_per_element, token_parts, stack)
+    times = 2 if spec.logit_softcap else 1  # before and after the cap
+    return norm + times * logit_bytes(spec, num_tokens, bytes_per_element)
 
 
 def last_norm_bytes(
@@ -116,9 +117,8 @@ def fused_chunks(num_logits: int, bytes_per_element: int, device: str) -> int:
     return -(-num_logits * 4 // MAX_LOGITS_BYTES)
 
 
-def _layer(
-    spec: ModelSpec, kind: FeedForwardKind, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
-) -> int:
+def _layer(spec: ModelSpec, kind: FeedForwardKind, ffn: int, share: TokenShare, stack: Stack) -> int:
+    seq_len, token_parts = share.seq_len, share.token_parts
     norms = 2 * _norm(spec, spec.hidden, token_parts, stack)
     if spec.post_norms:  # compiled: two inputs more, and the sum after the first is made again
         norms += (1 if stack.compiled else 4) * spec.hidden // token_parts
@@ -128,7 +128,7 @@ def _layer(
     elif spec.attention_softcap:  # no fused kernel: scaled, capped and masked scores and the softmax, head by head
         attention += 4 * spec.num_heads * seq_len
     one_kernel = stack.fused_activation or stack.compiled or _is_one(spec, stack)
-    rest = kind.kept(spec, ffn, one_kernel, routed_parts)
+    rest = kind.kept(spec, ffn, one_kernel, share.routed_parts)
     if stack.compiled and stack.fp8_least and spec.attention.fused:
         rest -= _made_again(spec, kind, ffn, token_parts, stack)
     return norms + attention + rest + stack.more_kept(spec, seq_len, token_parts)
@@ -183,20 +183,18 @@ def _is_one(spec: ModelSpec, stack: Stack) -> bool:
     return "gate up" in stack.side_by_side and spec.activation == "silu"
 
 
-def _selected(
-    spec: ModelSpec, kind: FeedForwardKind, ffn: int, seq_len: int, token_parts: int, routed_parts: int, stack: Stack
-) -> int:
+def _selected(spec: ModelSpec, kind: FeedForwardKind, ffn: int, share: TokenShare, stack: Stack) -> int:
     """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that
     norms and sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region
     reads: that stays as well."""
-    everything = partial(_layer, spec, kind, ffn, seq_len, token_parts, routed_parts, stack)
-    others = stack.selected(spec, ffn, seq_len, token_parts, everything)
+    everything = partial(_layer, spec, kind, ffn, share, stack)
+    others = stack.selected(spec, ffn, share.seq_len, share.token_parts, everything)
     if others is not None:
         return others
-    states = (3 if spec.post_norms else 2) * spec.hidden // token_parts
-    gathered = 2 * spec.hidden if token_parts > 1 else 0
+    states = (3 if spec.post_norms else 2) * spec.hidden // share.token_parts
+    gathered = 2 * spec.hidden if share.token_parts > 1 else 0
     fused = not stack.compiled and _is_one(spec, stack)  # whose result nobody makes again
-    rest = kind.selected(spec, ffn, stack.compiled, fused, routed_parts)
+    rest = kind.selected(spec, ffn, stack.compiled, fused, share.routed_parts)
     return states + gathered + spec.attention.selected(spec, stack.compiled) + rest
 
 
@@ -210,44 +208,24 @@ class Kept:
 
 
 def kept_activations(
-    spec: ModelSpec,
-    layers: Sequence[LayerSpec],
-    mode: str,
-    seq_len: int,
-    token_parts: int = 1,
-    routed_parts: int = 1,
-    exchanged: bool = False,
-    stack: Stack = OURS,
-    load: float = 1.0,
-    size: int = 4,
-    tokens: int = 0,
+    spec: ModelSpec, layers: Sequence[LayerSpec], mode: str, share: TokenShare, stack: Stack = OURS
 ) -> Kept:
-    """Of one stage's layers by mode of recomputation. `exchanged`: attention as Ulysses does it. Backward goes from the
-    last layer to the first: when it computes a block again, the ones after it are gone."""
-
-    ones: dict[object, int] = {}
+    """Of one stage's layers by mode of recomputation. Backward goes from the last layer to the first: when it computes
+    a block again, the ones after it are gone."""
+    known: dict[object, int] = {}
 
     def full(part: Sequence[LayerSpec]) -> int:
-        """Returns what these layers keep; single layers, of which there are many alike, are counted once per kind."""
-        kind = part[0].kind if len(part) == 1 else None
-        if not part or kind in ones:
-            return ones[kind] if kind else 0
-        more = exchanged_activations(spec, part) if exchanged else 0
-        found = more + layer_activations(
-            spec, part, seq_len, token_parts, routed_parts, False, stack, load, size, tokens
-        )
-        if kind:
-            ones[kind] = found
-        return found
+        """Returns what these layers keep; parts that are alike are counted once."""
+        kinds = tuple(layer.kind for layer in part)
+        if kinds not in known:
+            known[kinds] = layer_activations(spec, part, share, stack)
+        return known[kinds]
 
     numbers = range(layers[0].index, layers[0].index + len(layers))
     if recompute_of(mode).is_selective:
-        more = exchanged_activations(spec, layers) if exchanged else 0
-        between = more + layer_activations(
-            spec, layers, seq_len, token_parts, routed_parts, True, stack, load, size, tokens
-        )
+        between = layer_activations(spec, layers, share, stack, selective=True)
         return Kept(between, (full(layers) - between) // len(layers), numbers[-1])
-    state = spec.hidden // token_parts
+    state = spec.hidden // share.token_parts
     gone = most = 0
     at = stop = numbers.stop
     for part in reversed(segments(mode, numbers)):

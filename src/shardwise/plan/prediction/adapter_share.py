@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from shardwise.interop.peft.targets import find_targets, find_trained, linears_of, modules_of, their_modules
 from shardwise.plan.prediction.rank_share import RankShare
-from shardwise.spec.model import ModelSpec
+from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.schema import AdapterConfig
 
 PAIR, PAIR_BYTES, ROW_BYTES = 128, 66, 8
@@ -42,19 +42,16 @@ def held_by(share: RankShare, whole: ModelSpec, adapter: AdapterConfig) -> list[
         return [HeldParameters(size, 0) for size in sizes]
     if not whole.is_ours:  # whose layers are not known here: square matrices as wide as the model, in every block
         added = 2 * adapter.rank * whole.hidden * len(adapter.targets)
-        in_blocks = range(1, len(sizes) - 1)
-        if adapter.kind == "lora":
-            return [HeldParameters(added * (i in in_blocks), size) for i, size in enumerate(sizes)]
-        return [
-            HeldParameters(added, 0, size * 66 // 128) if i in in_blocks else HeldParameters(0, size)
-            for i, size in enumerate(sizes)
-        ]
+        packed = adapter.kind == "qlora"
+        blocks = [HeldParameters(added, size * (not packed), packed * size * 66 // 128) for size in sizes[1:-1]]
+        return [HeldParameters(0, sizes[0]), *blocks, HeldParameters(0, sizes[-1])]
     targets, trained = _chosen(whole, adapter)
-    ends = [HeldParameters(sizes[0], 0) if "embed" in trained else HeldParameters(0, sizes[0])]
-    for layer, size in zip(share.layers, sizes[1:-1], strict=True):
-        ends.append(_layer(f"layers.{layer.index}.", size, targets, trained, share.spec, adapter))
-    ends.append(HeldParameters(sizes[-1], 0) if "head" in trained else HeldParameters(0, sizes[-1]))
-    return ends
+    first, last = (
+        HeldParameters(size, 0) if name in trained else HeldParameters(0, size)
+        for name, size in (("embed", sizes[0]), ("head", sizes[-1]))
+    )
+    pairs = zip(share.layers, sizes[1:-1], strict=True)
+    return [first, *(_layer(layer, size, targets, trained, share.spec, adapter) for layer, size in pairs), last]
 
 
 def apart_by(whole: ModelSpec, adapter: AdapterConfig) -> tuple[str, ...]:
@@ -77,23 +74,13 @@ def _chosen(whole: ModelSpec, adapter: AdapterConfig) -> tuple[Names, Names]:
     return frozenset(targets), frozenset(find_trained(adapter, modules_of(whole), theirs, whole.name))
 
 
-Linears = dict[str, tuple[int, int]]
-
-
-@lru_cache(64)
-def _by_layer(spec: ModelSpec) -> dict[str, Linears]:
-    """Returns the linear modules and their shapes by their layer's prefix."""
-    found: dict[str, Linears] = {}
-    for name, shape in linears_of(spec).items():
-        layers, number, _ = name.split(".", 2)
-        found.setdefault(f"{layers}.{number}.", {})[name] = shape
-    return found
-
-
 def _layer(
-    prefix: str, size: int, targets: Names, trained: Names, spec: ModelSpec, adapter: AdapterConfig
+    layer: LayerSpec, size: int, targets: Names, trained: Names, spec: ModelSpec, adapter: AdapterConfig
 ) -> HeldParameters:
-    mine = _by_layer(spec)[prefix]
+    prefix = f"layers.{layer.index}."
+    parts = {"attention": spec.attention_weights, "feedforward": spec.feedforward_weights(layer)}
+    linears = ((part, one) for part, weights in parts.items() for one in weights if one.is_linear)
+    mine = {f"{prefix}{part}.{one.name.removesuffix('.weight')}": one.shape for part, one in linears}
     also = sum(out * inputs for name, (out, inputs) in mine.items() if name in trained)
     also += spec.hidden * sum(name.startswith(prefix) and name not in mine for name in trained)  # norms
     added = adapter.rank * sum(out + inputs for name, (out, inputs) in mine.items() if name in targets)

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from shardwise.plan.prediction.activations import (
     Kept,
+    TokenShare,
     fused_chunks,
     has_chunks,
     head_activation_bytes,
@@ -114,9 +115,10 @@ def _moments(
     flight = share.in_flight(plan)
     before = held * (flight - 1) // flight  # of the micro-batches after the one in backward
     again = activations.repeated + activations.working
-    moments = {_forward(share, flight): while_forward(states, parts, held) + activations.head}
+    forward, others = "loss" if share.has_last_stage else "end of forward", f", {flight} in flight" * (flight > 1)
+    moments = {forward + others: while_forward(states, parts, held) + activations.head}
     if activations.repeated:
-        moments[f"backward of layer {activations.at}{_flight(flight)}"] = so_far + gathered + held + again
+        moments[f"backward of layer {activations.at}{others}"] = so_far + gathered + held + again
     if not states.reduced:
         # What a backward leaves is added up when it is over: the activations of its micro-batch are gone by then.
         moments["end of a backward"] = complete + before + states.arriving
@@ -124,9 +126,7 @@ def _moments(
             for name, size in _while_gradients_stay(share, groups, plan, held, again, complete).items():
                 moments[name] = max(moments.get(name, 0), gathered + size)
     else:
-        # Stages 0 and 1 of a pipeline reduce in the last backward, when no other micro-batch is in flight.
-        others = before if plan.stage.reduces_every_microbatch else 0
-        moments |= _while_reducing(share, groups, plan, states, activations, parts, held - before, others)
+        moments |= _while_reducing(share, groups, plan, states, activations, parts, before)
     moments["optimizer step"] = complete + states.stepping
     return moments
 
@@ -150,12 +150,12 @@ def _while_reducing(
     states: RankStates,
     activations: Activations,
     parts: dict[str, int],
-    one: int,
-    others: int,
+    before: int,
 ) -> dict[str, int]:
     """Moments of a backward in which FSDP2 reduces. It has a group's gradient as it was computed, in the format of
-    sums, and what comes out; the second of them stays until the next group is reduced. `one`, `others`: activations of
-    this micro-batch and of those in flight."""
+    sums, and what comes out; the second of them stays until the next group is reduced. `before`: activations of other
+    micro-batches in flight; stages 0 and 1 of a pipeline reduce in the last backward, when there are none."""
+    one, others = activations.held - before, before if plan.stage.reduces_every_microbatch else 0
     compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
     embedding, *_, block, head = (group.trained for group in groups.blocks)
     gathered, complete = parts["gathered"], parts["gradients"]
@@ -171,30 +171,15 @@ def _while_reducing(
         count, repeated = sizes[0], repeated * sizes[0] / max(sizes)
     to_come = embedding + count * block
     left = gathered if plan.stage.drops_parameters else compute * to_come
+    by_then = others + complete - kept * to_come + weight * block + left + layer
     moments = {
         "reduction of the head": full + head * (compute + weight + kept),
         f"backward of layer {last}": after_head + weight * head + again,
         f"reduction of layer {last}": after_head - layer + block * (compute + weight + kept),
-        f"backward of layer {first + count - 1}": others
-        + complete
-        - kept * to_come
-        + weight * block
-        + left
-        + layer
-        + activations.working
-        + repeated
-        + waiting,
+        f"backward of layer {first + count - 1}": by_then + activations.working + repeated + waiting,
         END: others + complete + states.reduced + (gathered if plan.stage.drops_parameters else 0),
     }
     return {name: int(size) for name, size in moments.items()}
-
-
-def _flight(number: int) -> str:
-    return f", {number} in flight" if number > 1 else ""
-
-
-def _forward(share: RankShare, flight: int) -> str:
-    return ("loss" if share.has_last_stage else "end of forward") + _flight(flight)
 
 
 def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool = True) -> Activations:
@@ -209,10 +194,8 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     if plan.activation_offload:
         away = int(held * pinned_share(share, plan, size * tokens))
         lengths = [len(layers) for layers in stages_of(share, plan.split)]
-        here = max(
-            stage.between * min(BLOCKS_HERE, length) // length for stage, length in zip(stages, lengths, strict=True)
-        )
-        held = tokens * here * size
+        pairs = zip(stages, lengths, strict=True)
+        held = tokens * max(stage.between * min(BLOCKS_HERE, length) // length for stage, length in pairs) * size
     most = max(stages, key=lambda stage: stage.repeated)
     repeated = tokens * most.repeated * size * max(1, share.weights_waiting(plan))
     working = tokens * size * _widest(share, stack)
@@ -220,23 +203,16 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
         return Activations(held, 0, repeated, working, most.at, away)
     losses = plan.num_microbatches if plan.pp > 1 and SCHEDULES[plan.schedule].holds_all else 1
     spec = _as_saved(share, plan.device)
-    norm, whole = (
-        last_norm_bytes(spec, tokens, size, token_parts, stack),
-        stack.loss_bytes(tokens, spec.vocab, plan.tp > 1),
-    )
-    if whole is not None:
+    norm = last_norm_bytes(spec, tokens, size, token_parts, stack)
+    if (whole := stack.loss_bytes(tokens, spec.vocab, plan.tp > 1)) is not None:
         head = losses * (norm + whole)
-    elif is_fused(spec, plan, tokens):
+    elif plan.loss == "fused" and spec.is_ours and has_chunks(tokens * spec.vocab):
         waiting, passing = _fused_loss(spec, plan, tokens, size, trains_head)
         head = losses * (norm + waiting) + passing
     else:
         head = losses * head_activation_bytes(spec, tokens, size, token_parts, stack)
         head += _loss_temporaries(spec, plan, tokens, size, trains_head)
     return Activations(held, head, repeated, working, most.at, away)
-
-
-def is_fused(spec: ModelSpec, plan: Plan, tokens: int) -> bool:
-    return plan.loss == "fused" and spec.is_ours and has_chunks(tokens * spec.vocab)
 
 
 def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> tuple[int, int]:
@@ -271,8 +247,8 @@ def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, train
 
 @lru_cache(4096)
 def _widest(share: RankShare, stack: Stack) -> int:
-    """Numbers per token of the gradients of gate and up, and of the block's output, which are there at once. A compiled
-    block has let go of what it multiplied last by then."""
+    """Elements per token of the gradients of gate and up, and of the block's output, which are there at once. A
+    compiled block has let go of what it multiplied last by then."""
     spec, last = share.spec, share.layers[-1]
     width = last.feedforward.active_width(spec, last.ffn)
     gone = stack.measured and not stack.fp8_least and not last.is_moe
@@ -308,31 +284,23 @@ def held_bytes(between: int, tokens: int, precision: str, in_flight: int, virtua
 
 def kept_by_stages(share: RankShare, plan: Plan, stack: Stack) -> tuple[Kept, ...]:
     """What each of a rank's stages keeps of one micro-batch, in elements per token."""
-    tokens = plan.micro_batch * plan.seq_len // plan.cp
-    kind, routed_parts = plan.cp_kind if plan.cp > 1 else "", plan.tp if plan.ep > 1 else 1
-    keys, token_parts = 0 if kind == "ring" else plan.seq_len, plan.tp if plan.sequence else 1
-    return _kept(
-        share, plan.split, plan.recompute, keys, token_parts, routed_parts, kind == "ulysses", plan.device, stack,
-        stack.expert_load if plan.ep > 1 else 1.0, COMPUTE_BYTES[plan.precision], tokens if stack.side_by_side else 0,
-    )  # fmt: skip
+    kind = plan.cp_kind if plan.cp > 1 else ""
+    tokens = TokenShare(
+        seq_len=0 if kind == "ring" else plan.seq_len,
+        token_parts=plan.tp if plan.sequence else 1,
+        routed_parts=plan.tp if plan.ep > 1 else 1,
+        exchanged=kind == "ulysses",
+        load=stack.expert_load if plan.ep > 1 else 1.0,
+        size=COMPUTE_BYTES[plan.precision],
+        tokens=plan.micro_batch * plan.seq_len // plan.cp if stack.side_by_side else 0,
+    )
+    return _kept(share, plan.split, plan.recompute, tokens, plan.device, stack)
 
 
 @lru_cache(8192)
 def _kept(
-    share: RankShare,
-    split: tuple[int, ...],
-    mode: str,
-    keys: int,
-    token_parts: int,
-    routed_parts: int,
-    exchanged: bool,
-    device: str,
-    stack: Stack,
-    load: float,
-    size: int,
-    tokens: int,
+    share: RankShare, split: tuple[int, ...], mode: str, tokens: TokenShare, device: str, stack: Stack
 ) -> tuple[Kept, ...]:
-    """Returns what each of the rank's stages keeps."""
     spec = _as_saved(share, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
     known: dict[object, tuple[Kept, int]] = {}  # stages whose layers are alike and computed again alike keep as much
     found = []
@@ -341,10 +309,7 @@ def _kept(
         again = [(part.start - first, part.stop - first) for part in segments(mode, numbers_of(layers))]
         key = (*(layer.kind for layer in layers), *again)
         if key not in known:
-            kept = kept_activations(
-                spec, layers, mode, keys, token_parts, routed_parts, exchanged, stack, load, size, tokens
-            )
-            known[key] = kept, first
+            known[key] = kept_activations(spec, layers, mode, tokens, stack), first
         kept, before = known[key]
         found.append(replace(kept, at=kept.at - before + first) if before != first else kept)
     return tuple(found)

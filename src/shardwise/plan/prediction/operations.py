@@ -52,13 +52,14 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
         core_work = RankWork(_score_matmuls(core), (), scores[0])
         core_back = RankWork(_score_matmuls(core, backward=True), (), scores[1])
     same = [(attention, bool(spec.attention.fused)), (ffn, bool(layer.feedforward.fused))]
+    # Biases' gradients are sums over all tokens, one over each matmul's output gradient.
+    sums = shape.trains == "all" and spec.mlp_bias
+    biases = tuple(float(p.m * p.n * shape.size) for p in forward) if sums else ()
     added = _adapters([(forward, False)] if isinstance(spec, TransformersSpec) else same, shape, stack)
     return Training(
         forward=RankWork(forward, (), cheap_forward + casts[0] + unpacked, views) + core_work + added[0],
         inputs=RankWork(inputs, (), cheap_backward + casts[1] + unpacked, views) + core_back + added[1],
-        weights=stack.weight_gradients(forward, shape)
-        + RankWork((), (), casts[2] + _bias_gradients(spec, forward, shape))
-        + added[2],
+        weights=stack.weight_gradients(forward, shape) + RankWork((), (), casts[2] + biases) + added[2],
         cheap=RankWork((), (), cheap_forward),
         attention=core_work,
     )
@@ -79,13 +80,7 @@ def embedding_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
     forward, backward = stack.embedding_passes(x, -(-spec.vocab // shape.tp) * spec.hidden)
     if shape.trains != "all":
         backward = ()
-    return Training(
-        RankWork((), (), (2.0 * x, *forward), 4),
-        RankWork(),
-        RankWork((), (), (2.0 * x, *backward), 4),
-        RankWork(),
-        RankWork(),
-    )
+    return Training(RankWork((), (), (2.0 * x, *forward), 4), weights=RankWork((), (), (2.0 * x, *backward), 4))
 
 
 def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
@@ -109,8 +104,6 @@ def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
         forward=RankWork(matmuls, (), norm[0] + forward + casts[0], 6 * chunks),
         inputs=RankWork((back,), (), norm[1] + backward + casts[1], 6 * chunks),
         weights=stack.weight_gradients((matmul,), shape) + RankWork((), (), casts[2]) if trained else RankWork(),
-        cheap=RankWork(),
-        attention=RankWork(),
     )
 
 
@@ -150,13 +143,6 @@ def _expert_matmuls(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
     return router, *routed, *shared
 
 
-def _bias_gradients(spec: ModelSpec, forward: tuple[Matmul, ...], shape: RankShape) -> tuple[float, ...]:
-    """Returns the passes of sums over all tokens: one over each matmul's output gradient."""
-    if shape.trains != "all" or not spec.mlp_bias:
-        return ()
-    return tuple(float(p.m * p.n * shape.size) for p in forward)
-
-
 # Attention ----------------------------------------------------------------------------------------------------------
 
 
@@ -164,15 +150,12 @@ def _attention_core(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: 
     heads = max(1, spec.num_heads // (shape.tp * shape.ulysses))
     kv_heads = max(1, -(-spec.num_kv_heads // (shape.tp * shape.ulysses)))
     queries = shape.tokens * shape.ulysses
-    is_cut = layer.window is not None and layer.window < shape.seq_len
-    if (
-        is_cut and not stack.knows_masks and queries == shape.seq_len
-    ):  # heads are repeated for the kernel that takes masks
-        context = float(shape.seq_len)
-        return AttentionCore(shape.rows, heads, heads, queries, queries, context, spec.head_dim, spec.value_dim, True)
-    context = spec.attention_context(layer, shape.seq_len)
     keys = min(layer.window or shape.seq_len, shape.seq_len)
-    return AttentionCore(shape.rows, heads, kv_heads, queries, keys, context, spec.head_dim, spec.value_dim)
+    masked = keys < shape.seq_len and not stack.knows_masks and queries == shape.seq_len
+    context = spec.attention_context(layer, shape.seq_len)
+    if masked:  # heads are repeated for the kernel that takes masks
+        kv_heads, keys, context = heads, queries, float(shape.seq_len)
+    return AttentionCore(shape.rows, heads, kv_heads, queries, keys, context, spec.head_dim, spec.value_dim, masked)
 
 
 def _score_matmuls(core: AttentionCore, backward: bool = False) -> tuple[Matmul, ...]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from shardwise.plan.prediction.activations import layer_activations
+from shardwise.plan.prediction.activations import TokenShare, layer_activations
 from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.collectives import network_of, odd_world, usual_span
 from shardwise.plan.prediction.kernels import Pricer
@@ -217,7 +217,7 @@ def paging_seconds(
     come back beside backward."""
     token_parts = plan.tp if plan.sequence else 1
     spec = replace(share.spec, norm="layer")  # a norm on CUDA keeps its input alone
-    kept = float(layer_activations(spec, share.layers, 0, token_parts))
+    kept = float(layer_activations(spec, share.layers, TokenShare(0, token_parts)))
     if groups := segments(plan.recompute, range(share.layers[0].index, share.layers[-1].index + 1)):
         kept = len(groups) * spec.hidden // token_parts + kept * (1 - sum(map(len, groups)) / len(share.layers))
     way = times.shape.here * kept * times.shape.size / host_rate(cluster)

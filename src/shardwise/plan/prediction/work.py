@@ -76,15 +76,18 @@ class RankWork:
         return len(self.matmuls) + len(self.attention) + len(self.passes) + self.views
 
 
+NO_WORK = RankWork()
+
+
 @dataclass(frozen=True)
 class Training:
     """What a rank computes to train one layer or one end of the model."""
 
     forward: RankWork
-    inputs: RankWork  # backward: gradients of what came in, and of what has no weights
-    weights: RankWork
-    cheap: RankWork  # the part of forward that `cheap` selective recomputation repeats
-    attention: RankWork  # the part that `attention` repeats
+    inputs: RankWork = NO_WORK  # backward: gradients of what came in, and of what has no weights
+    weights: RankWork = NO_WORK
+    cheap: RankWork = NO_WORK  # the part of forward that `cheap` selective recomputation repeats
+    attention: RankWork = NO_WORK  # the part that `attention` repeats
 
 
 class RankShape(NamedTuple):
