@@ -303,7 +303,7 @@ def test_a_step_without_the_simulation_is_no_longer_and_not_much_shorter():
         job = Job(here.seq_len, here.global_batch, None, here.precision)
         parts = step_seconds(spec, cluster, job, here)
         assert all(value >= 0 for value in parts.values())
-        shares.append(least_step_seconds(spec, cluster, job, here) / sum(parts.values()))
+        shares.append(least_step_seconds(spec, cluster, job, here, None) / sum(parts.values()))
         assert shares[-1] <= 1 + 1e-9 and (here.pp > 1 or shares[-1] == pytest.approx(1))
     assert min(shares) > 0.5 and sum(shares) > 0.9 * len(shares)
 

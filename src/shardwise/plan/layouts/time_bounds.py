@@ -22,7 +22,6 @@ from shardwise.plan.layouts.work_bounds import FASTEST, SPLIT, Works
 from shardwise.plan.prediction.pipeline_time import least_rank_seconds
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.step_time import least_step_seconds, paging_seconds, straggler_share, transfers
-from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import splits_backward
 
@@ -169,4 +168,4 @@ class TimeBounds:
 
     def of_plan(self, plan: Plan) -> float:
         space = self.space
-        return least_step_seconds(space.model, space.cluster, space.job, plan, self.stack or stack_of(plan))
+        return least_step_seconds(space.model, space.cluster, space.job, plan, self.stack)

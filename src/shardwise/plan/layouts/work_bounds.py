@@ -128,7 +128,7 @@ class Works:
 
     def _add_up(self, times: LayerTimes, mode: str) -> Work:
         found = [times.layer(layer, again) for layer, again, _ in self._kinds(mode)]
-        layers = times.stage((layer, again) for layer, again, count in self._kinds(mode) for _ in range(count))
+        layers = times.stage([(layer, again) for layer, again, count in self._kinds(mode) for _ in range(count)])
         first, last = times.ends
         lengths = [one.device_forward + one.device_backward for one in (*found, first, last)]
         return Work(

@@ -46,6 +46,7 @@ class Whole:
 
     @property
     def days(self) -> float:
+        """Its length in days."""
         return self.seconds / DAY
 
 

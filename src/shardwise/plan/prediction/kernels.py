@@ -44,6 +44,7 @@ class Generation:
 
 
 def _generation(name: str) -> Generation:
+    """Returns a generation's entry of calibration.toml with the tiles that it names."""
     values = dict(measured(f"generation_{name}"))
     tiles = tuple(tuple(tile) for tile in measured("tiles")[values.pop("tiles")])
     shares = {kernel: tuple(both) for kernel, both in values.pop("attention").items()}

@@ -7,7 +7,8 @@ stack; only the rest is counted. Read next: step_time.py, which adds layers up t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ class LayerTime(NamedTuple):
 
     @property
     def backward(self) -> float:
+        """Seconds of all gradients."""
         return self.inputs + self.weights
 
     @property
@@ -87,12 +89,12 @@ class LayerTimes:
         )
         self._layers: dict[object, LayerTime] = {}
         self._once: dict[object, tuple[Training, LayerTime]] = {}  # of a kind of layer, whatever is computed again
-        self.are_alike = len({(layer.window, layer.is_moe, layer.ffn) for layer in model.layers}) == 1
+        self.are_alike = len({layer.kind for layer in model.layers}) == 1
         self.stages: dict[tuple[tuple[int, ...], str], Any] = {}  # by split and recomputation: step_time.py's
 
     def layer(self, layer: LayerSpec, again: bool) -> LayerTime:
         """Returns the seconds of one layer and micro-batch. `again`: it is recomputed as a whole."""
-        key = (layer.window, layer.is_moe, layer.ffn, again)
+        key = (layer.kind, again)
         found = self._layers.get(key)
         if found is None:
             found = self._layers[key] = self._layer(layer, again)
@@ -108,30 +110,22 @@ class LayerTimes:
         head = head._replace(tensor_forward=tensor + meets, tensor_backward=tensor)
         return first._replace(tensor_forward=tensor), head
 
-    def stage(self, layers: Iterable[tuple[LayerSpec, bool]]) -> LayerTime:
+    def stage(self, layers: Sequence[tuple[LayerSpec, bool]]) -> LayerTime:
         """Returns the seconds of several layers, each with whether it is recomputed as a whole."""
-        counted: dict[tuple[int | None, bool, int, bool], list[Any]] = {}
-        for layer, again in layers:
-            key = (layer.window, layer.is_moe, layer.ffn, again)
-            if key in counted:
-                counted[key][1] += 1
-            else:
-                counted[key] = [layer, 1]
-        total = [0.0] * len(LayerTime._fields)
-        for key, (layer, count) in counted.items():
-            for index, value in enumerate(self.layer(layer, key[3])):
-                total[index] += count * value
-        return LayerTime(*total)
+        counted = Counter((layer.kind, again) for layer, again in layers)
+        one_of = {layer.kind: layer for layer, _ in layers}
+        times = ((self.layer(one_of[kind], again), count) for (kind, again), count in counted.items())
+        return add(LayerTime(*(count * seconds for seconds in time)) for time, count in times)
 
     # One layer ----------------------------------------------------------------------------------------------------
 
     def _layer(self, layer: LayerSpec, again: bool) -> LayerTime:
         """Returns what `layer` remembers."""
-        kind, price = (layer.window, layer.is_moe, layer.ffn), self.pricer
-        if kind not in self._once:
+        price = self.pricer
+        if layer.kind not in self._once:
             work = layer_work(self.model, layer, self.shape, self.stack)
-            self._once[kind] = work, self._compute(work, num_tensors(self.model, layer))
-        work, time = self._once[kind]
+            self._once[layer.kind] = work, self._compute(work, num_tensors(self.model, layer))
+        work, time = self._once[layer.kind]
         repeated = self.stack.repeated(work, again, self.plan.recomputes.is_selective)
         host = self._calls(layer) * price.launch
         more = price.host_seconds(repeated) + (2 * host + CHECKPOINT_LAUNCHES * price.launch if again else host)

@@ -4,7 +4,7 @@
 
 Invariant: without tensor, context and expert parallelism the matmuls of a model add up to `spec.flops_per_token`.
 Counts only; what they take on a device is kernels.py's. Backward is counted as inputs (gradients that travel on) and
-weights apart, because pipelines run them apart. Read next: passes.py, kernels.py.
+weights apart, because pipelines run them apart. Which kernels run is the stack's (stack.py). Read next: kernels.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ from collections.abc import Collection, Iterable, Sequence
 from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.plan.prediction.activations import MAX_LOGITS_BYTES, fused_chunks, has_chunks
 from shardwise.plan.prediction.calibration import measured
-from shardwise.plan.prediction.passes import cheap_passes, head_casts, unpacking_passes
-from shardwise.plan.prediction.stack import EXPERT_IMBALANCE, Stack
+from shardwise.plan.prediction.stack import EXPERT_IMBALANCE, LOOK, ROUND, Passes, Stack
 from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, RankWork, Training
 from shardwise.spec.fp8 import FROZEN_WORTH, gains
 from shardwise.spec.layers import Weight
 from shardwise.spec.lora import adds_in_one_kernel
 from shardwise.spec.model import LayerSpec, ModelSpec
+
+VIEWS = int(measured("views"))
+GATHERED = measured("gathered_rows")
+NF4_CHUNK, NF4_KERNELS, NF4_BYTES = 2**24, 10, 22.5
+"""adapters/nf4.py: weights of a chunk, kernels for it, and bytes per weight: a code becomes an index of four bytes per
+pair, two elements of fp32 are looked up, multiplied by their block's magnitude in place, and rounded into the
+result."""
 
 
 def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack) -> Training:
@@ -31,7 +37,7 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
     else:
         ffn = _matmuls(spec.feedforward_weights(layer), layer.feedforward.fused, shape, stack)
     core = _attention_core(spec, layer, shape, stack)
-    cheap_forward, cheap_backward = cheap_passes(spec, layer, shape, stack)
+    cheap_forward, cheap_backward = _cheap_passes(spec, layer, shape, stack)
     if shape.eight_bit and stack.fp8_least:  # experts are never in eight bits
         least = stack.fp8_least * (1.0 if shape.trains == "all" else FROZEN_WORTH)
         attention, ffn = (
@@ -45,7 +51,7 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
     casts = stack.cast_passes((attention, ffn), shape)
     capped = bool(spec.attention_softcap) and not stack.knows_masks
     scores = stack.score_passes(core, shape.size, capped)
-    unpacked = unpacking_passes(forward, shape)
+    unpacked = _unpacking_passes(forward, shape)
     views = 0 if stack.compiled else VIEWS
     core_work = core_back = RankWork((), (core,))
     if scores is not None:
@@ -63,9 +69,6 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
         cheap=RankWork((), (), cheap_forward),
         attention=core_work,
     )
-
-
-VIEWS = int(measured("views"))
 
 
 def num_tensors(spec: ModelSpec, layer: LayerSpec) -> int:
@@ -94,7 +97,7 @@ def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
     chunks = -(-logits * 4 // MAX_LOGITS_BYTES) if again else 1
     matmuls = (matmul,) * (2 if again else 1)
     back = Matmul(matmul.m, matmul.k, matmul.n, exact=matmul.exact)
-    casts = ((), (), ()) if matmul.exact else head_casts(matmul, fused_chunks(logits, shape.size, "cuda"), shape, stack)
+    casts = _head_casts(matmul, shape, stack)
     if stack.measured and not stack.logits_again and has_chunks(logits):  # both gradients wait in forward's format
         backward += (6.0 * vocab * spec.hidden * (shape.trains == "all"), 2.0 * shape.size * shape.here * spec.hidden)
     trained = shape.trains == "all"
@@ -198,3 +201,69 @@ def _adapters(
         sides = ((k, rank), *((shape.rank, p.n) for p in some))
         found[2] += RankWork(tuple(Matmul(a, b, m, exact=True, split=True) for a, b in sides))
     return found[0], found[1], found[2]
+
+
+# Passes over memory --------------------------------------------------------------------------------------------------
+
+
+def _cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack) -> tuple[Passes, Passes]:
+    """Returns the bytes of each kernel of norms, positions, activation and sums, forward and backward."""
+    size = shape.size
+    forward, backward = stack.block_passes(spec, shape.outside * spec.hidden, size)
+    heads = (spec.num_heads + spec.num_kv_heads) // shape.tp
+    rotated = shape.here * heads * spec.head_dim * size
+    if spec.qk_norm:
+        both = stack.norm_passes(spec, rotated // size, size, spec.head_dim)
+        forward, backward = forward + both[0], backward + both[1]
+    if spec.positions == "rope":
+        rotation = stack.rope_passes(rotated, size)
+        forward, backward = forward + rotation, backward + rotation
+    if layer.is_moe:
+        act = _expert_activation(spec, shape, stack)
+    else:
+        act = stack.activation_passes(spec, shape.here * -(-layer.ffn // shape.tp), size)
+    return forward + act[0], backward + act[1]
+
+
+def _expert_activation(spec: ModelSpec, shape: RankShape, stack: Stack) -> tuple[Passes, Passes]:
+    """Returns the passes of the activation and beside it: tokens' copies are sorted by expert, and put back with their
+    weights; the router's softmax."""
+    routed_tokens = shape.here * spec.experts_per_token / (shape.tp if shape.ep > 1 else 1)
+    slices = shape.tp if shape.ep == 1 else 1
+    act = stack.activation_passes(spec, routed_tokens * spec.expert_ffn / slices, shape.size)
+    moved = 2.0 * routed_tokens * spec.hidden * shape.size * GATHERED
+    sorts = (moved, 1.5 * moved) + (moved, moved) * (shape.ep > 1)
+    routing = (4.0 * shape.here * spec.num_experts,) * 4
+    shared: tuple[Passes, Passes] = (), ()
+    if spec.num_shared_experts:
+        width = spec.num_shared_experts * spec.expert_ffn
+        shared = stack.activation_passes(spec, shape.here * width / shape.tp, shape.size)
+    return act[0] + sorts + routing + shared[0], act[1] + sorts + routing + shared[1]
+
+
+def _head_casts(matmul: Matmul, shape: RankShape, stack: Stack) -> tuple[Passes, Passes, Passes]:
+    """Returns the passes of quantizing for a head in fp8 whose loss is fused: outside of blocks, each a kernel of its
+    own. Weights are quantized once for all chunks, frozen ones once for all steps, and what a chunk adds to their
+    gradient is not added inside of the matmul: it is read, and the sum in fp32 read and written."""
+    if matmul.exact:
+        return (), (), ()
+    chunks = fused_chunks(matmul.m * matmul.n, shape.size, "cuda")
+    x, w, g = (float(n) for n in (matmul.m * matmul.k, matmul.k * matmul.n, matmul.m * matmul.n))
+    each = LOOK + ROUND
+    if shape.trains != "all":
+        return (each * x,), (each * g,), ()
+    transposed = each if stack.fp8_rows else 2.0  # one scale for all: the same bits, transposed
+    return (each * x, each * w), (each * g, transposed * w), (each * g, each * x, 10.0 * w * chunks)
+
+
+def _unpacking_passes(matmuls: tuple[Matmul, ...], shape: RankShape) -> Passes:
+    """Returns the passes of reading four-bit weights out into 16 bits before each use, chunk by chunk in plain
+    operations (adapters/nf4.py)."""
+    if shape.trains != "qlora":
+        return ()
+    found: list[float] = []
+    for p in matmuls:
+        weights = p.groups * p.n * p.k
+        calls = -(-weights // NF4_CHUNK) * NF4_KERNELS
+        found += [weights * NF4_BYTES / calls] * calls
+    return tuple(found)

@@ -42,12 +42,6 @@ class RankShare:
             attention + self.spec.num_feedforward_parameters(layer) + correction * layer.is_moe for layer in self.layers
         ]
 
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """A key that is the same for ranks that hold as much, whichever layers they are."""
-        kinds = tuple((layer.is_moe, layer.ffn) for layer in self.layers)
-        return self.embedding, self.head, self.has_last_stage, kinds, tuple(self.layer_parameters)
-
     @cached_property
     def spread_parameters(self) -> int:
         """The number of parameters of all layers' routed experts: other ranks have the same ones than of the rest."""
@@ -55,6 +49,7 @@ class RankShare:
 
     @cached_property
     def num_parameters(self) -> int:
+        """The number of parameters of its layers and ends."""
         return self.embedding + sum(self.layer_parameters) + self.head
 
     def in_flight(self, plan: Plan) -> int:
@@ -109,9 +104,12 @@ def shares_of(
 
 @lru_cache(1024)
 def alike(shares: tuple[RankShare, ...]) -> tuple[int, ...]:
-    """Returns for each rank the number of the first one that holds as much."""
-    first: dict[tuple[object, ...], int] = {}
-    return tuple(first.setdefault(share.shape, rank) for rank, share in enumerate(shares))
+    """Returns for each rank the number of the first one that holds as much, whichever layers they are."""
+    first: dict[object, int] = {}
+    ends = ((share.embedding, share.head, share.has_last_stage) for share in shares)
+    layers = (tuple((layer.is_moe, layer.ffn) for layer in share.layers) for share in shares)
+    sizes = (tuple(share.layer_parameters) for share in shares)
+    return tuple(first.setdefault(kind, rank) for rank, kind in enumerate(zip(ends, layers, sizes, strict=True)))
 
 
 @lru_cache(1024)

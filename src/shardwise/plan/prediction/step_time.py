@@ -55,6 +55,7 @@ class StageTime(NamedTuple):
 
     @property
     def backward(self) -> float:
+        """Seconds of all gradients."""
         return self.inputs + self.weights
 
 
@@ -96,9 +97,7 @@ def step_seconds(
     return {name: seconds for name, seconds in parts.items() if seconds > 0 or name in ("compute", "optimizer")}
 
 
-def least_step_seconds(
-    model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None
-) -> float:
+def least_step_seconds(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None) -> float:
     """Returns the step's own price with the least that its pipeline can take in place of the simulation. Without a
     pipeline it is the step."""
     return sum(step_seconds(model, cluster, job, plan, stack, False, least_pipeline_seconds).values())

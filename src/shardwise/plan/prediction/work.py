@@ -1,7 +1,7 @@
 """What a rank computes, counted: `Matmul`, `AttentionCore`, passes over memory; and `RankShape`, what it has of a
 micro-batch. No torch.
 
-Counted by operations.py and passes.py, priced by kernels.py.
+Counted by operations.py, priced by kernels.py.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class Matmul(NamedTuple):
 
     @property
     def in_eight(self) -> bool:
+        """Whether fp8 has it in eight bits."""
         return not (self.exact or self.small)
 
     @property
     def flops(self) -> float:
+        """FLOPs of all groups."""
         return 2.0 * self.m * self.n * self.k * self.groups
 
 
@@ -54,9 +56,11 @@ class AttentionCore(NamedTuple):
 
 @dataclass(frozen=True)
 class RankWork:
+    """Operations that a rank runs one after another."""
+
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[AttentionCore, ...] = ()
-    passes: tuple[float, ...] = ()  # bytes read and written, one number per kernel
+    passes: tuple[float, ...] = ()  # bytes read and written by each kernel
     views: int = 0  # operations that only the host notices
 
     def __add__(self, other: RankWork) -> RankWork:
@@ -68,11 +72,8 @@ class RankWork:
         )
 
     @property
-    def flops(self) -> float:
-        return sum(p.flops for p in self.matmuls) + sum(a.flops for a in self.attention)
-
-    @property
     def launches(self) -> int:
+        """The number of operations that the host starts."""
         return len(self.matmuls) + len(self.attention) + len(self.passes) + self.views
 
 
