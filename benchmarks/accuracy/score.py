@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from accuracy.question import Question
-from shardwise.plan.prediction.confidence import kind_of_job, traits
 from shardwise.plan.prediction.memory import fullest, predict_stages
+from shardwise.plan.prediction.predict import kind_of_job, traits
 from shardwise.spec.prediction import Prediction, StageMemory
 
 SMALLEST_GROUP = 5

@@ -14,7 +14,8 @@ from shardwise.kernels.low_bit_codes import bounds_of, nearest
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.low_bit import dequantized, is_quantized, kept_in_fp32
 from shardwise.optim.low_bit_update import plain_update
-from shardwise.plan.prediction.states import STATES_PER_PARAMETER, WEIGHT_BYTES, state_bytes
+from shardwise.plan.prediction.states import WEIGHT_BYTES, state_bytes
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.schema import OptimizerConfig
 
 SHAPES = [(64, 256), (128, 48), (37, 111), (256,)]
@@ -45,7 +46,7 @@ def bytes_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16-true", torch.bfloat16), ("fp16-true", torch.float16)]
 )
-@pytest.mark.parametrize("name", STATES_PER_PARAMETER)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_keeps_the_bytes_it_promises(name: str, precision: str, dtype: torch.dtype) -> None:
     weights = parameters(dtype)
     optimizer = build_optimizer(OptimizerConfig(name=name), weights)

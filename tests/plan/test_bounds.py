@@ -51,10 +51,15 @@ PRICES: dict[str, tuple[object, str]] = {
     "CPU memory": (state_time, "CPU_MEMORY"),
     "bytes of a weight": (states, "WEIGHT_BYTES"),
     "bytes of optimizer state": (states, "STATE_BYTES"),
-    "states per parameter": (states, "STATES_PER_PARAMETER"),
+    "states per parameter": (states, "state_bytes"),
     "bytes of an activation": (lifetimes, "COMPUTE_BYTES"),
 }
-MOVES_MEMORY = ("bytes of a weight", "bytes of optimizer state", "states per parameter", "bytes of an activation")
+MOVES_MEMORY = (
+    "bytes of a weight",
+    "bytes of optimizer state",
+    "optimizer state per parameter",
+    "bytes of an activation",
+)
 
 
 def question(seed: int) -> Space:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.cluster.describe.table import known_cluster
-from shardwise.plan.prediction.confidence import interval, kind_of_job, outside, table
-from shardwise.plan.prediction.predict import predict
+from shardwise.plan.prediction.predict import interval, kind_of_job, outside, predict, table
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset

@@ -16,12 +16,12 @@ from shardwise.optim.build import build_optimizer
 from shardwise.optim.schedule import batch_scale, learning_rate
 from shardwise.plan.prediction.activations import TokenShare, head_activation_bytes, layer_activations
 from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE, PROCESS_BYTES
-from shardwise.plan.prediction.states import STATES_PER_PARAMETER
 from shardwise.report.terminal import sparkline
 from shardwise.run.clock import Clock, verdict
 from shardwise.run.generate import Sampling, generate
 from shardwise.run.metrics import Metrics
 from shardwise.run.rundir import create_run_dir
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import OptimizerConfig, RunConfig
 
@@ -61,7 +61,7 @@ def test_optimizers_keep_the_states_they_promise_and_decay_matrices_only(name, s
     optimizer.step()
     weight = model.layers["0"].attention.q.weight
     full = [v for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor) and v.shape == weight.shape]
-    assert len(full) == states == STATES_PER_PARAMETER[name]
+    assert len(full) == states == OPTIMIZERS[name].num_states
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))
     assert all((decay[id(p)] > 0) == (p.ndim >= 2) for p in model.parameters())

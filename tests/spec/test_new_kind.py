@@ -25,8 +25,8 @@ from shardwise.model.cache import KeyValueCache
 from shardwise.model.initialize import initialize
 from shardwise.plan.layouts.search import search
 from shardwise.plan.prediction.activations import TokenShare, head_activation_bytes, kept_activations
-from shardwise.plan.prediction.confidence import outside
 from shardwise.plan.prediction.operations import layer_work
+from shardwise.plan.prediction.predict import outside
 from shardwise.plan.prediction.stack import OURS
 from shardwise.plan.prediction.work import RankShape
 from shardwise.prove import verify

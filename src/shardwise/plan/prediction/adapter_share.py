@@ -26,6 +26,10 @@ class HeldParameters:
     packed_bytes: int = 0  # four-bit weights
     largest: int = 0  # elements of the largest four-bit weight: read into a temporary tensor when it is used
 
+    def gathered_bytes(self, compute: int) -> int:
+        """Returns the bytes of all in the format of the computation, which has `compute` bytes per element."""
+        return compute * (self.trained + self.frozen) + self.packed_bytes
+
     def __add__(self, other: HeldParameters) -> HeldParameters:
         return HeldParameters(
             self.trained + other.trained,

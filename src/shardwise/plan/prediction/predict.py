@@ -2,12 +2,19 @@
 
     predict(model, cluster, job, plan) -> Prediction
 
-Read next: memory.py, step_time.py.
+How far a step may be off, and what was never measured, is in intervals.toml: what `benchmarks/planner_accuracy.py
+--intervals` found, measured over predicted time of published runs, by kind of job, and the range of everything that
+ran. Nothing of it is chosen by hand. Read next: memory.py, step_time.py.
 """
 
 from __future__ import annotations
 
-from shardwise.plan.prediction.confidence import interval, outside
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.memory import fullest, predict_elsewhere, predict_stages
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.step_time import step_seconds
@@ -17,6 +24,9 @@ from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import Prediction
+
+FEW_NODES = measured("few_nodes")
+BUSY = measured("busy_share")
 
 
 def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack: Stack | None = None) -> Prediction:
@@ -28,3 +38,67 @@ def predict(model: ModelSpec, cluster: ClusterSpec, job: Job, plan: Plan, stack:
     step = step_seconds(model, cluster, job, plan, stack)
     likely, unseen = interval(model, cluster, plan, sum(step.values())), outside(model, cluster, plan)
     return Prediction(fullest(stages).parts, step, elsewhere, likely, unseen, stages)
+
+
+# How sure -----------------------------------------------------------------------------------------------------------
+
+
+def kind_of_job(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> str:
+    """Returns the name of the jobs whose predictions are off for the same reasons. On a CPU: as on one node."""
+    if model.is_moe:
+        return "experts"
+    if plan.formats.is_fp8:
+        return "fp8"
+    where = "one node" if cluster.nodes == 1 else "few nodes" if cluster.nodes <= FEW_NODES else "many nodes"
+    flops = cluster.device.flops
+    peak = max(flops.get("bf16", 0.0), flops.get("fp16", 0.0)) or max(flops.values())
+    done = model.flops_per_token(plan.seq_len) * plan.tokens_per_step
+    return where if done >= BUSY * peak * plan.world * step_s else f"{where}, waiting"
+
+
+@cache
+def table() -> dict[str, Any]:
+    """Returns intervals.toml: `step`, factors by kind of job, and `seen`, the range of everything that ran."""
+    return tomllib.loads(files("shardwise.plan.prediction").joinpath("intervals.toml").read_text(encoding="utf-8"))
+
+
+def interval(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> tuple[float, float]:
+    """Returns two factors on the predicted step between which 8 of 10 measured ones lie."""
+    found = table()["step"][kind_of_job(model, cluster, plan, step_s)]
+    return found["p10"], found["p90"]
+
+
+def traits(model: ModelSpec, plan: Plan) -> list[str]:
+    """Returns in words what a job does that not every job does."""
+    does = {
+        f"{plan.precision} precision": True,
+        f"zero {plan.zero}": plan.zero > 0,
+        "replicas of shards": plan.zero > 0 and plan.replicate > 1,
+        "tensor parallelism": plan.tp > 1,
+        f"context parallelism ({plan.cp_kind})": plan.cp > 1,
+        f"pipeline ({plan.schedule})": plan.pp > 1,
+        "expert parallelism": plan.ep > 1,
+        f"recompute {plan.recompute.partition('-')[0]}": plan.recompute != "none",
+        f"offload {plan.offload} to {plan.offload_to}": plan.offload != "none",
+        "activation offload": plan.activation_offload,
+        "compressed ZeRO messages": plan.quantize_weights != "none" or plan.quantize_gradients != "none",
+        "experts": model.is_moe,
+        model.attention.trait: bool(model.attention.trait),
+        "sliding windows": model.sliding_window > 0,
+    }
+    return [name for name, has in does.items() if has]
+
+
+def outside(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> tuple[str, ...]:
+    """Returns in words what of this job lies outside all runs that predictions were held against. Rates that were
+    measured here speak for themselves."""
+    seen, device = table()["seen"], cluster.device
+    is_measured = cluster.origins.get("achievable") == "measured"
+    found = [] if is_measured or device.name in seen["devices"] else [f"{device.name}: no run on it"]
+    if device.kind == "cpu":  # published runs are of GPUs
+        return tuple(found)
+    sizes = (cluster.nodes, plan.world, plan.seq_len, model.num_parameters)
+    for name, size in zip(("nodes", "devices", "sequence", "parameters"), sizes, strict=True):
+        if size > seen["most"][name]:
+            found.append(f"{name} {size:,}: measured up to {seen['most'][name]:,}")
+    return (*found, *(f"{name}: no run with it" for name in traits(model, plan) if name not in seen["traits"]))

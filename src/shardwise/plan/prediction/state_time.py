@@ -17,14 +17,7 @@ from shardwise.plan.prediction.collectives import Network
 from shardwise.plan.prediction.layer_time import LayerTimes
 from shardwise.plan.prediction.rank_share import RankShare
 from shardwise.plan.prediction.stack import CAST, Stack
-from shardwise.plan.prediction.states import (
-    COMPUTE_BYTES,
-    WEIGHT_BYTES,
-    gathered_bytes,
-    gradient_bytes,
-    groups_of,
-    state_bytes,
-)
+from shardwise.plan.prediction.states import COMPUTE_BYTES, WEIGHT_BYTES, gradient_bytes, groups_of, state_bytes
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
@@ -74,7 +67,7 @@ def state_time(
     traffic = times.stack.traffic(plan, compute, WEIGHT_BYTES[plan.precision])
     reduced, gathered_size = traffic.reduce_bytes, traffic.gather_bytes
     experts = 0 if held.trained < share.num_parameters else share.spread_parameters
-    gather_all = (gathered_bytes(held, compute) - experts * compute) * gathered_size / compute
+    gather_all = (held.gathered_bytes(compute) - experts * compute) * gathered_size / compute
     gather_all *= QUANTIZED[plan.quantize_weights]
     reduce_all = float((held.trained - experts) * reduced)
     reduce_all *= QUANTIZED[plan.quantize_gradients] * (2 / reduced if plan.quantize_gradients != "none" else 1.0)
@@ -139,7 +132,7 @@ def _casts(held: HeldParameters, times: LayerTimes, plan: Plan) -> tuple[float, 
         return 0.0, pricer.pass_(held.trained * (compute + (2 - 1 / plan.num_microbatches) * weight)), 0.0
     if not plan.uses_fsdp or not times.stack.casts_gathered:
         return 0.0, 0.0, 0.0
-    elements = gathered_bytes(held, compute) / compute
+    elements = held.gathered_bytes(compute) / compute
     rounding = pricer.pass_(elements / plan.state_shards * (weight + compute)) + pricer.pass_(elements * 2 * compute)
     widening = pricer.pass_(held.trained * (compute + weight) * CAST)
     widening += pricer.pass_(held.trained / plan.state_shards * 3 * weight)

@@ -35,9 +35,6 @@ WEIGHT_BYTES = {name: FORMAT_BYTES[precision.kept] for name, precision in PRECIS
 COMPUTE_BYTES = {name: FORMAT_BYTES[precision.computed] for name, precision in PRECISIONS.items()}
 """Per element of activations and of parameters while they are used."""
 
-STATES_PER_PARAMETER = {name: kind.num_states for name, kind in OPTIMIZERS.items()}
-"""Extra tensors of the parameter's size that each optimizer keeps."""
-
 STATE_BYTES = {name: FORMAT_BYTES[precision.states] for name, precision in PRECISIONS.items()}
 """Per element of optimizer state. Adam's second moment would vanish in fp16."""
 
@@ -80,7 +77,7 @@ def state_bytes(optimizer: str, precision: str) -> float:
     """Returns bytes of optimizer state per parameter. With adamw8bit, small tensors and odd ones keep four times as
     much."""
     size = LOW_BIT_BYTES if OPTIMIZERS[optimizer].is_low_bit else STATE_BYTES[precision]
-    return STATES_PER_PARAMETER[optimizer] * size
+    return OPTIMIZERS[optimizer].num_states * size
 
 
 def gradient_bytes(plan: Plan) -> int:
@@ -88,11 +85,6 @@ def gradient_bytes(plan: Plan) -> int:
     these until several have to be added up."""
     is_narrow = plan.copies and plan.num_microbatches == 1
     return (COMPUTE_BYTES if is_narrow else WEIGHT_BYTES)[plan.precision]
-
-
-def gathered_bytes(held: HeldParameters, compute: int) -> int:
-    """Returns the bytes of all parameters in the format of the computation, which has `compute` bytes per element."""
-    return compute * (held.trained + held.frozen) + held.packed_bytes
 
 
 def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> RankStates:
@@ -116,7 +108,7 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
     full = weight * whole.trained + compute * whole.frozen + whole.packed_bytes
     own = -(-(full - spread) // plan.state_shards) + -(-spread // plan.expert_shards)
     own_trained = -(-weight * whole.trained // plan.state_shards) if is_frozen else own
-    gathered, accumulated = gathered_bytes(whole, compute), 0
+    gathered, accumulated = whole.gathered_bytes(compute), 0
     uses_ddp = plan.zero == 0 and plan.pp == 1 and plan.dp * plan.cp > 1 and not plan.uses_fsdp
     if not plan.stage.shards_states:
         gathered = compute * whole.trained if compute != weight else 0
@@ -140,7 +132,7 @@ def states_of(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stac
 def _gathered_at_once(share: RankShare, groups: Groups, plan: Plan, stack: Stack) -> int:
     """Returns the bytes of the parameters that ZeRO-3 has gathered at most: of two blocks, or of all that are computed
     again together, which stay gathered until their backward."""
-    sizes = [gathered_bytes(block, COMPUTE_BYTES[plan.precision]) for block in groups.blocks]
+    sizes = [block.gathered_bytes(COMPUTE_BYTES[plan.precision]) for block in groups.blocks]
     first, *layers, last = sizes
     stays = first + last if stack.ends_stay(share.spec.tied) else 0
     stages = map(numbers_of, stages_of(share, plan.split))

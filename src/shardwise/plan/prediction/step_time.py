@@ -150,8 +150,8 @@ def stage_times(model: ModelSpec, plan: Plan, times: LayerTimes) -> list[StageTi
     found = times.stages.get((plan.split, plan.recompute))
     if found is not None:
         return found
-    ranges = [range(stop - number, stop) for number, stop in zip(plan.split, accumulate(plan.split), strict=True)]
-    ranges = ranges or [range(model.num_layers)]
+    split = plan.split or (model.num_layers,)
+    ranges = [range(stop - number, stop) for number, stop in zip(split, accumulate(split), strict=True)]
     first, last = times.ends
     found, known = [], {}
     for number, layers in enumerate(ranges):
