@@ -249,9 +249,6 @@ class ForeignStack(Stack):
             stepping=int(self.step_bytes * sharded),
         )
 
-    def ends_stay(self, tied: bool) -> bool:
-        return tied or self.ends_stay_gathered
-
     @property
     def holds_gathered(self) -> bool:
         return not self.gathers_again or (self.lingers and self.published == "reserved")

@@ -71,7 +71,6 @@ class LayerTimes:
     def __init__(self, model: ModelSpec, network: Network, pricer: Pricer, job: Job, plan: Plan, stack: Stack):
         self.model, self.plan, self.stack, self.network, self.pricer = model, plan, stack, network, pricer
         self.adapter = adapter = job.adapter
-        has_adapters = adapter.kind != "none"
         self.shape = RankShape(
             rows=plan.micro_batch,
             tokens=-(-plan.seq_len // plan.cp),
@@ -82,9 +81,9 @@ class LayerTimes:
             ulysses=plan.cp if plan.cp_kind == "ulysses" else 1,
             size=self.pricer.size,
             eight_bit=self.pricer.eight_bit,
-            trains=adapter.kind if has_adapters else "all",
-            adapters=adapted(adapter) if has_adapters else (),
-            rank=adapter.rank if has_adapters else 0,
+            trains="all" if adapter.kind == "none" else adapter.kind,
+            adapters=() if adapter.kind == "none" else _adapted(adapter),
+            rank=adapter.rank,
             drops=adapter.dropout > 0,
         )
         self._layers: dict[object, LayerTime] = {}
@@ -202,7 +201,7 @@ class LayerTimes:
         return steps * max(0.0, hop - attention / plan.cp), steps * max(0.0, back - backward / plan.cp)
 
 
-def adapted(adapter: AdapterConfig) -> tuple[int, ...]:
+def _adapted(adapter: AdapterConfig) -> tuple[int, ...]:
     """Returns which of a plain layer's matmuls have adapters, by their number."""
     names, targets = ("q", "k", "v", "o", "gate", "up", "down"), adapter.targets
     asked = names if "all-linear" in targets else {*targets, *(target.removesuffix("_proj") for target in targets)}

@@ -208,21 +208,17 @@ def _adapters(
 
 def _cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack) -> tuple[Passes, Passes]:
     """Returns the bytes of each kernel of norms, positions, activation and sums, forward and backward."""
-    size = shape.size
-    forward, backward = stack.block_passes(spec, shape.outside * spec.hidden, size)
-    heads = (spec.num_heads + spec.num_kv_heads) // shape.tp
-    rotated = shape.here * heads * spec.head_dim * size
+    size, rotated = shape.size, shape.here * ((spec.num_heads + spec.num_kv_heads) // shape.tp) * spec.head_dim
+    parts = [stack.block_passes(spec, shape.outside * spec.hidden, size)]
     if spec.qk_norm:
-        both = stack.norm_passes(spec, rotated // size, size, spec.head_dim)
-        forward, backward = forward + both[0], backward + both[1]
+        parts.append(stack.norm_passes(spec, rotated, size, spec.head_dim))
     if spec.positions == "rope":
-        rotation = stack.rope_passes(rotated, size)
-        forward, backward = forward + rotation, backward + rotation
+        parts.append((stack.rope_passes(rotated * size, size),) * 2)
     if layer.is_moe:
-        act = _expert_activation(spec, shape, stack)
+        parts.append(_expert_activation(spec, shape, stack))
     else:
-        act = stack.activation_passes(spec, shape.here * -(-layer.ffn // shape.tp), size)
-    return forward + act[0], backward + act[1]
+        parts.append(stack.activation_passes(spec, shape.here * -(-layer.ffn // shape.tp), size))
+    return tuple(one for forward, _ in parts for one in forward), tuple(one for _, back in parts for one in back)
 
 
 def _expert_activation(spec: ModelSpec, shape: RankShape, stack: Stack) -> tuple[Passes, Passes]:

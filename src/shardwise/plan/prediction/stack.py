@@ -70,6 +70,7 @@ class Stack:
     expert_load: ClassVar[float] = EXPERT_IMBALANCE  # tokens' copies at the experts of the fullest rank, over the mean
     wide_router: ClassVar[bool] = True  # scores of experts are computed in fp32, and so is what they are computed from
     holds_gathered: ClassVar[bool] = True  # a tensor-parallel region's whole input counts until backward
+    ends_stay_gathered: ClassVar[bool] = False  # ZeRO-3 drops embedding and head after backward alone, tied or not
 
     @property
     def measured(self) -> bool:
@@ -216,10 +217,6 @@ class Stack:
     def rank_states(self, share: RankShare, groups: Groups, plan: Plan, optimizer: str) -> RankStates | None:
         """Returns the states of a framework that keeps them in other formats than ours; None: as states.py has them."""
         return None
-
-    def ends_stay(self, tied: bool) -> bool:
-        """Whether ZeRO-3 keeps embedding and head gathered until the end of backward."""
-        return tied
 
     def more_kept(self, spec: ModelSpec, seq_len: int, token_parts: int) -> int:
         """Returns the elements per token that a layer keeps for backward beside what is counted for ours."""

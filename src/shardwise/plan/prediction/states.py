@@ -134,7 +134,7 @@ def _gathered_at_once(share: RankShare, groups: Groups, plan: Plan, stack: Stack
     again together, which stay gathered until their backward."""
     sizes = [block.gathered_bytes(COMPUTE_BYTES[plan.precision]) for block in groups.blocks]
     first, *layers, last = sizes
-    stays = first + last if stack.ends_stay(share.spec.tied) else 0
+    stays = first + last if share.spec.tied or stack.ends_stay_gathered else 0
     stages = map(numbers_of, stages_of(share, plan.split))
     together = [len(part) for stage in stages for part in segments(plan.recompute, stage)]
     return stays + sum(sorted(layers if stays else sizes)[-max([2, *together]) :])

@@ -84,8 +84,10 @@ def step_seconds(
     if plan.pp > 1:
         parts |= _pipeline(stages, owners, states, sum(parts.values()), times, plan, apart, simulate)
     parts["data-parallel"] += max(state.once for state in states)
-    if plan.pp > 1 and model.tied:
-        parts["data-parallel"] += _tied_seconds(plan, times)
+    if plan.pp > 1 and model.tied:  # both ends have the table, and add up its gradients: of what a rank owns, if shared
+        shards = plan.state_shards if plan.stage.reduces_every_microbatch else 1
+        size = -(-model.vocab // plan.tp) * model.hidden * times.stack.tied_bytes / shards
+        parts["data-parallel"] += times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
     parts["compute"] += states[slowest].casts_once
     trained = max(trained_parameters(share, times, plan) for share in shares)
     parts["optimizer"] = optimizer_seconds(trained, times, plan, job.optimizer)
@@ -225,14 +227,6 @@ def paging_seconds(
 
 
 # The pipeline -------------------------------------------------------------------------------------------------------
-
-
-def _tied_seconds(plan: Plan, times: LayerTimes) -> float:
-    """Returns the seconds in which both ends of a pipeline, which have the same table, add up its gradients: of what a
-    rank owns, where ZeRO has shared it out."""
-    shards = plan.state_shards if plan.stage.reduces_every_microbatch else 1
-    size = -(-times.model.vocab // plan.tp) * times.model.hidden * times.stack.tied_bytes / shards
-    return times.network.all_reduce(size, 2, plan.world // plan.pp * (plan.pp - 1))
 
 
 def transfers(times: LayerTimes, world: int, pp: int) -> tuple[float, float]:
