@@ -64,7 +64,7 @@ WORKSHOP = (
 )
 """What a reader who was not there when this was built cannot know."""
 
-NOUN_PHRASES = ("model/", "parallel/", "plan/", "spec/model.py")
+NOUN_PHRASES = ("model/", "parallel/", "plan/answer/", "plan/layouts/", "plan/resolve/", "spec/model.py")
 """Rooms and files in which docstrings of functions may still be noun phrases."""
 
 PLURALS = "bytes|seconds|tokens|elements|layers|names|lines|sequences|numbers|ranks|rows|indices|parameters|weights"

@@ -48,7 +48,7 @@ class TokenShare(NamedTuple):
 def layer_activations(
     spec: ModelSpec, layers: Sequence[LayerSpec], share: TokenShare, stack: Stack = OURS, selective: bool = False
 ) -> int:
-    """Elements per token that these layers keep. A mask is one for all rows; it is counted as of one."""
+    """Returns the elements per token that these layers keep. A mask is one for all rows; it is counted as of one."""
     kinds = Counter((layer.feedforward, layer.ffn) for layer in layers)
     routed = sum(n for (kind, _), n in kinds.items() if kind.has_experts)
     count = _selected if selective else _layer
@@ -76,9 +76,9 @@ def layer_activations(
 
 
 def _exchanged(spec: ModelSpec) -> int:
-    """What Ulysses keeps of a layer beside that. By a fused kernel: attention's output twice, by heads for its own
-    backward and by tokens for the projection after it; who pads values cuts the second. By definition: keys and values
-    before heads are repeated, because they arrive in one collective with the queries."""
+    """Returns the elements per token that Ulysses keeps of a layer beside that. By a fused kernel: attention's output
+    twice, by heads for its own backward and by tokens for the projection after it; who pads values cuts the second. By
+    definition: keys and values before heads are repeated, because they arrive in one collective with the queries."""
     if spec.attention_softcap:
         return 2 * spec.num_kv_heads * spec.head_dim
     return 0 if spec.attention.pads_values else spec.num_heads * spec.head_dim
@@ -106,7 +106,7 @@ def logit_bytes(spec: ModelSpec, num_tokens: int, bytes_per_element: int) -> int
 
 
 def has_chunks(num_logits: int) -> bool:
-    """Whether so many logits are computed in chunks."""
+    """Returns whether so many logits are computed in chunks."""
     return 4 * num_logits > MAX_LOGITS_BYTES
 
 
@@ -154,14 +154,15 @@ def _made_again(spec: ModelSpec, kind: FeedForwardKind, ffn: int, token_parts: i
 
 
 def _norm(spec: ModelSpec, width: int, token_parts: int, stack: Stack) -> int:
-    """Its input and normalised values (LayerNorm: its input), and its output, which is what the next region gathers."""
+    """Returns the elements per token that a norm keeps: its input and normalised values (LayerNorm: its input), and its
+    output, which is what the next region gathers."""
     kept = width if stack.holds_gathered else width // token_parts
     return (2 if spec.norm == "rms" else 1) * width // token_parts + kept
 
 
 def _beside_view(spec: ModelSpec, stack: Stack) -> int:
-    """What v keeps there by being a view of the fused matmul: q and k as they were multiplied. Query norms keep these
-    anyway, and without rotation they are what attention reads."""
+    """Returns the elements per token that v keeps there by being a view of the fused matmul: q and k as they were
+    multiplied. Query norms keep these anyway, and without rotation they are what attention reads."""
     is_view = "qkv" in stack.side_by_side and spec.attention.fused and not spec.attention_softcap
     if not is_view or spec.qk_norm or spec.positions != "rope":
         return 0
@@ -169,7 +170,7 @@ def _beside_view(spec: ModelSpec, stack: Stack) -> int:
 
 
 def _fused_weights(spec: ModelSpec, kind: FeedForwardKind, ffn: int, stack: Stack) -> int:
-    """Elements of one layer. Experts' matmuls are not fused, but for the shared one."""
+    """Returns the elements of one layer's weights that are fused. Experts' matmuls are not, but for the shared one."""
     rows = 0
     if "qkv" in stack.side_by_side and spec.attention.fused:
         rows += (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -179,14 +180,14 @@ def _fused_weights(spec: ModelSpec, kind: FeedForwardKind, ffn: int, stack: Stac
 
 
 def _is_one(spec: ModelSpec, stack: Stack) -> bool:
-    """Activation and product of fused gate and up, an operation of our own (kernels/gated.py)."""
+    """Returns whether activation and product of fused gate and up are an operation of our own (kernels/gated.py)."""
     return "gate up" in stack.side_by_side and spec.activation == "silu"
 
 
 def _selected(spec: ModelSpec, kind: FeedForwardKind, ffn: int, share: TokenShare, stack: Stack) -> int:
-    """What selective recomputation keeps: outputs of projections and fused attention, and the two hidden states that
-    norms and sums begin from (three, where results are normalised too). Sequence parallelism gathers what a region
-    reads: that stays as well."""
+    """Returns the elements per token that selective recomputation keeps: outputs of projections and fused attention,
+    and the two hidden states that norms and sums begin from (three, where results are normalised too). Sequence
+    parallelism gathers what a region reads: that stays as well."""
     everything = partial(_layer, spec, kind, ffn, share, stack)
     others = stack.selected(spec, ffn, share.seq_len, share.token_parts, everything)
     if others is not None:
@@ -210,8 +211,8 @@ class Kept:
 def kept_activations(
     spec: ModelSpec, layers: Sequence[LayerSpec], mode: str, share: TokenShare, stack: Stack = OURS
 ) -> Kept:
-    """Of one stage's layers by mode of recomputation. Backward goes from the last layer to the first: when it computes
-    a block again, the ones after it are gone."""
+    """Returns what one stage's layers keep by mode of recomputation. Backward goes from the last layer to the first:
+    when it computes a block again, the ones after it are gone."""
     known: dict[object, int] = {}
 
     def full(part: Sequence[LayerSpec]) -> int:

@@ -40,7 +40,8 @@ class HeldParameters:
 
 
 def held_by(share: RankShare, whole: ModelSpec, adapter: AdapterConfig) -> list[HeldParameters]:
-    """The embedding, every layer, the head. `whole`: the model that the share is a slice of."""
+    """Returns what a rank holds of the embedding, of every layer and of the head. `whole`: the model that the share is
+    a slice of."""
     sizes = [share.embedding, *share.layer_parameters, share.head]
     if adapter.kind == "none":
         return [HeldParameters(size, 0) for size in sizes]

@@ -78,7 +78,7 @@ class Network:
         return Path(rate, alpha, half, -(-size // members), members, 1.0, tier)
 
     def _joins(self, tier: Link, block: int) -> bool:
-        """Whether every group that takes `block` neighbouring ranks lies within one domain of this tier."""
+        """Returns whether every group that takes `block` neighbouring ranks lies within one domain of this tier."""
         return tier is self.tiers[-1] or _together(tier, block) == block or 0 < self.world <= tier.span
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:

@@ -65,6 +65,7 @@ class Activations:
 
 
 def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, stack: Stack) -> StageMemory:
+    """Returns the bytes of a rank at its peak, by part, and the moment of it."""
     states = states_of(share, groups, plan, optimizer, stack)
     stack = beside_adapters(stack, groups)
     ends = groups.blocks[0 if share.spec.tied and plan.pp == 1 else -1]
@@ -88,19 +89,19 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
 
 
 def state_parts(states: RankStates) -> dict[str, int]:
-    """Bytes of a rank by category, without its activations and with nothing offloaded."""
+    """Returns the bytes of a rank by category, without its activations and with nothing offloaded."""
     names = ("weights", "gathered", "gradients", "optimizer")
     return {name: getattr(states, name) for name in names}
 
 
 def while_forward(states: RankStates, parts: Mapping[str, int], held: int) -> int:
-    """Bytes that are there when the activations of all micro-batches in flight are, beside weights and optimizer
-    state."""
+    """Returns the bytes that are there when the activations of all micro-batches in flight are, beside weights and
+    optimizer state."""
     return (parts["gradients"] if states.accumulated else 0) + parts["gathered"] + held
 
 
 def beside_adapters(stack: Stack, groups: Groups) -> Stack:
-    """The stack as adapters leave it: they have matmuls of their own, and read inputs in 16 bits."""
+    """Returns the stack as adapters leave it: they have matmuls of their own, and read inputs in 16 bits."""
     if stack.side_by_side and groups.apart:
         stack = replace(stack, side_by_side=tuple(word for word in stack.side_by_side if word not in groups.apart))
     return replace(stack, fp8_least=0) if stack.fp8_least and groups.whole.frozen else stack
@@ -134,7 +135,8 @@ def _moments(
 def _while_gradients_stay(
     share: RankShare, groups: Groups, plan: Plan, held: int, again: int, complete: int
 ) -> dict[str, int]:
-    """The two ends of a backward that leaves its gradients where it makes them, in the format of the computation."""
+    """Returns the bytes at the two ends of a backward that leaves its gradients where it makes them, in the format of
+    the computation."""
     size, (embedding, block, *_, head) = COMPUTE_BYTES[plan.precision], (group.trained for group in groups.blocks)
     by_head = embedding if share.spec.tied else head  # a tied table's waits for the embedding's
     to_come = block + (0 if share.spec.tied else embedding)
@@ -183,8 +185,9 @@ def _while_reducing(
 
 
 def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool = True) -> Activations:
-    """Of every stage in flight; a loss is followed by its backward at once, except by gpipe. What is computed again
-    comes on top, when the head's logits are gone; a split backward holds it until the weights have their gradients."""
+    """Returns the bytes of activations of every stage in flight; a loss is followed by its backward at once, except by
+    gpipe. What is computed again comes on top, when the head's logits are gone; a split backward holds it until the
+    weights have their gradients."""
     size, token_parts = COMPUTE_BYTES[plan.precision], plan.tp if plan.sequence else 1
     tokens = plan.micro_batch * plan.seq_len // plan.cp
     stages = kept_by_stages(share, plan, stack)
@@ -216,9 +219,9 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
 
 
 def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> tuple[int, int]:
-    """(what waits from the head's forward to its backward, what passes): the gradients of the head's input and, in
-    fp32, of its weights wait. First a chunk's logits pass, and where nothing compiles them a block of it in fp32; then
-    both gradients as backward hands them on."""
+    """Returns the bytes that wait from the head's forward to its backward, and those that pass: the gradients of the
+    head's input and, in fp32, of its weights wait. First a chunk's logits pass, and where nothing compiles them a block
+    of it in fp32; then both gradients as backward hands them on."""
     inputs, elements = size * tokens * spec.hidden, spec.vocab * spec.hidden if trains_head else 0
     waiting = inputs + max(4, size) * elements
     logits = tokens * spec.vocab
@@ -235,8 +238,9 @@ def _fused_loss(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head
 
 
 def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, trains_head: bool) -> int:
-    """Beside the logits that are kept: gradients on both sides of the softmax. Where they are computed in chunks, the
-    gradient of the head's weights by one chunk and by those before it; of a tied table it waits for the embedding's."""
+    """Returns the bytes beside the logits that are kept: gradients on both sides of the softmax. Where they are
+    computed in chunks, the gradient of the head's weights by one chunk and by those before it; of a tied table it waits
+    for the embedding's."""
     if plan.device == "cpu":
         return 0
     chunk, whole = logit_bytes(spec, tokens, size), max(4, size) * tokens * spec.vocab
@@ -247,8 +251,8 @@ def _loss_temporaries(spec: ModelSpec, plan: Plan, tokens: int, size: int, train
 
 @lru_cache(4096)
 def _widest(share: RankShare, stack: Stack) -> int:
-    """Elements per token of the gradients of gate and up, and of the block's output, which are there at once. A
-    compiled block has let go of what it multiplied last by then."""
+    """Returns the elements per token of the gradients of gate and up, and of the block's output, which are there at
+    once. A compiled block has let go of what it multiplied last by then."""
     spec, last = share.spec, share.layers[-1]
     width = last.feedforward.active_width(spec, last.ffn)
     gone = stack.measured and not stack.fp8_least and not last.is_moe
@@ -257,7 +261,8 @@ def _widest(share: RankShare, stack: Stack) -> int:
 
 @lru_cache(4096)
 def _as_saved(share: RankShare, device: str) -> ModelSpec:
-    """CUDA's RMSNorm is one kernel that keeps its input alone, as LayerNorm does everywhere."""
+    """Returns the rank's slice with norms that keep what the device's do: CUDA's RMSNorm is one kernel that keeps its
+    input alone, as LayerNorm does everywhere."""
     return _with_layer_norms(share.spec) if device == "cuda" else share.spec
 
 
@@ -277,13 +282,13 @@ def pinned_share(share: RankShare, plan: Plan, column: int) -> float:
 
 
 def held_bytes(between: int, tokens: int, precision: str, in_flight: int, virtual_stages: int) -> int:
-    """Bytes of activations of a rank whose stages keep `between` elements per token, and of which so many are in
-    flight."""
+    """Returns the bytes of activations of a rank whose stages keep `between` elements per token, and of which so many
+    are in flight."""
     return tokens * between * COMPUTE_BYTES[precision] * in_flight // virtual_stages
 
 
 def kept_by_stages(share: RankShare, plan: Plan, stack: Stack) -> tuple[Kept, ...]:
-    """What each of a rank's stages keeps of one micro-batch, in elements per token."""
+    """Returns what each of a rank's stages keeps of one micro-batch, in elements per token."""
     kind = plan.cp_kind if plan.cp > 1 else ""
     tokens = TokenShare(
         seq_len=0 if kind == "ring" else plan.seq_len,

@@ -30,7 +30,7 @@ def predict_memory(
 
 
 def fits(spec: ModelSpec, plan: Plan, optimizer: str, adapter: AdapterConfig, limit: int) -> bool:
-    """Whether every rank stays within the limit; it ends with the first that does not."""
+    """Returns whether every rank stays within the limit; it ends with the first that does not."""
     return all(stage.peak <= limit for stage in _may_be_fullest(spec, plan, optimizer, adapter, None))
 
 

@@ -72,13 +72,15 @@ def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack
 
 
 def num_tensors(spec: ModelSpec, layer: LayerSpec) -> int:
-    """Parameters of a layer, each a tensor of its own: hooks and optimizers go through them one by one."""
+    """Returns the number of a layer's parameters, each a tensor of its own: hooks and optimizers go through them one by
+    one."""
     norms = (4 if spec.post_norms else 2) * (2 if spec.norm == "layer" else 1)
     return norms + len(spec.attention_weights) + len(spec.feedforward_weights(layer))
 
 
 def embedding_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
-    """A lookup; backward sorts tokens and adds their rows to a gradient as large as the table."""
+    """Returns what a rank computes for a lookup; backward sorts tokens and adds their rows to a gradient as large as
+    the table."""
     x = float(shape.outside * spec.hidden * shape.size)
     forward, backward = stack.embedding_passes(x, -(-spec.vocab // shape.tp) * spec.hidden)
     if shape.trains != "all":
@@ -114,8 +116,8 @@ def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
 
 
 def _matmuls(weights: Sequence[Weight], fused: Collection[str], shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
-    """One for each linear layer, or one for all that are `fused`. Layers that are whole on every rank (projections down
-    to latents) multiply the tokens that are its own."""
+    """Returns one for each linear layer, or one for all that are `fused`. Layers that are whole on every rank
+    (projections down to latents) multiply the tokens that are its own."""
     found, side_by_side = [], 0
     for weight in weights:
         if weight.is_linear:
@@ -128,8 +130,8 @@ def _matmuls(weights: Sequence[Weight], fused: Collection[str], shape: RankShape
 
 
 def _expert_matmuls(spec: ModelSpec, shape: RankShape) -> tuple[Matmul, ...]:
-    """Router, routed experts as grouped matmuls, shared experts. Spread experts are whole; else each rank has a slice
-    of all of them."""
+    """Returns the matmuls of router, routed experts (grouped) and shared experts. Spread experts are whole; else each
+    rank has a slice of all of them."""
     h, routed_tokens = spec.hidden, shape.here * spec.experts_per_token
     slices = shape.tp if shape.ep == 1 else 1
     width = -(-spec.expert_ffn // slices)
@@ -172,10 +174,10 @@ def _score_matmuls(core: AttentionCore, backward: bool = False) -> tuple[Matmul,
 def _adapters(
     parts: Iterable[tuple[tuple[Matmul, ...], bool]], shape: RankShape, stack: Stack
 ) -> tuple[RankWork, RankWork, RankWork]:
-    """y + (s x A) B beside each adapted matmul: two narrow matmuls, a narrow scaling, a sum. Forward, inputs,
-    weights. In our compiled blocks, without tensor parallelism, layers that multiply the same input have one A, and the
-    matmul with B is a part of the sum's pass. `parts`: matmuls of attention and of the rest, and whether all but the
-    last multiply the same input."""
+    """Returns what adapters add to forward, inputs and weights: y + (s x A) B beside each adapted matmul, that is two
+    narrow matmuls, a narrow scaling, a sum. In our compiled blocks, without tensor parallelism, layers that multiply
+    the same input have one A, and the matmul with B is a part of the sum's pass. `parts`: matmuls of attention and of
+    the rest, and whether all but the last multiply the same input."""
     ours = stack.measured and shape.tp == 1
     at_once = ours and shape.size == 2 and adds_in_one_kernel(shape.rank)
     found, groups = [RankWork(), RankWork(), RankWork()], []

@@ -120,6 +120,6 @@ class RankShape(NamedTuple):
 
 
 def norms_have_kernel(spec: ModelSpec) -> bool:
-    """Whether one kernel computes the backward of a block's norms: a program holds a row, and of shorter ones a
+    """Returns whether one kernel computes the backward of a block's norms: a program holds a row, and of shorter ones a
     compiler has several. With norms after a part as well, compiled graphs would keep one more tensor per layer."""
     return spec.norm == "rms" and not spec.post_norms and 512 <= spec.hidden <= 16384
