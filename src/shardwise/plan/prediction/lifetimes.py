@@ -154,9 +154,10 @@ def _while_reducing(
     parts: dict[str, int],
     before: int,
 ) -> dict[str, int]:
-    """Moments of a backward in which FSDP2 reduces. It has a group's gradient as it was computed, in the format of
-    sums, and what comes out; the second of them stays until the next group is reduced. `before`: activations of other
-    micro-batches in flight; stages 0 and 1 of a pipeline reduce in the last backward, when there are none."""
+    """Returns the bytes at the moments of a backward in which FSDP2 reduces. It has a group's gradient as it was
+    computed, in the format of sums, and what comes out; the second of them stays until the next group is reduced.
+    `before`: activations of other micro-batches in flight; stages 0 and 1 of a pipeline reduce in the last backward,
+    when there are none."""
     one, others = activations.held - before, before if plan.stage.reduces_every_microbatch else 0
     compute, weight = COMPUTE_BYTES[plan.precision], WEIGHT_BYTES[plan.precision]
     embedding, *_, block, head = (group.trained for group in groups.blocks)
@@ -205,7 +206,7 @@ def activations_of(share: RankShare, plan: Plan, stack: Stack, trains_head: bool
     if not share.has_last_stage:
         return Activations(held, 0, repeated, working, most.at, away)
     losses = plan.num_microbatches if plan.pp > 1 and SCHEDULES[plan.schedule].holds_all else 1
-    spec = _as_saved(share, plan.device)
+    spec = as_saved(share.spec, plan.device)
     norm = last_norm_bytes(spec, tokens, size, token_parts, stack)
     if (whole := stack.loss_bytes(tokens, spec.vocab, plan.tp > 1)) is not None:
         head = losses * (norm + whole)
@@ -259,16 +260,11 @@ def _widest(share: RankShare, stack: Stack) -> int:
     return ((2 if spec.gated else 1) - gone) * width + spec.hidden
 
 
-@lru_cache(4096)
-def _as_saved(share: RankShare, device: str) -> ModelSpec:
-    """Returns the rank's slice with norms that keep what the device's do: CUDA's RMSNorm is one kernel that keeps its
-    input alone, as LayerNorm does everywhere."""
-    return _with_layer_norms(share.spec) if device == "cuda" else share.spec
-
-
 @lru_cache(256)
-def _with_layer_norms(spec: ModelSpec) -> ModelSpec:
-    return replace(spec, norm="layer")
+def as_saved(spec: ModelSpec, device: str) -> ModelSpec:
+    """Returns the model with norms that keep what the device's do: CUDA's RMSNorm is one kernel that keeps its input
+    alone, as LayerNorm does everywhere."""
+    return replace(spec, norm="layer") if device == "cuda" else spec
 
 
 def pinned_share(share: RankShare, plan: Plan, column: int) -> float:
@@ -306,7 +302,7 @@ def kept_by_stages(share: RankShare, plan: Plan, stack: Stack) -> tuple[Kept, ..
 def _kept(
     share: RankShare, split: tuple[int, ...], mode: str, tokens: TokenShare, device: str, stack: Stack
 ) -> tuple[Kept, ...]:
-    spec = _as_saved(share, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
+    spec = as_saved(share.spec, "cuda" if stack.compiled else device)  # a compiled norm too keeps its input alone
     known: dict[object, tuple[Kept, int]] = {}  # stages whose layers are alike and computed again alike keep as much
     found = []
     for layers in stages_of(share, split):

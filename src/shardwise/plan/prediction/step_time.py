@@ -12,7 +12,6 @@ state_time.py, pipeline_time.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.collectives import network_of, odd_world, usual_span
 from shardwise.plan.prediction.kernels import Pricer
 from shardwise.plan.prediction.layer_time import LayerTime, LayerTimes, add
+from shardwise.plan.prediction.lifetimes import as_saved
 from shardwise.plan.prediction.pipeline_time import Simulate, least_pipeline_seconds, pipeline_seconds
 from shardwise.plan.prediction.rank_share import RankShare, alike, rank_shares
 from shardwise.plan.prediction.stack import Stack
@@ -217,7 +217,7 @@ def paging_seconds(
     """Returns what one micro-batch's activations take longer than computing: they go to CPU memory beside forward and
     come back beside backward."""
     token_parts = plan.tp if plan.sequence else 1
-    spec = replace(share.spec, norm="layer")  # a norm on CUDA keeps its input alone
+    spec = as_saved(share.spec, "cuda")
     kept = float(layer_activations(spec, share.layers, TokenShare(0, token_parts)))
     if groups := segments(plan.recompute, range(share.layers[0].index, share.layers[-1].index + 1)):
         kept = len(groups) * spec.hidden // token_parts + kept * (1 - sum(map(len, groups)) / len(share.layers))
