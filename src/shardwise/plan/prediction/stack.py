@@ -61,6 +61,7 @@ class Stack:
     fp8_rows: bool = False  # a scale per row; else one per tensor
     fp8_head: bool = False  # the head's matmuls too
 
+    # The same for all plans of ours; each says what True means.
     knows_masks: ClassVar[bool] = False  # attention skips keys outside of a window, knows soft caps; else all pairs
     batch_first: ClassVar[bool] = True  # [batch, tokens, width]: what sequence parallelism gathers is put in order
     casts_gathered: ClassVar[bool] = True  # parameters are cast and copied when they are gathered, as FSDP2 does it
@@ -70,7 +71,7 @@ class Stack:
     expert_load: ClassVar[float] = EXPERT_IMBALANCE  # tokens' copies at the experts of the fullest rank, over the mean
     wide_router: ClassVar[bool] = True  # scores of experts are computed in fp32, and so is what they are computed from
     holds_gathered: ClassVar[bool] = True  # a tensor-parallel region's whole input counts until backward
-    ends_stay_gathered: ClassVar[bool] = False  # ZeRO-3 drops embedding and head after backward alone, tied or not
+    ends_stay_gathered: ClassVar[bool] = False  # ZeRO-3 keeps embedding and head until backward ends, tied or not
 
     @property
     def measured(self) -> bool:
