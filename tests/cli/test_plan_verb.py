@@ -214,7 +214,7 @@ def test_a_row_of_a_small_cluster_is_taken_by_train(said, run_here, capsys, work
         (("llama3-8b", "--cluster", "8xh100:nic=9PB/s"), "out of range"),
         (("llama3-8b",), "--cluster"),
         (("llama3-8b", "--cluster", "8xh100", "--batch", "100k"), "whole number of sequences"),
-        (("llama3-8b", "--cluster", "8xh100", "parallel.tp=8", "parallel.pp=2"), "tp=8 x pp=2 needs 16 GPUs"),
+        (("llama3-8b", "--cluster", "8xh100", "parallel.tp=8", "parallel.pp=2"), "tp=8 pp=2 needs 16 GPUs"),
         (("llama3-8b", "--cluster", "8xh100", "parallel.tpp=8"), "unknown key"),
         (("llama3-8b", "--cluster", "8xh100", "--as", "megatrom"), "--as megatron"),
         (("llama3-8b", "--cluster", "8xh100", "--why-not", "tq=8"), "did you mean `tp`"),

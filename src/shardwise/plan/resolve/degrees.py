@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from shardwise.cluster.describe.machine import Gpu, Machine
@@ -134,16 +135,19 @@ def _check_gpus(asked: Asked, dp: int, cp: int, tp: int, pp: int) -> None:
     if asked.device != "cuda" or world <= num_gpus:
         return
     most = min(dp, num_gpus // (cp * tp * pp))
-    smaller: list[Fix] = [{"parallel.dp": n} for n in range(most, 0, -1) if asked.config.parallel.dp != "auto"]
-    smaller += [{"--nproc": n} for n in range(num_gpus, 0, -1) if asked.nproc]
-    smaller += [{"parallel.tp": n} for n in reversed(tensor_degrees(asked.spec)) if n < tp]
-    smaller += [_shorter_pipeline(asked, n) for n in range(pp - 1, 0, -1)]
-    smaller += [{"parallel.cp": n} for n in range(cp - 1, 0, -1)]
+    smaller: list[list[Fix]] = [
+        [{"parallel.dp": n} for n in range(most, 0, -1) if asked.config.parallel.dp != "auto"],
+        [{"--nproc": n} for n in range(num_gpus, 0, -1) if asked.nproc],
+        [{"parallel.tp": n} for n in reversed(tensor_degrees(asked.spec)) if n <= tp * num_gpus // world],
+        [_shorter_pipeline(asked, n) for n in range(pp * num_gpus // world, 0, -1)],
+        [{"parallel.cp": n} for n in range(cp * num_gpus // world, 0, -1)],
+    ]
+    in_turn = [fix for fixes in zip_longest(*smaller) for fix in fixes if fix is not None]  # one of each axis first
     raise Refusal(
         f"{_said(dp=dp, cp=cp, tp=tp, pp=pp)} needs {world} GPUs, {asked.place} has {num_gpus}",
         why="every rank needs a GPU of its own",
         keys=("parallel.dp", "parallel.pp", "parallel.tp", "parallel.cp"),
-        fixes=[other for fix in smaller for other in _with_nproc(asked, fix, num_gpus)],
+        fixes=[other for fix in in_turn for other in _with_nproc(asked, fix, num_gpus)],
     )
 
 
