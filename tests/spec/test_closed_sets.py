@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.spec.layers import ATTENTION, FEEDFORWARD
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import SECTIONS, Plan
 from shardwise.spec.precisions import FORMAT_BYTES, PRECISIONS
@@ -27,6 +28,8 @@ KNOWS = {
     "adagrad": {"optim/build.py"},
     "rmsprop": {"optim/build.py"},
     "momentum": {"optim/build.py"},
+    "latent": {"model/decoder.py", "interop/huggingface/architectures.py"},
+    "grouped-query": {"model/decoder.py"},
 }
 """Members of closed sets, and the files outside of spec/ that may name them."""
 
@@ -51,6 +54,13 @@ def test_every_optimizer_has_a_constructor() -> None:
     from shardwise.optim.build import BUILDERS
 
     assert BUILDERS.keys() == OPTIMIZERS.keys()
+
+
+def test_every_kind_of_layer_has_a_module() -> None:
+    from shardwise.model import decoder
+
+    assert decoder.ATTENTION.keys() == ATTENTION.keys()
+    assert decoder.FEEDFORWARD.keys() == FEEDFORWARD.keys()
 
 
 def test_records_name_each_other_and_known_formats() -> None:

@@ -129,6 +129,7 @@ def estimated_costs(spec: ModelSpec, seq_len: int) -> tuple[tuple[float, ...], f
     return layers, 0.0, 6.0 * (spec.num_norm_parameters + spec.vocab * spec.hidden)
 
 
+@lru_cache(256)
 def tensor_slice(spec: ModelSpec, tp: int) -> ModelSpec:
     """Returns the largest slice that one of `tp` ranks holds, as a model of its own: whole heads, some channels, some
     of the vocabulary. Norms, routers, learned positions and the down-projections of latent attention are not cut."""

@@ -59,7 +59,7 @@ class MemoryBounds:
 
     @cached_property
     def are_alike(self) -> bool:
-        return len({(layer.window, layer.is_moe, layer.ffn) for layer in self.space.model.layers}) == 1
+        return len({layer.kind for layer in self.space.model.layers}) == 1
 
     def _is_mean(self, grid: Grid) -> bool:
         """Whether all ranks of a pipeline are counted together, and divided by their number."""

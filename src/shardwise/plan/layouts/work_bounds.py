@@ -123,7 +123,7 @@ class Works:
     @cached_property
     def are_alike(self) -> bool:
         """All layers, and all of their parameters are trained."""
-        kinds = {(layer.window, layer.is_moe, layer.ffn) for layer in self.space.model.layers}
+        kinds = {layer.kind for layer in self.space.model.layers}
         return len(kinds) == 1 and self.space.job.adapter.kind == "none"
 
     def _add_up(self, times: LayerTimes, mode: str) -> Work:
@@ -148,7 +148,7 @@ class Works:
             again = {index for part in segments(mode, range(len(layers))) for index in part}
             counted: dict[object, list[LayerSpec]] = {}
             for layer in layers:
-                key = (layer.window, layer.is_moe, layer.ffn, layer.index in again)
+                key = (layer.kind, layer.index in again)
                 counted.setdefault(key, []).append(layer)
             self._layers[mode] = [(same[0], same[0].index in again, len(same)) for same in counted.values()]
         return self._layers[mode]
