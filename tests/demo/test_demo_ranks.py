@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 
@@ -14,6 +15,7 @@ import pytest
 from demo_processes import left_over, start_demo
 
 from shardwise.demo.ranks import _collect
+from shardwise.errors import UserError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -91,6 +93,15 @@ def test_the_first_rank_that_fails_explains_those_that_lost_it() -> None:
             there.send(("failed", (1.0 if rank == culprit else 2.0, "ValueError")))
         with pytest.raises(RuntimeError, match=f"rank {culprit} failed at: the second act"):
             _collect([here for here, _ in pipes], time.monotonic() + 60, 60.0)
+
+
+def test_a_rank_that_was_killed_is_named_though_its_peer_is_heard_first() -> None:
+    """The system closes what a killed process had open in any order: its peers may have lost it already."""
+    pipes = [Pipe(duplex=False) for _ in range(2)]
+    pipes[0][1].send(("failed", (1.0, "RuntimeError: connection closed by peer")))
+    threading.Timer(0.3, pipes[1][1].close).start()
+    with pytest.raises(UserError, match="rank 1 of the demo was killed"):
+        _collect([here for here, _ in pipes], time.monotonic() + 60, 60.0)
 
 
 def test_a_rank_that_is_killed_is_named(scenes: dict[str, str]) -> None:

@@ -360,7 +360,7 @@ REFUSED = {
         {"machine": gpus(4)},
         "tp=4 pp=2 needs 8 GPUs, this machine has 4",
         "",
-        "parallel.tp=2 or parallel.tp=1",
+        "parallel.tp=2 or parallel.pp=1 parallel.schedule=1f1b",
         "command line",
     ),
     "GPUs by pp": (

@@ -29,6 +29,9 @@ from shardwise.cluster.measure.link import loopback_interface
 from shardwise.errors import Exit, UserError
 
 DEADLINE_S = 60.0
+LAST_WORDS_S = 2.0
+"""How long the other ranks are listened to after one has failed: the system may close the sockets of a killed rank, and
+its peers complain, before it closes its pipe."""
 Say = Callable[[str], None]
 Act = Callable[[int, int, Say], Any]
 """Called with (rank, world, say) and returns what the rank saw. `say` names what the rank does now, for the message
@@ -84,8 +87,12 @@ def _collect(pipes: list[Connection], end: float, deadline_s: float) -> list[Any
         if not wait([pipes[rank] for rank in waiting], timeout=max(0.0, end - time.monotonic())):
             raise _stuck({rank: doing[rank] for rank in waiting}, deadline_s)
         read_all()
-        if failed:
-            read_all()  # the first to fail may have been looked at before it did
+        if failed:  # the others lose it and are through soon; the first to fail may be the last that is heard of
+            end = min(end, time.monotonic() + LAST_WORDS_S)
+            while (silent := [pipes[rank] for rank in range(len(pipes)) if rank not in {*results, *failed}]) and wait(
+                silent, timeout=max(0.0, end - time.monotonic())
+            ):
+                read_all()
             raise min(failed.values(), key=lambda one: one[0])[1]
     return [results[rank] for rank in range(len(pipes))]
 
