@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_no_row(base):
         ("nic=fast", "nic"),
         ("nic=5PB/s", "out of range"),
         ("gpus=6", "whole number of nodes"),
-        ("gpus=0", "at least 1"),
+        ("gpus=0", "must be above 0"),
         ("seq=3000", "whole number of sequences"),
         ("parallel.tpp=3", "unknown key"),
     ],

@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,9 +135,10 @@ def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None
     """Returns the seconds and the money that training may take. Both need to know how much is trained, one what it
     costs."""
     from shardwise.config.units import parse_decimal, parse_seconds
+    from shardwise.config.values import read_amount
 
-    within = _read("--within", args.within, parse_seconds, "30d")
-    budget = _read("--budget", args.budget, lambda text: float(parse_decimal(text.lstrip("$€"))), "500k")
+    within = read_amount("--within", args.within, parse_seconds, "30d") if args.within else None
+    budget = read_amount("--budget", args.budget.lstrip("$€"), parse_decimal, "500k") if args.budget else None
     for option, value in (("--within", args.within), ("--budget", args.budget)):
         if value is not None and question.job.tokens is None:
             raise UserError(
@@ -150,20 +151,6 @@ def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None
             f"--budget {args.budget} needs --price", why="the cluster has no price per GPU-hour", fix="--price 2.50"
         )
     return within, budget
-
-
-def _read(option: str, text: str | None, parse: Callable[[str], float], example: str) -> float | None:
-    """Returns the value of an option, or None where it was not given; a text that cannot be read is refused with an
-    example."""
-    if text is None:
-        return None
-    try:
-        value = parse(text)
-    except ValueError as problem:
-        raise UserError(f"`{option} {text}` cannot be read", why=str(problem), fix=f"{option} {example}") from None
-    if value <= 0:
-        raise UserError(f"`{option} {text}` leaves nothing", why="it must be above 0", fix=f"{option} {example}")
-    return value
 
 
 def _write(made: Answer, directory: Path, force: bool) -> list[Path]:

@@ -13,12 +13,14 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.config import units
 from shardwise.config.foreign import spellings
 from shardwise.config.keys import Key
 from shardwise.errors import UserError
+
+Number = TypeVar("Number", int, float)
 
 _PARSE: Mapping[str, Callable[[str], float]] = {
     "binary": units.parse_binary,
@@ -41,6 +43,20 @@ def read_value(key: Key, raw: Any, where: str | None) -> Any:
         _check_range(key, entry, where)
         _check_choice(key, entry, where)
     _check_available(key, value, where)
+    return value
+
+
+def read_amount(option: str, text: str, parse: Callable[[str], Number], example: str) -> Number:
+    """Returns the number that was typed for an option, such as `--seq 8k`; what cannot be read or is not above zero is
+    refused with an example."""
+    fix = f"{option}{example}" if option.endswith("=") else f"{option} {example}"
+    typed = fix.removesuffix(example) + text
+    try:
+        value = parse(text)
+    except ValueError as problem:
+        raise UserError(f"`{typed}` cannot be read", why=str(problem), fix=fix) from None
+    if value <= 0:
+        raise UserError(f"`{typed}` leaves nothing", why="it must be above 0", fix=fix)
     return value
 
 

@@ -12,62 +12,47 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise.config.keys import DEFAULT
 from shardwise.config.write import resolved_text
 from shardwise.errors import UserError
 from shardwise.files import write_atomically
 from shardwise.plan.answer.question import Question
+from shardwise.plan.resolve.usual import LAYOUT
 from shardwise.spec.plan import Plan
-from shardwise.spec.schema import Config
+from shardwise.spec.schema import CommConfig, Config, MemoryConfig, ParallelConfig, TrainConfig
 
 MARK = re.compile(r"# A row of `shardwise plan`, digest ([0-9a-f]{16})")
 NUMBERED = re.compile(r"\d+\.toml")
 PLANNER = "planner"
 
+DECIDED = (
+    *LAYOUT,
+    *("seq_len", "micro_batch", "precision", "reduce_dtype", "offload_to", "quantize_weights", "quantize_gradients"),
+)
+"""Config keys whose value a row has from its plan."""
+
+Section = TypeVar("Section", TrainConfig, ParallelConfig, MemoryConfig, CommConfig)
+
 
 def config_of(question: Question, plan: Plan) -> Config:
     """Everything that a run needs, nothing left open that the plan decides."""
-    config, pipeline = question.loaded.config, plan.pp > 1
+    config = question.loaded.config
+
+    def decided(section: Section, **otherwise: object) -> Section:
+        keys = [name for name in DECIDED if name in type(section).__dataclass_fields__]
+        return replace(section, **{name: getattr(plan, name) for name in keys} | otherwise)
+
+    alone: dict[str, object] = {} if plan.pp > 1 else {"schedule": "1f1b", "split": "auto"}
+    whole: dict[str, object] = {} if plan.zero else {"replicate": "auto"}
+    tokens = None if config.train.global_batch else plan.tokens_per_step
     return replace(
         config,
-        train=replace(
-            config.train,
-            seq_len=plan.seq_len,
-            global_batch_tokens=None if config.train.global_batch else plan.tokens_per_step,
-            micro_batch=plan.micro_batch,
-        ),
-        parallel=replace(
-            config.parallel,
-            dp=plan.dp,
-            zero=plan.zero,
-            replicate=plan.replicate if plan.zero else "auto",
-            tp=plan.tp,
-            sequence=plan.sequence,
-            cp=plan.cp,
-            cp_kind=plan.cp_kind,
-            pp=plan.pp,
-            schedule=plan.schedule if pipeline else "1f1b",
-            virtual_stages=plan.virtual_stages,
-            split=plan.split if pipeline else "auto",
-            ep=plan.ep,
-            layout=None,
-        ),
-        memory=replace(
-            config.memory,
-            precision=plan.precision,
-            reduce_dtype=plan.reduce_dtype,
-            recompute=plan.recompute,
-            offload=plan.offload,
-            offload_to=plan.offload_to,
-            activation_offload=plan.activation_offload,
-        ),
-        comm=replace(
-            config.comm,
-            quantize_weights=plan.quantize_weights,
-            quantize_gradients=plan.quantize_gradients,
-            secondary_shard=plan.secondary_shard or None,
-        ),
+        train=decided(config.train, global_batch_tokens=tokens),
+        parallel=decided(config.parallel, **alone, **whole, layout=None),
+        memory=decided(config.memory),
+        comm=decided(config.comm, secondary_shard=plan.secondary_shard or None),
     )
 
 

@@ -9,7 +9,7 @@ next: search.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from shardwise.cluster.describe.read import read_cluster
 from shardwise.config.keys import COMMAND_LINE, all_keys
 from shardwise.config.load import Loaded, load_config
 from shardwise.config.units import parse_binary, parse_decimal
+from shardwise.config.values import read_amount
 from shardwise.config.write import with_unit
 from shardwise.errors import UserError
 from shardwise.plan.answer.assumptions import ASSUMED, TYPED, Assumption, hardware_assumptions
@@ -109,9 +110,9 @@ def ask(
     seq_len, assumptions["train.seq_len"] = _seq_len(seq, words, spec)
     length = [f"train.seq_len={seq_len}"]
     if tokens:
-        length.append(f"train.tokens={_number('--tokens', tokens, parse_decimal)}")
+        length.append(f"train.tokens={read_amount('--tokens', tokens, parse_decimal, '1T')}")
     if batch:
-        batch_tokens = _number("--batch", batch, parse_binary)
+        batch_tokens = read_amount("--batch", batch, parse_binary, "4M")
         check_batch(batch_tokens, seq_len)
         length.append(f"train.global_batch_tokens={batch_tokens}")
     typed = load_typed([*model_words, *length, *words])
@@ -196,7 +197,7 @@ def _seq_len(option: str | None, words: Sequence[str], spec: ModelSpec) -> tuple
     """Returns the tokens of a sequence: the option, the config's own key, or what the model can read."""
     what = "tokens per sequence"
     if option:
-        value = _number("--seq", option, parse_binary)
+        value = read_amount("--seq", option, parse_binary, "8k")
         return value, Assumption(what, f"{value:,}", TYPED)
     if typed := [word for word in words if word.partition("=")[0] == "train.seq_len"]:
         value = load_config(None, typed).config.train.seq_len
@@ -223,20 +224,6 @@ def _batch(typed: Loaded, spec: ModelSpec, seq_len: int) -> tuple[int, Assumptio
     usual = next(size for limit, size in ASSUMED_BATCH if spec.num_parameters < limit)
     value = max(1, usual // seq_len) * seq_len
     return value, Assumption("tokens per step", f"{value:,}", f"{ASSUMED}: usual for a model of this size")
-
-
-def _number(option: str, text: str, parse: Callable[[str], int]) -> int:
-    try:
-        value = parse(text)
-    except ValueError as problem:
-        raise UserError(
-            f"`{option} {text}` is no number",
-            why=str(problem),
-            fix=f"{option} 8k" if option == "--seq" else f"{option} 4M",
-        ) from None
-    if value < 1:
-        raise UserError(f"`{option} {text}` asks for nothing", why="it must be at least 1", fix=f"{option} 8k")
-    return value
 
 
 def _price(text: str) -> float:

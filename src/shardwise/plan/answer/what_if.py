@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwise.cluster.describe.changes import SETTINGS, changed, read_setting, unknown
 from shardwise.config.units import parse_binary, parse_decimal
+from shardwise.config.values import read_amount
 from shardwise.errors import UserError
 from shardwise.plan.answer.answer import Row, row_of
 from shardwise.plan.answer.question import Question, check_batch
@@ -51,39 +52,18 @@ def change(question: Question, text: str) -> Question:
     if name in SETTINGS:
         given = {name: read_setting(name, value, SETTINGS[name], None)}
         return replace(question, cluster=changed(question.cluster, given, ORIGIN))
-    known: dict[str, Callable[[str, str], Question]] = {
-        "gpus": lambda value, text: _with_gpus(question, _read(value, text, parse_decimal), text),
-        "seq": lambda value, text: _with_seq(question, _read(value, text, parse_binary)),
-        "batch": lambda value, text: _with_batch(question, _read(value, text, parse_binary)),
-        "tokens": lambda value, text: question.with_job(tokens=_read(value, text, parse_decimal)),
-    }
-    if name not in known:
-        raise unknown("what-if", name, [*SETTINGS, *known], None)
-    return known[name](value, text)
+    if name not in AMOUNTS:
+        raise unknown("what-if", name, [*SETTINGS, *AMOUNTS], None)
+    parse, example, changed_to = AMOUNTS[name]
+    return changed_to(question, read_amount(f"--what-if {name}=", value, parse, example))
 
 
-def _read(value: str, text: str, parse: Callable[[str], int]) -> int:
-    try:
-        number = parse(value)
-    except ValueError as problem:
-        raise UserError(
-            f"`--what-if {text}` cannot be read",
-            why=str(problem),
-            fix="for example --what-if gpus=64 or --what-if seq=8k",
-        ) from None
-    if number < 1:
-        raise UserError(
-            f"`--what-if {text}` leaves nothing", why="it must be at least 1", fix="for example --what-if gpus=64"
-        )
-    return number
-
-
-def _with_gpus(question: Question, count: int, text: str) -> Question:
+def _with_gpus(question: Question, count: int) -> Question:
     per_node = question.cluster.per_node
     if count > per_node and count % per_node:
         near = [n for n in (count // per_node * per_node, -(-count // per_node) * per_node) if n]
         raise UserError(
-            f"`--what-if {text}` is not a whole number of nodes",
+            f"`--what-if gpus={count}` is not a whole number of nodes",
             why=f"a node of {question.cluster.name} has {per_node} cards",
             fix=" or ".join(f"--what-if gpus={n}" for n in near),
         )
@@ -101,3 +81,12 @@ def _with_seq(question: Question, seq_len: int) -> Question:
 def _with_batch(question: Question, tokens: int) -> Question:
     check_batch(tokens, question.job.seq_len)
     return question.with_job(global_batch=tokens // question.job.seq_len)
+
+
+AMOUNTS: dict[str, tuple[Callable[[str], int], str, Callable[[Question, int], Question]]] = {
+    "gpus": (parse_decimal, "64", _with_gpus),
+    "seq": (parse_binary, "16k", _with_seq),
+    "batch": (parse_binary, "8M", _with_batch),
+    "tokens": (parse_decimal, "2T", lambda question, tokens: question.with_job(tokens=tokens)),
+}
+"""Sizes of the job and of the cluster: how they are read, an example, and the question that they make."""

@@ -18,6 +18,7 @@ from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.priced import Layouts
 from shardwise.plan.layouts.state_bounds import Sharing
 from shardwise.plan.layouts.time_bounds import TimeBounds
+from shardwise.plan.remembered import remembered
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import SCHEDULES
 
@@ -49,44 +50,28 @@ class Branches:
         self.places = list(dict.fromkeys((saving.offload, saving.activation_offload) for saving in space.savings))
         self.order = {saving: place for place, saving in enumerate(space.savings)}
         self._modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
-        self._sizes: dict[Grid, list[Sized]] = {}
-        self._better: dict[tuple[Grid, int, Place], float] = {}
-        self._states: dict[tuple[Grid, int, Place], list[Shared]] = {}
-        self._paces: dict[tuple[Grid, int, States, Saving], list[tuple[float, Pace]]] = {}
-        self._plans: dict[tuple[Grid, Pace, States, Saving], Plan] = {}
-        self._bounds: dict[tuple[Grid, Pace, States, Saving], float] = {}
-        self._kept: dict[tuple[Grid, int], list[float]] = {}
-        self._least: dict[Grid, States] = {}
 
     def within(self, limit: int) -> Branches:
         """The same with another limit; what does not depend on it stays."""
         other = Branches(self.layouts, limit, self.time, self.memory)
-        other._paces, other._plans, other._bounds = self._paces, self._plans, self._bounds
-        other._kept, other._least = self._kept, self._least
+        other.paces, other.plan, other.bound = self.paces, self.plan, self.bound
+        other.kept, other.least_states = self.kept, self.least_states
         return other
 
+    @remembered
     def least_states(self, grid: Grid) -> States:
         """The highest stage with the most shards holds the least."""
-        if grid not in self._least:
-            self._least[grid] = max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
-        return self._least[grid]
+        return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
 
+    @remembered
     def kept(self, grid: Grid, size: int) -> list[float]:
         """Activations at least, by kind of recomputation."""
-        key = (grid, size)
-        if key not in self._kept:
-            self._kept[key] = [self.memory.kept(grid, size, mode) for mode in self._modes]
-        return self._kept[key]
+        return [self.memory.kept(grid, size, mode) for mode in self._modes]
 
     # Of a grid: sizes of micro-batches and places where states wait ------------------------------------------------
 
+    @remembered
     def sizes(self, grid: Grid) -> list[Sized]:
-        found = self._sizes.get(grid)
-        if found is None:
-            found = self._sizes[grid] = self._cut_grid(grid)
-        return found
-
-    def _cut_grid(self, grid: Grid) -> list[Sized]:
         found, least, sizes = [], self.least_states(grid), self.space.sizes(grid)
         each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
         places = [place for place in self.places if self.space.go_together(grid, least, "none", place[1])]
@@ -102,32 +87,23 @@ class Branches:
                 found += [Sized(bound * effort_of(grid, *place), size, place) for place in fitting]
         return found
 
+    @remembered
     def size(self, grid: Grid, size: int, place: Place) -> float:
         """A closer lower bound of a size: by the quickest recomputation that the smallest states leave room for."""
-        key = (grid, size, place)
-        found = self._better.get(key)
-        if found is None:
-            least = self.least_states(grid)
-            weights = self.memory.of_grid(grid, size, least, place[0])
-            modes = self._modes
-            if not place[1]:
-                kept = zip(modes, self.kept(grid, size), strict=True)
-                modes = [mode for mode, held in kept if weights.beside(held) <= self.limit]
-            sharing = Sharing(0.0, 0.0, 0.0, self.time.sharings.update(grid, size, least, place[0]))
-            bounds = [self.time.of_saving(grid, size, Saving(mode, *place), sharing) for mode in modes]
-            found = self._better[key] = min(bounds) * effort_of(grid, *place)
-        return found
+        least = self.least_states(grid)
+        weights = self.memory.of_grid(grid, size, least, place[0])
+        modes = self._modes
+        if not place[1]:
+            kept = zip(modes, self.kept(grid, size), strict=True)
+            modes = [mode for mode, held in kept if weights.beside(held) <= self.limit]
+        sharing = Sharing(0.0, 0.0, 0.0, self.time.sharings.update(grid, size, least, place[0]))
+        bounds = [self.time.of_saving(grid, size, Saving(mode, *place), sharing) for mode in modes]
+        return min(bounds) * effort_of(grid, *place)
 
     # Of a size: ZeRO stages and replicas; how much is computed again follows from the memory that they leave
 
+    @remembered
     def states(self, grid: Grid, size: int, place: Place) -> list[Shared]:
-        key = (grid, size, place)
-        found = self._states.get(key)
-        if found is None:
-            found = self._states[key] = self._cut_size(grid, size, place)
-        return found
-
-    def _cut_size(self, grid: Grid, size: int, place: Place) -> list[Shared]:
         slow, each = effort_of(grid, *place), len(self.space.pipelines(grid.pp))
         modes = []
         for mode, held in zip(self._modes, self.kept(grid, size), strict=True):
@@ -156,31 +132,29 @@ class Branches:
 
     # Of states and a saving: schedules -----------------------------------------------------------------------------
 
+    @remembered
     def paces(
         self, grid: Grid, size: int, states: States, saving: Saving, sharing: Sharing
     ) -> list[tuple[float, Pace]]:
         """The quickest last."""
-        key = (grid, size, states, saving)
-        found = self._paces.get(key)
-        if found is None:
-            place, courses = saving[1:], self.time.courses(grid, size, saving.recompute)
-            slow = {name: effort_of(grid, *place, name) for name in SCHEDULES}
-            bounds = [(course.bound(sharing) * slow[pace.schedule], pace) for pace, course in courses.items()]
-            found = self._paces[key] = sorted(bounds, reverse=True)
-        return found
+        place, courses = saving[1:], self.time.courses(grid, size, saving.recompute)
+        slow = {name: effort_of(grid, *place, name) for name in SCHEDULES}
+        return sorted([(it.bound(sharing) * slow[pace.schedule], pace) for pace, it in courses.items()], reverse=True)
 
     # One layout ----------------------------------------------------------------------------------------------------
 
     def layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> tuple[float, Plan] | None:
         """Its lower bound, by a closer look; None if it cannot fit."""
-        key = (grid, pace, states, saving)
-        plan = self._plans.get(key)
-        if plan is None and self.memory.of_layout(*key) <= self.limit:
-            plan = self._plans[key] = self.space.plan(*key)
-        if plan is None or self.layouts.first_rank(plan) > self.limit:
+        what = grid, pace, states, saving
+        if self.memory.of_layout(*what) > self.limit or self.layouts.first_rank(plan := self.plan(*what)) > self.limit:
             self.counts.too_large += 1
             return None
-        found = self._bounds.get(key)
-        if found is None:
-            found = self._bounds[key] = self.time.of_plan(plan) * effort(plan)
-        return found, plan
+        return self.bound(plan), plan
+
+    @remembered
+    def plan(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> Plan:
+        return self.space.plan(grid, pace, states, saving)
+
+    @remembered
+    def bound(self, plan: Plan) -> float:
+        return self.time.of_plan(plan) * effort(plan)

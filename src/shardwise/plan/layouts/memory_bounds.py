@@ -19,6 +19,7 @@ from shardwise.plan.prediction.lifetimes import held_bytes, kept_by_stages, stat
 from shardwise.plan.prediction.rank_share import RankShare, numbers_of, shares_of, stages_in_flight, stages_of
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import groups_of, offloaded, states_of
+from shardwise.plan.remembered import remembered
 from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import SCHEDULES
 
@@ -55,7 +56,6 @@ class MemoryBounds:
         self._weights: dict[tuple[object, ...], Weights] = {}
         self._smallest: dict[tuple[int, int, int], tuple[Pipeline, RankShare]] = {}
         self._kept: dict[tuple[object, ...], int] = {}
-        self._lights: dict[tuple[int, str, int], list[tuple[Pipeline, int]]] = {}
 
     @cached_property
     def are_alike(self) -> bool:
@@ -149,23 +149,21 @@ class MemoryBounds:
             found = self._kept[key] = sum(stage.between for stage in stages)
         return found
 
+    @remembered
     def _lightest(self, pp: int, mode: str, count: int) -> list[tuple[Pipeline, int]]:
         """Schedules of which the first rank may hold the least, by layers that keep all they compute and inputs of
         others; and the activations that it has in flight."""
-        key = (pp, mode, count)
-        if key not in self._lights:
-            found: dict[tuple[float, float], tuple[Pipeline, int]] = {}
-            for how in self.space.pipelines(pp):
-                share, split = self._share(Grid(1, 1, False, 1, "ring", pp, 1), pp, *how), self.space.split(pp * how[1])
-                assert split is not None
-                chunks = list(map(numbers_of, stages_of(share, split)))
-                flight = stages_in_flight(how[0], pp, how[1], count, 0)
-                parts = [part for layers in chunks for part in segments(mode, layers)]
-                plain = sum(map(len, chunks)) - sum(map(len, parts))
-                found.setdefault((plain * flight / how[1], len(parts) * flight / how[1]), (how, flight))
-            self._lights[key] = [
-                what
-                for one, what in found.items()
-                if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in found)
-            ]
-        return self._lights[key]
+        found: dict[tuple[float, float], tuple[Pipeline, int]] = {}
+        for how in self.space.pipelines(pp):
+            share, split = self._share(Grid(1, 1, False, 1, "ring", pp, 1), pp, *how), self.space.split(pp * how[1])
+            assert split is not None
+            chunks = list(map(numbers_of, stages_of(share, split)))
+            flight = stages_in_flight(how[0], pp, how[1], count, 0)
+            parts = [part for layers in chunks for part in segments(mode, layers)]
+            plain = sum(map(len, chunks)) - sum(map(len, parts))
+            found.setdefault((plain * flight / how[1], len(parts) * flight / how[1]), (how, flight))
+
+        def is_beaten(one: tuple[float, float]) -> bool:
+            return any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in found)
+
+        return [what for one, what in found.items() if not is_beaten(one)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.plan.layouts.space import Space
+from shardwise.plan.remembered import remembered
 from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import splits_backward, stage_owners
 
@@ -24,56 +25,47 @@ class Turn(NamedTuple):
 class Turns:
     def __init__(self, space: Space):
         self.space = space
-        self._turns: dict[tuple[str, int, int], dict[int, Turn]] = {}
-        self._largest: dict[int, list[tuple[bool, int, int]]] = {}
-        self._fewest: dict[int, int] = {}
-        self._again: dict[str, frozenset[int]] = {}
 
+    @remembered
     def of(self, schedule: str, pp: int, virtual_stages: int) -> dict[int, Turn]:
         """Of ranks that may be the slowest: of those with most layers the last, and the one with the head."""
-        key = (schedule, pp, virtual_stages)
-        if key not in self._turns:
-            split = self.space.split(pp * virtual_stages)
-            assert split is not None, key
-            owners = stage_owners(schedule, pp, virtual_stages)
-            own: list[list[int]] = [[] for _ in range(pp)]
-            first = 0
-            for owner, number in zip(owners, split, strict=True):
-                own[owner] += range(first, first + number)
-                first += number
-            last = owners[-1]
-            most = max(len(own[rank]) for rank in range(pp) if rank != last)
-            largest = max(rank for rank in range(pp) if rank != last and len(own[rank]) == most)
-            self._turns[key] = {
-                rank: Turn(sum(split[:rank]), tuple(own[rank]), rank == 0, rank == last) for rank in (largest, last)
-            }
-        return self._turns[key]
+        split = self.space.split(pp * virtual_stages)
+        assert split is not None, (schedule, pp, virtual_stages)
+        owners = stage_owners(schedule, pp, virtual_stages)
+        own: list[list[int]] = [[] for _ in range(pp)]
+        first = 0
+        for owner, number in zip(owners, split, strict=True):
+            own[owner] += range(first, first + number)
+            first += number
+        last = owners[-1]
+        most = max(len(own[rank]) for rank in range(pp) if rank != last)
+        largest = max(rank for rank in range(pp) if rank != last and len(own[rank]) == most)
+        return {rank: Turn(sum(split[:rank]), tuple(own[rank]), rank == 0, rank == last) for rank in (largest, last)}
 
+    @remembered
     def largest(self, pp: int) -> list[tuple[bool, int, int]]:
         """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Of both
         kinds those that can be quickest."""
-        if pp not in self._largest:
-            found = set()
-            for schedule, virtual_stages in self.space.pipelines(pp):
-                for turn in self.of(schedule, pp, virtual_stages).values():
-                    if not turn.has_last:
-                        found.add((splits_backward(schedule), len(turn.own), turn.before))
-            self._largest[pp] = [
-                one
-                for one in found
-                if not any(o != one and o[0] == one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
-            ]
-        return self._largest[pp]
+        found = set()
+        for schedule, virtual_stages in self.space.pipelines(pp):
+            for turn in self.of(schedule, pp, virtual_stages).values():
+                if not turn.has_last:
+                    found.add((splits_backward(schedule), len(turn.own), turn.before))
 
+        def is_beaten(one: tuple[bool, int, int]) -> bool:
+            return any(o != one and o[0] == one[0] and o[1] <= one[1] and o[2] <= one[2] for o in found)
+
+        return [one for one in found if not is_beaten(one)]
+
+    @remembered
     def fewest(self, pp: int) -> int:
         """Layers of the rank that has most, where that is the least."""
-        if pp not in self._fewest:
-            self._fewest[pp] = min(own for _, own, _ in self.largest(pp))
-        return self._fewest[pp]
+        return min(own for _, own, _ in self.largest(pp))
 
     def repeated(self, layers: tuple[int, ...], mode: str) -> int:
         """How many of these layers are computed again."""
-        if mode not in self._again:
-            parts = segments(mode, range(self.space.model.num_layers))
-            self._again[mode] = frozenset(index for part in parts for index in part)
-        return len(self._again[mode].intersection(layers))
+        return len(self._again(mode).intersection(layers))
+
+    @remembered
+    def _again(self, mode: str) -> frozenset[int]:
+        return frozenset(index for part in segments(mode, range(self.space.model.num_layers)) for index in part)

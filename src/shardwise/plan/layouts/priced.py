@@ -15,6 +15,7 @@ from shardwise.plan.prediction.rank_share import rank_shares
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.states import groups_of
 from shardwise.plan.prediction.step_time import step_seconds
+from shardwise.plan.remembered import remembered
 from shardwise.plan.resolve.speed import stack_of
 from shardwise.spec.plan import Plan
 
@@ -26,37 +27,26 @@ class Layouts:
 
     def __init__(self, space: Space, stack: Stack | None, counts: Counts):
         self.space, self.stack, self.counts = space, stack, counts
-        self._large: dict[tuple[Plan, int], bool] = {}
-        self._first: dict[Plan, int] = {}
-        self._memory: dict[Plan, int] = {}
-        self._seconds: dict[Plan, float] = {}
-        self._predicted: dict[Plan, Candidate] = {}
 
+    @remembered
     def is_too_large(self, plan: Plan, limit: int) -> bool:
-        key = (plan, limit)
-        if key not in self._large:
-            self._large[key] = not self._fits(plan, limit) or not self.fits_on_host(plan)
-        return self._large[key]
+        model, job = self.space.model, self.space.job
+        fitting = self.first_rank(plan) <= limit and fits(model, plan, job.optimizer, job.adapter, limit)
+        return not fitting or not self.fits_on_host(plan)
 
-    def _fits(self, plan: Plan, limit: int) -> bool:
-        job = self.space.job
-        return self.first_rank(plan) <= limit and fits(self.space.model, plan, job.optimizer, job.adapter, limit)
-
+    @remembered
     def first_rank(self, plan: Plan) -> int:
         """Bytes of the first rank of a pipeline: one is enough to know that a layout does not fit, and it is most often
         the fullest."""
-        if plan not in self._first:
-            model, job = self.space.model, self.space.job
-            share = rank_shares(model, plan)[0]
-            groups = groups_of(share, model, job.adapter)
-            self._first[plan] = rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan)).peak
-        return self._first[plan]
+        model, job = self.space.model, self.space.job
+        share = rank_shares(model, plan)[0]
+        groups = groups_of(share, model, job.adapter)
+        return rank_memory(share, groups, plan, job.optimizer, self.stack or stack_of(plan)).peak
 
+    @remembered
     def memory_of(self, plan: Plan) -> int:
-        if plan not in self._memory:
-            job = self.space.job
-            self._memory[plan] = sum(predict_memory(self.space.model, plan, job.optimizer, job.adapter).values())
-        return self._memory[plan]
+        job = self.space.job
+        return sum(predict_memory(self.space.model, plan, job.optimizer, job.adapter).values())
 
     def fits_on_host(self, plan: Plan) -> bool:
         """What is offloaded must find room beside the devices."""
@@ -66,19 +56,15 @@ class Layouts:
         away = predict_elsewhere(self.space.model, plan, job.optimizer, job.adapter)
         return away["host"] <= self.space.cluster.host_share
 
+    @remembered
     def seconds(self, plan: Plan) -> float:
         """Of a step, by its parts' sum in another order: less than what is predicted by a rounding at most."""
-        if plan not in self._seconds:
-            space, stack = self.space, self.stack or stack_of(plan)
-            self._seconds[plan] = sum(
-                step_seconds(space.model, space.cluster, space.job, plan, stack, apart=False).values()
-            )
-        return self._seconds[plan] * JUST_BELOW
+        space, stack = self.space, self.stack or stack_of(plan)
+        parts = step_seconds(space.model, space.cluster, space.job, plan, stack, apart=False)
+        return sum(parts.values()) * JUST_BELOW
 
+    @remembered
     def predicted(self, plan: Plan) -> Candidate:
-        if plan not in self._predicted:
-            self.counts.evaluated += 1
-            space = self.space
-            prediction = predict(space.model, space.cluster, space.job, plan, self.stack)
-            self._predicted[plan] = Candidate(plan, prediction)
-        return self._predicted[plan]
+        self.counts.evaluated += 1
+        space = self.space
+        return Candidate(plan, predict(space.model, space.cluster, space.job, plan, self.stack))

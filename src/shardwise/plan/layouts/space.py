@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwise.plan.layouts.gpu_counts import divisors, finer_gpu_counts, gpu_counts
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
+from shardwise.plan.remembered import remembered
 from shardwise.plan.resolve.degrees import tensor_degrees
 from shardwise.plan.resolve.speed import (
     asked_speed,
@@ -72,12 +73,6 @@ class Space:
         )
         # What all layouts may have; only those that are not compiled stop early.
         self.fastest = replace(usual, stops_early=True)
-        self._kernels: dict[tuple[str, int], dict[str, Any]] = {}
-        self._splits: dict[int, tuple[int, ...] | None] = {}
-        self._sizes: dict[tuple[int, int], list[int]] = {}
-        self._schedules: dict[int, list[tuple[str, int]]] = {}
-        self._grids: dict[int, list[Grid]] = {}
-        self._states: dict[tuple[int, int, int], list[States]] = {}
 
     def among(self, key: str, values: Any) -> list[Any]:
         """Returns those of the values that the constraints leave; what is asked for need not be among them."""
@@ -102,11 +97,10 @@ class Space:
 
     # The grid ------------------------------------------------------------------------------------------------------
 
+    @remembered
     def grids(self, gpus: int) -> list[Grid]:
         """Returns every choice of degrees that makes so many ranks."""
-        if gpus not in self._grids:
-            self._grids[gpus] = [grid for grid in self._grids_of(gpus) if self._bears_kernels(grid)]
-        return self._grids[gpus]
+        return [grid for grid in self._grids_of(gpus) if self._bears_kernels(grid)]
 
     def _grids_of(self, gpus: int) -> Iterator[Grid]:
         is_ours, seq_len = self.model.is_ours, self.job.seq_len
@@ -170,22 +164,19 @@ class Space:
         """Returns the sizes of micro-batches in sequences, largest first. Ranks that could take rows of a micro-batch
         each need not cut its sequences: with as many data-parallel ranks more instead of context-parallel ones, every
         rank has as many tokens and nothing to send for them."""
-        key = (grid.dp, grid.cp)
-        if key not in self._sizes:
-            rows = -(-self.job.global_batch // grid.dp)
-            found = [n for n in self.among("train.micro_batch", reversed(divisors(rows))) if n <= rows]
-            if self.fixed.keys().isdisjoint({"parallel.dp", "parallel.cp", "train.micro_batch"}):
-                found = [n for n in found if math.gcd(n, grid.cp) == 1]
-            self._sizes[key] = found
-        return self._sizes[key]
+        return self._sizes(grid.dp, grid.cp)
 
+    @remembered
+    def _sizes(self, dp: int, cp: int) -> list[int]:
+        rows = -(-self.job.global_batch // dp)
+        found = [n for n in self.among("train.micro_batch", reversed(divisors(rows))) if n <= rows]
+        if self.fixed.keys().isdisjoint({"parallel.dp", "parallel.cp", "train.micro_batch"}):
+            found = [n for n in found if math.gcd(n, cp) == 1]
+        return found
+
+    @remembered
     def pipelines(self, pp: int) -> list[tuple[str, int]]:
         """Returns every schedule that a pipeline of so many ranks may have, each with its stages per rank."""
-        if pp not in self._schedules:
-            self._schedules[pp] = self._pipelines(pp)
-        return self._schedules[pp]
-
-    def _pipelines(self, pp: int) -> list[tuple[str, int]]:
         schedules = self.among("parallel.schedule", PROPOSED)
         virtual = self.among("parallel.virtual_stages", VIRTUAL_STAGES)
         if pp == 1:
@@ -194,13 +185,9 @@ class Space:
         able = [name for name in schedules if bears(self.speed, name)]
         return [(name, v) for name in able for v in virtual if SCHEDULES[name].takes_stages(v) and self.split(pp * v)]
 
+    @remembered
     def split(self, num_stages: int) -> tuple[int, ...] | None:
         """Returns the layers of each stage; None if they are not enough for so many stages."""
-        if num_stages not in self._splits:
-            self._splits[num_stages] = self._split(num_stages)
-        return self._splits[num_stages]
-
-    def _split(self, num_stages: int) -> tuple[int, ...] | None:
         asked, num_layers = self.fixed.get("parallel.split", "auto"), self.model.num_layers
         if num_stages > num_layers:
             return None
@@ -215,24 +202,22 @@ class Space:
     def states(self, grid: Grid) -> list[States]:
         """Returns the ZeRO stages with their replicas. Nothing is shared by one rank. Hybrid: replicas of a model that
         is sharded inside, each of at least one domain of the fast link."""
-        key = (grid.dp, grid.cp, grid.tp)
-        if key not in self._states:
-            self._states[key] = self._states_of(grid)
-        return self._states[key]
+        return self._states(grid.dp, grid.cp, grid.tp)
 
-    def _states_of(self, grid: Grid) -> list[States]:
+    @remembered
+    def _states(self, dp: int, cp: int, tp: int) -> list[States]:
         found = []
         for zero in self.among("parallel.zero", (0,) if self.is_whole else (0, 1, 2, 3)):
             if zero == 0:
-                if self.fixed.get("parallel.replicate", grid.dp) == grid.dp:
-                    found.append(States(0, grid.dp))
+                if self.fixed.get("parallel.replicate", dp) == dp:
+                    found.append(States(0, dp))
                 continue
-            for replicate in self.among("parallel.replicate", divisors(grid.dp)):
-                shards = grid.dp // replicate * grid.cp
-                is_small = shards * grid.tp < min(self.cluster.tiers[0].span, grid.dp * grid.cp * grid.tp)
+            for replicate in self.among("parallel.replicate", divisors(dp)):
+                shards = dp // replicate * cp
+                is_small = shards * tp < min(self.cluster.tiers[0].span, dp * cp * tp)
                 if is_small and "parallel.replicate" not in self.fixed:
                     continue
-                if grid.dp % replicate == 0 and (shards > 1 or "parallel.zero" in self.fixed):
+                if dp % replicate == 0 and (shards > 1 or "parallel.zero" in self.fixed):
                     found.append(States(zero, replicate))
         return found
 
@@ -298,38 +283,24 @@ class Space:
         split = self.split(grid.pp * pace.virtual_stages) if grid.pp > 1 else ()
         assert split is not None, (grid, pace)
         return Plan(
-            dp=grid.dp,
-            tp=grid.tp,
-            sequence=grid.sequence,
-            cp=grid.cp,
-            cp_kind=grid.cp_kind,
-            pp=grid.pp,
-            ep=grid.ep,
-            micro_batch=pace.micro_batch,
-            schedule=pace.schedule,
-            virtual_stages=pace.virtual_stages,
+            **grid._asdict(),
+            **pace._asdict(),
+            **states._asdict(),
+            **saving._asdict(),
             split=split,
-            zero=states.zero,
-            replicate=states.replicate,
-            recompute=saving.recompute,
-            offload=saving.offload,
-            activation_offload=saving.activation_offload,
             threads_per_rank=self.threads(grid.gpus),
             copies=self.may_copy(grid) and saving.offload == "none" and states.zero == 0,
             loss=loss_of(self.speed, grid.pp, pace.schedule),
             attention=self.attention(grid),
-            **self._kernels_of(grid, pace.schedule),
+            **self._kernels(pace.schedule if grid.pp > 1 else "", grid.tp * grid.cp * grid.ep),
             **(self._common | changes),
         )
 
-    def _kernels_of(self, grid: Grid, schedule: str) -> dict[str, Any]:
-        ranks = grid.tp * grid.cp * grid.ep
-        key = (schedule if grid.pp > 1 else "", ranks)
-        if key not in self._kernels:
-            found = kernels_of(self.speed, self.device, self.model, grid.pp, schedule)
-            found["kernels"] = norms_of(found["kernels"], self.model, self.precision, ranks)
-            self._kernels[key] = found
-        return self._kernels[key]
+    @remembered
+    def _kernels(self, schedule: str, ranks: int) -> dict[str, Any]:
+        """Returns how layers compute. `schedule`: of a pipeline, empty without one. `ranks`: that share a layer."""
+        found = kernels_of(self.speed, self.device, self.model, 2 if schedule else 1, schedule or "1f1b")
+        return found | {"kernels": norms_of(found["kernels"], self.model, self.precision, ranks)}
 
     def _bears_kernels(self, grid: Grid) -> bool:
         """Returns whether ranks with these degrees can have the kernels that are asked for outright."""

@@ -22,6 +22,7 @@ from shardwise.plan.layouts.work_bounds import FASTEST, SPLIT, Works
 from shardwise.plan.prediction.pipeline_time import least_rank_seconds
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.step_time import least_step_seconds, paging_seconds, straggler_share, transfers
+from shardwise.plan.remembered import remembered
 from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import splits_backward
 
@@ -67,15 +68,10 @@ class TimeBounds:
         self.batch = space.job.global_batch
         self.works, self.turns = Works(space, stack), Turns(space)
         self.sharings = Sharings(space, self.works, self.turns)
-        self._modes: dict[tuple[Grid, int, str], Course] = {}
-        self._paces: dict[tuple[Grid, int, str], dict[Pace, Course]] = {}
-        self._slower: dict[int, float] = {}
-        self._paged: dict[tuple[object, ...], float] = {}
 
+    @remembered
     def slower(self, gpus: int) -> float:
-        if gpus not in self._slower:
-            self._slower[gpus] = 1 + straggler_share(self.space.cluster, gpus)
-        return self._slower[gpus]
+        return 1 + straggler_share(self.space.cluster, gpus)
 
     # Of regions ----------------------------------------------------------------------------------------------------
 
@@ -98,39 +94,29 @@ class TimeBounds:
     def of_saving(self, grid: Grid, size: int, saving: Saving, sharing: Sharing) -> float:
         return self.course(grid, size, saving.recompute).bound(sharing) + self.paging(grid, size, saving)
 
+    @remembered
     def course(self, grid: Grid, size: int, mode: str) -> Course:
         """Whatever the schedule."""
-        key = (grid, size, mode)
-        found = self._modes.get(key)
-        if found is None:
-            count, work, slower = self._count(grid, size), self.works.of(grid, size, mode), self.slower(grid.gpus)
-            if grid.pp == 1:
-                found = Course(slower, work.total * count, 0.0, (), min, 0.0)
-            else:
-                ways: list[Way] = []
-                for is_split, own, before in self.turns.largest(grid.pp):
-                    mine = self.works.of(grid, size, mode, SPLIT) if is_split else work
-                    whole = mine.forward + mine.backward
-                    passed = before * (mine.forward if is_split else whole)
-                    ways.append((least_rank_seconds(count, own * whole, passed), own * count, False))
-                path = max(work.path, count * self._link(grid, size, mode))
-                found = _course(slower, work.total * count / grid.pp, path, ways, min)
-            self._modes[key] = found
-        return found
+        count, work, slower = self._count(grid, size), self.works.of(grid, size, mode), self.slower(grid.gpus)
+        if grid.pp == 1:
+            return Course(slower, work.total * count, 0.0, (), min, 0.0)
+        ways: list[Way] = []
+        for is_split, own, before in self.turns.largest(grid.pp):
+            mine = self.works.of(grid, size, mode, SPLIT) if is_split else work
+            whole = mine.forward + mine.backward
+            passed = before * (mine.forward if is_split else whole)
+            ways.append((least_rank_seconds(count, own * whole, passed), own * count, False))
+        path = max(work.path, count * self._link(grid, size, mode))
+        return _course(slower, work.total * count / grid.pp, path, ways, min)
 
+    @remembered
     def courses(self, grid: Grid, size: int, mode: str) -> dict[Pace, Course]:
         """By schedule. A rank's first forward comes after those of the ranks before it, which have their whole backward
         still to do after its last, unless they split it."""
-        key = (grid, size, mode)
-        found = self._paces.get(key)
-        if found is None:
-            if grid.pp == 1:
-                found = {Pace(size, *self.space.pipelines(1)[0]): self.course(grid, size, mode)}
-            else:
-                pipelines = self.space.pipelines(grid.pp)
-                found = {Pace(size, *how): self._course_of(grid, size, mode, *how) for how in pipelines}
-            self._paces[key] = found
-        return found
+        pipelines = self.space.pipelines(grid.pp)
+        if grid.pp == 1:
+            return {Pace(size, *pipelines[0]): self.course(grid, size, mode)}
+        return {Pace(size, *how): self._course_of(grid, size, mode, *how) for how in pipelines}
 
     def _course_of(self, grid: Grid, size: int, mode: str, schedule: str, virtual_stages: int) -> Course:
         count, is_split = self._count(grid, size), splits_backward(schedule)
@@ -156,13 +142,14 @@ class TimeBounds:
         """Seconds per step that activations take longer to CPU memory and back than computing does; pipelines aside."""
         if not saving.activation_offload or grid.pp > 1:
             return 0.0
-        mode = saving.recompute
-        key = (*grid[1:5], grid.ep, size, mode, self.works.alone(grid))
-        if key not in self._paged:
-            times, work = self.works.times(grid, size, mode), self.works.of(grid, size, mode)
-            plan = replace(times.plan, recompute=mode)
-            self._paged[key] = paging_seconds(self.sharings.share(plan), [work.whole], self.space.cluster, plan, times)
-        return self.slower(grid.gpus) * self._paged[key] * (-(-self.batch // grid.dp) // size)
+        return self.slower(grid.gpus) * self._paged(grid, size, saving.recompute) * (-(-self.batch // grid.dp) // size)
+
+    @remembered
+    def _paged(self, grid: Grid, size: int, mode: str) -> float:
+        """Seconds of one micro-batch."""
+        times, work = self.works.times(grid, size, mode), self.works.of(grid, size, mode)
+        plan = replace(times.plan, recompute=mode)
+        return paging_seconds(self.sharings.share(plan), [work.whole], self.space.cluster, plan, times)
 
     # Of one layout -------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from shardwise.plan.layouts.space import Space
 from shardwise.plan.prediction.layer_time import LayerTimes, add
 from shardwise.plan.prediction.stack import Stack
 from shardwise.plan.prediction.step_time import StageTime, layer_times, stage_time
+from shardwise.plan.remembered import remembered
 from shardwise.plan.resolve.speed import attending, kernels_of, loss_of, our_stack
 from shardwise.spec.model import LayerSpec
 from shardwise.spec.plan import Plan
@@ -51,7 +52,6 @@ class Works:
         self.space, self.stack = space, stack
         self._works: dict[tuple[object, ...], Work] = {}
         self._times: dict[tuple[object, ...], LayerTimes] = {}
-        self._layers: dict[str, list[tuple[LayerSpec, bool, int]]] = {}
 
     def of(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> Work:
         """`shared`: the host also starts what gathers parameters."""
@@ -79,18 +79,7 @@ class Works:
         )
 
     def times(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> LayerTimes:
-        key = (
-            grid.tp,
-            grid.sequence,
-            grid.cp,
-            grid.cp_kind,
-            grid.ep,
-            size,
-            mode == "selective",
-            self.alone(grid),
-            kernels,
-            shared,
-        )
+        key = (*grid[1:5], grid.ep, size, mode == "selective", self.alone(grid), kernels, shared)
         found = self._times.get(key)
         if found is None:
             found = self._times[key] = self._make_times(grid, size, mode, kernels, shared)
@@ -107,12 +96,7 @@ class Works:
             num_steps=1,
             threads_per_rank=space.threads(grid.gpus),
             reason="one micro-batch",
-            dp=dp,
-            tp=grid.tp,
-            sequence=grid.sequence,
-            cp=grid.cp,
-            cp_kind=grid.cp_kind,
-            ep=grid.ep,
+            **grid._replace(dp=dp, pp=1)._asdict(),
             recompute=mode,
             zero=3 if shared else 0,
             copies=space.may_copy(grid) and not shared,
@@ -141,14 +125,12 @@ class Works:
             last=lengths[-1],
         )
 
+    @remembered
     def _kinds(self, mode: str) -> list[tuple[LayerSpec, bool, int]]:
         """(a layer, whether it is computed again, how many are like it)"""
-        if mode not in self._layers:
-            layers = self.space.model.layers
-            again = {index for part in segments(mode, range(len(layers))) for index in part}
-            counted: dict[object, list[LayerSpec]] = {}
-            for layer in layers:
-                key = (layer.kind, layer.index in again)
-                counted.setdefault(key, []).append(layer)
-            self._layers[mode] = [(same[0], same[0].index in again, len(same)) for same in counted.values()]
-        return self._layers[mode]
+        layers = self.space.model.layers
+        again = {index for part in segments(mode, range(len(layers))) for index in part}
+        counted: dict[object, list[LayerSpec]] = {}
+        for layer in layers:
+            counted.setdefault((layer.kind, layer.index in again), []).append(layer)
+        return [(same[0], same[0].index in again, len(same)) for same in counted.values()]
