@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.plan.prediction.operations import embedding_work, head_work, layer_work
-from shardwise.plan.prediction.stack import LOOK, OURS, ROUND, TRANSPOSE
+from shardwise.plan.prediction.stack import LOOK, OURS, QUANTIZE, TRANSPOSE
 from shardwise.plan.prediction.work import RankShape, RankWork, Training
 from shardwise.plan.resolve.speed import our_stack
 from shardwise.spec.presets import preset
@@ -195,7 +195,7 @@ def test_fp8_takes_what_gains(recipe, small):
     plain = layer_work(spec, spec.layers[0], RankShape(8, 4096, 4096), our_stack(True, False, True))
     read = 8 * 4096 * (3 * spec.hidden + spec.ffn)
     turned = sum(work.weights.passes) - sum(plain.weights.passes)
-    assert turned == pytest.approx(TRANSPOSE * ROUND * read)
+    assert turned == pytest.approx(TRANSPOSE * QUANTIZE * read)
 
 
 def test_a_head_in_fp8_rounds_its_weights_once_and_adds_chunk_by_chunk():
@@ -207,11 +207,11 @@ def test_a_head_in_fp8_rounds_its_weights_once_and_adds_chunk_by_chunk():
     logits, weights = 8 * 4096 * spec.vocab, spec.vocab * spec.hidden
     more = sum(sum(getattr(narrow, part).passes) - sum(getattr(plain, part).passes) for part in ("forward", "inputs"))
     x = 8 * 4096 * spec.hidden
-    assert more == pytest.approx((LOOK + ROUND) * (x + weights + logits) + 2 * weights)  # turned around as bytes
+    assert more == pytest.approx((LOOK + QUANTIZE) * (x + weights + logits) + 2 * weights)  # turned around as bytes
     frozen = head_work(spec, shape._replace(trains="lora"), our_stack(True, False, True, False, "tensorwise", True))
-    assert sum(narrow.forward.passes) - sum(frozen.forward.passes) == pytest.approx((LOOK + ROUND) * weights)
+    assert sum(narrow.forward.passes) - sum(frozen.forward.passes) == pytest.approx((LOOK + QUANTIZE) * weights)
     added = sum(narrow.weights.passes) - sum(plain.weights.passes)
-    assert added == pytest.approx((LOOK + ROUND) * (logits + x) + 10 * 4 * weights)  # four chunks
+    assert added == pytest.approx((LOOK + QUANTIZE) * (logits + x) + 10 * 4 * weights)  # four chunks
 
 
 def test_a_fused_loss_goes_over_the_logits_so_often():

@@ -38,8 +38,8 @@ def advice_for(question: Question, result: SearchResult) -> list[Advice]:
 
 
 def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
-    """The fastest number of devices, where that is not all of them: whole nodes first, because that is what people give
-    back."""
+    """Returns the advice to use the fewest devices that are as fast as any number, within WORTH; None if that is all of
+    them."""
     cluster, by_gpus = question.cluster, result.by_gpus
     if not by_gpus:
         return None
@@ -74,7 +74,7 @@ def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
 
 
 def _why_no_gain(candidate: Candidate) -> str:
-    """What eats the gain of more devices."""
+    """Returns in words the largest part of a step, besides computing, that more devices do not shorten."""
     parts = candidate.prediction.step
     waits = {name: seconds for name, seconds in parts.items() if name != "compute" and seconds > 0}
     if not waits:
@@ -84,8 +84,8 @@ def _why_no_gain(candidate: Candidate) -> str:
 
 
 def one_card_with_lora(question: Question, result: SearchResult) -> Advice | None:
-    """For a fine-tuning: all weights need several cards, or one that keeps states elsewhere, but adapters fit on one as
-    it is."""
+    """Returns the advice to fine-tune with LoRA on one card, where that fits and training all weights there does
+    not."""
     job, winner = question.job, result.candidates[0]
     starts_from_weights = question.loaded.config.model.path is not None
     is_short = job.tokens is not None and job.tokens < question.spec.num_parameters
@@ -112,7 +112,7 @@ def one_card_with_lora(question: Question, result: SearchResult) -> Advice | Non
 
 
 def too_short(question: Question, result: SearchResult) -> Advice | None:
-    """The whole training is shorter than the time until its first step."""
+    """Returns the advice against a training that takes less time than its own start; None if it takes longer."""
     best = result.candidates[0]
     whole = whole_training(question.job, best.plan, best.prediction, question.cluster)
     if whole is None:

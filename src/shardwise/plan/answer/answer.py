@@ -20,7 +20,7 @@ from shardwise.plan.prediction.figures import DAY, Whole, binding_link, mfu, ste
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate with everything that follows from it."""
+    """A candidate with the figures that follow from its prediction."""
 
     candidate: Candidate
     tokens_per_s: float
@@ -101,8 +101,8 @@ def answer(
     fewest: bool = False,
     detail: bool = True,
 ) -> Answer:
-    """The search's own order, or what an inverse question asks for: one row per number of GPUs. `detail`: also the rest
-    of the story."""
+    """Returns the rows in the search's own order, or one per number of GPUs where an inverse question is asked.
+    `detail`: also the best per number of GPUs, the Pareto set and what was rejected."""
     inverse = within is not None or budget is not None or fewest
     result = explore(question.spec, question.cluster, question.job, top, detail=detail or inverse)
     if not result.candidates:
@@ -118,7 +118,7 @@ def answer(
 
 
 def _inverse(question: Question, result: SearchResult, demand: Demand, fewest: bool, top: int) -> list[Row]:
-    """By number of GPUs: the fewest that are fast enough, the fastest that is cheap enough."""
+    """Returns one row per number of GPUs: the fewest that are in time first, else the fastest within the budget."""
     assert result.engine is not None
     rows = [row_of(question, candidate) for candidate in meeting(result.engine, demand, fewest, top)]
     if not rows:
@@ -154,7 +154,7 @@ def _not_met(question: Question, result: SearchResult, demand: Demand) -> UserEr
 
 
 def nothing_fits(question: Question, result: SearchResult) -> UserError:
-    """The closest miss, by what it is too large, and what would fit."""
+    """Returns the error that names the closest miss, by how many bytes it is too large, and what would fit."""
     miss, asked = result.closest_miss, question.fixed
     under = f" with {asked}" if asked else ""
     where = f"{question.spec.name} does not fit on {question.cluster.name}{under}"
@@ -182,7 +182,7 @@ def nothing_fits(question: Question, result: SearchResult) -> UserError:
 
 
 def file_of(question: Question, row: Row, title: str, notes: Sequence[str]) -> str:
-    """The config file of a row: what is predicted, on what assumptions, why."""
+    """Returns the text of a row's config file: what is predicted, on what assumptions and why, then every key."""
     plan, prediction = row.candidate.plan, row.candidate.prediction
     spread = f" ({step_text(row.low)} to {step_text(row.high)})"
     parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in prediction.step.items() if seconds > 0)

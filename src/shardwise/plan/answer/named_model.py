@@ -15,8 +15,8 @@ from shardwise.spec.presets import preset, preset_names
 
 
 def read_model(text: str) -> tuple[list[str], ModelSpec]:
-    """A preset, a Hugging Face directory, a hub id in the cache, or a config.json: the config words that name it, and
-    its shape."""
+    """Returns the config words that name a model, and its shape. `text`: a preset, a Hugging Face directory, a hub id
+    in the cache, or a config.json."""
     if text in preset_names():
         return [f"model.preset={text}"], preset(text)
     path = Path(text).expanduser()
@@ -37,7 +37,7 @@ def read_model(text: str) -> tuple[list[str], ModelSpec]:
 
 
 def _named(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """Most config.json files say only their architecture; the directory has a name."""
+    """Returns the shape under its directory's name: most config.json files say only their architecture."""
     name = directory.resolve().name
     return replace(spec, name=name) if type(spec) is ModelSpec and not name.startswith("snapshot") else spec
 
@@ -54,7 +54,7 @@ def _spec_of_file(path: Path) -> ModelSpec:
 
 
 def _words_of(spec: ModelSpec) -> list[str]:
-    """A shape that no preset and no directory has, as words over a preset."""
+    """Returns the config words, over a preset, of a shape that no preset and no directory has."""
     base, derived = preset("tiny"), ("head_dim", "num_kv_heads")  # which `with_overrides` would derive again
     names = [field.name for field in fields(ModelSpec) if field.name != "name"]
     changed = {

@@ -37,7 +37,7 @@ Section = TypeVar("Section", TrainConfig, ParallelConfig, MemoryConfig, CommConf
 
 
 def config_of(question: Question, plan: Plan) -> Config:
-    """Everything that a run needs, nothing left open that the plan decides."""
+    """Returns the config of a run, in which nothing is left open that the plan decides."""
     config = question.loaded.config
 
     def decided(section: Section, **otherwise: object) -> Section:
@@ -57,7 +57,7 @@ def config_of(question: Question, plan: Plan) -> Config:
 
 
 def row_text(question: Question, plan: Plan, notes: Sequence[str]) -> str:
-    """The file: a digest, what is predicted and why, then every key with its origin."""
+    """Returns the text of a file: a digest, `notes` (what is predicted and why), then every key with its origin."""
     config, typed = config_of(question, plan), question.loaded.origins
     default = Config()
     origins = {}
@@ -70,7 +70,7 @@ def row_text(question: Question, plan: Plan, notes: Sequence[str]) -> str:
 
 
 def write_rows(directory: Path, rows: Mapping[str, str], force: bool = False) -> list[Path]:
-    """Each text under its name. Rows of an earlier answer that are still ours and have no successor go."""
+    """Writes each text under its name and returns the paths. Removes older rows that are ours and not replaced."""
     paths = {directory / name: text for name, text in rows.items()}
     for path in paths:
         if path.exists() and not force and not is_ours(path):
@@ -89,7 +89,7 @@ def write_rows(directory: Path, rows: Mapping[str, str], force: bool = False) ->
 
 
 def is_ours(path: Path) -> bool:
-    """Written here, and not changed since."""
+    """Returns whether a file was written here and has not been changed since."""
     try:
         first, _, body = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):

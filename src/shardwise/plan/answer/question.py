@@ -58,7 +58,7 @@ class Question:
 
     @property
     def price(self) -> float | None:
-        """Returns money per device and hour; None where nobody said."""
+        """Returns the price of a device in money per hour; None where nobody said."""
         return self.job.price if self.job.price is not None else self.cluster.price
 
     @property
@@ -102,7 +102,7 @@ def ask(
     price: str | None = None,
     words: Sequence[str] = (),
 ) -> Question:
-    """Returns a question that can be searched, from the words of a command line; mistakes in them are raised."""
+    """Returns a question that can be searched, from the words of a command line. Raises where they are mistaken."""
     model_words, spec = read_model(model)
     hardware = read_cluster(cluster)
     assumptions: dict[str, Assumption] = {}
@@ -166,8 +166,8 @@ def _check_adapter(job: Job) -> None:
 
 
 def load_typed(words: Sequence[str]) -> Loaded:
-    """Returns what the config loader makes of the words. A key that needs an axis is a constraint on layouts that have
-    it: the axis is the search's to choose."""
+    """Returns the config that the loader reads from the words. A key that needs an axis is a constraint on layouts that
+    have it: the axis is the search's to choose."""
     names = {word.partition("=")[0].strip().lstrip("-") for word in words}
     layout = " ".join(word for word in words if "layout=" in word)
     helpers = []

@@ -72,7 +72,7 @@ def _with_gpus(question: Question, count: int) -> Question:
 
 
 def _with_seq(question: Question, seq_len: int) -> Question:
-    """The batch keeps its tokens."""
+    """Returns the question with another length of sequences and as many tokens per step."""
     tokens = question.job.tokens_per_step
     check_batch(tokens, seq_len)
     return question.with_job(seq_len=seq_len, global_batch=tokens // seq_len)

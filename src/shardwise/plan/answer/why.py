@@ -87,7 +87,7 @@ def why_not(base: Answer, layout: str) -> WhyNot:
 
 
 def differences(question: Question, other: Candidate, winner: Candidate) -> list[Difference]:
-    """Parts of a step in which the two differ, the dearest first."""
+    """Returns the parts of a step in which the two differ, those that take the most seconds more first."""
     ours, theirs = winner.prediction.step, other.prediction.step
     more = {part: theirs.get(part, 0.0) - ours.get(part, 0.0) for part in {**ours, **theirs}}
     reported = [part for part, seconds in more.items() if abs(seconds) > SHARE * winner.prediction.step_s]
@@ -98,7 +98,7 @@ def differences(question: Question, other: Candidate, winner: Candidate) -> list
 
 
 def reason(part: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
-    """Why this part of a step takes longer in one plan than in another."""
+    """Returns why this part of a step takes longer in one plan than in another."""
     if part in PARTS_OF_AXES:
         return _link_reason(PARTS_OF_AXES[part], other, winner, cluster)
     if part == "bubble":
@@ -109,10 +109,10 @@ def reason(part: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> str:
         if other.tp > winner.tp:
             return f"tp={other.tp} cuts matrices narrower, which run below their rate"
         if other.micro_batch < winner.micro_batch:
-            return f"micro-batches of {other.micro_batch} instead of {winner.micro_batch} make smaller products"
+            return f"micro-batches of {other.micro_batch} instead of {winner.micro_batch} make smaller matmuls"
         if other.world < winner.world:
             return f"{other.world} instead of {winner.world} GPUs share the work"
-        return "products run further below their rate"
+        return "matmuls run further below their rate"
     if part == "recompute":
         return f"recompute={other.recompute} runs forward again"
     if part == "optimizer":
@@ -146,7 +146,7 @@ def _link_reason(axis: str, other: Plan, winner: Plan, cluster: ClusterSpec) -> 
 
 
 def _nearest(question: Question, words: list[str], row: Row | None) -> list[tuple[str, Row]]:
-    """All words but one kept: the best that comes out, when it is better."""
+    """Returns the best rows with all words kept but one, where they are faster, each with that word's change."""
     if len(words) < 2:
         return []
     found = []
@@ -162,7 +162,7 @@ def _nearest(question: Question, words: list[str], row: Row | None) -> list[tupl
 
 
 def _said(word: str, plan: Plan) -> str:
-    """`tp=4 instead of 8`."""
+    """Returns what became of a word that was left open, as `tp=4 instead of 8`."""
     name, _, value = word.partition("=")
     key = name.partition(".")[2]
     now = getattr(plan, key, None)
@@ -170,8 +170,8 @@ def _said(word: str, plan: Plan) -> str:
 
 
 def wins_if(question: Question, other: Candidate, winner: Candidate) -> list[str]:
-    """Where the two change places: the speed of each link, and the batch. Only these two plans are compared, on the
-    same job."""
+    """Returns in words where the two change places: the speed of each link, and the batch. Only these two plans are
+    compared, on the same job."""
     found = []
     for number, link in enumerate(question.cluster.tiers):
 
@@ -195,14 +195,14 @@ def wins_if(question: Question, other: Candidate, winner: Candidate) -> list[str
 
 
 def _lead(question: Question, other: Candidate, winner: Candidate) -> float:
-    """Seconds by which the winner is ahead."""
+    """Returns the seconds per step by which the winner is ahead."""
     job = replace(question.job, global_batch=winner.plan.global_batch)
     times = [predict(question.spec, question.cluster, job, one.plan).step_s for one in (other, winner)]
     return times[0] - times[1]
 
 
 def _crossing(lead: Callable[[float], float], end: float) -> float | None:
-    """The factor nearest to 1 at which the lead is gone; None up to the end."""
+    """Returns the factor nearest to 1 at which the lead is gone; None if it lasts up to `end`."""
     if lead(end) >= 0:
         return None
     keeps, loses = 1.0, end
@@ -229,7 +229,7 @@ def _with_batch(candidate: Candidate, size: int) -> Candidate:
 
 
 def why_not_lines(made: WhyNot, winner: Row) -> list[tuple[str, str]]:
-    """Label and text."""
+    """Returns the printed lines, each as a label and a text."""
     plan, prediction = made.row.candidate.plan, made.row.candidate.prediction
     if plan == winner.candidate.plan:
         return [("why not", f"{made.asked}: that is #1, {plan.layout}")]

@@ -8,8 +8,8 @@ nothing is cut finer than it must be:
     grid -> size and place -> states and saving -> pace -> bound of the layout -> memory, then the prediction itself
 
 A region is dropped when its smallest layout does not fit, or when a layout that does less extra work fits already
-(space.never_faster). Invariant: the same answer as predicting everything and sorting by `rank_of`, one layout of each
-family. A test compares. Read next: branches.py, which cuts; layouts.py.
+(parts.never_faster). Invariant: the same answer as predicting everything and sorting by `rank_of`, one layout of each
+family. A test compares. Read next: branches.py, which cuts; priced.py.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ FEW = 8
 Accept = Callable[[Grid, Pace | None, States | None, Saving | None], bool]
 """Whether a region may hold what is asked for, by what is known of it so far."""
 
-
 Longest = Callable[[int], float]
-"""From a number of GPUs: seconds that a step on them may take."""
+"""From a number of GPUs to the seconds that a step on them may take."""
 
 
 def any_length(gpus: int) -> float:
@@ -56,8 +55,8 @@ def anything(grid: Grid, pace: Pace | None, states: States | None, saving: Savin
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """A search makes hundreds of thousands of small tuples, which stay, and no cycles. Looking for some again and again
-    takes a third of its time."""
+    """Stops the garbage collector. A search makes hundreds of thousands of small tuples, which stay, and no cycles:
+    looking for some again and again takes a third of its time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -80,12 +79,12 @@ class _Question:
         return self.group(grid, states.zero) in self.settled
 
     def is_too_slow(self, bound: float, grid: Grid) -> bool:
-        """Whether no layout of a region is fast enough that takes, times its effort, at least `bound` seconds."""
+        """Returns whether no layout is fast enough whose seconds times its effort are at least `bound`."""
         return bound > MOST_EFFORT * self.longest(grid.gpus)
 
 
 class BestFirst:
-    """Keeps what it has learnt from one question to the next."""
+    """The best-first search over a space. It keeps what it has learnt from one question to the next."""
 
     def __init__(self, space: Space, limit: int, stack: Stack | None = None):
         self.space, self.limit = space, limit
@@ -95,7 +94,7 @@ class BestFirst:
         self.branches = Branches(self.layouts, limit, self.time, self.memory)
 
     def within(self, limit: int) -> BestFirst:
-        """The same with less memory, and with what was learnt so far."""
+        """Returns the same search with fewer bytes of memory per rank, and with what was learnt so far."""
         other = copy(self)
         other.limit, other.branches = limit, self.branches.within(limit)
         return other
@@ -109,8 +108,8 @@ class BestFirst:
         longest: Longest = any_length,
         group: Group = family,
     ) -> list[Candidate]:
-        """At most `top` layouts, best first, one of each group. `counts`: numbers of GPUs, else all. `accept`: whether
-        a region may hold what is asked for."""
+        """Returns at most `top` layouts, best first, one of each group. `counts`: numbers of GPUs, else all. `accept`:
+        whether a region may hold what is asked for."""
         heap: list[tuple[Any, ...]] = []
         found: list[Candidate] = []
         number = 0
@@ -158,7 +157,7 @@ class BestFirst:
     def _next_mode(
         self, ask: _Question, bound: float, grid: Grid, size: int, states: States, sharing: Sharing, chain: list[Any]
     ) -> None:
-        """One kind of recomputation after the other, so that the heap stays small."""
+        """Pushes one kind of recomputation, which pushes the next when it is opened, so that the heap stays small."""
         if chain and not ask.is_settled(grid, states):
             closer, order, saving = chain.pop()
             ask.push(max(bound, closer), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
@@ -184,7 +183,7 @@ class BestFirst:
     def _open_next(
         self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, chain: list[tuple[float, Pace]]
     ) -> None:
-        """One schedule after the other, so that the heap stays small."""
+        """Opens the schedules whose lower bound is reached and pushes one more, so that the heap stays small."""
         if ask.is_settled(grid, states):
             return
         while chain and chain[-1][0] <= bound:
@@ -204,7 +203,7 @@ class BestFirst:
         saving: Saving,
         fitting: list[Saving],
     ) -> None:
-        """One layout: a better bound first."""
+        """Pushes one layout with a closer lower bound, unless one that does less extra work fits already."""
         if ask.is_settled(grid, states) or any(never_faster(saving, than=other) for other in fitting):
             return
         found = self.branches.layout(grid, pace, states, saving)
@@ -233,7 +232,7 @@ class BestFirst:
         ask.push(max(bound, closer), (self.branches.order[saving],), self._open_fitting, grid, states, plan)
 
     def _open_fitting(self, ask: _Question, bound: float, grid: Grid, states: States, plan: Plan) -> None:
-        """The prediction in all its parts takes longer than its sum."""
+        """Predicts a layout in all its parts, which takes longer than their sum, and pushes the candidate."""
         if ask.is_settled(grid, states):
             return
         candidate = self.layouts.predicted(plan)
@@ -243,7 +242,7 @@ class BestFirst:
     # When nothing fits ---------------------------------------------------------------------------------------------
 
     def smallest(self, counts: Iterable[int], accept: Accept = anything) -> Candidate | None:
-        """What needs the least memory, found among the layouts whose lower bounds are lowest."""
+        """Returns the layout that needs the least memory, found among those with the lowest lower bounds."""
         least = []
         for gpus in counts:
             for grid in self.space.grids(gpus):
@@ -265,7 +264,7 @@ class BestFirst:
         return self.layouts.predicted(best[1]) if best else None
 
     def _small_plans(self, grid: Grid, accept: Accept) -> Iterator[Plan]:
-        """The least of every axis that is left open: the smallest micro-batch, the most shards, the most moved out."""
+        """Yields layouts with the least of all open axes: the smallest micro-batch, most shards, most offload."""
         sizes = [
             n
             for n in reversed(self.space.sizes(grid))

@@ -23,11 +23,11 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schedules import SCHEDULES
 
 Place = tuple[str, bool]
-"""Where states wait, and whether activations do."""
+"""Where states wait, and whether activations wait in CPU memory."""
 
 
 class Sized(NamedTuple):
-    """Part of a grid."""
+    """The part of a grid with one size of micro-batches and one place for its states."""
 
     bound: float
     size: int
@@ -35,7 +35,7 @@ class Sized(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Part of a size: one kind of states with all kinds of recomputation that may fit."""
+    """The part of a size with one kind of states, and all kinds of recomputation that may fit."""
 
     states: States
     sharing: Sharing
@@ -52,7 +52,7 @@ class Branches:
         self._modes = list(dict.fromkeys(saving.recompute for saving in space.savings))
 
     def within(self, limit: int) -> Branches:
-        """The same with another limit; what does not depend on it stays."""
+        """Returns the same branches with another limit in bytes; what does not depend on it is shared."""
         other = Branches(self.layouts, limit, self.time, self.memory)
         other.paces, other.plan, other.bound = self.paces, self.plan, self.bound
         other.kept, other.least_states = self.kept, self.least_states
@@ -60,12 +60,12 @@ class Branches:
 
     @remembered
     def least_states(self, grid: Grid) -> States:
-        """The highest stage with the most shards holds the least."""
+        """Returns the states that take the fewest bytes: the highest stage with the most shards."""
         return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
 
     @remembered
     def kept(self, grid: Grid, size: int) -> list[float]:
-        """Activations at least, by kind of recomputation."""
+        """Returns the lower bounds of a rank's activations in bytes, by kind of recomputation."""
         return [self.memory.kept(grid, size, mode) for mode in self._modes]
 
     # Of a grid: sizes of micro-batches and places where states wait ------------------------------------------------
@@ -89,7 +89,7 @@ class Branches:
 
     @remembered
     def size(self, grid: Grid, size: int, place: Place) -> float:
-        """A closer lower bound of a size: by the quickest recomputation that the smallest states leave room for."""
+        """Returns a closer lower bound of a size, in seconds: by the quickest recomputation that may fit."""
         least = self.least_states(grid)
         weights = self.memory.of_grid(grid, size, least, place[0])
         modes = self._modes
@@ -136,7 +136,7 @@ class Branches:
     def paces(
         self, grid: Grid, size: int, states: States, saving: Saving, sharing: Sharing
     ) -> list[tuple[float, Pace]]:
-        """The quickest last."""
+        """Returns the schedules with their lower bounds in seconds, the quickest last."""
         place, courses = saving[1:], self.time.courses(grid, size, saving.recompute)
         slow = {name: effort_of(grid, *place, name) for name in SCHEDULES}
         return sorted([(it.bound(sharing) * slow[pace.schedule], pace) for pace, it in courses.items()], reverse=True)
@@ -144,7 +144,7 @@ class Branches:
     # One layout ----------------------------------------------------------------------------------------------------
 
     def layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> tuple[float, Plan] | None:
-        """Its lower bound, by a closer look; None if it cannot fit."""
+        """Returns the lower bound of one layout in seconds, and its plan; None if it cannot fit."""
         what = grid, pace, states, saving
         if self.memory.of_layout(*what) > self.limit or self.layouts.first_rank(plan := self.plan(*what)) > self.limit:
             self.counts.too_large += 1

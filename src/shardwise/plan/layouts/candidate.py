@@ -23,7 +23,7 @@ class Candidate:
 
 @dataclass
 class Counts:
-    """The work of a search, in layouts."""
+    """The work of a search: its seconds, and how many layouts it considered, left out and predicted."""
 
     considered: int = 0
     too_large: int = 0  # in regions whose smallest member does not fit
@@ -32,13 +32,13 @@ class Counts:
 
     @property
     def too_slow(self) -> int:
-        """In regions that cannot win a place any more, or whose layouts have a plainer twin that fits."""
+        """The number of layouts that cannot win a place any more, or that have a plainer twin which fits."""
         return self.considered - self.too_large - self.evaluated
 
 
 def rank_of(candidate: Candidate) -> tuple[Any, ...]:
-    """Sorts candidates: by time, with what each technique must win (effort.py); of equal ones fewer GPUs and the
-    plainer layout come first."""
+    """Returns the key that sorts candidates: seconds of a step times its effort (effort.py); of equal ones fewer GPUs
+    and the plainer layout come first."""
     plan = candidate.plan
     return candidate.prediction.step_s * effort(plan), *plainness(plan)
 
@@ -65,12 +65,11 @@ def plainness(plan: Plan) -> tuple[Any, ...]:
 
 
 Group = Callable[[Grid | Plan, int], Hashable]
-"""From the degrees and the ZeRO stage of a layout: of layouts for which it is the same, the search tells the best
-alone."""
+"""From the degrees and the ZeRO stage of a layout to its group: of each group the search reports the best."""
 
 
 def family(grid: Grid | Plan, zero: int) -> Hashable:
-    """Layouts that differ in less than this are reported once, by the best of them."""
+    """Returns the degrees and the ZeRO stage: layouts with the same ones are reported once, by the best of them."""
     return grid.dp, grid.tp, grid.cp, grid.pp, grid.ep, zero
 
 

@@ -24,10 +24,10 @@ PER_CENT = {
     "tensor parallelism": 0.5,
     "shared states": 0.5,  # ZeRO, of whatever stage
 }
-"""Of a step, that each must win."""
+"""Per cent of a step that each technique must win."""
 
 MOST_EFFORT = 1 + sum(PER_CENT.values()) / 100
-"""No layout has more."""
+"""The largest effort that a layout can have."""
 
 
 def effort(plan: Plan) -> float:
@@ -36,7 +36,7 @@ def effort(plan: Plan) -> float:
 
 
 def effort_of(grid: Plan | Grid, offload: str, activation_offload: bool, schedule: str = "1f1b") -> float:
-    """Of all layouts with these degrees: at least this, while ZeRO and the schedule are not known."""
+    """Returns the least effort of all layouts with these degrees, whatever their ZeRO stage and schedule."""
     return _sum(grid.cp > 1, grid.tp > 1, grid.pp > 1, offload, activation_offload, schedule)
 
 

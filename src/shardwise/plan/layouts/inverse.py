@@ -45,8 +45,8 @@ class Demand:
 
 
 def meeting(engine: BestFirst, demand: Demand, fewest: bool, top: int) -> list[Candidate]:
-    """Returns at most `top` layouts that meet the demand, of different numbers of GPUs. With `fewest`, or a time to
-    keep, the fewest GPUs come first, else the fastest layout does. Nothing meets it where the list is empty."""
+    """Returns at most `top` layouts that meet the demand, of different numbers of GPUs; none where nothing meets it.
+    With `fewest`, or a time to keep, the fewest GPUs come first, else the fastest layout does."""
     counts = engine.space.finer_counts
     if not fewest and demand.within is None:
         return engine.best(top, counts, longest=demand.longest_step, group=number_of_gpus)

@@ -24,14 +24,14 @@ from shardwise.spec.recompute import segments
 from shardwise.spec.schedules import SCHEDULES
 
 JUST_BELOW = 1 - 1e-5
-"""Predictions are whole bytes, part by part."""
+"""Bounds stay below predictions, which are whole bytes, part by part."""
 
 Pipeline = tuple[str, int]
 """Schedule and stages per rank."""
 
 
 class Weights(NamedTuple):
-    """Bytes of a rank that do not depend on its micro-batches."""
+    """The lower bounds of a rank's bytes that do not depend on its micro-batches."""
 
     always: float
     forward: float  # beside these, while all activations are there
@@ -39,7 +39,7 @@ class Weights(NamedTuple):
     host: float  # in CPU memory
 
     def beside(self, kept: float) -> float:
-        """With activations."""
+        """Returns the lower bound of a rank's bytes beside `kept` bytes of activations."""
         return JUST_BELOW * (self.always + max(self.forward + kept, self.complete))
 
 
@@ -62,7 +62,7 @@ class MemoryBounds:
         return len({layer.kind for layer in self.space.model.layers}) == 1
 
     def _is_mean(self, grid: Grid) -> bool:
-        """Whether all ranks of a pipeline are counted together, and divided by their number."""
+        """Returns whether all ranks of a pipeline are counted together, and divided by their number."""
         return grid.pp > 1 and not self.are_alike
 
     # Weights, gradients, optimizer state ---------------------------------------------------------------------------
@@ -94,8 +94,8 @@ class MemoryBounds:
         return Weights(*(size / parts_of for size in (always, forward, parts["gradients"], away["host"])))
 
     def _first_rank(self, grid: Grid) -> tuple[Pipeline, RankShare]:
-        """Of all schedules the one whose first rank has fewest parameters, and what that has; or a rank that has all
-        layers."""
+        """Returns the schedule whose first rank has the fewest parameters, and that rank's share; or the share of a
+        rank that has all layers."""
         pp = 1 if self._is_mean(grid) else grid.pp
         key = (grid.tp, grid.ep, pp)
         if key not in self._smallest:
@@ -114,9 +114,9 @@ class MemoryBounds:
     # Activations ---------------------------------------------------------------------------------------------------
 
     def kept(self, grid: Grid, size: int, mode: str) -> float:
-        """Activations, whatever the schedule: of all schedules the least that their first rank holds. Where layers are
-        not alike, the last rank of an interleaved one holds the fewest micro-batches, half of one per rank of the
-        pipeline."""
+        """Returns the lower bound of activations in bytes: of all schedules the least that their first rank holds.
+        Where layers are not alike, the last rank of an interleaved one holds the fewest micro-batches, half of one per
+        rank of the pipeline."""
         count = -(-self.batch // (grid.dp * size))
         if grid.pp == 1 or self._is_mean(grid):
             kept = self._held(grid, 1, size, mode, ("1f1b", 1), 1)
@@ -125,7 +125,7 @@ class MemoryBounds:
         return min([self._held(grid, grid.pp, size, mode, how, flight) for how, flight in lightest])
 
     def of_layout(self, grid: Grid, pace: Pace, states: States, saving: Saving) -> float:
-        """Bytes of one layout: its schedule is known."""
+        """Returns the lower bound of the bytes of one layout, whose schedule is known."""
         size, how = pace.micro_batch, (pace.schedule, pace.virtual_stages)
         weights = self.of_grid(grid, size, states, saving.offload)
         if saving.activation_offload:
@@ -140,7 +140,7 @@ class MemoryBounds:
         return held_bytes(between, tokens, self.space.precision, flight, how[1])
 
     def _between(self, grid: Grid, pp: int, mode: str, how: Pipeline) -> int:
-        """Elements per token that all stages of the first rank keep."""
+        """Returns the elements per token that all stages of the first rank keep."""
         key = (grid.tp, grid.sequence, grid.cp > 1 and grid.cp_kind, grid.ep, pp, mode, how)
         found = self._kept.get(key)
         if found is None:
@@ -151,8 +151,8 @@ class MemoryBounds:
 
     @remembered
     def _lightest(self, pp: int, mode: str, count: int) -> list[tuple[Pipeline, int]]:
-        """Schedules of which the first rank may hold the least, by layers that keep all they compute and inputs of
-        others; and the activations that it has in flight."""
+        """Returns the schedules whose first rank may hold the least, by layers that keep all they compute and by inputs
+        of others, each with the number of activations that it has in flight."""
         found: dict[tuple[float, float], tuple[Pipeline, int]] = {}
         for how in self.space.pipelines(pp):
             share, split = self._share(Grid(1, 1, False, 1, "ring", pp, 1), pp, *how), self.space.split(pp * how[1])

@@ -8,13 +8,13 @@ from shardwise.plan.layouts.candidate import Candidate, rank_of
 
 
 def measures(candidate: Candidate) -> tuple[float, int, int, float]:
-    """The less, the better. At one price per GPU, tokens cost what GPU-seconds they take."""
+    """Returns the seconds of a step, bytes, GPUs, and GPU-seconds, which are what tokens cost at one price per GPU."""
     plan, prediction = candidate.plan, candidate.prediction
     return prediction.step_s, prediction.memory_bytes, plan.world, prediction.step_s * plan.world
 
 
 def pareto(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Fastest first. Of equals the plainest stays."""
+    """Returns the candidates that no other one beats in everything, fastest first; of equal ones the plainest."""
     found: list[Candidate] = []
     for candidate in sorted(candidates, key=rank_of):
         mine = measures(candidate)

@@ -45,8 +45,8 @@ class Saving(NamedTuple):
 
 
 def never_faster(saving: Saving, than: Saving) -> bool:
-    """Whether `saving` does all the extra work of `than`, and perhaps more. What is computed again is not moved, so of
-    two layouts that move activations the one that computes more again may be faster."""
+    """Returns whether `saving` does all the extra work of `than`, and perhaps more. What is computed again is not
+    moved, so of two layouts that move activations the one that computes more again may be faster."""
     if than.activation_offload and saving.recompute != than.recompute:
         return False
     return (
@@ -57,6 +57,6 @@ def never_faster(saving: Saving, than: Saving) -> bool:
 
 
 def _repeats_all_of(mode: str, other: str) -> bool:
-    """Every fourth block is among every second; groups of blocks and parts of blocks compare with nothing."""
+    """Returns whether `mode` computes every block again that `other` does: every second contains every fourth."""
     step, of = (recompute_of(word).every or 0 for word in (mode, other))
     return other in ("none", mode) or (step > 0 and of % step == 0 and of > 0)

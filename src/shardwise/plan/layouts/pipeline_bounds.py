@@ -14,7 +14,7 @@ from shardwise.spec.schedules import splits_backward, stage_owners
 
 
 class Turn(NamedTuple):
-    """A rank of a pipeline: layers that a micro-batch passes before it comes here, and layers that it has itself."""
+    """A rank of a pipeline: the layers that a micro-batch passes before it comes here, and the rank's own layers."""
 
     before: int
     own: tuple[int, ...]
@@ -28,7 +28,7 @@ class Turns:
 
     @remembered
     def of(self, schedule: str, pp: int, virtual_stages: int) -> dict[int, Turn]:
-        """Of ranks that may be the slowest: of those with most layers the last, and the one with the head."""
+        """Returns the ranks that may be the slowest: of those with most layers the last, and the one with the head."""
         split = self.space.split(pp * virtual_stages)
         assert split is not None, (schedule, pp, virtual_stages)
         owners = stage_owners(schedule, pp, virtual_stages)
@@ -44,8 +44,8 @@ class Turns:
 
     @remembered
     def largest(self, pp: int) -> list[tuple[bool, int, int]]:
-        """Of every schedule: whether backward is split, layers of the rank that has most, layers before it. Of both
-        kinds those that can be quickest."""
+        """Returns for every schedule whether its backward is split, the layers of its fullest rank and those before it.
+        Of both kinds only those that can be quickest are returned."""
         found = set()
         for schedule, virtual_stages in self.space.pipelines(pp):
             for turn in self.of(schedule, pp, virtual_stages).values():
@@ -59,11 +59,11 @@ class Turns:
 
     @remembered
     def fewest(self, pp: int) -> int:
-        """Layers of the rank that has most, where that is the least."""
+        """Returns the layers of the fullest rank, under the schedule that gives it the fewest."""
         return min(own for _, own, _ in self.largest(pp))
 
     def repeated(self, layers: tuple[int, ...], mode: str) -> int:
-        """How many of these layers are computed again."""
+        """Returns how many of these layers are computed again."""
         return len(self._again(mode).intersection(layers))
 
     @remembered

@@ -1,7 +1,7 @@
 """Single layouts of a space: the memory they need, whether they fit, what is predicted of them. Kept from question to
 question. No torch.
 
-Read next: memory.py, prediction.py.
+Read next: memory.py, predict.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ JUST_BELOW = 1 - 1e-12
 
 
 class Layouts:
-    """`stack`: of another framework; None: ours."""
+    """Single layouts with their memory and their prediction. `stack`: another framework's; None: ours."""
 
     def __init__(self, space: Space, stack: Stack | None, counts: Counts):
         self.space, self.stack, self.counts = space, stack, counts
@@ -36,8 +36,8 @@ class Layouts:
 
     @remembered
     def first_rank(self, plan: Plan) -> int:
-        """Bytes of the first rank of a pipeline: one is enough to know that a layout does not fit, and it is most often
-        the fullest."""
+        """Returns the bytes of the first rank of a pipeline: it is most often the fullest, and one is enough to know
+        that a layout does not fit."""
         model, job = self.space.model, self.space.job
         share = rank_shares(model, plan)[0]
         groups = groups_of(share, model, job.adapter)
@@ -49,7 +49,7 @@ class Layouts:
         return sum(predict_memory(self.space.model, plan, job.optimizer, job.adapter).values())
 
     def fits_on_host(self, plan: Plan) -> bool:
-        """What is offloaded must find room beside the devices."""
+        """Returns whether what is offloaded finds room in CPU memory."""
         if (plan.offload == "none" and not plan.activation_offload) or plan.device == "cpu":
             return True
         job = self.space.job
@@ -58,7 +58,7 @@ class Layouts:
 
     @remembered
     def seconds(self, plan: Plan) -> float:
-        """Of a step, by its parts' sum in another order: less than what is predicted by a rounding at most."""
+        """Returns the seconds of a step, summed in another order: below the prediction by no more than float error."""
         space, stack = self.space, self.stack or stack_of(plan)
         parts = step_seconds(space.model, space.cluster, space.job, plan, stack, apart=False)
         return sum(parts.values()) * JUST_BELOW

@@ -1,5 +1,5 @@
-"""What the winner is not: for every value that an axis could have had, the best layout with it and what it costs. No
-torch.
+"""The alternatives to the winner: for every value that an axis could have had, the best layout with it and what that
+costs. No torch.
 
 Degrees (tp, cp, pp, ep) are reported with everything else chosen anew. What a layout does with given degrees (ZeRO
 stage, schedule, micro-batch, recomputation, offloading) is reported for the winner's degrees. All of them on as many
@@ -92,7 +92,7 @@ def _only(axis: str, value: object, winner: Candidate) -> Accept:
 
 
 def why_slower(cluster: ClusterSpec, other: Candidate, winner: Candidate) -> str:
-    """By how much, and the parts of a step that grew most; of messages, the link that they use now."""
+    """Returns by how much a step is slower and which parts grew most, with the links that their collectives now use."""
     step, base = other.prediction.step, winner.prediction.step
     ratio = other.prediction.step_s / winner.prediction.step_s
     more = {name: step.get(name, 0.0) - base.get(name, 0.0) for name in {*step, *base}}
@@ -102,7 +102,7 @@ def why_slower(cluster: ClusterSpec, other: Candidate, winner: Candidate) -> str
 
 
 def _over(cluster: ClusterSpec, part: str, other: Candidate, winner: Candidate) -> str:
-    """Where its messages leave the links that the winner's stay on."""
+    """Returns the links that a part's collectives use where the winner's stay on others; else an empty text."""
     axis = PARTS_OF_AXES.get(part)
     now, before = ({p.link.name for p in placement(cluster, c.plan) if p.name == axis} for c in (other, winner))
     return f" (over {', '.join(sorted(now))})" if now - before else ""

@@ -1,5 +1,5 @@
-"""What would make a job fit that does not: the one list of changes, which `plan` and `train` try before they tell them.
-No torch.
+"""What would make a job fit that does not: the one list of changes, which `plan` and `train` try before they report
+them. No torch.
 
     layout_changes      how the same training is laid out; the search has tried all of these itself
     more_ranks          as many times the ranks as there are devices for

@@ -1,4 +1,4 @@
-"""`search`: the layouts worth running, best first; `explore`: those and the rest of the story. No torch.
+"""`search`: the layouts worth running, best first; `explore`: those and what is reported beside them. No torch.
 
     search(model, cluster, job)  -> list of Candidate, fastest first
     explore(model, cluster, job) -> SearchResult: also what is best per number of GPUs, the Pareto set, what was
@@ -36,12 +36,12 @@ SEVERAL, FEWER = 64, 16
 inverse.py looks at all."""
 
 LEANER = (0.5,)
-"""Of the limit: the Pareto set also has the fastest layouts that leave so much memory free."""
+"""Shares of the memory limit: the Pareto set also has the fastest layouts that keep to these."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found, and the rest of the story."""
+    """What a search has found: the best layouts, what is reported beside them, and why others are not among them."""
 
     candidates: list[Candidate]  # fastest first: the best layout of each family (same degrees and ZeRO stage)
     limit: int  # bytes of memory that one device may use
@@ -51,9 +51,8 @@ class SearchResult:
     closest_miss: Candidate | None = None  # when nothing fits: what needs the least memory
     remedies: list[Remedy] = field(default_factory=list)  # when nothing fits: what would
     counts: Counts = field(default_factory=Counts)
-    engine: BestFirst | None = field(
-        default=None, repr=False, compare=False
-    )  # for further questions over the same layouts
+    # For further questions over the same layouts.
+    engine: BestFirst | None = field(default=None, repr=False, compare=False)
 
 
 def search(model: ModelSpec, cluster: ClusterSpec, job: Job, top: int = 5) -> list[Candidate]:
@@ -70,8 +69,8 @@ def explore(
     detail: bool | None = None,
     stack: Stack | None = None,
 ) -> SearchResult:
-    """Returns the fastest layouts and what there is to tell beside them. `detail`: also what is best per number of
-    GPUs, the Pareto set and the regions; by default if more than one layout is asked for."""
+    """Returns the fastest layouts and what is reported beside them. `detail`: also what is best per number of GPUs, the
+    Pareto set and the regions; by default if more than one layout is asked for."""
     began = time.perf_counter()
     engine = _engine(model, cluster, job, stack)
     candidates = engine.best(top)

@@ -75,24 +75,24 @@ class Space:
         self.fastest = replace(usual, stops_early=True)
 
     def among(self, key: str, values: Any) -> list[Any]:
-        """Returns those of the values that the constraints leave; what is asked for need not be among them."""
+        """Returns the values that the constraints leave: what is asked for, be it among them or not, else all."""
         return [self.fixed[key]] if key in self.fixed else list(values)
 
     # How many GPUs -------------------------------------------------------------------------------------------------
 
     @cached_property
     def gpu_counts(self) -> list[int]:
-        """Returns the numbers of GPUs that are tried, descending."""
+        """The numbers of GPUs that are tried, descending."""
         return [1] if self.speed.copies is True else gpu_counts(self.cluster, self._asked_ranks)
 
     @cached_property
     def finer_counts(self) -> list[int]:
-        """Returns the numbers of GPUs that are tried where their number is the question, ascending."""
+        """The numbers of GPUs that are tried where their number is the question, ascending."""
         return [1] if self.speed.copies is True else finer_gpu_counts(self.cluster, self._asked_ranks)
 
     @property
     def _asked_ranks(self) -> int:
-        """Returns how many ranks the degrees make together that are fixed."""
+        """The number of ranks that the fixed degrees make together."""
         return math.prod(int(self.fixed.get(f"parallel.{axis}", 1)) for axis in ("dp", "tp", "cp", "pp"))
 
     # The grid ------------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ class Space:
 
     @cached_property
     def savings(self) -> list[Saving]:
-        """Returns what may be computed again or wait elsewhere, the plainest first: what another one never beats comes
-        before it."""
+        """What may be computed again or wait elsewhere, the plainest first: what another one never beats comes before
+        it."""
         on_gpus = self.device == "cuda"
         moved = ("optimizer",) if self.is_whole else ("optimizer", "all")
         places = ("none", *moved) if on_gpus and not OPTIMIZERS[self.job.optimizer].is_low_bit else ("none",)
@@ -298,7 +298,7 @@ class Space:
 
     @remembered
     def _kernels(self, schedule: str, ranks: int) -> dict[str, Any]:
-        """Returns how layers compute. `schedule`: of a pipeline, empty without one. `ranks`: that share a layer."""
+        """Returns the kernels of a plan. `schedule`: of a pipeline, empty without one. `ranks`: that share a layer."""
         found = kernels_of(self.speed, self.device, self.model, 2 if schedule else 1, schedule or "1f1b")
         return found | {"kernels": norms_of(found["kernels"], self.model, self.precision, ranks)}
 
@@ -322,7 +322,7 @@ class Space:
         return paces * len(self.states(grid)) * len(self.savings)
 
     def __iter__(self) -> Iterator[tuple[Grid, Pace, States, Saving]]:
-        """Yields all layouts. Only small spaces bear it."""
+        """Yields all layouts, which only small spaces bear."""
         return self.on(self.gpu_counts)
 
     def on(self, counts: Iterable[int]) -> Iterator[tuple[Grid, Pace, States, Saving]]:

@@ -34,16 +34,16 @@ class Sharings:
         self._shares: dict[tuple[int, int, bool], RankShare] = {}
 
     def of(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
-        """Without a pipeline as it is predicted. With one: of its layers alone, in equal parts; or, where layers
-        differ, of all ranks together. What is hidden behind computing is a convex function of sizes, so the mean over
-        ranks is no less. Nothing computes longer than where all is computed again."""
+        """Returns the least that sharing weights adds: without a pipeline what is predicted; with one, that of its
+        layers alone, in equal parts, or where they differ that of all ranks together. What computing hides is convex in
+        sizes, so the mean over ranks is no less. Nothing computes longer than where all is computed again."""
         pp, by_layer = grid.pp, grid.pp > 1 and self.works.are_alike
         rows = -(-self.space.job.global_batch // grid.dp)
         # Replicas of shards meet once more: not counted, so that all of them have one price.
         dp = grid.dp // states.replicate if states.zero and grid.ep == 1 else grid.dp
         replicas = grid.ep > 1 and states.replicate
         world = odd_world(self.space.cluster, grid.gpus)
-        # One rank keeps 16-bit copies, unless its states are elsewhere.
+        # One rank keeps low-precision weights, unless its states are elsewhere.
         alone = offload if grid.gpus == 1 else ""
         several, priced = (rows > size, pp > 1), self.works.alone(grid)
         key = (*grid[1:5], grid.ep, size, states.zero, dp, several, alone, replicas, world, priced)
@@ -59,14 +59,13 @@ class Sharings:
         return Sharing(each * -(-rows // size) / pp, 0.0, 0.0, once / pp + update)
 
     def update(self, grid: Grid, size: int, states: States, offload: str) -> float:
-        """Seconds of the optimizer on the mean rank."""
+        """Returns the seconds of the optimizer on the mean rank."""
         shards = grid.dp // states.replicate * grid.cp if states.zero else 1
         rows = -(-self.space.job.global_batch // grid.dp)
         count = -(-rows // size) if offload == "all" else 0
         spread = grid.ep > 1 and (grid.dp, grid.cp, states)
-        alone = (
-            (rows > size,) if grid.gpus == 1 else None
-        )  # gradients beside copies are wider where several are added up
+        # Gradients beside low-precision weights are wider where several are added up.
+        alone = (rows > size,) if grid.gpus == 1 else None
         key = (grid.tp, grid.ep, grid.pp, shards, spread, offload, count, alone, self.works.alone(grid))
         found = self._updates.get(key)
         if found is None:
@@ -76,7 +75,7 @@ class Sharings:
     def _sharing(
         self, grid: Grid, size: int, states: States, dp: int, by_layer: bool, network: Network, alone: str
     ) -> tuple[float, float, float]:
-        """Seconds per micro-batch, of these casts, and per step, on ranks that have all layers."""
+        """Returns the seconds per micro-batch, those of them for casts, and those per step, of all layers."""
         space, rows = self.space, -(-self.space.job.global_batch // grid.dp)
         plan = space.plan(
             grid._replace(pp=1, dp=dp),
@@ -102,7 +101,7 @@ class Sharings:
         return update + offload_seconds(mine, plan, space.cluster.per_node)
 
     def share(self, plan: Plan, layers_only: bool = False) -> RankShare:
-        """Of a rank that has all layers."""
+        """Returns the share of a rank that has all layers."""
         key = (plan.tp, plan.ep, layers_only)
         if key not in self._shares:
             share = rank_shares(self.space.model, plan)[0]

@@ -28,11 +28,11 @@ from shardwise.spec.schedules import splits_backward
 
 Way = tuple[float, int, bool]
 """Seconds of a rank and of those before it; layers times micro-batches of that rank; whether it is the last, which has
-a head to hide messages behind."""
+a head to hide collectives behind."""
 
 
 class Course(NamedTuple):
-    """Seconds of a step before anything is counted for its weights."""
+    """The seconds of a step at least, before anything is counted for its weights."""
 
     slower: float  # factor on the whole
     mean: float  # the mean rank computes
@@ -61,7 +61,7 @@ def _course(
 
 
 class TimeBounds:
-    """`stack`: of another framework; None: ours."""
+    """The lower bounds of step time in seconds, by region. `stack`: another framework's; None: ours."""
 
     def __init__(self, space: Space, stack: Stack | None):
         self.space, self.stack = space, stack
@@ -76,16 +76,16 @@ class TimeBounds:
     # Of regions ----------------------------------------------------------------------------------------------------
 
     def of_grid(self, grid: Grid) -> float:
-        """Whatever the size of a micro-batch."""
+        """Returns the lower bound of the seconds of a step with these degrees."""
         return min(self.of_size(grid, size) for size in self.space.sizes(grid))
 
     def of_size(self, grid: Grid, size: int) -> float:
-        """Of a micro-batch's size, whatever the schedule: no rank of a pipeline has less than the mean of the work."""
+        """Returns the same with this size of micro-batch: no rank of a pipeline has less than the mean of the work."""
         count, work = self._count(grid, size), self.works.of(grid, size, "none")
         return self.slower(grid.gpus) * max(work.total * count / grid.pp, work.path)
 
     def _count(self, grid: Grid, size: int) -> int:
-        """Micro-batches of a step."""
+        """Returns the number of micro-batches of a step."""
         return -(-self.batch // (grid.dp * size))
 
     def of_states(self, grid: Grid, size: int, states: States, offload: str) -> Sharing:
@@ -96,7 +96,7 @@ class TimeBounds:
 
     @remembered
     def course(self, grid: Grid, size: int, mode: str) -> Course:
-        """Whatever the schedule."""
+        """Returns the least course of a step under any schedule."""
         count, work, slower = self._count(grid, size), self.works.of(grid, size, mode), self.slower(grid.gpus)
         if grid.pp == 1:
             return Course(slower, work.total * count, 0.0, (), min, 0.0)
@@ -111,8 +111,8 @@ class TimeBounds:
 
     @remembered
     def courses(self, grid: Grid, size: int, mode: str) -> dict[Pace, Course]:
-        """By schedule. A rank's first forward comes after those of the ranks before it, which have their whole backward
-        still to do after its last, unless they split it."""
+        """Returns the course of a step by schedule. A rank's first forward comes after those of the ranks before it,
+        which have their whole backward still to do after its last, unless they split it."""
         pipelines = self.space.pipelines(grid.pp)
         if grid.pp == 1:
             return {Pace(size, *pipelines[0]): self.course(grid, size, mode)}
@@ -134,19 +134,18 @@ class TimeBounds:
         return _course(self.slower(grid.gpus), work.total * count / grid.pp, path, ways, max)
 
     def _link(self, grid: Grid, size: int, mode: str) -> float:
-        """Seconds that the slowest link between stages takes for one message: those of one direction wait for each
-        other."""
+        """Returns the seconds of one send over the slowest link between stages; sends of one direction wait in turn."""
         return transfers(self.works.times(grid, size, mode), grid.gpus, grid.pp)[1]
 
     def paging(self, grid: Grid, size: int, saving: Saving) -> float:
-        """Seconds per step that activations take longer to CPU memory and back than computing does; pipelines aside."""
+        """Returns the seconds per step that paging activations takes longer than computing; 0 in a pipeline."""
         if not saving.activation_offload or grid.pp > 1:
             return 0.0
         return self.slower(grid.gpus) * self._paged(grid, size, saving.recompute) * (-(-self.batch // grid.dp) // size)
 
     @remembered
     def _paged(self, grid: Grid, size: int, mode: str) -> float:
-        """Seconds of one micro-batch."""
+        """Returns the seconds that one micro-batch's activations are on their way longer than it is computed."""
         times, work = self.works.times(grid, size, mode), self.works.of(grid, size, mode)
         plan = replace(times.plan, recompute=mode)
         return paging_seconds(self.sharings.share(plan), [work.whole], self.space.cluster, plan, times)

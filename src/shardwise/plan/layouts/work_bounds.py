@@ -25,7 +25,7 @@ FASTEST, SPLIT, SLOWEST = "fastest", "split", "slowest"
 
 
 class Work(NamedTuple):
-    """Seconds of one micro-batch, by the prices of a step."""
+    """The seconds of one micro-batch through the model, by the prices of a step."""
 
     whole: StageTime  # all layers and both ends, as one stage
     layers: StageTime  # all layers without the ends
@@ -41,12 +41,12 @@ class Work(NamedTuple):
 
     @property
     def path(self) -> float:
-        """All but the gradients of the weights: what one micro-batch cannot do side by side."""
+        """The seconds of all but the weights' gradients, which one micro-batch cannot spend side by side."""
         return self.whole.forward + self.whole.inputs
 
 
 class Works:
-    """`stack`: of another framework; None: ours, with the tricks that a layout bears."""
+    """The least seconds of micro-batches. `stack`: another framework's; None: ours, with all that a layout bears."""
 
     def __init__(self, space: Space, stack: Stack | None):
         self.space, self.stack = space, stack
@@ -54,7 +54,7 @@ class Works:
         self._times: dict[tuple[object, ...], LayerTimes] = {}
 
     def of(self, grid: Grid, size: int, mode: str, kernels: str = FASTEST, shared: bool = False) -> Work:
-        """`shared`: the host also starts what gathers parameters."""
+        """Returns the seconds of one micro-batch. `shared`: the host also starts what gathers parameters."""
         key = (*grid[1:5], grid.ep, size, mode, self.alone(grid), kernels, shared)
         found = self._works.get(key)
         if found is None:
@@ -62,8 +62,8 @@ class Works:
         return found
 
     def alone(self, grid: Grid) -> tuple[bool, int]:
-        """What else a layer's price depends on: one rank may keep low-precision weights, and fewer ranks on a CPU have
-        more threads each."""
+        """Returns what else a layer's price depends on: one rank may keep low-precision weights, and fewer ranks on a
+        CPU have more threads each."""
         return grid.gpus == 1, self.space.threads(grid.gpus)
 
     def stack_for(self, kernels: str = FASTEST) -> Stack:
@@ -106,7 +106,7 @@ class Works:
 
     @cached_property
     def are_alike(self) -> bool:
-        """All layers, and all of their parameters are trained."""
+        """Whether all layers are of one kind and all of their parameters are trained."""
         kinds = {layer.kind for layer in self.space.model.layers}
         return len(kinds) == 1 and self.space.job.adapter.kind == "none"
 
@@ -127,7 +127,7 @@ class Works:
 
     @remembered
     def _kinds(self, mode: str) -> list[tuple[LayerSpec, bool, int]]:
-        """(a layer, whether it is computed again, how many are like it)"""
+        """Returns for each kind of layer one of them, whether it is computed again, and how many are like it."""
         layers = self.space.model.layers
         again = {index for part in segments(mode, range(len(layers))) for index in part}
         counted: dict[object, list[LayerSpec]] = {}

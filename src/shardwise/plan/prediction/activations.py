@@ -2,13 +2,13 @@
 
 Elements per token, with fused attention; what each mode of recomputation keeps of them is `kept_activations`. A norm
 keeps its input, the normalised values and its output; a projection keeps its input (the norm's output, already
-counted); attention keeps q, k, v, its output and one number per head. A compiled block keeps what its partitioner does
-not make again in backward: inputs of products, what attention wants, and where norms and sums begin. Tests compare the
+counted); attention keeps q, k, v, its output and one element per head. A compiled block keeps what its partitioner does
+not make again in backward: inputs of matmuls, what attention wants, and where norms and sums begin. Tests compare the
 count with what torch really saves, family by family, plain and compiled.
 
-Fused matmuls (`Stack.side_by_side`) keep two things more. v is a view of its product, so all of that stays beside the
-rotated q and k. The weights are put side by side anew in every pass, and backward needs that copy: it does not grow
-with tokens, so it is divided by them.
+Fused matmuls (`Stack.side_by_side`) keep two things more. v is a view of the matmul's result, so all of that stays
+beside the rotated q and k. The weights are put side by side anew in every pass, and backward needs that copy: it does
+not grow with tokens, so it is divided by them.
 
 With tensor parallelism `spec` is one rank's slice of the model (rank_share.py): what a region computes shrinks with it.
 What lies outside of regions (the norms' inputs and normalised values) shrinks only with sequence parallelism, by
@@ -34,7 +34,7 @@ CUDA_TIMES = 8  # so many times larger are the chunks of a fused loss on a GPU, 
 
 
 class TokenShare(NamedTuple):
-    """What a rank has of a micro-batch's tokens while it computes its layers."""
+    """The part of a micro-batch's tokens that a rank has while it computes its layers."""
 
     seq_len: int  # keys whose scores are kept where no fused kernel does without; a ring computes them again: 0
     token_parts: int = 1  # ranks that share the tokens outside of tensor-parallel regions
@@ -135,9 +135,9 @@ def _layer(spec: ModelSpec, kind: FeedForwardKind, ffn: int, share: TokenShare, 
 
 
 def _made_again(spec: ModelSpec, kind: FeedForwardKind, ffn: int, token_parts: int, stack: Stack) -> int:
-    """Inputs of matmuls that a compiled block keeps in 16 bits and not in eight: quantizing is cheap, so backward goes
-    back to what they are made from. An operation of our own makes its result once, which is kept as quantized. What is
-    gathered for a region is not made again."""
+    """Returns the elements per token of matmuls' inputs that a compiled block keeps in 16 bits and not in eight:
+    quantizing is cheap, so backward goes back to what they are made from. An operation of our own makes its result
+    once, which is kept as quantized. What is gathered for a region is not made again."""
 
     def narrow(outputs: int, inputs: int) -> bool:
         return gains(outputs, inputs, stack.fp8_least)
@@ -180,7 +180,7 @@ def _fused_weights(spec: ModelSpec, kind: FeedForwardKind, ffn: int, stack: Stac
 
 
 def _is_one(spec: ModelSpec, stack: Stack) -> bool:
-    """Returns whether activation and product of fused gate and up are an operation of our own (kernels/gated.py)."""
+    """Returns whether activation and gating of fused gate and up are one operation of our own (kernels/gated.py)."""
     return "gate up" in stack.side_by_side and spec.activation == "silu"
 
 
@@ -201,7 +201,7 @@ def _selected(spec: ModelSpec, kind: FeedForwardKind, ffn: int, share: TokenShar
 
 @dataclass(frozen=True)
 class Kept:
-    """What a stage keeps for backward, in elements per token."""
+    """The activations that a stage keeps for backward, in elements per token."""
 
     between: int  # what a stage's forward leaves for its backward
     repeated: int  # on top of it at most, what backward has of the blocks that it computes again together
@@ -211,12 +211,12 @@ class Kept:
 def kept_activations(
     spec: ModelSpec, layers: Sequence[LayerSpec], mode: str, share: TokenShare, stack: Stack = OURS
 ) -> Kept:
-    """Returns what one stage's layers keep by mode of recomputation. Backward goes from the last layer to the first:
-    when it computes a block again, the ones after it are gone."""
+    """Returns the elements per token that one stage's layers keep, by mode of recomputation. Backward goes from the
+    last layer to the first: when it computes a block again, the ones after it are gone."""
     known: dict[object, int] = {}
 
     def full(part: Sequence[LayerSpec]) -> int:
-        """Returns what these layers keep; parts that are alike are counted once."""
+        """Returns the elements per token that these layers keep; parts that are alike are counted once."""
         kinds = tuple(layer.kind for layer in part)
         if kinds not in known:
             known[kinds] = layer_activations(spec, part, share, stack)

@@ -19,7 +19,7 @@ PAIR, PAIR_BYTES, ROW_BYTES = 128, 66, 8
 
 @dataclass(frozen=True)
 class HeldParameters:
-    """What a rank holds of one block, or of one end of the model."""
+    """The parameters that a rank holds of one block, or of one end of the model."""
 
     trained: int  # elements with a gradient and optimizer state
     frozen: int  # elements without
@@ -40,8 +40,8 @@ class HeldParameters:
 
 
 def held_by(share: RankShare, whole: ModelSpec, adapter: AdapterConfig) -> list[HeldParameters]:
-    """Returns what a rank holds of the embedding, of every layer and of the head. `whole`: the model that the share is
-    a slice of."""
+    """Returns the parameters that a rank holds of the embedding, of every layer and of the head. `whole`: the model
+    that the share is a slice of."""
     sizes = [share.embedding, *share.layer_parameters, share.head]
     if adapter.kind == "none":
         return [HeldParameters(size, 0) for size in sizes]
@@ -60,7 +60,7 @@ def held_by(share: RankShare, whole: ModelSpec, adapter: AdapterConfig) -> list[
 
 
 def apart_by(whole: ModelSpec, adapter: AdapterConfig) -> tuple[str, ...]:
-    """Products that cannot be joined: some of their layers have adapters, or all are in four bits."""
+    """Returns the matmuls that cannot be fused: some of their layers have adapters, or all are in four bits."""
     parts = {"qkv": {"q", "k", "v"}, "gate up": {"gate", "up"}}
     if adapter.kind == "none" or not whole.is_ours:
         return ()

@@ -3,8 +3,8 @@ and receive. No torch.
 
 A group is `size` ranks, `stride` apart. Ranks of one domain talk over the fast link; between domains each has its
 network card, so a group with g members in every domain has g cards to itself. A ring takes a step per rank and is as
-fast as its slowest hop; a tree takes few steps and is chosen where messages are small. Checked against NCCL's times on
-2 to 8 A100 (calib_nccl_allreduce_vtrain.csv) in tests/plan/test_collectives.py.
+fast as its slowest hop; a tree takes few steps and is chosen where little is sent. Checked against NCCL's times on 2 to
+8 A100 (vTrain's measurements) in tests/plan/test_collectives.py.
 
 Ranks are numbered with tp innermost, then context, shards, replicas, and the pipeline outermost (parallel/mesh.py), so
 neighbours share the fastest links. A group whose length does not divide a domain straddles a border somewhere, and then
@@ -31,7 +31,7 @@ class Path(NamedTuple):
 
     rate: float  # bytes per second and rank, into and out of it
     alpha: float  # seconds per step
-    half: float  # bytes of a message that are lost to starting it
+    half: float  # bytes that could be sent in the time that starting takes
     domains: int  # fast-link domains that the group touches
     inside: int  # members per domain
     summing: float  # of an all-reduce over a gather: switches that add
@@ -130,7 +130,7 @@ def odd_world(cluster: ClusterSpec, world: int) -> int:
 
 @lru_cache(64)
 def network_of(cluster: ClusterSpec, world: int) -> Network:
-    """Returns one network for all layouts, because it remembers paths. `world`: as `odd_world` has it."""
+    """Returns one network for all layouts, because it remembers paths. `world`: the result of `odd_world`."""
     return Network(cluster, world)
 
 

@@ -28,8 +28,8 @@ def binding_link(plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> tu
 
 
 def mfu(spec: ModelSpec, job: Job, plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> float:
-    """Returns useful model arithmetic over the peak in the format that the matmuls run in; what is computed again does
-    not count."""
+    """Returns the share of the peak that useful model FLOPs reach, in the format that the matmuls run in; what is
+    computed again does not count."""
     work, flops = spec.flops_per_token(job.seq_len) * job.tokens_per_step, cluster.device.flops
     devices = plan.world * (plan.threads_per_rank if cluster.device.kind == "cpu" else 1)  # a core is a device
     return work / (prediction.step_s * devices * flops.get(PRECISIONS[plan.precision].matmul, max(flops.values())))
@@ -37,7 +37,7 @@ def mfu(spec: ModelSpec, job: Job, plan: Plan, prediction: Prediction, cluster: 
 
 @dataclass(frozen=True)
 class Whole:
-    """A training from the first token to the last. Boards only: no hosts, no cooling."""
+    """The time, cost and energy of a training from its first token to its last. Boards only: no hosts, no cooling."""
 
     seconds: float
     gpu_hours: float
@@ -46,12 +46,12 @@ class Whole:
 
     @property
     def days(self) -> float:
-        """Its length in days."""
+        """The length of the training in days."""
         return self.seconds / DAY
 
 
 def whole_training(job: Job, plan: Plan, prediction: Prediction, cluster: ClusterSpec) -> Whole | None:
-    """Returns what a training of all tokens takes; None where the job has no number of tokens."""
+    """Returns the time, cost and energy of a training; None where the job has no number of tokens."""
     if job.tokens is None:
         return None
     steps = -(-job.tokens // job.tokens_per_step)

@@ -27,7 +27,7 @@ from shardwise.spec.precisions import PRECISIONS
 
 @dataclass(frozen=True)
 class Generation:
-    """What data sheets do not say of a generation of GPUs. The figures and where they are from: calibration.toml."""
+    """A generation of GPUs in figures that data sheets do not have; calibration.toml says where they are from."""
 
     sustained: float  # of the achievable rate, by large matmuls in a step that keeps the card busy
     tiles: tuple[tuple[int, int, float], ...]  # rows, columns, rate of that tile
@@ -174,8 +174,8 @@ class Pricer:
 
 def power_share(device: Device) -> float:
     """Returns the share of its clocks that a card keeps which is capped below its data sheet. Power grows faster than
-    the clock: an A100-PCIe with 300 W reaches 0.93 of what the one with 400 W does (calib_mamf_stas.csv), which is the
-    fourth root."""
+    the clock: an A100-PCIe with 300 W reaches 0.93 of what the one with 400 W does (Stas Bekman's maximum achievable
+    matmul FLOPS), which is the fourth root."""
     usual = known_devices().get(device.name, {}).get("watts", 0.0)
     return min(1.0, device.watts / usual) ** POWER if usual and device.watts else 1.0
 

@@ -29,7 +29,7 @@ COLLECTIVE_LAUNCHES = measured("collective_launches")
 
 
 class LayerTime(NamedTuple):
-    """Seconds of one layer, or of several, and one micro-batch."""
+    """The seconds of one layer, or of several, and one micro-batch."""
 
     forward: float = 0.0
     inputs: float = 0.0
@@ -46,17 +46,17 @@ class LayerTime(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Seconds of all gradients."""
+        """The seconds of all gradients."""
         return self.inputs + self.weights
 
     @property
     def device_forward(self) -> float:
-        """Seconds that a forward pass takes where the device never waits for the host."""
+        """The seconds that a forward pass takes where the device never waits for the host."""
         return self.forward + (self.tensor_forward + self.context_forward + self.expert_forward)
 
     @property
     def device_backward(self) -> float:
-        """Seconds that a backward pass takes where the device never waits for the host."""
+        """The seconds that a backward pass takes where the device never waits for the host."""
         return self.backward + self.again + (self.tensor_backward + self.context_backward + self.expert_backward)
 
 
@@ -66,7 +66,7 @@ def add(times: Iterable[LayerTime]) -> LayerTime:
 
 
 class LayerTimes:
-    """Seconds of one layout's layers, remembered by kind of layer."""
+    """The seconds of one layout's layers, remembered by kind of layer."""
 
     def __init__(self, model: ModelSpec, network: Network, pricer: Pricer, job: Job, plan: Plan, stack: Stack):
         self.model, self.plan, self.stack, self.network, self.pricer = model, plan, stack, network, pricer
@@ -119,7 +119,7 @@ class LayerTimes:
     # One layer ----------------------------------------------------------------------------------------------------
 
     def _layer(self, layer: LayerSpec, again: bool) -> LayerTime:
-        """Returns what `layer` remembers."""
+        """Returns the seconds of one layer, which `layer` remembers."""
         price = self.pricer
         if layer.kind not in self._once:
             work = layer_work(self.model, layer, self.shape, self.stack)
@@ -202,7 +202,7 @@ class LayerTimes:
 
 
 def _adapted(adapter: AdapterConfig) -> tuple[int, ...]:
-    """Returns which of a plain layer's matmuls have adapters, by their number."""
+    """Returns the numbers of a plain layer's matmuls that have adapters."""
     names, targets = ("q", "k", "v", "o", "gate", "up", "down"), adapter.targets
     asked = names if "all-linear" in targets else {*targets, *(target.removesuffix("_proj") for target in targets)}
     return tuple(index for index, name in enumerate(names) if name in asked)

@@ -110,7 +110,7 @@ def beside_adapters(stack: Stack, groups: Groups) -> Stack:
 def _moments(
     share: RankShare, groups: Groups, plan: Plan, states: RankStates, activations: Activations, parts: dict[str, int]
 ) -> dict[str, int]:
-    """Returns bytes of gathered parameters, gradients, activations and temporaries by moment."""
+    """Returns the bytes of gathered parameters, gradients, activations and temporaries by moment."""
     gathered, complete, held = parts["gathered"], parts["gradients"], activations.held
     so_far = complete if states.accumulated else 0
     flight = share.in_flight(plan)
@@ -284,7 +284,7 @@ def held_bytes(between: int, tokens: int, precision: str, in_flight: int, virtua
 
 
 def kept_by_stages(share: RankShare, plan: Plan, stack: Stack) -> tuple[Kept, ...]:
-    """Returns what each of a rank's stages keeps of one micro-batch, in elements per token."""
+    """Returns the elements per token that each of a rank's stages keeps of one micro-batch."""
     kind = plan.cp_kind if plan.cp > 1 else ""
     tokens = TokenShare(
         seq_len=0 if kind == "ring" else plan.seq_len,

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.plan.prediction.activations import MAX_LOGITS_BYTES, fused_chunks, has_chunks
 from shardwise.plan.prediction.calibration import measured
-from shardwise.plan.prediction.stack import EXPERT_IMBALANCE, LOOK, ROUND, Passes, Stack
+from shardwise.plan.prediction.stack import EXPERT_IMBALANCE, LOOK, QUANTIZE, Passes, Stack
 from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, RankWork, Training
 from shardwise.spec.fp8 import FROZEN_WORTH, gains
 from shardwise.spec.layers import Weight
@@ -25,12 +25,12 @@ VIEWS = int(measured("views"))
 GATHERED = measured("gathered_rows")
 NF4_CHUNK, NF4_KERNELS, NF4_BYTES = 2**24, 10, 22.5
 """adapters/nf4.py: weights of a chunk, kernels for it, and bytes per weight: a code becomes an index of four bytes per
-pair, two elements of fp32 are looked up, multiplied by their block's magnitude in place, and rounded into the
+pair, two elements of fp32 are looked up, multiplied by their block's magnitude in place, and cast into the
 result."""
 
 
 def layer_work(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: Stack) -> Training:
-    """Returns what a rank computes for one layer. `spec` is the whole model; slices are taken here."""
+    """Returns the operations of a rank for one layer. `spec` is the whole model; slices are taken here."""
     attention = _matmuls(spec.attention_weights, spec.attention.fused, shape, stack)
     if layer.is_moe:
         ffn = _expert_matmuls(spec, shape)
@@ -79,8 +79,8 @@ def num_tensors(spec: ModelSpec, layer: LayerSpec) -> int:
 
 
 def embedding_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
-    """Returns what a rank computes for a lookup; backward sorts tokens and adds their rows to a gradient as large as
-    the table."""
+    """Returns the operations of a rank for a lookup; backward sorts tokens and adds their rows to a gradient as large
+    as the table."""
     x = float(shape.outside * spec.hidden * shape.size)
     forward, backward = stack.embedding_passes(x, -(-spec.vocab // shape.tp) * spec.hidden)
     if shape.trains != "all":
@@ -89,7 +89,7 @@ def embedding_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
 
 
 def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
-    """Returns what a rank computes for the last norm, the logits and the loss."""
+    """Returns the operations of a rank for the last norm, the logits and the loss."""
     vocab = stack.padded_vocab(spec.vocab, shape.tp)
     matmul = Matmul(shape.here, vocab, spec.hidden, exact=not (shape.eight_bit and stack.fp8_head))
     logits = shape.here * vocab
@@ -116,7 +116,7 @@ def head_work(spec: ModelSpec, shape: RankShape, stack: Stack) -> Training:
 
 
 def _matmuls(weights: Sequence[Weight], fused: Collection[str], shape: RankShape, stack: Stack) -> tuple[Matmul, ...]:
-    """Returns one for each linear layer, or one for all that are `fused`. Layers that are whole on every rank
+    """Returns one matmul for each linear layer, or one for all that are `fused`. Layers that are whole on every rank
     (projections down to latents) multiply the tokens that are its own."""
     found, side_by_side = [], 0
     for weight in weights:
@@ -174,10 +174,10 @@ def _score_matmuls(core: AttentionCore, backward: bool = False) -> tuple[Matmul,
 def _adapters(
     parts: Iterable[tuple[tuple[Matmul, ...], bool]], shape: RankShape, stack: Stack
 ) -> tuple[RankWork, RankWork, RankWork]:
-    """Returns what adapters add to forward, inputs and weights: y + (s x A) B beside each adapted matmul, that is two
-    narrow matmuls, a narrow scaling, a sum. In our compiled blocks, without tensor parallelism, layers that multiply
-    the same input have one A, and the matmul with B is a part of the sum's pass. `parts`: matmuls of attention and of
-    the rest, and whether all but the last multiply the same input."""
+    """Returns the operations that adapters add to forward, inputs and weights: y + (s x A) B beside each adapted
+    matmul, that is two narrow matmuls, a narrow scaling, a sum. In our compiled blocks, without tensor parallelism,
+    layers that multiply the same input have one A, and the matmul with B is a part of the sum's pass. `parts`: matmuls
+    of attention and of the rest, and whether all but the last multiply the same input."""
     ours = stack.measured and shape.tp == 1
     at_once = ours and shape.size == 2 and adds_in_one_kernel(shape.rank)
     found, groups = [RankWork(), RankWork(), RankWork()], []
@@ -224,7 +224,7 @@ def _cheap_passes(spec: ModelSpec, layer: LayerSpec, shape: RankShape, stack: St
 
 
 def _expert_activation(spec: ModelSpec, shape: RankShape, stack: Stack) -> tuple[Passes, Passes]:
-    """Returns the passes of the activation and beside it: tokens' copies are sorted by expert, and put back with their
+    """Returns the passes of the activation and beside it: tokens' rows are sorted by expert, and put back with their
     weights; the router's softmax."""
     routed_tokens = shape.here * spec.experts_per_token / (shape.tp if shape.ep > 1 else 1)
     slices = shape.tp if shape.ep == 1 else 1
@@ -247,7 +247,7 @@ def _head_casts(matmul: Matmul, shape: RankShape, stack: Stack) -> tuple[Passes,
         return (), (), ()
     chunks = fused_chunks(matmul.m * matmul.n, shape.size, "cuda")
     x, w, g = (float(n) for n in (matmul.m * matmul.k, matmul.k * matmul.n, matmul.m * matmul.n))
-    each = LOOK + ROUND
+    each = LOOK + QUANTIZE
     if shape.trains != "all":
         return (each * x,), (each * g,), ()
     transposed = each if stack.fp8_rows else 2.0  # one scale for all: the same bits, transposed

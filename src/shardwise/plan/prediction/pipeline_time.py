@@ -86,8 +86,8 @@ def pipeline_seconds(
 def least_pipeline_seconds(
     schedule: str, pp: int, virtual_stages: int, num_microbatches: int, prices: tuple[float, ...], transfer: float
 ) -> float:
-    """Returns at most `pipeline_seconds` of the same prices, in a fraction of the time: the longest that any rank takes
-    at least."""
+    """Returns a lower bound of `pipeline_seconds` in a fraction of the time: the most seconds that any rank takes at
+    least."""
     forward, backward, inputs = prices[::4], prices[1::4], prices[2::4]
     owners, is_split = stage_owners(schedule, pp, virtual_stages), splits_backward(schedule)
     busy = [0.0] * pp

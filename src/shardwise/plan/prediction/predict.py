@@ -58,12 +58,12 @@ def kind_of_job(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: floa
 
 @cache
 def table() -> dict[str, Any]:
-    """Returns intervals.toml: `step`, factors by kind of job, and `seen`, the range of everything that ran."""
+    """Returns intervals.toml: `step`, the factors by kind of job, and `seen`, the range of everything that ran."""
     return tomllib.loads(files("shardwise.plan.prediction").joinpath("intervals.toml").read_text(encoding="utf-8"))
 
 
 def interval(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: float) -> tuple[float, float]:
-    """Returns two factors on the predicted step between which 8 of 10 measured ones lie."""
+    """Returns two factors on the seconds of a predicted step between which 8 of 10 measured ones lie."""
     found = table()["step"][kind_of_job(model, cluster, plan, step_s)]
     return found["p10"], found["p90"]
 
@@ -81,7 +81,7 @@ def traits(model: ModelSpec, plan: Plan) -> list[str]:
         f"recompute {plan.recompute.partition('-')[0]}": plan.recompute != "none",
         f"offload {plan.offload} to {plan.offload_to}": plan.offload != "none",
         "activation offload": plan.activation_offload,
-        "compressed ZeRO messages": plan.quantize_weights != "none" or plan.quantize_gradients != "none",
+        "compressed ZeRO collectives": plan.quantize_weights != "none" or plan.quantize_gradients != "none",
         "experts": model.is_moe,
         model.attention.trait: bool(model.attention.trait),
         "sliding windows": model.sliding_window > 0,

@@ -20,8 +20,8 @@ from shardwise.spec.timeline import peak_in_flight
 
 @dataclass(frozen=True, eq=False)
 class RankShare:
-    """What a rank holds of the model, whatever the batch. Compared by identity: there is one of each, and results are
-    kept by it."""
+    """The part of the model that a rank holds, whatever the batch. Compared by identity: there is one of each, and
+    results are kept by it."""
 
     rank: int  # along the pipeline
     spec: ModelSpec  # the slice
@@ -44,12 +44,12 @@ class RankShare:
 
     @cached_property
     def spread_parameters(self) -> int:
-        """The number of parameters of all layers' routed experts: other ranks have the same ones than of the rest."""
+        """The number of parameters of all layers' routed experts, which are on other ranks than the rest."""
         return self.experts * sum(layer.is_moe for layer in self.layers)
 
     @cached_property
     def num_parameters(self) -> int:
-        """The number of parameters of its layers and ends."""
+        """The number of parameters of the rank's layers and ends."""
         return self.embedding + sum(self.layer_parameters) + self.head
 
     def in_flight(self, plan: Plan) -> int:
@@ -57,8 +57,8 @@ class RankShare:
         return stages_in_flight(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches, self.rank)
 
     def weights_waiting(self, plan: Plan) -> int:
-        """Returns how many of these it holds at most whose backward has run but for the weights' gradients. Nobody asks
-        where nothing is computed again for them."""
+        """Returns how many of these this rank holds at most whose backward has run but for the weights' gradients.
+        Nobody asks where nothing is computed again for them."""
         if plan.pp == 1 or plan.recomputes.is_none or not splits_backward(plan.schedule):
             return 0
         return most_held(plan.schedule, plan.pp, plan.virtual_stages, plan.num_microbatches)[1][self.rank]
@@ -147,9 +147,9 @@ WAITING = {"F": 0, "B": 0, "I": 1, "W": -1}
 def most_held(
     schedule: str, pp: int, virtual_stages: int, num_microbatches: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns what each rank's list of actions holds at most: activations, and those of them whose backward has run
-    but for the weights' gradients. With several stages per rank the groups that pass them are alike where pp divides
-    the micro-batches; only then some stand for all (a test counts)."""
+    """Returns two maxima for each rank from its list of actions: activations that it holds, and those of them whose
+    backward has run but for the weights' gradients. With several stages per rank the groups that pass them are alike
+    where pp divides the micro-batches; only then some stand for all (a test counts)."""
     if SCHEDULES[schedule].repeats(pp, virtual_stages, num_microbatches) and num_microbatches > ENOUGH * pp:
         num_microbatches = ENOUGH * pp + num_microbatches % pp
     lists = schedule_actions(schedule, pp, virtual_stages, num_microbatches)

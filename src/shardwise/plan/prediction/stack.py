@@ -28,7 +28,7 @@ Passes = tuple[float, ...]
 SHORT_ROW = measured("short_row")
 NORM = measured("norm_pass")
 CAST = measured("cast_pass")
-LOOK, ROUND, TRANSPOSE = measured("fp8_look"), measured("fp8_round"), measured("fp8_transpose")
+LOOK, QUANTIZE, TRANSPOSE = measured("fp8_look"), measured("fp8_quantize"), measured("fp8_transpose")
 EAGER_CAST = measured("fp8_eager_cast")
 LOSS_PASSES = int(measured("fused_loss_passes"))
 PLAIN_SOFTMAX = measured("plain_softmax")
@@ -36,7 +36,7 @@ EXPERT_IMBALANCE = measured("expert_imbalance")
 
 
 class StateTraffic(NamedTuple):
-    """How parameters and gradients travel between the ranks that share them."""
+    """The bytes of parameters and gradients between the ranks that share them, and whether computing hides them."""
 
     reduce_bytes: int  # per element of a gradient
     gather_bytes: int  # per element of a parameter
@@ -46,13 +46,13 @@ class StateTraffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Stack:
-    """Our runtime with the tricks of one plan."""
+    """Our runtime with the tricks of one plan, as far as they are priced."""
 
     attention: str = "sdpa"  # the kernel: sdpa (cuDNN's, as torch calls it) | flash4
     fused_matmuls: bool = False  # queries, keys and values are one matmul; gate and up another
     side_by_side: tuple[str, ...] = ()  # of `qkv`, `gate up`: fused, but weights lie apart and are copied in every pass
     compiled: bool = False  # elementwise chains are one kernel each
-    fused_activation: bool = False  # gate, activation and their product are one kernel; compiled, they are that anyway
+    fused_activation: bool = False  # activation and gating are one kernel; compiled, they are that anyway
     fused_loss: bool = False  # softmax, loss and its gradient are one kernel over the logits
     logits_again: bool = True  # large logits are computed in chunks, and again in backward (model/loss.py)
     stops_early: bool = True  # a layer that is computed again stops before its last matmul; compiled, it is one graph
@@ -82,7 +82,7 @@ class Stack:
 
     def score_passes(self, core: AttentionCore, size: int, capped: bool) -> tuple[Passes, Passes] | None:
         """Returns the passes over attention's scores, forward and backward; None: a fused kernel has none. `capped`:
-        softly, by model/attention.py: scaled, divided, tanh, multiplied, masked, softmax in fp32, rounded."""
+        softly, by model/attention.py: scaled, divided, tanh, multiplied, masked, softmax in fp32, cast back."""
         if not capped:
             return None
         elements = float(core.rows * core.heads * core.queries * core.keys)
@@ -107,7 +107,7 @@ class Stack:
 
     def rope_passes(self, rotated: float, size: int) -> Passes:
         """Returns the passes of rotating queries and keys: x1 cos - x2 sin, x2 cos + x1 sin, side by side: four
-        products and two sums of halves, one copy."""
+        multiplications and two additions of halves, one copy."""
         if self.compiled:
             return (2.0 * rotated,)
         return tuple(part * rotated / 2 for part in (1.0, 1.0, 1.5, 1.0, 1.0, 1.5, 2.0) for _ in range(2))
@@ -123,10 +123,10 @@ class Stack:
         return (2.0 * one, 3.0 * one), (3.0 * one, 3.0 * one, 3.0 * one)
 
     def cast_passes(self, parts: tuple[tuple[Matmul, ...], ...], shape: RankShape) -> tuple[Passes, Passes, Passes]:
-        """Returns what fp8 adds to forward, gradients of inputs and gradients of weights: both factors of each matmul
-        are quantized: their largest element is found, they are scaled and rounded. Our compiled blocks quantize what
-        several matmuls read once; elsewhere each matmul quantizes its own. Frozen weights were quantized before.
-        `parts`: matmuls of attention and of the rest, of which all but the last read the same input."""
+        """Returns the passes that fp8 adds to forward, gradients of inputs and gradients of weights: both factors of
+        each matmul are quantized: their largest element is found, they are scaled and cast. Our compiled blocks
+        quantize what several matmuls read once; elsewhere each matmul quantizes its own. Frozen weights were quantized
+        before. `parts`: matmuls of attention and of the rest, of which all but the last read the same input."""
         if not shape.eight_bit:
             return (), (), ()
         wide = [p for part in parts for p in part if p.in_eight]
@@ -137,8 +137,9 @@ class Stack:
             readers = [[p for p in some if p.in_eight] for *several, last in parts for some in (several, [last])]
             read = [float(some[0].m * some[0].k) for some in readers if some]
             if shape.trains == "lora":  # nothing is transposed
-                return tuple(ROUND * one for one in read), tuple(ROUND * one for one in g), ()
-            both, again = (*(ROUND * one for one in read), *((LOOK + ROUND) * one for one in w)), TRANSPOSE * ROUND
+                return tuple(QUANTIZE * one for one in read), tuple(QUANTIZE * one for one in g), ()
+            each, again = LOOK + QUANTIZE, TRANSPOSE * QUANTIZE
+            both = (*(QUANTIZE * one for one in read), *(each * one for one in w))
             transposed = tuple(again * a + (LOOK + again) * b for a, b in zip(g, w, strict=True))
             return both, transposed, tuple(again * one for one in read)
         if shape.trains == "lora":
@@ -165,7 +166,7 @@ class Stack:
 
     def loss_passes(self, logits: int, size: int, tp: int) -> tuple[Passes, Passes]:
         """Returns the passes over logits that the matmul wrote: widened to fp32, softmax, loss. Backward: the softmax's
-        gradient, rounded to the logits' format."""
+        gradient, cast to the logits' format."""
         if self.fused_loss:
             passes = (logits * 2.0 * size,) * LOSS_PASSES
             return passes[:1], passes[1:]
@@ -179,8 +180,8 @@ class Stack:
     # What is computed again, what travels, what waits -----------------------------------------------------------------
 
     def repeated(self, work: Training, again: bool, selective: bool) -> RankWork:
-        """Returns what backward computes of forward once more. `again`: the whole layer; `selective`: all but matmuls
-        and attention."""
+        """Returns the operations of forward that backward runs once more. `again`: the whole layer; `selective`: all
+        but matmuls and attention."""
         if not again:
             return work.cheap if selective else RankWork()
         if not self.stops_early:
@@ -199,8 +200,8 @@ class Stack:
         return forward, forward + again
 
     def traffic(self, plan: Plan, compute_bytes: int, weight_bytes: int) -> StateTraffic:
-        """Returns how weights and gradients travel. On a CPU, gloo's threads and those that compute have the same
-        cores: nothing is hidden."""
+        """Returns the bytes of weights and gradients between ranks. On a CPU, gloo's threads and those that compute
+        have the same cores: nothing is hidden."""
         hides = plan.device != "cpu"
         reduced = weight_bytes if plan.reduce_dtype == "auto" else FORMAT_BYTES[plan.reduce_dtype]
         return StateTraffic(reduced, compute_bytes, hides, hides)
@@ -236,8 +237,8 @@ class Stack:
         return None
 
     def reserved(self, parts: dict[str, int], spec: ModelSpec, plan: Plan, size: int) -> dict[str, int]:
-        """Returns a rank's memory by part, as it is reported. Ours reports what tensors hold. `size`: bytes of an
-        element."""
+        """Returns the bytes of a rank by part, as they are reported. Ours reports what tensors hold. `size`: bytes of
+        an element."""
         return parts
 
 

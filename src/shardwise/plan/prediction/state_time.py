@@ -44,7 +44,7 @@ copies."""
 
 
 class StateTime(NamedTuple):
-    """Seconds that a rank spends on its weights beside computing."""
+    """The seconds that a rank spends on its weights beside computing."""
 
     each_forward: float = 0.0  # exposed, per micro-batch
     each_backward: float = 0.0
@@ -57,8 +57,8 @@ class StateTime(NamedTuple):
 def state_time(
     share: RankShare, forward: float, backward: float, network: Network, times: LayerTimes, plan: Plan
 ) -> StateTime:
-    """Returns what gathering and summing add to a step. `forward`, `backward`: seconds of all layers of the rank and
-    one micro-batch; collectives can hide behind them."""
+    """Returns the seconds that gathering and summing add to a step. `forward`, `backward`: seconds of all layers of the
+    rank and one micro-batch; collectives can hide behind them."""
     held = groups_of(share, times.model, times.adapter).whole
     casts, pricer, dp = _casts(held, times, plan), times.pricer, plan.dp * plan.cp
     if dp == 1:
@@ -122,9 +122,9 @@ def _experts(network: Network, size: float, plan: Plan, groups: int) -> float:
 
 
 def _casts(held: HeldParameters, times: LayerTimes, plan: Plan) -> tuple[float, float, float]:
-    """Returns the seconds of FSDP2's copies, per forward, per backward, per step: parameters are rounded into a send
+    """Returns the seconds of FSDP2's copies, per forward, per backward, per step: parameters are cast into a send
     buffer and copied out of the receive buffer, gradients are widened into a buffer and added to what is there. Other
-    frameworks keep a 16-bit copy, which the optimizer writes, and so do we with `Plan.copies`: then several
+    frameworks keep 16-bit weights, which the optimizer writes, and so do we with `Plan.copies`: then several
     micro-batches are added up in fp32, and that is all."""
     weight, compute, several = WEIGHT_BYTES[plan.precision], COMPUTE_BYTES[plan.precision], plan.num_microbatches > 1
     pricer = times.pricer
@@ -133,14 +133,14 @@ def _casts(held: HeldParameters, times: LayerTimes, plan: Plan) -> tuple[float, 
     if not plan.uses_fsdp or not times.stack.casts_gathered:
         return 0.0, 0.0, 0.0
     elements = held.gathered_bytes(compute) / compute
-    rounding = pricer.pass_(elements / plan.state_shards * (weight + compute)) + pricer.pass_(elements * 2 * compute)
+    casting = pricer.pass_(elements / plan.state_shards * (weight + compute)) + pricer.pass_(elements * 2 * compute)
     widening = pricer.pass_(held.trained * (compute + weight) * CAST)
     widening += pricer.pass_(held.trained / plan.state_shards * 3 * weight)
     if plan.stage.drops_parameters:
-        return rounding, rounding + widening, 0.0
+        return casting, casting + widening, 0.0
     if plan.stage.reduces_every_microbatch:
-        return 0.0, widening, rounding
-    return 0.0, pricer.pass_(held.trained * 3 * compute) if several else 0.0, rounding + widening
+        return 0.0, widening, casting
+    return 0.0, pricer.pass_(held.trained * 3 * compute) if several else 0.0, casting + widening
 
 
 def optimizer_passes(elements: float, plan: Plan, optimizer: str, stack: Stack) -> tuple[float, float]:
@@ -166,14 +166,14 @@ def optimizer_seconds(elements: float, times: LayerTimes, plan: Plan, optimizer:
 
 
 def host_rate(cluster: ClusterSpec) -> float:
-    """Returns bytes per second between one card and CPU memory while all cards of its node do the same."""
+    """Returns the bytes per second between one card and CPU memory while all cards of its node do the same."""
     return min(cluster.device.host, CPU_MEMORY / 2 / cluster.per_node)
 
 
 def offload_seconds(num_parameters: float, plan: Plan, per_node: int) -> float:
-    """Returns what offloading adds to a step of a rank with so many trained parameters (plan of the update: fp32 Adam).
-    `optimizer`: gradients down, parameters up. `all`: parameters up for forward and for backward, gradients down. A
-    disk: state read and written, with `all` the other two as well. On a CPU only a disk costs anything."""
+    """Returns the seconds that offloading adds to a step of a rank with so many trained parameters (updated by Adam in
+    fp32). `optimizer`: gradients down, parameters up. `all`: parameters up for forward and for backward, gradients
+    down. A disk: state read and written, with `all` the other two as well. On a CPU only a disk costs anything."""
     if plan.offload == "none":
         return 0.0
     if plan.offload_to == "nvme":

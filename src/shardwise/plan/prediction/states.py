@@ -7,8 +7,8 @@ the device. Bytes, no torch.
     2       16 P / N + P gathered           every micro-batch's gradients go to their owners at once
     3       16 P / N + two blocks gathered  a tied embedding stays gathered as well
 
-Gathered parameters are in the format of the computation; bf16 over fp32 weights needs that copy at stage 0 too. On one
-rank it may stay (`Plan.copies`): 6 P of weights, 8 P of moments, and gradients of 2 P, or 4 P where micro-batches add
+Gathered parameters are in the format of the computation; bf16 over fp32 weights needs them at stage 0 too. On one rank
+they may stay (`Plan.copies`): 6 P of weights, 8 P of moments, and gradients of 2 P, or 4 P where micro-batches add
 up. What is frozen beside adapters is kept in that format at once, and has neither gradients nor states. Invariant:
 where the device is a CPU, nothing leaves its memory but what goes to a disk. Read next: lifetimes.py.
 """
@@ -43,7 +43,7 @@ LOW_BIT_BYTES = 1 + 4 / 256
 
 
 class RankStates(NamedTuple):
-    """Bytes that a rank holds of weights, gradients and optimizer state."""
+    """The bytes that a rank holds of weights, gradients and optimizer state."""
 
     weights: int
     gathered: int
@@ -57,7 +57,7 @@ class RankStates(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """What each of a rank's blocks holds, and all of them together."""
+    """The parameters that each of a rank's blocks holds, and all of them together."""
 
     blocks: list[HeldParameters]  # the embedding, every layer, the head
     whole: HeldParameters
@@ -67,22 +67,22 @@ class Groups:
 
 @lru_cache(4096)
 def groups_of(share: RankShare, whole: ModelSpec, adapter: AdapterConfig) -> Groups:
-    """Returns what the share's blocks hold, in elements. `whole`: the model that the share is a slice of."""
+    """Returns the parameters that the share's blocks hold. `whole`: the model that the share is a slice of."""
     blocks = held_by(share, whole, adapter)
     together = sum(blocks, HeldParameters(0, 0))
     return Groups(blocks, together, max(block.trained for block in blocks), apart_by(whole, adapter))
 
 
 def state_bytes(optimizer: str, precision: str) -> float:
-    """Returns bytes of optimizer state per parameter. With adamw8bit, small tensors and odd ones keep four times as
+    """Returns the bytes of optimizer state per parameter. With adamw8bit, small and odd tensors keep four times as
     much."""
     size = LOW_BIT_BYTES if OPTIMIZERS[optimizer].is_low_bit else STATE_BYTES[precision]
     return OPTIMIZERS[optimizer].num_states * size
 
 
 def gradient_bytes(plan: Plan) -> int:
-    """Returns bytes per element of a gradient when the update reads it: beside low-precision weights it is as wide as
-    these until several have to be added up."""
+    """Returns the bytes per element of a gradient when the update reads it: beside low-precision weights it is as wide
+    as these until several have to be added up."""
     is_narrow = plan.copies and plan.num_microbatches == 1
     return (COMPUTE_BYTES if is_narrow else WEIGHT_BYTES)[plan.precision]
 
@@ -146,7 +146,7 @@ Parts = dict[str, int]
 
 
 def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]:
-    """`parts`: bytes that a rank holds without offloading. Returns those of them that change, and what is elsewhere:
+    """Returns the parts of `parts`, a rank's bytes without offloading, that change, and the bytes that are elsewhere:
     `host` (CPU memory of a GPU's rank) and `disk`."""
     own, state = parts["weights"], parts["optimizer"]
     away, uses_disk = plan.device == "cuda", plan.offload_to == "nvme" and state > 0
@@ -175,7 +175,7 @@ def offloaded(parts: Parts, share: RankShare, plan: Plan) -> tuple[Parts, Parts]
 
 
 def _two_blocks(share: RankShare, all_bytes: int) -> int:
-    """Returns, of the bytes that all parameters of a rank take, the part of the two largest groups; a tied table is one
-    of them, and stays."""
+    """Returns the part of `all_bytes`, those of all parameters of a rank, that its two largest groups take; a tied
+    table is one of them, and stays."""
     groups = [*share.layer_parameters, share.embedding, share.head]
     return all_bytes * sum(sorted(groups)[-2:]) // max(1, share.num_parameters)

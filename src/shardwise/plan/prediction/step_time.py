@@ -45,7 +45,7 @@ def straggler_share(cluster: ClusterSpec, world: int) -> float:
 
 
 class StageTime(NamedTuple):
-    """Seconds of one micro-batch through one stage."""
+    """The seconds of one micro-batch through one stage."""
 
     layers: LayerTime
     forward: float
@@ -55,7 +55,7 @@ class StageTime(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Seconds of all gradients."""
+        """The seconds of all gradients."""
         return self.inputs + self.weights
 
 
@@ -68,7 +68,7 @@ def step_seconds(
     apart: bool = True,
     simulate: Simulate = pipeline_seconds,
 ) -> dict[str, float]:
-    """Returns seconds by part; their sum is the step. `apart`: tells waiting for sends between stages from waiting,
+    """Returns the seconds of a step by part. `apart`: separates waiting for sends between stages from other waiting,
     which takes as long again. `simulate`: how long the pipeline takes, from the prices of its stages."""
     times = layer_times(model, cluster, job, plan, stack or stack_of(plan))
     stages, shares = stage_times(model, plan, times), rank_shares(model, plan)
@@ -139,8 +139,8 @@ def _pricer(cluster: ClusterSpec, precision: str, stack: Stack, threads: int) ->
 
 
 def _odd_groups(cluster: ClusterSpec, plan: Plan) -> int:
-    """Returns `odd_world` for the sends inside of layers: only groups that fit into a domain and do not divide it
-    mind."""
+    """Returns `odd_world` for the sends inside of layers, where a group fits into a domain and does not divide it; else
+    0."""
     span, usual = cluster.tiers[0].span, usual_span(cluster.tiers[0])
     is_odd = any(n < span and span % n and usual % n for n in (plan.tp, plan.tp * plan.cp, plan.ep))
     return odd_world(cluster, plan.world) if is_odd else 0
@@ -183,7 +183,7 @@ def stage_time(layers: LayerTime) -> StageTime:
 def _state_times(
     shares: tuple[RankShare, ...], mine: list[list[StageTime]], cluster: ClusterSpec, plan: Plan, times: LayerTimes
 ) -> list[StateTime]:
-    """Returns one for each rank along the pipeline; ranks that hold and compute as much have one price."""
+    """Returns the `StateTime` of each rank along the pipeline; ranks that hold and compute as much have one price."""
     network = network_of(cluster, odd_world(cluster, plan.world))
     kinds = alike(shares) if times.adapter.kind == "none" else range(plan.pp)
     known: dict[tuple[int, float, float], StateTime] = {}
@@ -214,8 +214,8 @@ def _rank_parts(stages: Sequence[StageTime], state: StateTime, number: int) -> d
 def paging_seconds(
     share: RankShare, stages: Sequence[StageTime], cluster: ClusterSpec, plan: Plan, times: LayerTimes
 ) -> float:
-    """Returns what one micro-batch's activations take longer than computing: they go to CPU memory beside forward and
-    come back beside backward."""
+    """Returns the seconds that one micro-batch's activations take longer than computing: they go to CPU memory beside
+    forward and come back beside backward."""
     token_parts = plan.tp if plan.sequence else 1
     spec = as_saved(share.spec, "cuda")
     kept = float(layer_activations(spec, share.layers, TokenShare(0, token_parts)))
@@ -249,7 +249,7 @@ def _pipeline(
     apart: bool,
     simulate: Simulate,
 ) -> dict[str, float]:
-    """Returns what the schedule adds to the busiest rank's own time, in seconds: waiting, and of that what sends
+    """Returns the seconds that the schedule adds to the busiest rank's own time: waiting, and of that what sends
     between stages cost."""
     near, far = transfers(times, plan.world, plan.pp)
     # On average: where a domain holds several stages, some sends cross its border.

@@ -13,7 +13,7 @@ from shardwise.spec.model import ModelSpec
 
 
 class Matmul(NamedTuple):
-    """`groups` matrix products of (m x k) by (k x n). `adds`: its result is added to a sum in fp32."""
+    """A number of matmuls, `groups`, of (m x k) by (k x n). `adds`: the result is added to a sum in fp32."""
 
     m: int
     n: int
@@ -26,17 +26,17 @@ class Matmul(NamedTuple):
 
     @property
     def in_eight(self) -> bool:
-        """Whether fp8 has it in eight bits."""
+        """Whether fp8 computes it in eight bits."""
         return not (self.exact or self.small)
 
     @property
     def flops(self) -> float:
-        """FLOPs of all groups."""
+        """The FLOPs of all groups."""
         return 2.0 * self.m * self.n * self.k * self.groups
 
 
 class AttentionCore(NamedTuple):
-    """Causal attention of `queries` tokens per row, each over `context` keys on average of at most `keys`."""
+    """The causal attention of `queries` tokens per row, each over `context` keys on average of at most `keys`."""
 
     rows: int
     heads: int
@@ -50,13 +50,13 @@ class AttentionCore(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of forward. Backward has five matmuls for these two."""
+        """The FLOPs of forward. Backward has five matmuls for these two."""
         return 2.0 * self.rows * self.heads * self.queries * self.context * (self.width + self.value_width)
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """Operations that a rank runs one after another."""
+    """The operations that a rank runs one after another."""
 
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[AttentionCore, ...] = ()
@@ -82,7 +82,7 @@ NO_WORK = RankWork()
 
 @dataclass(frozen=True)
 class Training:
-    """What a rank computes to train one layer or one end of the model."""
+    """The operations of a rank that train one layer or one end of the model."""
 
     forward: RankWork
     inputs: RankWork = NO_WORK  # backward: gradients of what came in, and of what has no weights
@@ -115,7 +115,7 @@ class RankShape(NamedTuple):
 
     @property
     def outside(self) -> int:
-        """Tokens that norms and sums see: a share of them under sequence parallelism."""
+        """The number of tokens that norms and sums see: a share of them under sequence parallelism."""
         return max(1, self.here // self.tp) if self.sequence else self.here
 
 

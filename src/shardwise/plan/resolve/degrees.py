@@ -32,7 +32,7 @@ MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its m
 
 
 class Degrees(NamedTuple):
-    """The degrees of a run."""
+    """The degrees of a run, its stages per rank, and why it has so many replicas."""
 
     grid: Grid
     virtual_stages: int
@@ -50,8 +50,7 @@ def choose_degrees(asked: Asked, origins: Origins) -> Degrees:
 def check_constraints(
     spec: ModelSpec, cluster: ClusterSpec, constraints: Mapping[str, Any], global_batch: int, seq_len: int
 ) -> None:
-    """Refuses what a search is told to keep where no layout can have it. Axes that are not among the constraints are
-    the search's to choose."""
+    """Refuses constraints of a search that no layout meets. Axes that are not among them are the search's to choose."""
     devices = (Gpu(cluster.device.name, cluster.device.memory, cluster.device.capability),) * cluster.world
     machine = Machine(cluster.world, cluster.host_share * cluster.world, devices, "")
     batch = {"train.global_batch": global_batch, "train.seq_len": seq_len}
@@ -310,7 +309,7 @@ def _check_split(asked: Asked) -> None:
 
 
 def _shorter_pipeline(asked: Asked, pp: int) -> Fix:
-    """Returns a change of pp. With a list of layers goes what was said about stages that are no longer there."""
+    """Returns a change of pp. With a list of layers go the settings of stages that are no longer there."""
     parallel = asked.config.parallel
     fix: Fix = {"parallel.pp": pp}
     if not isinstance(parallel.split, str):

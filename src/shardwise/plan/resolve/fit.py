@@ -61,8 +61,8 @@ def does_not_fit(asked: Asked, plan: Plan, limit: int, plan_of: PlanOf) -> UserE
 
 
 def _elsewhere(asked: Asked, plan: Plan) -> str:
-    """Returns what to do where nothing on this machine helps. Ranks on CPUs share its memory, so more of them need more
-    of it."""
+    """Returns in words what to do where nothing on this machine helps. Ranks on CPUs share its memory, so more of them
+    need more of it."""
     if plan.device == "cpu" and asked.config.memory.limit == "auto":
         here = format_bytes(asked.machine.memory_bytes)
         model = asked.config.model.path or asked.config.model.preset
@@ -73,7 +73,7 @@ def _elsewhere(asked: Asked, plan: Plan) -> str:
 
 
 def largest_part(spec: ModelSpec, plan: Plan) -> str:
-    """Names the part of the model with most parameters, on the rank that has it."""
+    """Returns in words the part of the model with most parameters, on the rank that has it."""
     parts: dict[str, int] = {}
     for share in rank_shares(spec, plan):
         for layer, size in zip(share.layers, share.layer_parameters, strict=True):

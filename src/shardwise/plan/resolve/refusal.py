@@ -28,7 +28,7 @@ MAX_FIXES = 2
 
 @dataclass(frozen=True)
 class Asked:
-    """What somebody wants to run, and on what. `nproc`: processes asked for with --nproc or started by torchrun.
+    """A config, a model and a machine to run it on. `nproc`: processes asked for with --nproc or started by torchrun.
     `measured`: this machine as a file has it; None: as the table of devices has it. `place`: its name in refusals."""
 
     config: Config
@@ -58,7 +58,7 @@ class Asked:
 
 
 class Refusal(Exception):
-    """A layout that cannot be, with changes that may help, best first."""
+    """A refused layout, with changes that may help, best first."""
 
     def __init__(self, what: str, *, why: str, keys: Sequence[str], fixes: Sequence[Fix]):
         super().__init__(what)

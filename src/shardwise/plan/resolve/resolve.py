@@ -1,7 +1,7 @@
 """From what the user asked for to a `Plan`: fills every `auto` and refuses what cannot work, before torch is imported.
 
 Two layouts of the same space (layouts/space.py), by the same prices, are weighed: the usual one, whose parts a user
-expects (usual.py), and the fastest that the search finds, as `shardwise plan` tells it. What the user has set is a
+expects (usual.py), and the fastest that the search finds, as `shardwise plan` reports it. What the user has set is a
 constraint for both. The usual one stays while it fits and the other is not clearly faster; on CPUs, where ranks share
 one memory and a prediction before anything was measured is no reason to leave it, while it fits. What was chosen and
 why goes into the config (config/filled.py).
@@ -71,8 +71,8 @@ def resolve(
     origins: Origins = MappingProxyType({}),
     measured: ClusterSpec | None = None,
 ) -> Resolved:
-    """Returns what will run. `num_sequences`: sequences in one pass over the training data, which `epochs` needs.
-    `origins`: for the errors. `measured`: this machine as somebody measured it."""
+    """Returns the plan that will run. `num_sequences`: sequences in one pass over the training data, which `epochs`
+    needs. `origins`: for the errors. `measured`: this machine as somebody measured it."""
     train = config.train
     if spec.positions == "learned" and train.seq_len > spec.max_seq_len:
         raise UserError(
@@ -121,7 +121,7 @@ def _no_room_on_host(asked: Asked, plan: Plan, origins: Origins) -> UserError:
 def _better(
     asked: Asked, usual: Plan, limit: int, fits: bool, origins: Origins, plan_with: Callable[[Plan], Plan]
 ) -> Better | None:
-    """Returns what the search proposes instead of the usual layout; None where that stays, or nothing is open.
+    """Returns the layout that the search proposes instead of the usual one; None where that stays, or nothing is open.
     `plan_with`: from a layout to the plan of a run."""
     open_keys = _open_keys(asked, origins)
     is_plain = usual.zero == 0 and (usual.recompute, usual.offload) == ("none", "none")
@@ -165,7 +165,7 @@ def _open_keys(asked: Asked, origins: Origins) -> set[str]:
 
 
 def _settings(plan: Plan, asked: Asked) -> dict[str, object]:
-    """Returns a plan as constraints: config keys and values."""
+    """Returns the constraints that a plan meets, as config keys and values."""
     found: dict[str, object] = constraints_of(asked.config) | {f"parallel.{key}": getattr(plan, key) for key in OPEN}
     found |= {"memory.recompute": plan.recompute, "memory.offload": plan.offload}
     found |= {f"speed.{key}": value for key, value in vars(asked.config.speed).items() if value != "auto"}

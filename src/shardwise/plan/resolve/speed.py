@@ -47,7 +47,7 @@ def with_speed(
     if asked.kernels == "own" and kernels["kernels"] != "own":
         raise UserError(
             (
-                "`speed.kernels = own` is for norms of 512 to 16,384 numbers (RMSNorm, none after a part) in 16 "
+                "`speed.kernels = own` is for norms of 512 to 16,384 elements (RMSNorm, none after a part) in 16 "
                 "bits, with tp = cp = ep = 1"
             ),
             why=f"this run is {spec.name} with {plan.layout} in {plan.precision}",
@@ -65,8 +65,8 @@ def with_speed(
 
 
 def results_of(asked: SpeedConfig, device: str, precision: str, at_once: bool = False) -> str:
-    """Returns when a step's loss is read: `late`, with the next step queued, on GPUs. Not where results decide about
-    the step's own update (a scaled loss) or, by `at_once`, about what follows."""
+    """Returns when a step's loss is read: `late`, with the next step queued, on GPUs; `at-once` where results decide
+    about the step's own update (a scaled loss) or, by `at_once`, about what follows."""
     can = device == "cuda" and not PRECISIONS[precision].scales_loss and not at_once
     return ("late" if can else "at-once") if asked.results == "auto" else asked.results
 
@@ -86,7 +86,7 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
         compiled = "blocks" if device == "cuda" and asked.kernels != "liger" else "none"
     if not spec.is_ours or (pp > 1 and splits_backward(schedule)):
         compiled = "none"
-    # Joined gradients are put side by side by a kernel that reads its inputs twice (docs/log.md); so not by itself.
+    # Fused gradients are put side by side by a kernel that reads its inputs twice (docs/log.md); so not by itself.
     fuse = asked.fuse is True and spec.is_ours
     # By a pass over compiled graphs, with kernels that only CUDA has.
     can = device == "cuda" and compiled in ("blocks", "graphs")
@@ -99,8 +99,8 @@ def kernels_of(asked: SpeedConfig, device: str, spec: ModelSpec, pp: int, schedu
 
 
 def norms_of(kernels: str, spec: ModelSpec, precision: str, ranks: int) -> str:
-    """Returns whose kernels norms have: `own` where that is possible. `ranks`: that a block talks to. In fp8 a compiler
-    looks for a gradient's largest number in the pass that makes it."""
+    """Returns whose kernels norms have: `own` where that is possible. `ranks`: those that a block talks to. In fp8 a
+    compiler looks for a gradient's largest element in the pass that makes it."""
     can = (
         norms_have_kernel(spec)
         and PRECISIONS[precision].is_sixteen_bit
@@ -142,13 +142,13 @@ def _no_low_precision(plan: Plan, spec: ModelSpec) -> UserError:
     return UserError(
         "speed.copies = true is for one rank alone that computes in 16 bits over fp32 weights",
         why=f"this plan is {plan.layout} in {plan.precision}" + (also if spec.is_ours else ", of transformers' model"),
-        fix="speed.copies=auto, which keeps copies where it can",
+        fix="speed.copies=auto, which keeps low-precision weights where it can",
     )
 
 
 def loss_of(asked: SpeedConfig, pp: int, schedule: str) -> str:
-    """Returns how the loss is computed. It is not fused where gpipe has all micro-batches wait for their backward: each
-    would keep a gradient of the head's weights in fp32."""
+    """Returns how the loss is computed: `fused`, or `recompute` where gpipe has all micro-batches wait for their
+    backward, because each would keep a gradient of the head's weights in fp32."""
     can = pp == 1 or not SCHEDULES[schedule].holds_all
     return "fused" if can and asked.loss in ("auto", "fused") else "recompute"
 
@@ -158,15 +158,15 @@ WIDEST_FLASH4 = 128
 
 
 def attention_of(asked: str, spec: ModelSpec, precision: str, cp: int, cp_kind: str) -> str:
-    """Returns what a layout's attention is priced as. FlashAttention 4 computes in 16 bits, without soft caps. Nobody
-    measures kernels where sequences are cut (parallel/apply.py), and a ring has its own."""
+    """Returns the kernel by which a layout's attention is priced. FlashAttention 4 computes in 16 bits, without soft
+    caps. Nobody measures kernels where sequences are cut (parallel/apply.py), and a ring has its own."""
     can = asked != "sdpa" and spec.is_ours and not spec.attention.pads_values and not spec.attention_softcap
     can = can and spec.head_dim <= WIDEST_FLASH4 and PRECISIONS[precision].is_sixteen_bit
     return "flash4" if can and (cp == 1 or (asked == "flash4" and cp_kind == "ulysses")) else "sdpa"
 
 
 def stack_of(plan: Plan) -> Stack:
-    """Returns how our runtime executes a plan."""
+    """Returns the `Stack` with which our runtime executes a plan."""
     fp8 = fp8_of(plan.precision, plan.fp8_recipe, plan.fp8_head)
     stack = our_stack(plan.compile != "none", plan.fuse, plan.loss == "fused", plan.products == "measured", *fp8)
     return attending(stack, plan.attention)
@@ -191,7 +191,7 @@ def fp8_of(precision: str, recipe: str, head: bool) -> tuple[str, bool]:
 def our_stack(
     compiled: bool, fuse: bool, fused_loss: bool, chosen: bool = False, recipe: str = "", fp8_head: bool = False
 ) -> Stack:
-    """Returns how our runtime executes a layout with these tricks."""
+    """Returns the `Stack` with which our runtime executes a layout that has these tricks."""
     if not (compiled or fuse or fused_loss or recipe):
         return OURS
     return replace(

@@ -77,7 +77,7 @@ def plan_of(asked: Asked, num_sequences: int, origins: Origins = MappingProxyTyp
 
 
 def job_of_run(asked: Asked, precision: str, constraints: Mapping[str, Any]) -> Job:
-    """Returns what the planner is to lay out."""
+    """Returns the job that the planner lays out."""
     train, optimizer, adapter = asked.config.train, asked.config.optimizer.name, asked.config.adapter
     batch, attention = global_batch_of(train), attention_here(asked.config, asked.machine)
     return Job(train.seq_len, batch, None, precision, optimizer, adapter, constraints, attention=attention)
@@ -138,9 +138,9 @@ def fits_on_host(asked: Asked, plan: Plan) -> bool:
 
 
 def micro_batch_sizes(plan: Plan) -> list[int]:
-    """Returns what `micro_batch = "auto"` chooses from, largest first: even parts of a rank's rows. A pipeline idles
-    for pp - 1 of every M + pp - 1 slots, so it gets M >= 4 pp micro-batches (GPipe, arXiv 1811.06965, section 2.3)
-    where rows allow."""
+    """Returns the sizes that `micro_batch = "auto"` chooses from, in sequences, largest first: even parts of a rank's
+    rows. A pipeline idles for pp - 1 of every M + pp - 1 slots, so it gets M >= 4 pp micro-batches (GPipe, arXiv
+    1811.06965, section 2.3) where rows allow."""
     rows = plan.rows_per_rank
     most = rows if plan.pp == 1 else max(1, rows // (4 * plan.pp))
     return [size for size in range(most, 0, -1) if rows % size == 0]
@@ -155,7 +155,7 @@ def _stages(space: Space, degrees: Degrees) -> list[States]:
 
 
 def _savings(space: Space) -> list[Saving]:
-    """Returns what may be computed again or moved without a search, the cheapest first."""
+    """Returns the recomputation and offload that come without a search, the cheapest first."""
     is_asked = {key: f"memory.{key}" in space.fixed for key in ("recompute", "activation_offload")}
     return [
         saving
