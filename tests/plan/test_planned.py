@@ -18,7 +18,6 @@ from shardwise.errors import UserError
 from shardwise.plan.layouts.search import search
 from shardwise.plan.resolve.fit import needed_memory
 from shardwise.plan.resolve.resolve import Resolved, resolve
-from shardwise.plan.resolve.usual import HOST_SHARE
 from shardwise.spec.cluster import HEADROOM
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
@@ -106,10 +105,27 @@ def test_a_run_that_leaves_the_usual_layout_has_the_one_that_plan_tells(name, le
     """One planner: the same layouts, prices and limits, whoever asks."""
     spec, machine = preset(name), gpus(8)
     plan = plan_of(f"train.seq_len={length}", f"train.global_batch={batch}", spec=spec, on=machine)
-    cluster = replace(this_cluster(machine), host_memory=int(HOST_SHARE * machine.memory_bytes / 8))
-    best = search(spec, cluster, Job(length, batch, constraints={"memory.activation_offload": False}))[0]
+    best = search(spec, this_cluster(machine), Job(length, batch, constraints={"memory.activation_offload": False}))[0]
     assert "faster" in plan.reason
     assert plan.layout == best.plan.layout
+
+
+@pytest.mark.parametrize("words", [(), ("memory.limit=40GiB",)])
+def test_what_plan_ranks_on_this_machine_a_run_takes(words):
+    """The same limits of device and CPU memory, whoever asks: 210 GiB beside one card are filled by neither."""
+    spec, machine = preset("llama3-8b"), replace(gpus(1), memory_bytes=210 * 2**30)
+    limits = {"memory.limit": 40 * 2**30} if words else {}
+    found = search(spec, this_cluster(machine), Job(8192, 8, constraints=limits), 8)
+    assert found
+    for one in found:
+        layout = config_words(one.plan)
+        plan = plan_of("train.seq_len=8192", "train.global_batch=8", *layout, *words, spec=spec, on=machine)
+        assert plan.layout == one.plan.layout
+
+
+def config_words(plan):
+    names = {"parallel": ("dp", "zero", "tp", "cp", "pp"), "memory": ("recompute", "offload", "activation_offload")}
+    return [f"{section}.{key}={getattr(plan, key)}".lower() for section, keys in names.items() for key in keys]
 
 
 def test_fewer_gpus_where_messages_cost_more_than_they_bring():

@@ -21,10 +21,7 @@ from shardwise.kernels.quantized_weight import QuantizedWeight, weight_of
 from shardwise.model import loss
 from shardwise.model.decoder import Decoder, Head
 from shardwise.model.replacement import become
-
-CUDA_TIMES = 8
-"""How many times as many bytes of logits (in their own format) a fused chunk has on a GPU: each chunk reads and writes
-the whole gradient of the weight. A 128k vocabulary in bf16 has up to 8,372 tokens in a chunk."""
+from shardwise.spec.logits import CUDA_TIMES
 
 
 def apply_fused_head(model: Decoder, *, fused: bool = True, compiled: bool = False) -> None:

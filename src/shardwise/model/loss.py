@@ -1,8 +1,8 @@
 """Cross-entropy as a sum over target tokens, in fp32 or better, without ever holding all logits of a large batch.
 
 Owns IGNORE and the chunking rule: few logits are computed at once, many in chunks, which backward computes again.
-Invariant: the sum is over targets that are not IGNORE; nobody divides here, because only the training loop knows the
-step's global count. Read next: `decoder.py`.
+Invariant: the sum is over targets that are not IGNORE; nothing is divided here, because only the training loop knows
+how many targets the whole step has. Read next: `decoder.py`.
 
 Shapes: N = batch * tokens, D model width, V vocabulary.
 """
@@ -17,23 +17,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.spec.logits import MAX_LOGITS_BYTES
+
 IGNORE = -100
-MAX_LOGITS_BYTES = 256 * 2**20  # of fp32 logits alive at once; a 128k vocabulary reaches it at 512 tokens
 
 
 def rows_at_once(num_logits: int) -> int:
-    """How many rows of so many logits each are computed at once: as many as fit into MAX_LOGITS_BYTES in fp32."""
+    """Returns how many rows of `num_logits` logits are computed at once: as many as fit into MAX_LOGITS_BYTES in
+    fp32."""
     return max(1, MAX_LOGITS_BYTES // (4 * num_logits))
 
 
 def cross_entropy_sum(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, vocab: int) -> Tensor:
-    """The sum of -log p(target) over targets that are not IGNORE. `head` computes logits of rows."""
+    """Returns the sum of -log p(target) over targets that are not IGNORE, a scalar. `head` computes the logits (N, V)
+    of rows (N, D)."""
     return sum_in_chunks(partial(_cross_entropy, head), x_ND, targets_N, vocab)
 
 
 def sum_in_chunks(loss: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, num_logits: int) -> Tensor:
-    """The sum of a loss that makes `num_logits` logits per token. Large batches go in chunks whose logits backward
-    computes again (activation checkpointing)."""
+    """Returns the sum of a loss that makes `num_logits` logits per token, a scalar. Large batches go in chunks whose
+    logits backward computes again (activation checkpointing)."""
     rows = rows_at_once(num_logits)
     if x_ND.shape[0] <= rows:
         return loss(x_ND, targets_N)

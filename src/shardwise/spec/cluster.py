@@ -21,6 +21,10 @@ HEADROOM = 0.93
 """The share of a device's memory, or of a limit, that predictions may fill where there is a choice: the rest is the
 driver's and the communication library's. The planner, a run's own choices and its micro-batch search all keep it."""
 
+HOST_HEADROOM = 0.8
+"""The share of a machine's CPU memory that may be filled with what its devices keep there: the rest is the system's,
+its file cache's and the data loader's."""
+
 Curve = tuple[tuple[float, float], ...]
 
 
@@ -106,8 +110,16 @@ class ClusterSpec:
 
     @property
     def host_share(self) -> int:
-        """The bytes of CPU memory that a device's rank may fill."""
+        """The bytes of CPU memory for each device."""
         return self.host_memory or HOST_MEMORY
+
+    def host_room(self, ranks: int) -> int:
+        """Returns the bytes of CPU memory that each of so many ranks may fill; those of one node share it."""
+        return int(HOST_HEADROOM * self.host_share * self.per_node) // min(ranks, self.per_node)
+
+    def nodes_of(self, ranks: int) -> int:
+        """Returns the number of nodes that so many ranks take."""
+        return -(-ranks // self.per_node)
 
     def tier(self, reach: int) -> Link:
         """Returns the fastest link that joins `reach` neighbouring ranks."""

@@ -53,7 +53,7 @@ def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
     compared = f"{step_text(best.prediction.step_s)} per step; {most} take {step_text(all_of_them.prediction.step_s)}"
     compared += f" ({slower:+.0%})" if abs(slower) >= 0.005 else " too"
     if cluster.nodes > 1 and (num <= cluster.per_node or num % cluster.per_node == 0):
-        link, nodes = cluster.tiers[-1], -(-num // cluster.per_node)
+        link, nodes = cluster.tiers[-1], cluster.nodes_of(num)
         gain = "are faster" if slower > 0 else "are as fast, within 2 %,"
         return Advice(
             f"use {nodes} of your {cluster.nodes} nodes: fewer nodes {gain} on this link",
@@ -117,7 +117,7 @@ def too_short(question: Question, result: SearchResult) -> Advice | None:
     whole = whole_training(question.job, best.plan, best.prediction, question.cluster)
     if whole is None:
         return None
-    nodes = -(-best.plan.world // question.cluster.per_node)
+    nodes = question.cluster.nodes_of(best.plan.world)
     start = START_UP_SECONDS + PER_NODE_SECONDS * nodes
     if whole.seconds >= start:
         return None

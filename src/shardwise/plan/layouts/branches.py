@@ -76,7 +76,7 @@ class Branches:
         each = len(self.space.pipelines(grid.pp)) * len(self.space.states(grid)) * len(self._modes)
         places = [place for place in self.places if self.space.go_together(grid, least, "none", place[1])]
         for size in sizes:
-            held, fitting, host = min(self.kept(grid, size)), [], self.space.cluster.host_share
+            held, fitting, host = min(self.kept(grid, size)), [], self.space.cluster.host_room(grid.gpus)
             for place in places:
                 weights = self.memory.of_grid(grid, size, least, place[0])
                 if weights.beside(0.0 if place[1] else held) <= self.limit and JUST_BELOW * weights.host <= host:

@@ -54,7 +54,7 @@ class Layouts:
             return True
         job = self.space.job
         away = predict_elsewhere(self.space.model, plan, job.optimizer, job.adapter)
-        return away["host"] <= self.space.cluster.host_share
+        return away["host"] <= self.space.cluster.host_room(plan.world)
 
     @remembered
     def seconds(self, plan: Plan) -> float:

@@ -109,7 +109,7 @@ def fastest(model: ModelSpec, cluster: ClusterSpec, job: Job, devices: int | Non
 def memory_limit(cluster: ClusterSpec, job: Job) -> int:
     """Returns the bytes that a rank may use."""
     asked = job.constraints.get("memory.limit", "auto")
-    return int(HEADROOM * cluster.device.memory) if asked == "auto" else int(asked)
+    return int(HEADROOM * (cluster.device.memory if asked == "auto" else int(asked)))
 
 
 def _engine(model: ModelSpec, cluster: ClusterSpec, job: Job, stack: Stack | None = None) -> BestFirst:

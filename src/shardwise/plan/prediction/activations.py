@@ -26,11 +26,9 @@ from typing import NamedTuple
 from shardwise.plan.prediction.stack import OURS, Stack
 from shardwise.spec.fp8 import gains
 from shardwise.spec.layers import FeedForwardKind
+from shardwise.spec.logits import CUDA_TIMES, MAX_LOGITS_BYTES
 from shardwise.spec.model import LayerSpec, ModelSpec
 from shardwise.spec.recompute import recompute_of, segments
-
-MAX_LOGITS_BYTES = 256 * 2**20  # model/loss.py computes larger logits in chunks: fused, or again in backward
-CUDA_TIMES = 8  # so many times larger are the chunks of a fused loss on a GPU, in the logits' own format
 
 
 class TokenShare(NamedTuple):

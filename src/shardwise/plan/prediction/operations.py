@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from shardwise.interop.transformers.spec import TransformersSpec
-from shardwise.plan.prediction.activations import MAX_LOGITS_BYTES, fused_chunks, has_chunks
+from shardwise.plan.prediction.activations import fused_chunks, has_chunks
 from shardwise.plan.prediction.calibration import measured
 from shardwise.plan.prediction.stack import EXPERT_IMBALANCE, LOOK, QUANTIZE, Passes, Stack
 from shardwise.plan.prediction.work import AttentionCore, Matmul, RankShape, RankWork, Training
 from shardwise.spec.fp8 import FROZEN_WORTH, gains
 from shardwise.spec.layers import Weight
+from shardwise.spec.logits import MAX_LOGITS_BYTES
 from shardwise.spec.lora import adds_in_one_kernel
 from shardwise.spec.model import LayerSpec, ModelSpec
 

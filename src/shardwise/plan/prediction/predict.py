@@ -49,7 +49,8 @@ def kind_of_job(model: ModelSpec, cluster: ClusterSpec, plan: Plan, step_s: floa
         return "experts"
     if plan.formats.is_fp8:
         return "fp8"
-    where = "one node" if cluster.nodes == 1 else "few nodes" if cluster.nodes <= FEW_NODES else "many nodes"
+    nodes = cluster.nodes_of(plan.world)
+    where = "one node" if nodes == 1 else "few nodes" if nodes <= FEW_NODES else "many nodes"
     flops = cluster.device.flops
     peak = max(flops.get("bf16", 0.0), flops.get("fp16", 0.0)) or max(flops.values())
     done = model.flops_per_token(plan.seq_len) * plan.tokens_per_step
@@ -97,7 +98,7 @@ def outside(model: ModelSpec, cluster: ClusterSpec, plan: Plan) -> tuple[str, ..
     found = [] if is_measured or device.name in seen["devices"] else [f"{device.name}: no run on it"]
     if device.kind == "cpu":  # published runs are of GPUs
         return tuple(found)
-    sizes = (cluster.nodes, plan.world, plan.seq_len, model.num_parameters)
+    sizes = (cluster.nodes_of(plan.world), plan.world, plan.seq_len, model.num_parameters)
     for name, size in zip(("nodes", "devices", "sequence", "parameters"), sizes, strict=True):
         if size > seen["most"][name]:
             found.append(f"{name} {size:,}: measured up to {seen['most'][name]:,}")

@@ -41,7 +41,7 @@ STEP_HOST = measured("step_host_seconds")
 
 def straggler_share(cluster: ClusterSpec, world: int) -> float:
     """Returns the share of a step that so many ranks lose to the slowest of them."""
-    return STRAGGLER * ((-(-world // cluster.per_node)).bit_length() - 1)
+    return STRAGGLER * (cluster.nodes_of(world).bit_length() - 1)
 
 
 class StageTime(NamedTuple):

@@ -40,7 +40,8 @@ class Asked:
 
     @property
     def cluster(self) -> ClusterSpec:
-        return self.measured or this_cluster(self.machine)
+        found = self.measured or this_cluster(self.machine)
+        return found if found.host_memory else replace(found, host_memory=self.machine.memory_bytes // found.per_node)
 
     @property
     def device(self) -> str:

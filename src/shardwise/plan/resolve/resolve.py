@@ -26,8 +26,8 @@ from shardwise.plan.resolve.adapter_choice import settle_adapter
 from shardwise.plan.resolve.degrees import MAX_DEFAULT_CPU_RANKS
 from shardwise.plan.resolve.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.resolve.refusal import Asked
-from shardwise.plan.resolve.usual import HOST_SHARE, completed, constraints_of, fits_on_host, job_of_run, plan_of
-from shardwise.spec.cluster import ClusterSpec
+from shardwise.plan.resolve.usual import completed, constraints_of, fits_on_host, job_of_run, plan_of
+from shardwise.spec.cluster import HOST_HEADROOM, ClusterSpec
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import Prediction
@@ -107,7 +107,7 @@ def _no_room_on_host(asked: Asked, plan: Plan, origins: Origins) -> UserError:
         f"memory.activation_offload needs {format_bytes(away)} of CPU memory, this machine has "
         f"{format_bytes(asked.machine.memory_bytes)}",
         why=f"all activations of {plan.world} rank{'s' if plan.world > 1 else ''} with micro-batch "
-        f"{plan.micro_batch} wait there, and {HOST_SHARE:.0%} of it may be used",
+        f"{plan.micro_batch} wait there, and {HOST_HEADROOM:.0%} of it may be used",
         fix="memory.activation_offload=false memory.recompute=full"
         + (" or train.micro_batch=1" if plan.micro_batch > 1 else ""),
         where=where_written(origins, "memory.activation_offload"),
@@ -185,7 +185,7 @@ def _cluster(asked: Asked, usual: Plan, limit: int) -> ClusterSpec:
     if asked.device == "cpu" and not asked.nproc and asked.config.memory.limit != "auto":  # more ranks have more memory
         world = max(world, min(asked.machine.cores, MAX_DEFAULT_CPU_RANKS))
     tier = replace(found.tiers[-1], span=max(world, found.tiers[-1].span))
-    device, host = replace(found.device, memory=limit), int(HOST_SHARE * asked.machine.memory_bytes / world)
+    device, host = replace(found.device, memory=limit), asked.machine.memory_bytes // world
     return replace(found, per_node=world, device=device, tiers=(tier,), host_memory=host)
 
 

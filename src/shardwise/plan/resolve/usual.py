@@ -32,7 +32,6 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
 DEFAULT_STEPS = 340
-HOST_SHARE = 0.8  # of the machine's memory, for what GPUs keep there
 
 LAYOUT = (
     *("dp", "zero", "replicate", "tp", "sequence", "cp", "cp_kind", "pp", "schedule", "virtual_stages", "split", "ep"),
@@ -134,7 +133,7 @@ def fits_on_host(asked: Asked, plan: Plan) -> bool:
     if plan.device == "cpu" or (is_asked and not plan.activation_offload):
         return True
     away = predict_elsewhere(asked.spec, plan, asked.config.optimizer.name, asked.config.adapter).get("host", 0)
-    return away * plan.world <= HOST_SHARE * asked.machine.memory_bytes
+    return away <= asked.cluster.host_room(plan.world)
 
 
 def micro_batch_sizes(plan: Plan) -> list[int]:
