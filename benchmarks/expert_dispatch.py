@@ -3,12 +3,12 @@ combine take.
 
     python benchmarks/expert_dispatch.py [--steps 20] [--out FILE]
 
-Four ranks (dp=4 ep=4), real processes, real messages. Two models: `tiny-moe` with a mixture in every layer, and one
+Four ranks (dp=4 ep=4), real processes, real collectives. Two models: `tiny-moe` with a mixture in every layer, and one
 with Mixtral's proportions at an eighth of its width. Steps of three kinds take turns: with dispatch; and twice without,
 where the same number of rows goes straight through the rank's own experts: no sorting, no counts, no exchange, no way
 back. What a step with dispatch takes more is dispatch and combine. Both kinds without it show the noise. Routing is
 forced to be even, so that no rank waits for a busier one. Two clocks: the wall's, and that of the processors over all
-ranks, message threads included. With fewer free cores than ranks only the second says something.
+ranks, gloo's threads included. With fewer free cores than ranks only the second says something.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def _stay(layer: Any, x_BTD: Tensor, target_counts_B: Tensor | None) -> tuple[Te
     """As many rows through this rank's own experts, in the order they are in."""
     x_ND = x_BTD.flatten(0, 1)
     choice = layer.router(x_ND)
-    copies_MD = x_ND.repeat_interleave(layer.experts_per_token, 0)
+    repeated_MD = x_ND.repeat_interleave(layer.experts_per_token, 0)
     held = layer.experts.up.shape[0]
-    counts_L = torch.full((held,), copies_MD.shape[0] // held)
-    out_NKD = Experts.forward(layer.experts, copies_MD, counts_L).unflatten(0, (-1, layer.experts_per_token))
+    counts_L = torch.full((held,), repeated_MD.shape[0] // held)
+    out_NKD = Experts.forward(layer.experts, repeated_MD, counts_L).unflatten(0, (-1, layer.experts_per_token))
     out_BTD = (out_NKD * choice.weights_NK.to(out_NKD.dtype).unsqueeze(-1)).sum(1).view_as(x_BTD)
     return out_BTD, None if target_counts_B is None else layer._report(choice, target_counts_B)
 

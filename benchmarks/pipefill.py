@@ -3,7 +3,7 @@
 
     python benchmarks/pipefill.py [--rounds 8] [--out FILE]
 
-The real executor, processes, messages and filler; stages sleep instead of computing (`pipeline_bubble.py`), so that
+The real executor, processes, sends and filler; stages sleep instead of computing (`pipeline_bubble.py`), so that
 four of them do not share a core. Filled and plain steps take turns, each pair in another order; the ratio is of their
 medians, and that of the fastest of each beside it, which other jobs on the machine disturb less. A held-out forward
 sleeps as long as one of training. The possible share is the simulator's with the same times: slots before a held-out

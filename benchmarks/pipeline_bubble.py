@@ -2,11 +2,11 @@
 
     python benchmarks/pipeline_bubble.py [--steps 30] [--out FILE]
 
-The real executor, real processes and real messages. Two kinds of stage: `tiny`'s own layers over two ranks, one pinned
-core each; and stages that sleep instead of computing, for more ranks than this machine has cores. The prediction is the
-simulator's, fed with what each action took in the same step, and with the time of one message between neighbours,
+The real executor, real processes, real sends and receives. Two kinds of stage: `tiny`'s own layers over two ranks, one
+pinned core each; and stages that sleep instead of computing, for more ranks than this machine has cores. The prediction
+is the simulator's, fed with what each action took in the same step, and with the time of one send between neighbours,
 measured before. Both bubbles are shares of all ranks' time in a step, medians over steps; the simulator's without
-messages stands beside them. What an action costs besides (bookkeeping, posting messages) is no bubble of the schedule,
+sends stands beside them. What an action costs besides (bookkeeping, posting sends) is no bubble of the schedule,
 but lengthens the step: it is the difference that remains.
 """
 
@@ -134,7 +134,7 @@ def _case(rank: int, case: Case, steps: int) -> dict[str, Any]:
         for stage in engine.stages:
             stage.wrapper = Sleeping(stage, 1 / virtual)
     batch, num_targets = trial_batch(spec, plan, trial, 1, 0)
-    transfer = _message_seconds(rank, pp, (rows, trial.seq_len, spec.hidden))
+    transfer = _send_seconds(rank, pp, (rows, trial.seq_len, spec.hidden))
     clock = Clock(torch.device("cpu"))
     seconds: list[dict[Action, float]] = []
     totals = []
@@ -152,7 +152,7 @@ def _case(rank: int, case: Case, steps: int) -> dict[str, Any]:
     return _row(case, engine.pipeline.table, gathered, transfer)
 
 
-def _message_seconds(rank: int, pp: int, shape: tuple[int, ...]) -> float:
+def _send_seconds(rank: int, pp: int, shape: tuple[int, ...]) -> float:
     """Half of a round trip between neighbours, the median of all."""
     there, back, seconds = torch.zeros(shape), torch.zeros(shape), []
     for low in range(pp - 1):
@@ -213,11 +213,11 @@ def _show(rows: list[dict[str, Any]]) -> None:
         "step predicted",
         "measured",
         "ratio",
-        "message",
+        "send",
         "bubble predicted",
         "measured",
         "ratio",
-        "predicted without messages",
+        "predicted without sends",
     ):
         table.add_column(name, justify="right")
     for row in rows:

@@ -5,7 +5,7 @@ process.
 
 Every question runs in a process of its own, because caches and peak memory outlive a question. `--detail`: also what
 `shardwise plan` shows beside the ranking (best layout per number of GPUs, rejected regions, Pareto set). Wall time is
-told too; on a busy machine it says little.
+printed too; on a busy machine it says little.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def write_rows(path: Path, answers: list[Answer]) -> None:
             ]
         )
         for one in answers:
-            run, told = one.question.run, one.prediction
+            run, predicted = one.question.run, one.prediction
             known = [
                 run.file,
                 run.line,
@@ -164,9 +164,10 @@ def write_rows(path: Path, answers: list[Answer]) -> None:
                 *(run.text(name) for name in ROW),
                 "failed" if run.has_failed else "ok",
             ]
-            step = [int(one.fails), one.mfu, one.step_s, told.step_s, one.step_error]
+            step = [int(one.fails), one.mfu, one.step_s, predicted.step_s, one.step_error]
             memory = [(one.memory_bytes or 0) / GIB or None, one.predicted_bytes / GIB, one.memory_error]
-            detail = [told.step.get(name, 0.0) for name in parts] + [told.memory.get(name, 0) / GIB for name in kinds]
+            detail = [predicted.step.get(name, 0.0) for name in parts]
+            detail += [predicted.memory.get(name, 0) / GIB for name in kinds]
             last = [one.question.plan.schedule, "; ".join(one.question.assumed)]
             writer.writerow(
                 [round(cell, 5) if isinstance(cell, float) else cell for cell in known + step + memory + detail + last]

@@ -10,10 +10,10 @@ rank's compute <= 1.05 x the mean. Whole attention is timed on one rank while th
 target means, and once more on all ranks at once: what a core is slower while its neighbours work is no cost of the
 ring, and the second ratio leaves it out.
 
-With at least one core more than ranks each rank computes on a core of its own; the threads that carry messages go where
-there is room. With fewer cores than ranks the ranks take turns on them, and ideal is whole / cores: the share of the
-cores that there are. What ranks compute without messages is timed in seconds of the processor: then it does not matter
-who else uses the machine.
+With at least one core more than ranks each rank computes on a core of its own; the threads that send and receive go
+where there is room. With fewer cores than ranks the ranks take turns on them, and ideal is whole / cores: the share of
+the cores that there are. What ranks compute without sending is timed in seconds of the processor: then it does not
+matter who else uses the machine.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def own_cores(ranks: int) -> list[int]:
-    """One for each rank, far apart: neighbours may be halves of one core. None where a message thread would find no
+    """One for each rank, far apart: neighbours may be halves of one core. None where a thread that sends would find no
     other."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[:: (len(cores) - 1) // ranks][:ranks] if len(cores) > ranks else []
@@ -106,7 +106,7 @@ def rank_main(rank: int, options: argparse.Namespace, meeting: str, results: str
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=options.ranks)
     dist.barrier()
     if cores := own_cores(options.ranks):
-        os.sched_setaffinity(0, {cores[rank]})  # this thread; those that carry messages have started
+        os.sched_setaffinity(0, {cores[rank]})  # this thread; those that send and receive have started
     found = {length.tokens: measure(rank, length) for length in lengths(options)}
     Path(results, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
@@ -123,7 +123,7 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
     alone = Alone(ring.size, rank)
 
     def transfer() -> None:
-        """The ring's messages with nothing to compute: K and V twice, their gradients once."""
+        """The ring's sends with nothing to compute: K and V twice, their gradients once."""
         for _ in range(3 * (ring.size - 1)):
             ring.pass_on(kv)()
 

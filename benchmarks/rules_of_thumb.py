@@ -52,7 +52,7 @@ class Case:
         return Job(self.seq, self.batch)
 
     def row(self, words: str, **changes: Any) -> Row:
-        """A layout said in full; dp takes what is left. The pipeline is split evenly unless told."""
+        """A layout said in full; dp takes what is left. The pipeline is split evenly unless `words` differ."""
         spec, cluster = preset(self.model), read_cluster(self.cluster)
         tp, pp, cp = (changes.get(name, 1) for name in ("tp", "pp", "cp"))
         fields: dict[str, Any] = {

@@ -68,7 +68,7 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def adamw(case: Case, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    """Ours decays matrices only; so does everybody here who is not told otherwise by his own library."""
+    """Ours decays matrices only; so does everybody here whose own library does not say otherwise."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},

@@ -8,8 +8,8 @@ prediction.
     3b-offload      llama3.2-3b, all weights, optimizer in CPU memory, full recomputation
     70b-qlora       llama3-70b in NF4 with adapters of rank 16 on all linear layers, full recomputation
 
-Weights are copies of one random table, because drawing billions of numbers on a CPU takes longer than what is measured.
-The 70B matrices take the way of real ones: layer by layer to the GPU, where they are rounded to four bits.
+Weights are copies of one random table, because drawing billions of elements on a CPU takes longer than what is
+measured. The 70B matrices take the way of real ones: layer by layer to the GPU, where they are quantized to four bits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def same_numbers(model: Decoder) -> None:
-    """Fills a part of a model from one table of small random numbers."""
+    """Fills a part of a model from one table of small random values."""
     table = torch.empty(2**24, dtype=next(model.parameters()).dtype)
     table.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -146,7 +146,7 @@ def update() -> list[dict[str, Any]]:
 
 
 def update_of(count: int, size: int) -> list[dict[str, Any]]:
-    """AdamW reads four numbers and writes three; the norm reads one."""
+    """AdamW reads four elements and writes three; the norm reads one."""
     parameters = [torch.nn.Parameter(torch.randn(size, device="cuda")) for _ in range(count)]
     gradients = [torch.randn_like(parameter) for parameter in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -154,20 +154,20 @@ def update_of(count: int, size: int) -> list[dict[str, Any]]:
     fused = torch.optim.AdamW(parameters, fused=True)
     each = torch.optim.AdamW(parameters, foreach=True)
     found = []
-    for name, action, numbers in (
+    for name, action, touched in (
         ("fused", fused.step, 7),
         ("foreach", each.step, 7),
         ("norm", lambda: torch.nn.utils.get_total_norm(gradients), 1),
     ):
         took = seconds(action, 6)
-        moved = 4 * numbers * count * size
+        moved = 4 * touched * count * size
         found.append({"name": name, "numbers": count * size, "seconds": took, "gbytes_per_s": moved / took / 1e9})
     return found
 
 
 def one_pass() -> list[dict[str, Any]]:
-    """Our own updates over fp32 masters and bf16 copies: 28 bytes per number with AdamW's states in fp32, 16 with them
-    in 8 bits."""
+    """Our own updates over fp32 master weights and the bf16 ones: 28 bytes per element with AdamW's states in
+    fp32, 16 with them in 8 bits."""
     found = []
     for name, state_bytes in (("adamw", 4.0), ("adamw8bit", 1 + 4 / 256)):
         masters = [torch.nn.Parameter(torch.randn(4096, 14336, device="cuda")) for _ in range(16)]
@@ -182,9 +182,9 @@ def one_pass() -> list[dict[str, Any]]:
                 copy.grad = gradient
             optimizer.step()
 
-        numbers, took = sum(master.numel() for master in masters), seconds(step)
-        moved = numbers * (2 + 4 + 4 + 2 + 4 * state_bytes)
-        found.append({"name": name, "numbers": numbers, "seconds": took, "gbytes_per_s": moved / took / 1e9})
+        elements, took = sum(master.numel() for master in masters), seconds(step)
+        moved = elements * (2 + 4 + 4 + 2 + 4 * state_bytes)
+        found.append({"name": name, "numbers": elements, "seconds": took, "gbytes_per_s": moved / took / 1e9})
     return found
 
 

@@ -80,11 +80,11 @@ def matmuls_of(rows: int, out: int, width: int) -> dict[str, Matmul]:
     """The three matmuls of y = x W', W (out, width), and input gradients with the weight kept transposed."""
     draw = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02  # noqa: E731
     x, w, dy = draw(rows, width), draw(out, width), draw(rows, out)
-    turned = w.t().contiguous()
+    transposed = w.t().contiguous()
     return {
         "forward": Matmul(x, w.t(), torch.empty(rows, out, device="cuda", dtype=torch.bfloat16)),
         "input gradient": Matmul(dy, w, torch.empty_like(x)),
-        "input gradient, weight kept transposed": Matmul(dy, turned.t(), torch.empty_like(x)),
+        "input gradient, weight kept transposed": Matmul(dy, transposed.t(), torch.empty_like(x)),
         "weight gradient": Matmul(dy.t(), x, torch.empty_like(w)),
     }
 

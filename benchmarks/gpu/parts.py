@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 PARTS = ("attention", "matmul", "elementwise", "loss", "optimizer", "copies", "messages", "other")
+"""Names that results/throughput_h200.json has: copies of memory; messages are collectives."""
 STEP = "a step"  # the name that a range of a trace has
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 WAITS = re.compile(r"(Stream|Device|Event)Synchronize$")

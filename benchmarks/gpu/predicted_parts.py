@@ -29,7 +29,7 @@ from shardwise.spec.job import Job
 
 PARTS = {
     "attention": ("attention", "other"),
-    "products": ("matmul",),
+    "matmuls": ("matmul",),
     "passes": ("elementwise", "loss", "copies"),
     "optimizer": ("optimizer",),
     "idle": ("idle",),
@@ -37,7 +37,7 @@ PARTS = {
 
 
 def predicted_parts(case: Case, kind: str = "h200") -> dict[str, float]:
-    """Seconds. What is computed again is told apart in the same way: the rest of its time is passes."""
+    """Seconds. What is computed again is divided in the same way: the rest of its time is passes."""
     plan, spec = plan_of(case), case.shape.spec
     optimizer = options_of(case).get("optimizer", "adamw")
     job = Job(plan.seq_len, plan.global_batch, None, plan.precision, optimizer, adapter_of(case))
@@ -49,7 +49,7 @@ def predicted_parts(case: Case, kind: str = "h200") -> dict[str, float]:
         several = [(work.forward, False), (work.inputs, True), (work.weights, False)]
         several += [(work.forward, False)] if work is layer and plan.recompute == "full" else []
         for part, backward in several:
-            found["products"] += count * sum(map(price.product, part.matmuls))
+            found["matmuls"] += count * sum(map(price.matmul, part.matmuls))
             found["attention"] += count * sum(price.attention(one, backward) for one in part.attention)
             gaps = len(part.matmuls) + len(part.attention) + len(part.passes)
             found["idle"] += count * price.gap * gaps

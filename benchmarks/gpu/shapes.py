@@ -100,7 +100,7 @@ def small(shape: str) -> str:
 
 VARIANTS = {
     "ours-eager": "ours:compile=none",
-    "ours-joined": "ours:fuse=true",
+    "ours-fused": "ours:fuse=true",
     "ours-fsdp": "ours:copies=false",
     "ours-recompute-loss": "ours:loss=recompute",
     "ours-liger": "ours:kernels=liger",

@@ -78,7 +78,7 @@ def spread(row: dict[str, Any]) -> float:
 
 
 def shares(row: dict[str, Any]) -> dict[str, float] | None:
-    """Of the profiled window; messages, which one GPU does not have, among the rest."""
+    """Of the profiled window; collectives (`messages` in the file), which one GPU does not have, among the rest."""
     profile = row.get("profile")
     if not profile:
         return None

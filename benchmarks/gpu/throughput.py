@@ -225,9 +225,9 @@ class Measuring:
     def keep(self, shape: str, contender: str, row: dict[str, Any], aloud: bool = True) -> None:
         self.found["rows"][f"{shape}/{contender}"] = {"shape": shape, "contender": contender, **row}
         peak = f", {row['peak_bytes'] / 2**30:.1f} GiB" if row.get("peak_bytes") else ""
-        told = row.get("error") or f"{row['tokens_per_s']:.0f} tok/s, {1e3 * row['median_s']:.1f} ms{peak}"
+        reported = row.get("error") or f"{row['tokens_per_s']:.0f} tok/s, {1e3 * row['median_s']:.1f} ms{peak}"
         if aloud:
-            print(f"{shape} {contender}: {told}", flush=True)
+            print(f"{shape} {contender}: {reported}", flush=True)
         save(self.asked, self.found)
 
 
@@ -334,7 +334,7 @@ def main() -> None:
             wanted = [(shape, name) for shape, _, name in (row.partition("/") for row in asked.rows)]
             wanted = [(small(shape), name) for shape, name in wanted] if asked.rehearse else wanted
             for shape, name in wanted:
-                case_of(shape, name)  # a name that is wrong is told before anything runs
+                case_of(shape, name)  # a wrong name is refused before anything runs
         if not asked.smoke and "ceiling" not in found:
             found["ceiling"], found["machine"] = ceiling(asked), clocks()
             save(asked, found)

@@ -82,7 +82,7 @@ def fill_of(case: Case) -> Any:
         elif next(model.parameters()).is_cuda:
             draw_weights(model)
         else:
-            same_numbers(model)  # a CPU would draw billions of numbers for minutes
+            same_numbers(model)  # a CPU would draw billions of elements for minutes
 
     return fill
 

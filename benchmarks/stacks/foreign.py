@@ -88,7 +88,7 @@ class ForeignStack(Stack):
     overlaps_tensor_backward: bool = False  # in backward, while the weight gradients are computed
     batch_first: bool = True
     gathers_again: bool = False  # a region's input is kept in parts and gathered once more for backward
-    scatters_messages: bool = False  # tensor-parallel ranks share what goes between stages and gather it after
+    scatters_sends: bool = False  # tensor-parallel ranks share what goes between stages and gather it after
     overlaps_pipeline: bool = True
 
     # Memory: states.
@@ -223,7 +223,7 @@ class ForeignStack(Stack):
         return update if self.casts_gathered else update + elements * 6  # the 16-bit weights beside the masters
 
     def stage_bytes(self, size: float, tp: int, sequence: bool) -> float:
-        return size / tp if self.scatters_messages and not sequence else size
+        return size / tp if self.scatters_sends and not sequence else size
 
     # Memory ---------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,10 @@ from shardwise.spec.timeline import peak_in_flight, simulate
 
 PACKAGE = Path(shardwise.__file__).parent
 PROMISED = [
+    "attention",
+    "rope",
+    "weight-tying",
+    "links",
     "data-parallel",
     "zero",
     "tensor",
@@ -98,6 +102,33 @@ def test_aliases_lead_to_one_page_each():
 def test_words_in_several_parts(capsys):
     assert main(["explain", "ring", "all-reduce"]) == 0
     assert "2(N-1)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, page",
+    {
+        "tensor parallelism": "tensor",
+        "pipeline parallelism": "pipeline",
+        "activation checkpointing": "recompute",
+        "vocab parallel": "tensor",
+        "kv cache": "attention",
+        "weight tying": "weight-tying",
+        "grouped-query attention": "attention",
+        "load balancing": "experts",
+        "world size": "mesh",
+        "rope": "rope",
+        "torchrun": "mesh",
+        "dropout": "lora",
+        "NVLink": "links",
+        "gqa": "attention",
+        "MLA": "attention",
+    }.items(),
+)
+def test_a_word_of_the_field_opens_the_page_that_explains_it(words, page, capsys):
+    """As people type them: several words without quotes, or with."""
+    for typed in (words.split(), [words]):
+        assert main(["explain", *typed]) == 0
+        assert capsys.readouterr().out.startswith(f"{page}: ")
 
 
 def test_list_of_words(capsys):

@@ -24,10 +24,10 @@ class Entry:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """The word as people write it: any case, a hyphen or a space between its parts, its last letters as grammar
-        wants them."""
+        """The word as people write it: any case, a hyphen, a space or nothing between its parts (`KeyValueCache`), its
+        last letters as grammar wants them."""
         stem = re.sub(r"(isation|ization|ing|ion|s)$", "", self.word)
-        return re.compile(r"[-_ \n]+".join(map(re.escape, re.split(r"[- ]", stem))), re.IGNORECASE)
+        return re.compile(r"[-_ \n]*".join(map(re.escape, re.split(r"[- ]", stem))), re.IGNORECASE)
 
 
 def entries() -> list[Entry]:

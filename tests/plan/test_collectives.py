@@ -69,7 +69,7 @@ def test_an_all_reduce_is_a_reduction_and_a_gathering():
     assert network.all_reduce(1e9, 32) == pytest.approx(2 * network.all_gather(1e9, 32))
 
 
-def test_small_messages_take_a_tree_between_many_nodes():
+def test_small_collectives_take_a_tree_between_many_nodes():
     network = Network(known_cluster("h100", 64, 8))
     ring = 2 * 511 * network.tiers[-1].alpha
     assert network.all_reduce(1e5, 512) < ring / 5

@@ -1,4 +1,4 @@
-"""What compiled and joined blocks keep for backward: the count against the graphs that torch cuts in two."""
+"""What compiled and fused blocks keep for backward: the count against the graphs that torch cuts in two."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_graphs_keep_what_is_counted(name: str, mode: str, fuse: bool, own: bool
 def test_graphs_in_fp8_keep_what_is_counted(
     name: str, least: int, fuse: bool, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inputs of products are rounded again in backward and not kept, unless one of their products is too small for fp8:
+    """Inputs of matmuls are quantized again in backward and not kept, unless one of their matmuls is too small for fp8:
     `least`, keys and values."""
     torch._dynamo.reset()
     spec = MODELS[name].with_overrides({"vocab": 112})

@@ -499,7 +499,7 @@ def test_a_refusal_points_at_the_line_that_asked(tmp_path, monkeypatch):
     assert caught.value.where == "run.toml:3"
 
 
-def test_two_mistakes_at_once_are_told_one_after_the_other():
+def test_two_mistakes_at_once_are_reported_one_after_the_other():
     """No change of tp alone helps when pp is too long as well; the first fix then leads to the second refusal."""
     error = refusal("parallel.tp=3", "parallel.pp=9")
     assert (error.what, error.fix) == ("tiny cannot be cut over tp=3", "parallel.tp=2 or parallel.tp=4")

@@ -82,7 +82,7 @@ def test_a_job_that_takes_more_than_predicted_needs_a_larger_change() -> None:
     )
 
 
-def test_only_what_the_schema_offers_is_told() -> None:
+def test_only_what_the_schema_offers_is_proposed() -> None:
     for job in JOBS:
         for way in ways(*job):
             for name, value in way.change.items():

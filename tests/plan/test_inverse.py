@@ -62,9 +62,9 @@ def compared(draw: random.Random) -> tuple[int, bool]:
     steps = -(-job.tokens // job.tokens_per_step)
     within = steps * draw.choice(fitting).prediction.step_s * 1.0001
     in_time = [found for found in fitting if found.prediction.step_s * steps <= within]
-    told = meeting(engine, Demand(job, cluster, within=within), False, 3)
-    assert [found.plan.world for found in told] == sorted({found.plan.world for found in in_time})[:3]
-    assert all(found.prediction.step_s * steps <= within for found in told)
+    listed = meeting(engine, Demand(job, cluster, within=within), False, 3)
+    assert [found.plan.world for found in listed] == sorted({found.plan.world for found in in_time})[:3]
+    assert all(found.prediction.step_s * steps <= within for found in listed)
 
     def cost(found: Candidate) -> float:
         return steps * found.prediction.step_s / 3600 * found.plan.world * 2.0
@@ -100,8 +100,8 @@ def test_a_larger_cluster_never_needs_more_gpus(model):
             cluster = read_cluster(f"{nodes}x8xh100")
             engine = explore(spec, cluster, job, 1).engine
             assert engine is not None
-            told = meeting(engine, Demand(job, cluster, within=within), True, 1)
-            found.append(told[0].plan.world if told else 10**9)
+            fewest = meeting(engine, Demand(job, cluster, within=within), True, 1)
+            found.append(fewest[0].plan.world if fewest else 10**9)
         assert found == sorted(found, reverse=True), found
         assert found[-1] < 64 and (within or found == [1] * 4)
 

@@ -42,7 +42,7 @@ def test_products_on_an_a100_reach_their_published_share():
 
 
 def test_large_products_on_an_h200_take_what_was_measured():
-    """Bursts of one product run a little faster than the same inside a training step, where the card is warm: at most
+    """Bursts of one matmul run a little faster than the same inside a training step, where the card is warm: at most
     20 % too slow."""
     pricer = Pricer(H200, "bf16", OURS)
     large = [one for one in MEASURED["matmuls"] if one["seconds"] > 3e-4]

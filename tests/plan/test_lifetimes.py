@@ -211,7 +211,7 @@ PEAKS = {
 } | {
     (row["shape"], row["contender"]): row["peak_bytes"]
     for row in json.loads((RESULTS / "throughput_h200.json").read_text())["rows"].values()
-    if row["contender"] in ("ours", "ours-joined", "ours-fp8", "ours-fp8-tensorwise", "ours-fp8-head")
+    if row["contender"] in ("ours", "ours-fused", "ours-fp8", "ours-fp8-tensorwise", "ours-fp8-head")
 }
 
 
@@ -255,7 +255,7 @@ def test_a_fused_loss_on_a_cpu_keeps_the_gradient_of_the_heads_weights_besides_a
 
 
 def test_gpipe_would_keep_a_gradient_of_the_heads_weights_for_each_micro_batch() -> None:
-    """So `auto` has it compute logits again; whoever asks for it is told."""
+    """So `auto` has it compute logits again; whoever asks for it is warned."""
     here = plan(pp=2, split=(16, 16), schedule="gpipe")
     fused, again = (predict_stages(LLAMA, replace(here, loss=word), "adamw")[1].peak for word in ("fused", "recompute"))
     assert fused - again > 6 * 4 * LLAMA.vocab * LLAMA.hidden
@@ -285,7 +285,7 @@ def test_sixteen_bit_weights_with_masters_take_18_bytes_and_zero_1_shares_twelve
 
 
 def test_a_slice_of_the_sequence_that_is_gathered_again_saves_what_was_gathered() -> None:
-    """Two inputs of regions per layer: h instead of h / 4 numbers per token each."""
+    """Two inputs of regions per layer: h instead of h / 4 elements per token each."""
     here = plan(tp=4, sequence=True)
     kept, again = (
         predict_memory(LLAMA, here, "adamw", stack=replace(MEGATRON, gathers_again=word))["activations"]
@@ -366,18 +366,18 @@ def test_a_model_that_transformers_builds_is_predicted_on_gpus_too() -> None:
     assert stage.parts["weights"] == 4 * (10_000 + 2 * 20_000 + 30_000 + 64_000)
 
 
-def test_products_with_adapters_are_not_joined() -> None:
-    """A joined product has a copy of its weights: of all layers, for each micro-batch in flight. Adapters have products
-    of their own."""
+def test_matmuls_with_adapters_are_not_fused() -> None:
+    """A fused matmul has a copy of its weights: of all layers, for each micro-batch in flight. Adapters have matmuls of
+    their own."""
     here = plan(global_batch=1, compile="blocks", copies=True)
 
     def more(**adapter: Any) -> float:
-        """Per layer, in numbers of a weight's width."""
+        """Per layer, in elements of a weight's width."""
         settings = AdapterConfig(**adapter)
-        plain, joined = (
+        plain, fused = (
             predict_memory(LLAMA, replace(here, fuse=fuse), "adamw", settings)["activations"] for fuse in (False, True)
         )
-        return (joined - plain) / 2 / LLAMA.num_layers / LLAMA.hidden
+        return (fused - plain) / 2 / LLAMA.num_layers / LLAMA.hidden
 
     rows, view = 2 * LLAMA.ffn, (LLAMA.num_heads + LLAMA.num_kv_heads) * LLAMA.head_dim * 4096 / LLAMA.hidden
     assert more(kind="lora", targets=("all-linear",)) == more(kind="qlora") == 0

@@ -135,7 +135,7 @@ def test_no_lower_bound_is_above_the_prediction():
 
 
 def test_bounds_know_how_few_ranks_lie_together():
-    """Three of the four cards of a node: no message leaves it."""
+    """Three of the four cards of a node: nothing is sent out of it."""
     model = ModelSpec(num_layers=2, hidden=1024, num_heads=4, num_kv_heads=2, ffn=3072, vocab=32000)
     fixed = {"memory.recompute": "none", "parallel.zero": 0, "parallel.pp": 1}
     space = Space(model, read_cluster("2x4xh100"), Job(seq_len=512, global_batch=11), fixed)
@@ -160,8 +160,8 @@ def test_bounds_do_not_depend_on_what_was_asked_before():
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("compiled", ["none", "blocks"])
-def test_bounds_know_what_joined_products_keep(compiled: str, mode: str) -> None:
-    """A joined gate and up keep no activated gate, plain ones that are computed again no product either."""
+def test_bounds_know_what_fused_matmuls_keep(compiled: str, mode: str) -> None:
+    """Fused gate and up matmuls keep no activated gate; plain ones that are computed again keep no result either."""
     model = preset("tiny").with_overrides({"num_layers": 4})
     fixed = {"memory.recompute": mode, "parallel.zero": 0, "speed.fuse": True, "speed.compile": compiled}
     space = Space(model, read_cluster("1x2xh100"), Job(seq_len=512, global_batch=4), fixed)

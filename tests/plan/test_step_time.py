@@ -70,9 +70,9 @@ def test_the_rate_of_a_good_step():
 
 
 def test_copies_that_stay_save_casts_and_the_pass_that_clips():
-    """Bytes per number that are not moved. FSDP2 rounds (6), copies out (4), widens (6, at half the rate) and puts away
-    (12). Clipping reads and writes fp32 (8), the norm reads 4 instead of 2, and the update of 28 runs at another rate.
-    With several micro-batches both add up in fp32."""
+    """Bytes per element that are not moved. FSDP2 rounds (6), copies out (4), widens (6, at half the rate) and puts
+    away (12). Clipping reads and writes fp32 (8), the norm reads 4 instead of 2, and the update of 28 runs at another
+    rate. With several micro-batches both add up in fp32."""
     here = plan(micro_batch=8)
     moved = 6 + 4 + 2 * 6 + 12 + 8 + (4 - 2) / NORM_RATE + 28 / OPTIMIZER_RATE - 28 / MASTER_UPDATE_RATE
     before, after = (seconds(replace(here, copies=copies)) for copies in (False, True))
@@ -88,7 +88,7 @@ def test_degrees_divide_the_work():
     assert seconds(plan(dp=2))["compute"] == pytest.approx(one / 2, rel=0.05)
     large = seconds(plan(micro_batch=8))["compute"]
     for part in (plan(tp=4, sequence=True, micro_batch=8), plan(cp=4, micro_batch=8)):
-        assert large / 4 < seconds(part)["compute"] < 1.2 * large / 4  # smaller products fill the card less
+        assert large / 4 < seconds(part)["compute"] < 1.2 * large / 4  # smaller matmuls fill the card less
     piped = seconds(plan(pp=2, split=(16, 16)))["compute"]
     assert one / 2 < piped < one / 2 * 1.1  # the last stage has the head as well
 
@@ -102,7 +102,7 @@ def test_recomputation_takes_most_of_a_forward_pass():
     assert half == pytest.approx(full / 2) and 0 < selective < 0.3 * full
 
 
-def test_tensor_parallelism_costs_messages_and_more_between_nodes():
+def test_tensor_parallelism_costs_collectives_and_more_between_nodes():
     inside = seconds(plan(tp=8, sequence=True))["tensor-parallel"]
     across = seconds(plan(tp=16, sequence=True), cluster=known_cluster("h100", 2, 8))["tensor-parallel"]
     assert 0 < inside < across / 2
@@ -129,12 +129,12 @@ def test_hybrid_sharding_keeps_gathers_inside_a_node():
     assert hybrid < 0.5 * whole
 
 
-def test_messages_hide_behind_computing():
+def test_collectives_hide_behind_computing():
     apart = ForeignStack(overlaps_reduce=False, overlaps_gather=False)
     assert 2 * seconds(plan(dp=8, zero=3))["data-parallel"] < seconds(plan(dp=8, zero=3), stack=apart)["data-parallel"]
 
 
-def test_quantised_messages_are_shorter():
+def test_quantized_collectives_are_shorter():
     cluster = known_cluster("v100-32", 24, 16, nic=3e9)
     usual, small = (
         seconds(plan(dp=384, global_batch=384, zero=3, precision="fp16", seq_len=1024, **how), cluster=cluster)[
@@ -245,7 +245,7 @@ def test_a_slow_link_between_stages_carries_one_message_after_the_other():
 
 
 def test_a_pipeline_is_as_slow_as_its_border_between_nodes():
-    """Four stages on two nodes: two of three messages stay inside, and the step waits for the third."""
+    """Four stages on two nodes: two of three sends stay inside, and the step waits for the third."""
     here = plan(pp=4, split=even_split(LLAMA.num_layers, 4), global_batch=32)
     size = 4096 * LLAMA.hidden * 2
     inside, across = known_cluster("h100", 1, 4), known_cluster("h100", 2, 2, nic=1e8)
@@ -357,7 +357,7 @@ STEPS = {
 
 
 def test_compiled_steps_on_an_h200_take_what_was_measured():
-    """benchmarks/gpu/throughput.py on 2026-11-16, torch 2.11, power-limited to 700 W. Those with torch's products also
+    """benchmarks/gpu/throughput.py on 2026-11-16, torch 2.11, power-limited to 700 W. Those with torch's matmuls also
     had a loss with two passes over the logits more: 1.4 % of the shortest. FlashAttention 4's were predicted before
     they were measured."""
     import sys
@@ -386,7 +386,7 @@ MEGATRON = ForeignStack(
     overlaps_gather=False,
     gathers_again=True,
     overlaps_tensor_backward=True,
-    scatters_messages=True,
+    scatters_sends=True,
     overlaps_pipeline=False,
     pads_vocab=128,
     batch_first=False,

@@ -58,7 +58,7 @@ def test_the_prediction_of_a_step_is_what_its_blocks_took(cluster: ClusterSpec, 
 
 
 def test_the_optimizer_takes_as_long_as_its_share_of_the_model():
-    """Measured on an eighth of the numbers; each of two ranks updates half of them."""
+    """Measured on an eighth of the elements; each of two ranks updates half of them."""
     here = plan(dp=2, zero=1, replicate=1, micro_batch=1)
     job, cluster = job_of(Config(), here), CORES
     times = times_of(here, elements=TINY.num_parameters // 8, optimizer_s=0.01)

@@ -20,7 +20,7 @@ from ranks import RankPool
 from shardwise.errors import Exit
 from shardwise.run.checkpoints import CheckpointClock
 
-TOLD = (
+COMPARED = (
     "event",
     "step",
     "loss",
@@ -45,9 +45,9 @@ BUSY = [
 """Something follows almost every step; rows have different numbers of targets."""
 
 
-def told_of(run: Path) -> list[dict[str, Any]]:
+def metrics_of(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in TOLD if key in line} for line in lines]
+    return [{key: line[key] for key in COMPARED if key in line} for line in lines]
 
 
 def saved_by(run: Path) -> dict[str, bytes]:
@@ -68,8 +68,9 @@ def train_both(run_here: Callable[..., int], *words: str) -> list[tuple[int, Pat
 def test_late_results_leave_the_same_files(run_here: Callable[..., int], model: list[str]) -> None:
     (code, now), (late_code, late) = train_both(run_here, *BUSY, *model)
     assert code == late_code == Exit.DONE
-    assert [line["step"] for line in told_of(late) if "loss" in line and "event" not in line] == [1, 2, 3, 4, 5, 6, 7]
-    assert told_of(late) == told_of(now)
+    steps = [line["step"] for line in metrics_of(late) if "loss" in line and "event" not in line]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+    assert metrics_of(late) == metrics_of(now)
     assert len(saved_by(late)) >= 4 and saved_by(late) == saved_by(now)
 
 
@@ -78,8 +79,8 @@ def test_a_divergence_that_is_read_late_is_never_committed(run_here: Callable[..
     wild = ["train.steps=9", "optimizer.name=sgd", "optimizer.lr=1e30", "train.clip=0", "optimizer.warmup=0"]
     (code, now), (late_code, late) = train_both(run_here, *wild, f"checkpoint.every={every}")
     assert code == late_code == Exit.DIVERGED
-    assert told_of(late) == told_of(now)
-    steps = [line["step"] for line in told_of(late) if "loss" in line]
+    assert metrics_of(late) == metrics_of(now)
+    steps = [line["step"] for line in metrics_of(late) if "loss" in line]
     assert steps[-1] < 9 and all(int(name[5:].split("/")[0]) < steps[-1] for name in saved_by(late))
     assert saved_by(late) == saved_by(now)
 
@@ -149,8 +150,8 @@ def on_two_ranks(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> t
 def test_late_results_of_two_ranks_leave_the_same_files(on_two_ranks: tuple[Path, Path, str]) -> None:
     """Their targets differ from step to step, and are agreed on before they are needed."""
     now, late, _ = on_two_ranks
-    assert len({line["target_tokens"] for line in told_of(late) if "target_tokens" in line}) > 1
-    assert told_of(late) == told_of(now) and saved_by(late) == saved_by(now)
+    assert len({line["target_tokens"] for line in metrics_of(late) if "target_tokens" in line}) > 1
+    assert metrics_of(late) == metrics_of(now) and saved_by(late) == saved_by(now)
 
 
 def test_every_rank_writes_a_trace_of_the_steps_asked_for(on_two_ranks: tuple[Path, Path, str]) -> None:

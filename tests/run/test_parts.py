@@ -85,7 +85,7 @@ def test_parts_of_a_step_add_up_and_count_for_the_innermost_span():
     assert wait.duration_s >= 0.02 and late.duration_s >= 0.01
     assert parts["comm_exposed_s"] == pytest.approx(wait.duration_s + late.duration_s, abs=1e-12)
     assert parts["compute_s"] == pytest.approx(work.duration_s - wait.duration_s - late.duration_s, abs=1e-12)
-    assert parts["other_s"] >= 0.01  # told, not counted
+    assert parts["other_s"] >= 0.01  # reported, not counted
     assert sum(value for key, value in parts.items() if key != "step_s") == pytest.approx(parts["step_s"], rel=1e-12)
 
 

@@ -186,6 +186,6 @@ def test_moe_trains_and_reports_router_losses(run_here):
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
     assert line["aux_loss"] > 0
     assert 0 <= line["expert_load_min"] < 1 < line["expert_load_max"] and line["dropped_tokens"] == 0
-    told = [json.loads(line) for line in (run / "events" / "rank0.jsonl").read_text().splitlines()]
-    layers = [line["tokens"] for line in told if line["kind"] == "experts" and line["step"] == 1]
+    events = [json.loads(line) for line in (run / "events" / "rank0.jsonl").read_text().splitlines()]
+    layers = [line["tokens"] for line in events if line["kind"] == "experts" and line["step"] == 1]
     assert layers and max(max(tokens) / (sum(tokens) / len(tokens)) for tokens in layers) == line["expert_load_max"]

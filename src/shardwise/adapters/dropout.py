@@ -25,7 +25,7 @@ INVERSE = -1018231460777725123  # INVERSE * ODD = 1, modulo 2^64
 
 def apply_dropout(blocks: Iterable[nn.Module], dropout: AdapterDropout | None) -> None:
     """Makes blocks announce their rows, in place, around compiled blocks and inside of recomputation: a graph that is
-    computed again may not change anything outside of it, and what is computed again is told its rows again."""
+    computed again may not change anything outside of it, and what is computed again announces its rows again."""
     if dropout is None or not dropout.rate:
         return
     for block in blocks:

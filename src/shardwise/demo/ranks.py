@@ -34,7 +34,7 @@ LAST_WORDS_S = 2.0
 its peers complain, before it closes its pipe."""
 Say = Callable[[str], None]
 Act = Callable[[int, int, Say], Any]
-"""Called with (rank, world, say) and returns what the rank saw. `say` names what the rank does now, for the message
+"""Called with (rank, world, say) and returns what the rank saw. `say` names what the rank does now, for the error
 about one that is stuck."""
 
 

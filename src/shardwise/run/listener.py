@@ -1,4 +1,5 @@
-"""Declares what is told of a run while it goes on, to the reporter (report/reporter.py) or to a callback of the user.
+"""Declares what is reported of a run while it goes on, to the reporter (report/reporter.py) or to a callback of the
+user.
 
 The loop calls these between steps, in this order, on every rank. A listener that does not override a method hears
 nothing of it.

@@ -16,8 +16,8 @@ from shardwise.spec.schema import RunConfig
 
 
 def expert_load(tokens: list[list[float]]) -> dict[str, float]:
-    """Returns how even a step's routing was: the tokens of the busiest and of the idlest expert of any layer, over the
-    mean of its layer."""
+    """Returns how well the load balancing of experts works: the tokens of the busiest and of the idlest expert of any
+    layer in a step, over the mean of its layer."""
     means = [sum(counts) / len(counts) for counts in tokens]
     shares = [count / mean for counts, mean in zip(tokens, means, strict=True) if mean for count in counts]
     if not shares:

@@ -57,7 +57,7 @@ def check_float8_base(precision: str, adapter: str, zero: int, offload: str, whe
     )
     raise UserError(
         f"{word} does not work with memory.precision = fp8 and adapter.kind = lora",
-        why="frozen weights are rounded to fp8 once, and every replica keeps them whole",
+        why="frozen weights are quantized to fp8 once, and every replica keeps them whole",
         fix=f"{instead} or memory.precision=bf16",
         where=where,
     )
