@@ -18,7 +18,7 @@ NOT_TORCHS = {
     "_replace", "_asdict",  # of named tuples
     "_exit",  # os
     "_actions",  # argparse
-    "_attn_implementation", "_from_config",  # transformers
+    "_attn_implementation", "_experts_implementation", "_from_config",  # transformers
     "_flash_attn_fwd", "_flash_attn_bwd",  # flash-attention
     "_allgather_base_",  # a collective of c10d, by the name it is counted under
 }  # fmt: skip
@@ -62,13 +62,15 @@ def private_uses(tree: ast.AST) -> set[str]:
 
 
 def names_defined(tree: ast.AST) -> set[str]:
-    """Returns every name that a file gives to something of its own: these are private to the package, not to torch."""
+    """Returns every name that a file gives to something of its own: these are private to the package, not to torch.
+    An attribute that is set on anything but `self` may be another library's, so it does not count."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr)
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                found.add(node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
     return found
@@ -94,6 +96,11 @@ def test_a_use_is_found() -> None:
         "from torch.utils._pytree import tree_map\nfrom torch.overrides import _stack\nimport torch._dynamo\nx._cdata"
     )
     assert private_uses(ast.parse(source)) == {"tree_map", "_stack", "_dynamo", "_cdata"}
+
+
+def test_what_is_set_on_another_object_is_not_ours() -> None:
+    source = "self._ours = 1\nconfig._theirs = 2\nself.inner._theirs = 3\n_local = 4\ndef _function(): pass"
+    assert names_defined(ast.parse(source)) == {"_ours", "_local", "_function"}
 
 
 def test_no_name_is_listed_twice() -> None:

@@ -1,5 +1,5 @@
-"""Names and lines of the package: one thing per class name, the field's own words, lines that fit, nothing of the
-workshop.
+"""Names and texts of the package: one thing per class name, the field's own words in names, docstrings and printed
+texts, docstrings that are sentences, nothing of the workshop.
 
 Lines of at most 120 columns are ruff's to check.
 """
@@ -54,6 +54,26 @@ RIGHT_HERE = {
 }
 """(word, room) -> what it means there, where it is the right word."""
 
+NOT_OUR_PHRASES = {
+    "matrix products?": "matmul",
+    "products? of (?:a|the|two|these|both) matri(?:x|ces)": "matmul",
+    "floors?": "lower bound; or `rounded down`",
+    "rounded to (?:nf4|fp8|int8|4 bits|8 bits)": "quantized",
+    "numbers of (?:a|an|each|every|the) (?:tensor|weight|matrix|gradient)": "elements",
+    "joined (?:qkv|projections?|weights?|matmuls?)": "fused",
+    "narrow sums?": "LoRA add",
+    "wide (?:states?|weights?)": "master weights",
+    "turned around": "transposed",
+    "tellers?": "reporter",
+    "untold": "pending",
+    "wishes": "stop requests",
+    "farewell": "summary",
+    "surroundings": "environment",
+    "try[_-]out": "micro-batch search",
+}
+"""Phrases of a docstring or of any other text in the code (a pattern, a space is any white space) -> what the field
+calls it. Words that also have an innocent meaning (`told`, `message`, `turned`) are only sought in identifiers."""
+
 WORKSHOP = (
     r"\bfirst / then\b",
     r"\bborrowed\b",
@@ -64,18 +84,19 @@ WORKSHOP = (
 )
 """What a reader who was not there when this was built cannot know."""
 
-NOUN_PHRASES = ("model/", "parallel/", "plan/answer/", "plan/layouts/", "plan/resolve/", "spec/model.py")
-"""Rooms and files in which docstrings of functions may still be noun phrases."""
-
-PLURALS = "bytes|seconds|tokens|elements|layers|names|lines|sequences|numbers|ranks|rows|indices|parameters|weights"
-"""Nouns that end as a verb in the third person does."""
+NO_VERBS = (
+    "bytes|seconds|tokens|elements|layers|names|lines|sequences|numbers|ranks|rows|indices|parameters|weights|"
+    "activations|dimensions|flops|gradients|ids|inputs|keys|layouts|logits|queries|radians|replicas|tables|tensors|"
+    "its|this"
+)
+"""Words that end as a verb in the third person does."""
 
 
 def is_sentence(docstring: str) -> bool:
     """Returns whether a function's docstring says what it does or returns (`Returns …`, `Collective. Writes …`), or
     what its arguments are (`` `limit` is … ``), and ends where a sentence ends."""
     text = re.sub(r"^Collective\b[^.]*\. ", "", docstring.split("\n\n")[0].strip())
-    begins = re.match(rf"(?!(?:{PLURALS})\b)(?:[A-Z][a-z]+s|Does|Is)\b|At least |`", text, re.IGNORECASE)
+    begins = re.match(rf"(?!(?:{NO_VERBS})\b)(?:[A-Z][a-z]+s|Does|Is)\b|At least |`", text, re.IGNORECASE)
     return begins is not None and text.endswith((".", "…", ":"))
 
 
@@ -114,6 +135,24 @@ def unwanted() -> dict[tuple[str, str], list[str]]:
     return found
 
 
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of every docstring and every other string of a file, also the fixed parts of f-strings. Comments are
+    none."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def unwanted_phrases(tree: ast.AST) -> list[tuple[int, str, str]]:
+    """(line, what it says, what the field says) of every phrase in a file's texts that is not the field's."""
+    return [
+        (line + text[: match.start()].count("\n"), match[0], better)
+        for line, text in texts(tree)
+        for phrase, better in NOT_OUR_PHRASES.items()
+        for match in re.finditer(rf"\b{phrase}\b".replace(" ", r"\s+"), text, re.IGNORECASE)
+    ]
+
+
 def classes() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for file, tree in trees().items():
@@ -128,6 +167,15 @@ def test_things_have_the_fields_names():
     assert {place: names for place, names in unwanted().items() if place not in excused} == {}
 
 
+def test_texts_have_the_fields_words():
+    found = [
+        f"{file.relative_to(PACKAGE)}:{line} says {said!r}, the field says {better!r}"
+        for file, tree in trees().items()
+        for line, said, better in unwanted_phrases(tree)
+    ]
+    assert not found, "docstrings and texts with words that only this package would use:\n" + "\n".join(found)
+
+
 def test_no_class_name_is_there_twice():
     twice = {name: files for name, files in classes().items() if len(files) > 1}
     assert twice == {}
@@ -140,7 +188,7 @@ def test_nothing_is_excused_that_is_clean():
 def test_docstrings_of_functions_are_sentences():
     found = [
         f"{file.relative_to(PACKAGE)}:{node.lineno} {node.name}: {text.splitlines()[0]}"
-        for file, tree in trees().items() if not file.relative_to(PACKAGE).as_posix().startswith(NOUN_PHRASES)
+        for file, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)) and not is_sentence(text)
         and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
@@ -156,6 +204,8 @@ def test_a_fragment_is_no_sentence():
         "The same, sorted.",
         "Returns it",
         "What is due.",
+        "Logits of a batch.",
+        "This rank's part.",
     )
     assert not any(map(is_sentence, fragments))
     assert all(map(is_sentence, ("Returns the bytes of a rank.", "Collective. Writes it.", "`limit` is in bytes.")))
@@ -170,6 +220,22 @@ def test_no_page_and_no_file_speaks_of_the_workshop():
         for match in re.finditer("|".join(WORKSHOP), page.read_text(encoding="utf-8"), re.IGNORECASE)
     ]
     assert found == []
+
+
+def test_phrases_are_found_in_texts_of_any_kind():
+    source = (
+        '"""Multiplies.\n\nOne matrix\nproduct."""\n'  # broken over two lines: found where it begins
+        "def f(a='untold'):\n"
+        '    """Returns the Floor."""\n'
+        "    print(f'{a} wide states')  # a farewell\n"
+        "    return 'productive, told, flooring'\n"
+    )
+    assert sorted(unwanted_phrases(ast.parse(source))) == [
+        (3, "matrix\nproduct", "matmul"),
+        (5, "untold", "pending"),
+        (6, "Floor", "lower bound; or `rounded down`"),
+        (7, "wide states", "master weights"),
+    ]
 
 
 def test_words_are_found_in_names_of_any_kind():

@@ -24,9 +24,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, Mask, AttentionKernel, float, float],
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What every layer of one kind shares in a forward pass. `attend`: another way to compute what the function above
-    does, where a device has only some of the tokens. `rows_B` numbers the rows of all steps: layers that draw random
-    numbers draw them from it; the plain model has none."""
+    """The inputs that all layers of one kind share in a forward pass.
+
+    `attend` computes attention; whoever splits sequences into parts puts another function in its place. `rows_B`
+    identifies each row among the rows of all steps: layers that draw random values derive them from it, and the plain
+    model has no such layer."""
 
     mask: Mask
     rotation: Rotation | None
@@ -52,7 +54,7 @@ class Attention(nn.Module):
         self.k_norm = make_norm(spec, spec.head_dim) if spec.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: Tensor, inputs: AttentionInputs) -> Tensor:
-        # Heads are counted from the tensors (-1), so that a slice of the heads works the same way.
+        # Heads are counted from the tensors (-1), so that a layer with only some of the heads works the same way.
         q_BTX, k_BTX, v_BTX = self.project(x_BTD)
         q_BTHC = self.q_norm(q_BTX.unflatten(-1, (-1, self.head_dim)))
         k_BTKC = self.k_norm(k_BTX.unflatten(-1, (-1, self.head_dim)))
@@ -66,5 +68,5 @@ class Attention(nn.Module):
         return self.o(out_BTHC.flatten(-2))
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, with the channels of all heads side by side."""
+        """Returns queries (B, T, H*C), keys and values (B, T, K*C): the channels of all heads side by side."""
         return self.q(x_BTD), self.k(x_BTD), self.v(x_BTD)

@@ -40,7 +40,8 @@ class AttentionKernel:
 def attend(
     q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, kernel: AttentionKernel, scale: float, softcap: float
 ) -> Tensor:
-    """Attention of all tokens, which are on this device, by the given kernel."""
+    """Returns attention of shape (B, T, H, C), computed by the given kernel over whole sequences. Whoever splits
+    sequences into parts replaces this function (`AttentionInputs.attend`)."""
     return kernel.compute(q_BTHC, k_BSKC, v_BSKC, mask, scale, softcap)
 
 
@@ -53,7 +54,7 @@ def _sdpa(
     _softcap: float,
     backend: SDPBackend | None = None,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention; without a `backend` torch chooses one of its kernels."""
+    """Computes attention by torch's scaled_dot_product_attention. Without a `backend` torch chooses the kernel."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BTHC, k_BSKC, v_BSKC))
     # CUDA's flash and cuDNN kernels take grouped heads as they are, in 16 bits and without a mask. Everything else
     # there (fp32, masks) is for the memory-efficient kernel, which knows no grouped heads: asked for them, torch falls
@@ -81,7 +82,7 @@ def _flash(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, scale: fl
 
 
 def _math(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, mask: Mask, scale: float, softcap: float) -> Tensor:
-    """The definition, in plain operations; the softmax is at least fp32."""
+    """Computes attention by its definition, in plain operations; the softmax is at least fp32."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_BTHC, k_BSKC, v_BSKC))
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     scores = (q @ k.transpose(-1, -2)) * scale
@@ -131,12 +132,12 @@ KERNELS = {
         AttentionKernel("flash", _flash, needs_cuda=True),
     )
 }
-"""torch's own, by name. `cudnn` and `flash` are fused kernels for 16 bits; `sdpa` leaves the choice to torch."""
+"""torch's own kernels by name. `cudnn` and `flash` are fused kernels for 16 bits; `sdpa` leaves the choice to torch."""
 
 
 def choose_kernel(spec: ModelSpec, attention: str | AttentionKernel) -> tuple[AttentionKernel, str]:
-    """The kernel to use and, where it is not the obvious one, the reason to print. `attention`: a name, `auto` or a
-    kernel."""
+    """Returns the kernel to use and, where it is not the obvious one, the reason to print (else an empty string).
+    `attention` is a name of `KERNELS`, `auto` or a kernel."""
     if isinstance(attention, str) and attention != "auto" and attention not in KERNELS:
         raise UserError(
             f"unknown attention `{attention}`",

@@ -14,7 +14,7 @@ from shardwise.errors import UserError
 
 
 class KeyValueCache:
-    """Tensors per layer, tokens along dim 1: keys and values, or latents and rotated keys.
+    """Holds tensors per layer, tokens along dim 1: keys and values, or latents and rotated keys.
 
     Room for `max_len` tokens is made when a layer first stores something, in the shape and format it comes in: a slice
     of the heads or a part of the layers needs no more than that.
@@ -26,7 +26,7 @@ class KeyValueCache:
         self._stores: dict[int, list[Tensor]] = {}
 
     def append(self, layer_index: int, *new: Tensor) -> list[Tensor]:
-        """Store the new tokens' tensors; return each together with everything before it."""
+        """Stores the new tokens' tensors and returns each together with everything before it, tokens along dim 1."""
         end = self.length + new[0].shape[1]
         if end > self.max_len:
             raise UserError(

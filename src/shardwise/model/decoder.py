@@ -1,6 +1,6 @@
 """The decoder: every model of this package is this one class, described by a `ModelSpec`.
 
-Plain single-device PyTorch; nothing here knows about parallelism. Invariant: parameter names are global (layers are
+Plain single-device PyTorch and nothing else. Invariant: parameter names are global (layers are
 keyed by their index in the whole model), so a part of the model keeps the names of the whole, and parts one after
 another compute what the whole computes. Read from top to bottom: the decoder, its head, then one block. Read next:
 `attention.py`, `feedforward.py`, `experts.py`.
@@ -34,7 +34,8 @@ from shardwise.spec.model import LayerSpec, ModelSpec
 
 
 class Losses(NamedTuple):
-    """Sums over the batch's target tokens. `aux` and `z` carry their coefficients and are zero for dense models."""
+    """Losses summed over the batch's target tokens. `aux` and `z` are the router's, already multiplied by their
+    coefficients, and zero for dense models."""
 
     cross_entropy: Tensor
     aux: Tensor
@@ -42,7 +43,7 @@ class Losses(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What a part that is not the last hands on: hidden states, and the router losses of its own layers."""
+    """The result of a part that is not the last: its hidden states, and the router losses of its own layers."""
 
     x_BTD: Tensor
     aux: Tensor
@@ -81,13 +82,14 @@ class Decoder(nn.Module):
         x_BTD: Tensor | None = None,
         rows_B: Tensor | None = None,
     ) -> Tensor | Losses | Hidden:
-        """Logits, or with targets the summed losses; a part that is not the last returns what the next one needs.
+        """Returns logits of shape (B, T, V), or with targets the summed losses; a part that is not the last returns
+        what the next part needs.
 
         targets_BT    the token that follows each token, IGNORE where there is nothing to learn
         positions_BT  where each token stands; default 0, 1, 2 ... (after what the cache holds)
         documents_BT  integer ids: a token sees only tokens with its own id. Positions are not restarted by it
         x_BTD         what the part before this one returned; the first part has none
-        rows_B        a number for every row of every step, for layers that draw random numbers; here none does
+        rows_B        identifies each row among those of all steps, for layers that draw random values; here none does
         """
         positions_BT = self.default_positions(tokens_BT, cache) if positions_BT is None else positions_BT
         target_counts_B = None if targets_BT is None else self.count_targets(targets_BT)
@@ -110,6 +112,7 @@ class Decoder(nn.Module):
     # The parts of a forward pass, in order -------------------------------------------------------------------------
 
     def default_positions(self, tokens_BT: Tensor, cache: KeyValueCache | None) -> Tensor:
+        """Returns the positions 0, 1, 2 ... of a batch's tokens, after what the cache holds, of shape (1, T)."""
         start = 0 if cache is None else cache.length
         end = start + tokens_BT.shape[1]
         if self.spec.positions == "learned" and end > self.spec.max_seq_len:
@@ -121,6 +124,7 @@ class Decoder(nn.Module):
         return torch.arange(start, end, device=tokens_BT.device)[None]
 
     def embed_tokens(self, tokens_BT: Tensor, positions_BT: Tensor) -> Tensor:
+        """Returns the hidden states that enter the first layer, of shape (B, T, D)."""
         assert self.embed is not None, "only the first part of a model embeds tokens"
         x_BTD = self.embed(tokens_BT)
         if self.spec.scale_embedding:
@@ -131,13 +135,13 @@ class Decoder(nn.Module):
         return x_BTD
 
     def count_targets(self, targets_BT: Tensor) -> Tensor:
-        """The number of targets of each sequence, of shape (B,)."""
+        """Returns the number of targets of each sequence, of shape (B,)."""
         return (targets_BT != IGNORE).sum(1)
 
     def prepare_attention(
         self, dtype: torch.dtype, positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
     ) -> dict[int, AttentionInputs]:
-        """Masks and rotations, each built once and shared by the layers that need the same, by layer index."""
+        """Returns masks and rotations by layer index, each built once and shared by the layers that need the same."""
         inputs = self.prepare_masks(positions_BT, documents_BT, cache)
         if self.spec.positions != "rope":
             return inputs
@@ -153,7 +157,7 @@ class Decoder(nn.Module):
     def prepare_masks(
         self, positions_BT: Tensor, documents_BT: Tensor | None, cache: KeyValueCache | None
     ) -> dict[int, AttentionInputs]:
-        """What each layer may see, before rotations."""
+        """Returns the mask of each layer by layer index, without rotations yet."""
         check_kernel_device(self.kernel, positions_BT.device.type)
         assert documents_BT is None or cache is None, "generation with a cache works on one document per row"
         num_past = 0 if cache is None else cache.length
@@ -171,17 +175,18 @@ class Decoder(nn.Module):
 
     @property
     def kernels(self) -> dict[int, AttentionKernel]:
-        """The attention kernel of each layer, by layer index."""
+        """Returns the attention kernel of each layer, by layer index."""
         return {int(index): cast(Attention, block.attention).kernel for index, block in self.layers.items()}
 
     def use_kernels(self, kernels: Mapping[int, AttentionKernel]) -> None:
-        """Set the attention kernel of each layer, by layer index."""
+        """Sets the attention kernel of each layer, by layer index."""
         for index, block in self.layers.items():
             cast(Attention, block.attention).kernel = kernels[int(index)]
 
     def run_layers(
         self, x_BTD: Tensor, inputs: dict[int, AttentionInputs], target_counts_B: Tensor | None
     ) -> tuple[Tensor, list[Routing]]:
+        """Returns the last layer's hidden states (B, T, D), and what the router of each layer with experts reports."""
         routings = []
         for index, block in self.layers.items():
             x_BTD, routing = block(x_BTD, inputs[int(index)], target_counts_B)
@@ -195,8 +200,8 @@ class Decoder(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores over the vocabulary, or the summed cross-entropy of their targets. A tied head has no weight of its
-    own."""
+    """Computes scores over the vocabulary, or with targets their summed cross-entropy. A tied head has no weight of
+    its own."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -212,11 +217,11 @@ class Head(nn.Module):
         return cross_entropy_sum(logits_of, x_BTD.flatten(0, 1), targets_BT.flatten(), self.vocab)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Scores of normalised hidden states of any leading shape."""
+        """Returns the scores (..., V) of normalised hidden states (..., D)."""
         return self.cap(F.linear(x, weight))
 
     def cap(self, logits: Tensor) -> Tensor:
-        """Softly capped, as Gemma 2 does it: large scores approach the cap and never reach it."""
+        """Returns the scores softly capped, as Gemma 2 does it: large ones approach the cap and never reach it."""
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 

@@ -12,4 +12,4 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 KEPT = {name: DTYPES[precision.kept] for name, precision in PRECISIONS.items()}
 COMPUTED = {name: DTYPES[precision.computed] for name, precision in PRECISIONS.items()}
 SUMMED = {name: DTYPES[name] for name in ("fp32", "bf16", "fp16")}
-"""What gradients are reduced in, by the names of `memory.reduce_dtype`."""
+"""The dtypes in which gradients may be summed, by the names of `memory.reduce_dtype`."""

@@ -21,7 +21,8 @@ from shardwise.spec.model import ModelSpec
 
 
 class Routing(NamedTuple):
-    """What a layer's router reports besides its output; sums over the batch, coefficients included."""
+    """What a layer's router reports besides its output: losses summed over the batch's target tokens, coefficients
+    included, and how many tokens each expert got."""
 
     aux: Tensor
     z: Tensor
@@ -29,6 +30,9 @@ class Routing(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
+    """A feed-forward layer of which each token goes through the few experts that its router chooses, and through the
+    shared ones, if there are any."""
+
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.num_experts, self.experts_per_token = spec.num_experts, spec.experts_per_token
@@ -44,7 +48,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x_BTD: Tensor, target_counts_B: Tensor | None) -> tuple[Tensor, Routing | None]:
         x_ND = x_BTD.flatten(0, 1)
         choice = self.router(x_ND)
-        # 1. Bring each expert's tokens together: copy m is token m // K for its choice m % K.
+        # 1. Bring each expert's tokens together: row m is token m // K for its choice m % K.
         order_M = sorting(choice.experts_NK.flatten(), self.num_experts)
         back_M = inverse(order_M)
         counts_BE = count_experts(choice.experts_NK.view(x_BTD.shape[0], -1), self.num_experts)
@@ -61,19 +65,21 @@ class MixtureOfExperts(nn.Module):
         return out_BTD, None if target_counts_B is None else self._report(choice, counts_BE, target_counts_B)
 
     def count_whole_sequences(self, counts_BE: Tensor) -> Tensor:
-        """Tokens per expert of whole sequences, given those of the tokens that are here: on one device all of them
-        are."""
+        """Returns how often each expert was chosen in each whole sequence, given how often in the tokens of this batch,
+        both of shape (B, E). They are the same here; whoever splits sequences into parts replaces this."""
         return counts_BE
 
     def _report(self, choice: Choice, counts_BE: Tensor, target_counts_B: Tensor) -> Routing:
-        """`target_counts_B` is that of whole sequences. The losses are the part of them that these tokens bring in."""
+        """Returns the losses of the router. `target_counts_B` counts the targets of whole sequences; where the batch
+        has only a part of them, the losses are what its tokens contribute."""
         batch = target_counts_B.shape[0]
         counts_whole_BE = self.count_whole_sequences(counts_BE)
         probabilities_BTE = choice.probabilities_NE.unflatten(0, (batch, -1))
         logits_BTE = choice.logits_NE.unflatten(0, (batch, -1))
         weight_B = target_counts_B.to(probabilities_BTE.dtype)
         # Switch Transformer, section 2.2, per sequence as in DeepSeek-V3 (17)-(20): 1 when perfectly balanced.
-        # A sum over this rank's tokens, divided by the tokens of the whole sequence: the parts of all ranks add up.
+        # A sum over the batch's tokens, divided by the length of the whole sequence. If a sequence is computed in
+        # parts, the losses of its parts add up to its own.
         length_B = counts_whole_BE.sum(1).to(weight_B.dtype) / self.experts_per_token
         share_BE = counts_whole_BE.to(weight_B.dtype) * (self.num_experts / self.experts_per_token / length_B)[:, None]
         aux_B = (share_BE * probabilities_BTE.sum(1)).sum(-1) / length_B
@@ -84,6 +90,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class Choice(NamedTuple):
+    """The experts that a router chooses for each token, and how much each of them weighs."""
+
     experts_NK: Tensor
     weights_NK: Tensor
     probabilities_NE: Tensor  # over all experts, for the balancing loss
@@ -117,7 +125,8 @@ class Router(nn.Module):
         return Choice(experts_NK, weights_NK * self.scaling, probabilities_NE, logits_NE)
 
     def _sigmoid(self, logits_NE: Tensor) -> Choice:
-        """DeepSeek-V3, section 2.1.2: the bias decides who is chosen, never how much they weigh."""
+        """Returns DeepSeek-V3's choice (section 2.1.2): the bias decides which experts are chosen, never how much they
+        weigh."""
         assert self.bias is not None, "a sigmoid router has a bias"
         scores_NE = logits_NE.sigmoid()
         ranking_NE = scores_NE.detach() + self.bias
@@ -135,7 +144,7 @@ class Router(nn.Module):
         return Choice(experts_NK, weights_NK * self.scaling, probabilities_NE, logits_NE)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Casting the model leaves the bias in fp32: it moves in steps of 0.001, which bf16 would round away."""
+        """Leaves the bias in fp32 when the model is cast: it moves in steps of 0.001, which bf16 would lose."""
         before = self.bias
         super()._apply(fn, recurse)
         if before is not None and self.bias is not None and self.bias.dtype != before.dtype:
@@ -144,7 +153,8 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E feed-forward networks as stacked weights. Rows come sorted by expert, `counts_E` says how many each has."""
+    """E feed-forward networks as stacked weights. Rows come sorted by expert; `counts_E` has the number of each one's
+    rows."""
 
     def __init__(self, spec: ModelSpec):
         super().__init__()
@@ -170,13 +180,14 @@ class Experts(nn.Module):
         return F.linear(self.activation(F.linear(x, gate)) * F.linear(x, up), down)
 
     def _grouped(self, x_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """One kernel for all experts: no loop, and no wait for the counts to reach the CPU. Rows need no padding: in
-        bf16 an expert's may begin anywhere, because what is read in pieces of 16 bytes are the rows themselves."""
+        """Computes all experts by grouped matmuls: no loop, and no wait for the counts to reach the CPU. Rows need no
+        padding: in bf16 an expert's rows may begin anywhere, because only the rows themselves are read in pieces of 16
+        bytes."""
         ends_E = counts_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(self.grouped_hidden(x_MD, ends_E), self.down.transpose(1, 2), offs=ends_E)
 
     def grouped_hidden(self, x_MD: Tensor, ends_E: Tensor) -> Tensor:
-        """The hidden channels of every row, of shape (M, F). `ends_E`: the row after each expert's last."""
+        """Returns the hidden channels of every row, of shape (M, F). `ends_E` is the row after each expert's last."""
         up_MF = F.grouped_mm(x_MD, self.up.transpose(1, 2), offs=ends_E)
         if self.gate is None:
             return self.activation(up_MF)
@@ -184,23 +195,25 @@ class Experts(nn.Module):
 
 
 def sorting(experts_M: Tensor, num_experts: int) -> Tensor:
-    """The stable order by expert. Numbers of one byte are sorted in one pass; of eight, a GPU makes eight."""
+    """Returns the stable order of rows by expert, of shape (M,). Indices of one byte are sorted in one pass; for those
+    of eight bytes a GPU makes eight passes."""
     return experts_M.to(torch.uint8 if num_experts <= 256 else torch.int16).argsort(stable=True)
 
 
 def inverse(order_M: Tensor) -> Tensor:
-    """The way back from an order; sorting it would say the same and take longer."""
+    """Returns the inverse of a permutation, of shape (M,). Sorting it would give the same and take longer."""
     return torch.empty_like(order_M).scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
 
 
 def arrange(x_ND: Tensor, order_M: Tensor, back_M: Tensor, num_repeats: int = 1) -> Tensor:
-    """Every row `num_repeats` times, in another order: output m is of row m // num_repeats. `back_M` leads back."""
+    """Returns every row `num_repeats` times, in another order: output m is row order_M[m] // num_repeats. `back_M` is
+    the inverse of `order_M`."""
     return _Arrange.apply(x_ND, order_M, back_M, num_repeats)
 
 
 class _Arrange(torch.autograd.Function):
-    """Backward takes the rows back and adds the repeats in a fixed order; an index's own would add them one by one, and
-    on a GPU in the order threads arrive."""
+    """Copies rows into another order. Backward adds the gradients of a row's repeats in a fixed order; the backward of
+    plain indexing would add them one by one, on a GPU in the order in which threads arrive."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, back_M: Tensor, num_repeats: int) -> Tensor:
@@ -216,23 +229,26 @@ class _Arrange(torch.autograd.Function):
 
 
 def can_group(x: Tensor) -> bool:
-    """torch's grouped matmul is for bf16 on CUDA; elsewhere (and in fp64) the loop is exact and plain. On a CPU it is
-    that loop, which a compiler cannot see through: the lengths of its slices are values in memory."""
+    """Returns whether torch's grouped matmul can be used: in bf16 on CUDA. Elsewhere (and in fp64) the loop over
+    experts is exact and plain. A compiler needs the grouped matmul on a CPU too, because it cannot see through the
+    loop: the lengths of its slices are values in memory."""
     return x.dtype == torch.bfloat16 and (x.is_cuda or torch.compiler.is_compiling()) and hasattr(F, "grouped_mm")
 
 
 def even_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Stand-in for the counts on `meta`, where there are no values to count."""
+    """Returns sizes of parts that differ by one row at most: they stand in for the counts on `meta`, where there are no
+    values to count."""
     return [num_rows // num_parts + (part < num_rows % num_parts) for part in range(num_parts)]
 
 
 def count_experts(experts_BM: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in each row."""
+    """Returns how often each expert occurs in each row, of shape (B, E)."""
     zeros_BE = torch.zeros(experts_BM.shape[0], num_experts, dtype=torch.int64, device=experts_BM.device)
     return zeros_BE.scatter_add(1, experts_BM, torch.ones_like(experts_BM))
 
 
 def moe_layers(model: nn.Module) -> list[MixtureOfExperts]:
+    """Returns the mixture-of-experts layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
@@ -240,7 +256,7 @@ def moe_layers(model: nn.Module) -> list[MixtureOfExperts]:
 def update_router_bias(model: nn.Module) -> None:
     """Makes overloaded experts a little less likely (DeepSeek-V3, 2.1.2), after the optimizer step; counts start anew.
 
-    With several ranks the caller first sums `tokens_per_expert` over them.
+    `tokens_per_expert` must count the tokens of the whole step: whoever splits the batch first sums it over the parts.
     """
     for layer in moe_layers(model):
         if layer.router.bias is not None and layer.bias_update_rate:

@@ -37,7 +37,7 @@ class FeedForward(nn.Module):
         return self.down(self.hidden(x_BTD))
 
     def hidden(self, x_BTD: Tensor) -> Tensor:
-        """The hidden channels, of shape (B, T, F)."""
+        """Returns the hidden channels, of shape (B, T, F)."""
         if self.gate is None:
             return self.activation(self.up(x_BTD))
         return self.activation(self.gate(x_BTD)) * self.up(x_BTD)

@@ -24,6 +24,8 @@ LATENT_NORM_EPS = 1e-6  # fixed in DeepSeek's code, whatever the model's own nor
 
 
 class LatentAttention(nn.Module):
+    """Causal self-attention whose keys and values are projected up from one latent of L channels per token."""
+
     def __init__(self, spec: ModelSpec, layer: LayerSpec, kernel: AttentionKernel):
         super().__init__()
         self.index, self.kernel = layer.index, kernel

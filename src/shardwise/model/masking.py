@@ -19,7 +19,7 @@ from shardwise.spec.model import LayerSpec
 
 @dataclass(frozen=True)
 class Mask:
-    """What one group of layers may see. `is_causal` without `allowed` is the kernels' fast path."""
+    """Which keys the queries of some layers may see. `is_causal` without `allowed_1TS` is the kernels' fast path."""
 
     is_causal: bool
     allowed_1TS: Tensor | None = None  # (1 or B, 1, T, S), True where a query may look; the 1 broadcasts over heads
@@ -36,12 +36,12 @@ class MaskBuilder:
     documents_BT: Tensor | None = None
 
     def build(self, layers: tuple[LayerSpec, ...], flex: bool) -> dict[int | None, Mask]:
-        """One mask per distinct window, keyed as `key(layer)` answers."""
+        """Returns one mask per distinct window, by `key(layer)`."""
         windows = {self.key(layer) for layer in layers}
         return {window: self._flex(window) if flex else self._dense(window) for window in windows}
 
     def key(self, layer: LayerSpec) -> int | None:
-        """The layer's window, or None where it is at least as long as the sequence and so changes nothing."""
+        """Returns the layer's window in tokens, or None where it covers the whole sequence and so changes nothing."""
         num_keys = self.num_past + self.num_tokens
         return layer.window if layer.window is not None and layer.window < num_keys else None
 

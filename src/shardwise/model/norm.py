@@ -21,7 +21,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
 
     def factor(self) -> Tensor:
-        """What the normalised elements are multiplied by."""
+        """Returns what the normalised elements are multiplied by, of shape (dim,)."""
         return 1 + self.weight if self.plus_one else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,6 +29,7 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(spec: ModelSpec, dim: int) -> nn.Module:
+    """Returns the model's kind of norm, over the last dimension of size `dim`."""
     if spec.norm == "layer":
         return nn.LayerNorm(dim, eps=spec.norm_eps)
     return RMSNorm(dim, spec.norm_eps, spec.norm_plus_one)

@@ -1,4 +1,4 @@
-"""Rotary positions: the angles, their long-context scalings, and how they turn queries and keys.
+"""Rotary positions: the angles, their long-context scalings, and how they rotate queries and keys.
 
 Owns no state: cosines and sines are computed from the spec once per forward pass, so a model that was built on `meta`,
 moved or cast needs nothing restored. Invariant: angles are computed in fp32 (fp64 for an fp64 model), whatever the
@@ -19,7 +19,7 @@ from shardwise.spec.model import LayerSpec, ModelSpec
 
 
 class Rotation(NamedTuple):
-    """What a layer needs to turn its queries and keys; broadcasts over heads."""
+    """The cosines and sines by which a layer rotates its queries and keys; they broadcast over heads."""
 
     cos_BT1R: Tensor  # R here is half the rotary dimensions: one angle per pair
     sin_BT1R: Tensor
@@ -27,6 +27,7 @@ class Rotation(NamedTuple):
 
 
 def make_rotation(spec: ModelSpec, layer: LayerSpec, positions_BT: Tensor, dtype: torch.dtype) -> Rotation:
+    """Returns the rotation of every token of a batch, in the model's dtype."""
     work = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies_R = inverse_frequencies(spec, layer, positions_BT.device).to(work)
     angles_BT1R = (positions_BT.to(work)[..., None] * frequencies_R)[:, :, None, :]
@@ -37,7 +38,7 @@ def make_rotation(spec: ModelSpec, layer: LayerSpec, positions_BT: Tensor, dtype
 
 
 def rotate(x_BTHR: Tensor, rotation: Rotation) -> Tensor:
-    """Turn each pair of dimensions by its angle.
+    """Rotates each pair of dimensions by its angle; the shape stays (B, T, H, R).
 
     A pair is (i, i + R/2) in most models and (2i, 2i + 1) when interleaved. The result always has the first layout:
     queries and keys are permuted alike, so their dot products do not change, and no second shuffle is needed.
@@ -51,7 +52,8 @@ def rotate(x_BTHR: Tensor, rotation: Rotation) -> Tensor:
 
 
 def inverse_frequencies(spec: ModelSpec, layer: LayerSpec, device: torch.device) -> Tensor:
-    """Radians per position for each pair: theta^(-2i/R), bent by the scaling rule where the layer uses it."""
+    """Returns the radians per position of each pair, of shape (R/2,): theta^(-2i/R), changed by the model's scaling
+    rule where the layer uses it."""
     dim = spec.rotary_dim
     exponents_R = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     plain_R = 1.0 / layer.rope_theta**exponents_R
@@ -65,8 +67,8 @@ def inverse_frequencies(spec: ModelSpec, layer: LayerSpec, device: torch.device)
 
 
 def _llama3(spec: ModelSpec, plain_R: Tensor) -> Tensor:
-    """Llama 3.1: slow pairs (few turns within the original length) are slowed by the factor, fast ones kept, blend
-    between."""
+    """Returns Llama 3.1's frequencies: slow pairs (few turns within the original length) are slowed by the factor, fast
+    ones are kept, and those between are blended."""
     turns_R = spec.rope_original_max_seq_len * plain_R / (2 * math.pi)
     low, high = spec.rope_low_freq_factor, spec.rope_high_freq_factor
     keep_R = ((turns_R - low) / (high - low)).clamp(0, 1)
@@ -74,8 +76,8 @@ def _llama3(spec: ModelSpec, plain_R: Tensor) -> Tensor:
 
 
 def _yarn(spec: ModelSpec, plain_R: Tensor, theta: float, dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions from kept (beta_fast turns) to slowed
-    (beta_slow)."""
+    """Returns YaRN's frequencies (arXiv 2309.00071, section 3.2): a ramp over dimensions from kept (beta_fast turns) to
+    slowed (beta_slow)."""
 
     def dimension_of(turns: float) -> float:
         return dim * math.log(spec.rope_original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -88,7 +90,7 @@ def _yarn(spec: ModelSpec, plain_R: Tensor, theta: float, dim: int) -> Tensor:
 
 
 def attention_factor(spec: ModelSpec) -> float:
-    """YaRN's temperature on cosines and sines; 1 for the other scalings."""
+    """Returns YaRN's temperature, a factor on cosines and sines; 1 for the other scalings."""
     if spec.rope_scaling != "yarn":
         return 1.0
     if spec.rope_attention_factor:
@@ -99,7 +101,7 @@ def attention_factor(spec: ModelSpec) -> float:
 
 
 def softmax_scale(spec: ModelSpec) -> float:
-    """The factor on attention scores: 1/sqrt(head_dim) unless the spec says otherwise."""
+    """Returns the factor on attention scores: 1/sqrt(head_dim) unless the spec says otherwise."""
     scale = (spec.query_scale_dim or spec.head_dim) ** -0.5
     if spec.attention.yarn_scales_scores and spec.rope_scaling == "yarn" and spec.rope_mscale_all_dim:
         # DeepSeek moves YaRN's temperature from the rotated dimensions to the whole score.

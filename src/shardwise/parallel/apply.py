@@ -9,7 +9,8 @@
     6. data/              replicas with summed gradients, or low-precision weights on one rank
     7. shards.py          the table of what came out of it
 
-any_module/ does 4 and 6 for modules that are not ours; traffic.py times the collectives of all of them.
+Once low-precision weights are there, a second, short list of transforms.py runs. any_module/ does 4 and 6 for modules
+that are not ours; traffic.py times the collectives of all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from shardwise.parallel.pipeline.execute import Stage
 from shardwise.parallel.shards import shards_of
 from shardwise.parallel.tensor.collectives import TensorParallel
 from shardwise.parallel.traffic import Traffic
-from shardwise.parallel.transforms import ModelPart, transform
+from shardwise.parallel.transforms import ModelPart, transform, transform_weights
 from shardwise.parallel.zero.sharding import Sharded, buffers_to, decoder_groups
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -61,8 +62,8 @@ def parallelize_decoder(
     seed: int = 0,
     through_fsdp: bool = False,
 ) -> Engine:
-    """Collective. The model as this rank holds it, with its weights. `through_fsdp`: by FSDP2, as mixed precision would
-    be, whatever the precision is. `seed`: of the adapters' first values."""
+    """Collective. Returns the model as this rank holds it, with its weights. `through_fsdp` shards by FSDP2 whatever
+    the precision is, as mixed precision would. `seed` draws the adapters' first values."""
     uses_fsdp = plan.uses_fsdp or through_fsdp
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan), Traffic()
@@ -94,13 +95,15 @@ def parallelize_decoder(
         if float8 is not None:
             float8.quantize_frozen()
         stages.append(Stage(index, model, wrapper or _replicate(model, mesh, size, traffic)))
+        transform_weights(part)
     return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic, float8)
 
 
 def _whole_stage(
     spec: TransformersSpec, mesh: Mesh, attention: str, init_weights: InitWeights, size: int, traffic: Traffic
 ) -> tuple[Stage, Float8Layers | None]:
-    """A model of transformers is read whole, then replicated or sharded in place."""
+    """Returns the one stage of a model of the transformers library, and its fp8 layers: the model is read whole, then
+    replicated or sharded in place."""
     model = cast(Decoder, TransformersModel(spec, attention, KEPT[mesh.plan.precision]))  # it has the decoder's calls
     init_weights(model)
     groups = [[block] for block in cast(TransformersModel, model).blocks()]
@@ -116,9 +119,10 @@ def _init_foreign(
 
 
 def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> DataParallelWrapper:
-    """The data-parallel wrapper of whole replicas. Those of an expert are fewer, so they are summed apart."""
+    """Returns the data-parallel wrapper of whole replicas. An expert has fewer of them, so its gradients are summed
+    apart."""
     if mesh.plan.copies:
-        return LowPrecisionWeights(model, COMPUTED[mesh.plan.precision], fuse=mesh.plan.fuse)
+        return LowPrecisionWeights(model, COMPUTED[mesh.plan.precision])
     experts = {name: p for name, p in model.named_parameters() if mesh.expert is not None and ".experts." in name}
     others = [p for name, p in model.named_parameters() if name not in experts]
     uses_ddp = mesh.dp is not None and mesh.plan.pp == 1
@@ -131,7 +135,7 @@ def _replicate(model: Decoder, mesh: Mesh, size: int, traffic: Traffic) -> DataP
 
 
 def stage_layers(plan: Plan, num_layers: int) -> list[range]:
-    """The layers of each stage, in model order."""
+    """Returns the range of layers of each stage, in model order."""
     return [plan.layers_of(stage) for stage in range(plan.num_stages)] if plan.pp > 1 else [range(num_layers)]
 
 
@@ -150,7 +154,7 @@ def init_stage_weights(
             piece = Decoder(model.spec, "math", range(index, index + 1)).to(KEPT[mesh.plan.precision])
         init_weights(piece.to_empty(device="cpu"))
         if adapters is not None:
-            adapt(piece.to(mesh.device), adapters)  # a GPU rounds billions of weights in seconds
+            adapt(piece.to(mesh.device), adapters)  # a GPU quantizes billions of weights in seconds
         for name, value in piece.state_dict().items():
             if name in table:
                 table[name].put(value)
@@ -161,5 +165,5 @@ def init_stage_weights(
 
 
 def bucket_bytes(plan: Plan) -> int:
-    """Bytes of gradients per all-reduce."""
+    """Returns how many bytes of gradients each all-reduce sums."""
     return BUCKET_BYTES[plan.device] if plan.bucket == "auto" else int(plan.bucket)

@@ -1,4 +1,4 @@
-"""Whole tensors from everybody's shards, on rank 0, and back: what checkpoints and proofs need.
+"""Whole tensors from all ranks' shards, on rank 0, and back: what checkpoints and proofs need.
 
 Stage by stage: the ranks of one replica's (shard, tp) plane put each tensor together, and its first rank sends it to
 rank 0. Nothing is pickled: what is sent is a JSON list of names, shapes and formats, then the tensors as they are.
@@ -22,7 +22,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shards import Shard, gather
 
 Values = Callable[[Shard], dict[str, Tensor]]
-"""The local tensors of one shard, by the name they get in the result: shaped like the shard, or scalars."""
+"""Returns the local tensors of one shard by the name they get in the result: shaped like the shard, or scalars."""
 
 
 class Holder(Protocol):
@@ -33,9 +33,9 @@ class Holder(Protocol):
 
 
 def collect(engine: Holder, values: Values, extra: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Collective. Full tensors by name, on the CPU of rank 0; other ranks get an empty dictionary.
+    """Collective. Returns full tensors by name, on the CPU of rank 0; other ranks get an empty dictionary.
 
-    `extra`: tensors that every rank of a stage has whole (buffers)."""
+    `extra` are tensors that every rank of a stage has whole (buffers)."""
     mesh = engine.mesh
     keep = partial(on_disk_copy, directory=mesh.plan.offload_dir) if mesh.plan.offload_to == "nvme" else _to_cpu
     found: dict[str, Tensor] = {}
@@ -62,7 +62,7 @@ def collect(engine: Holder, values: Values, extra: dict[str, Tensor] | None = No
 
 
 def share(tensors: dict[str, Tensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Collective. Yields rank 0's tensors on every rank, one at a time; what others hand in is not looked at."""
+    """Collective. Yields rank 0's tensors on every rank, one at a time; the argument of other ranks is ignored."""
     if mesh.is_alone:
         yield from tensors.items()
         return
@@ -80,7 +80,8 @@ def share(tensors: dict[str, Tensor], mesh: Mesh) -> Iterator[tuple[str, Tensor]
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> Values:
-    """What an optimizer keeps for each shard, as "exp_avg/NAME"; 8-bit states as the fp32 values they stand for."""
+    """Returns a function of a shard that gives the optimizer's states of it, as "exp_avg/NAME"; 8-bit states are
+    dequantized to fp32."""
 
     def states(shard: Shard) -> dict[str, Tensor]:
         found = optimizer.state[shard.local].items() if shard.local in optimizer.state else ()
@@ -92,8 +93,8 @@ def optimizer_states(optimizer: torch.optim.Optimizer) -> Values:
 def put_optimizer_states(
     engine: Holder, optimizer: torch.optim.Optimizer, states: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Loads full states by those names, cut to this rank's share. torch's own loading knows where each optimizer
-    wants its counters."""
+    """Loads full states by the names of `optimizer_states`, cut to this rank's share. torch's own loading knows where
+    each optimizer wants its counters."""
     by_name = {shard.name: shard for shard in engine.shards}
     if isinstance(optimizer, OffloadedOptimizer):
         for key, value in states:

@@ -1,8 +1,7 @@
 """The engine: the model as this rank holds it, in whatever layout, behind one interface for the training loop.
 
 The loop hands in micro-batches and gets back what one process would have: the loss over all ranks, the global
-gradient norm, gradients ready for the optimizer. Which axes are at work behind it is nobody's business but
-apply.py's.
+gradient norm, gradients ready for the optimizer. Only apply.py knows which axes are at work behind it.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from shardwise.spec.schema import OptimizerConfig
 
 
 class Engine:
-    """This rank's stages, and all that a step does with them. Methods that say "collective" are called by every rank
-    together."""
+    """The model as this rank holds it: its stages, and all that a step does with them. Methods that say "collective"
+    are called by every rank together."""
 
     def __init__(
         self,
@@ -68,19 +67,22 @@ class Engine:
 
     @property
     def models(self) -> list[Decoder]:
+        """Returns the part of the model of each of this rank's stages."""
         return [stage.model for stage in self.stages]
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank alone has all of the model."""
+        """Returns whether this rank alone has all of the model."""
         return self.plan.tp == self.plan.pp == self.plan.ep == 1 and not any(shard.rows for shard in self.shards)
 
     def locals(self) -> list[nn.Parameter]:
-        """What the optimizer updates. A rank may have a tied weight twice; both are updated alike."""
+        """Returns this rank's share of the parameters, which the optimizer updates. A rank may have a tied weight
+        twice; both are updated alike."""
         return [shard.local for shard in self.shards]
 
     def optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
-        """An optimizer of what this rank holds, with its state where the plan says."""
+        """Returns an optimizer of what this rank holds. Its state lies where the plan puts it: on the device, in CPU
+        memory or on a disk."""
         build = partial(build_optimizer, config)
         if self.plan.offload == "none":
             return build(self.locals(), {s.local: s.low_precision for s in self.shards if s.low_precision is not None})
@@ -89,7 +91,7 @@ class Engine:
         return optimizer
 
     def stream_gradients(self, optimizer: OffloadedOptimizer) -> None:
-        """Lets an optimizer on the CPU have gradients while backward still runs: those to which nobody adds anything
+        """Lets an optimizer on the CPU have gradients while backward still runs: those to which nothing is added
         later."""
         tied = {"embed.weight"} if self.spec.tied and self.plan.pp > 1 else set()
         for stage in self.stages:
@@ -103,28 +105,29 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The mesh's: there is one plan, and nobody keeps a copy."""
+        """Returns the plan of the mesh: there is one, and no part keeps its own."""
         return self.mesh.plan
 
     def follow(self, plan: Plan) -> None:
-        """The same layout, with the batch cut as `plan` says."""
+        """Replaces the plan by one of the same layout that cuts the batch differently."""
         self.mesh.plan = plan
         self.pipeline.expect(plan.num_microbatches)
 
     def as_written(self) -> AbstractContextManager[Any]:
-        """Inside of it compiled blocks run operation by operation, for whoever must see them."""
+        """Returns a context in which compiled blocks run operation by operation, for whoever must see each of them."""
         return torch.compiler.set_stance("force_eager") if self.plan.compile != "none" else nullcontext()
 
     def probe(self, micro: Any, clock: Any) -> None:
-        """Collective. One micro-batch forward and backward, of which nothing is left."""
+        """Collective. Runs forward and backward of one micro-batch and drops its gradients."""
         self.pipeline.probe(micro, clock)
         self.zero_grad()
 
     # One step --------------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
-        """Collective. Forward and backward of a whole step: afterwards gradients are summed over everybody who has a
-        part of them, times the loss scale. Returns this rank's summed losses: cross-entropy, auxiliary, z."""
+        """Collective. Runs forward and backward of a whole step and returns this rank's summed losses, of shape (3,):
+        cross-entropy, auxiliary, z. Afterwards gradients are summed over all ranks that have a part of them, times the
+        loss scale."""
         self.pipeline.loss_scale = self.scaler.scale
         sums = self.pipeline.train(microbatches, num_targets, clock)
         if self.mesh.tp is not None or self.plan.pp > 1:
@@ -137,10 +140,10 @@ class Engine:
         return self._counted(sums)
 
     def norm_and_sums(self, sums: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Collective. The global gradient norm (`grad_norm`) without the loss scale, and a function that waits for
-        `sums` (losses and what else there is) over all ranks: one small all-reduce. Whole replicas need nobody for
-        the norm, and the all-reduce runs while they update. The tokens that each expert got travel with it:
-        afterwards every layer has its count over all ranks."""
+        """Collective. Returns the global gradient norm (`grad_norm`) without the loss scale, and a function that waits
+        for `sums` (losses and other sums of the step) over all ranks: one small all-reduce. Whole replicas need no
+        other rank for the norm, and the all-reduce runs while they update. The tokens that each expert got are summed
+        by the same all-reduce: afterwards every layer has its counts over all ranks."""
         squared, counts = squared_norm(self.shards).to(sums.device).view(1), self._expert_counts()
         both = torch.cat([squared, sums, counts.flatten()])
         pending = [dist.all_reduce(both, async_op=True)] if self.plan.world > 1 else []
@@ -160,14 +163,14 @@ class Engine:
         return both[0].sqrt() / self.scaler.scale, wait
 
     def factor(self, norm: Tensor, largest: float | None) -> Tensor | None:
-        """What the gradients must be multiplied by before an update, to clip them and to divide by the loss scale;
-        None for 1. On a GPU, looking would cost more than multiplying."""
+        """Returns what the gradients must be multiplied by before an update, to clip them to a norm of `largest` and to
+        divide them by the loss scale; None for 1. On a GPU, reading the norm would cost more than multiplying."""
         is_small = not largest or (not norm.is_cuda and float(norm) + 1e-6 <= largest)
         return None if is_small and self.scaler.scale == 1.0 else clip_factor(norm, largest, self.scaler.scale)
 
     @torch.no_grad()
     def multiply(self, factor: Tensor) -> None:
-        """All gradients, in place."""
+        """Multiplies all gradients by a factor, in place."""
         gradients = [gradient for shard in self.shards if (gradient := shard.gradient) is not None]
         for dtype in {gradient.dtype for gradient in gradients}:
             torch._foreach_mul_([g for g in gradients if g.dtype == dtype], factor.to(dtype))
@@ -178,8 +181,8 @@ class Engine:
             shard.forget_gradient()
 
     def first_overflow(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Overflow | None:
-        """Collective. What is not finite first when these micro-batches are computed again; gradients are gone
-        afterwards."""
+        """Collective. Computes these micro-batches again and returns the first value that is not finite, None if there
+        is none. Gradients are dropped afterwards."""
         with self.as_written():
             found = first_overflow(
                 [(stage.index, stage.model) for stage in self.stages],
@@ -192,14 +195,15 @@ class Engine:
         return found
 
     def balance_experts(self) -> None:
-        """Moves router biases by how many tokens each expert got; after `norm_and_sums`, which has summed the
-        counts."""
+        """Moves router biases by how many tokens each expert got. Called after `norm_and_sums`, which sums the counts
+        over all ranks."""
         for model in self.models:
             update_router_bias(model)
 
     def _expert_counts(self) -> Tensor:
-        """This rank's tokens by routed layer of the whole model and expert. Tensor-parallel ranks route the same
-        tokens, unless experts are spread over them; then one of them counts."""
+        """Returns how many of this rank's tokens each expert got, by layer with experts of the whole model and expert.
+        Tensor-parallel ranks route the same tokens, so only the first of them counts, unless experts are spread over
+        them."""
         counts = torch.zeros(self._num_routed, self.spec.num_experts, dtype=torch.float64, device=self.mesh.device)
         if self.mesh.at.tp == 0 or self.plan.ep > 1:
             for row, layer in self._routed.items():
@@ -207,8 +211,8 @@ class Engine:
         return counts
 
     def _counted(self, sums: Tensor) -> Tensor:
-        """What this rank reports: tensor-parallel ranks have the same losses, but for those of routers whose tokens
-        they share."""
+        """Returns the losses that this rank reports, of shape (3,). Tensor-parallel ranks have the same losses, so only
+        one of them reports, but for those of routers whose tokens they share."""
         if not self.mesh.counts_loss:
             # In place: a list of factors would have to be waited for on a GPU.
             sums[: 1 if self.plan.ep > 1 else 3] = 0.0
@@ -223,7 +227,7 @@ class Engine:
             )
 
     def _sum_tied(self) -> None:
-        """Collective. A tied embedding is on the first and on the last stage: both get the sum of the two gradients."""
+        """Collective. Sums the two gradients of a tied embedding, which is on the first and on the last stage."""
         if not self.spec.tied or self.plan.pp == 1:
             return
         gradients = [shard.gradient for shard in self.shards if shard.name == "embed.weight"]
@@ -239,25 +243,26 @@ class Engine:
     # Without training ------------------------------------------------------------------------------------------------
 
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
-        """Collective. This rank's summed losses without gradients; the caller adds them up over all ranks."""
+        """Collective. Returns this rank's summed losses, of shape (3,), without gradients; the caller adds them up over
+        all ranks."""
         return self._counted(forward_only.evaluate(self.pipeline, microbatches))
 
     def logits(self, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
-        """Collective. Logits of the last token of every row, on every rank."""
+        """Collective. Returns the logits (B, V) of the last token of every row, on every rank."""
         return forward_only.logits(self.pipeline, tokens_BT, caches)
 
     def new_caches(self, max_len: int) -> dict[int, KeyValueCache]:
-        """Empty key-value caches for `max_len` tokens, by stage."""
+        """Returns empty key-value caches for `max_len` tokens, by stage of this rank."""
         return forward_only.new_caches(self.pipeline, max_len)
 
     def train(self, mode: bool = True) -> None:
-        """As `nn.Module.train`, for all stages."""
+        """Sets the training mode of all stages, as `nn.Module.train` does."""
         for model in self.models:
             model.train(mode)
 
     # Whole tensors by global name ------------------------------------------------------------------------------------
 
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers (router biases), whole on every rank of their stage."""
+        """Returns the persistent buffers (router biases) by name, whole on every rank of their stage."""
         values = ((name, value) for model in self.models for name, value in model.state_dict(keep_vars=True).items())
         return {name: value for name, value in values if not isinstance(value, nn.Parameter)}

@@ -77,7 +77,7 @@ PRIVATE_NAMES = (
 
 @cache
 def check_torch() -> None:
-    """Refuses a torch in which one of these names is gone. Called before anything is built."""
+    """Refuses a torch that lacks one of these names. Called before anything is built."""
     check_private_names(PRIVATE_NAMES)
 
 
@@ -91,12 +91,13 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def fix_memory(root: FSDPModule) -> None:
-    """From here on the sharded tensors stay where they are: whoever holds one holds what FSDP2 gathers from."""
+    """Makes FSDP2 allocate the final memory of its sharded tensors. From here on they stay where they are: whoever
+    holds one holds what FSDP2 gathers from."""
     _state(root)._lazy_init()
 
 
 def end_backward(root: FSDPModule) -> None:
-    """What FSDP2 does after the last backward pass of a step: reduce what is left, reshard, wait."""
+    """Runs what FSDP2 does after the last backward pass of a step: reduces what is left, reshards and waits."""
     _state(root)._root_post_backward_final_callback()
 
 
@@ -106,12 +107,13 @@ def gather_ahead(root: FSDPModule) -> None:
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
-    """All modules below `root`, and itself, that FSDP2 has wrapped."""
+    """Returns the modules that FSDP2 has wrapped, among `root` and all modules below it."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
-    """What FSDP2 gathers and reduces together, the root's own group too; a group may serve several modules."""
+    """Returns the groups of parameters that FSDP2 gathers and reduces together, the root's own group too. A group may
+    serve several modules."""
     found: dict[int, Any] = {}
     for module in sharded_modules(model):
         state = _state(module)
@@ -140,16 +142,18 @@ class ParameterGroup:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks over which each parameter is spread."""
+        """Returns the number of ranks over which each parameter is sharded."""
         return self._group._all_gather_process_group.size()
 
     @property
     def has_replicas(self) -> bool:
-        """Whether sums go on to other ranks with the same rows, after the reduce-scatter (hybrid)."""
+        """Returns whether the reduce-scatter is followed by an all-reduce over other ranks with the same rows
+        (hybrid)."""
         return self._group._is_hsdp
 
     @property
     def in_backward(self) -> bool:
+        """Returns whether a backward pass is inside this group."""
         return self._group._training_state == _training_state().PRE_BACKWARD
 
     @property
@@ -158,12 +162,12 @@ class ParameterGroup:
 
     @property
     def gather_buffer(self) -> Tensor | None:
-        """What an all-gather writes that was begun and not waited for; None where none is under way."""
+        """Returns the buffer that the all-gather under way writes; None where none is under way."""
         return None if self._gather is None else self._gather.all_gather_output
 
     @property
     def will_gather(self) -> bool:
-        """Whether an unshard would begin an all-gather now."""
+        """Returns whether an unshard would begin an all-gather now."""
         if self.gather_buffer is not None or self._group.is_unsharded:
             return False
         return not self.in_backward or self._group.unshard_in_backward
@@ -176,29 +180,29 @@ class ParameterGroup:
             self._group.device_handle.current_stream().wait_event(self._gather.all_gather_event)
 
     def reduce_gradients(self) -> None:
-        """What FSDP2 does after a block's backward pass, for gradients that came without one."""
+        """Reduces gradients that were computed outside of a backward pass, as FSDP2 does after a block's own."""
         self._group.post_backward()
 
     def end_pass(self) -> None:
-        """No pass is inside this group any more."""
+        """Sets the group's state to idle: no forward or backward pass is inside it any more."""
         self._group._training_state = _training_state().IDLE
 
-    # What happens instead: each takes what FSDP2 would have called ---------------------------------------------------
+    # Replacing what FSDP2 does: `wrap` takes FSDP2's own function and returns the one to call instead -----------------
 
     def replace_unshard(self, wrap: Callable[[Callable[[bool], None]], Callable[..., None]]) -> None:
-        """Of the beginning of an all-gather."""
+        """Replaces the function that starts the all-gather of the parameters."""
         self._group.unshard = wrap(self._group.unshard)
 
     def replace_wait(self, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-        """Of the wait for an all-gather, after which parameters are there in full."""
+        """Replaces the function that waits for the all-gather, after which the full parameters are there."""
         self._group.wait_for_unshard = wrap(self._group.wait_for_unshard)
 
     def replace_last_wait(self, wrap: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-        """Of the wait for reduced gradients at the end of a step."""
+        """Replaces the function that waits, at the end of a step, for the gradients to be reduced."""
         self._group.finalize_backward = wrap(self._group.finalize_backward)
 
     def call_after_all_reduce(self, hook: Callable[[Tensor], None]) -> None:
-        """`hook` gets the sums over a hybrid's replicas as soon as they are there."""
+        """Calls `hook` with the gradients summed over a hybrid's replicas, right after their all-reduce."""
         self._group._all_reduce_hook = hook
 
 
@@ -210,21 +214,22 @@ class ShardedParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The DTensor of this rank's rows."""
+        """Returns the DTensor of this rank's rows."""
         return self._inner.sharded_param
 
     @property
     def module(self) -> nn.Module:
+        """Returns the module that has the parameter."""
         return self._inner._module_info.module
 
     @property
     def name(self) -> str:
-        """Its name in that module."""
+        """Returns the parameter's name in that module."""
         return self._inner._module_info.param_name
 
     @property
     def rows(self) -> Tensor:
-        """This rank's elements, padded and flat: what an all-gather reads."""
+        """Returns this rank's elements, padded and flat, which an all-gather reads."""
         return self._inner._sharded_param_data
 
     @rows.setter
@@ -233,11 +238,11 @@ class ShardedParameter:
 
     @property
     def gathered(self) -> list[Tensor]:
-        """The parameter in full. Between uses these tensors have no memory."""
+        """Returns the full parameter, as the tensors that all-gathers write. Between uses they have no memory."""
         return self._inner.all_gather_outputs
 
     def unreduced_gradients(self) -> Iterator[Tensor]:
-        """Full gradients that no reduce-scatter has taken yet."""
+        """Yields the full gradients that no reduce-scatter has taken yet."""
         full = getattr(self._inner, "_unsharded_param", None)
         for gradient in (self._inner.unsharded_accumulated_grad, None if full is None else full.grad):
             if gradient is not None:
@@ -248,15 +253,15 @@ class ShardedParameter:
 
 
 def local_rows(tensor: DTensor) -> Tensor:
-    """This rank's part of a DTensor: the very memory. `to_local` would record it for autograd."""
+    """Returns this rank's part of a DTensor, sharing its memory. `to_local` would record it for autograd."""
     return tensor._local_tensor
 
 
 def as_one_group(grid: DeviceMesh, name: str) -> dist.ProcessGroup:
-    """All ranks of a mesh of several dimensions as one group."""
+    """Returns all ranks of a mesh of several dimensions as one process group."""
     return grid._flatten(name).get_group()
 
 
 def leave_out(model: nn.Module, names: list[str]) -> None:
-    """Parameters that DDP shall not sum; to be said before it wraps the model."""
+    """Excludes parameters from those whose gradients DDP sums. Called before DDP wraps the model."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

@@ -3,7 +3,7 @@
 Ranks are numbered with tensor parallelism innermost, so that its many small collectives stay on the fastest links,
 then context parallelism, shards, replicas and pipeline stages (`Plan.coordinates`). Experts are a second view of the
 ranks of a stage: `ep` neighbours share them out, and those at the same place of each such row hold the same ones.
-Built once from the plan; its layout never changes afterwards. A line of length one has no group: nobody talks there.
+Built once from the plan; its layout never changes afterwards. A line of length one has no group: nothing is sent there.
 """
 
 from __future__ import annotations
@@ -58,26 +58,27 @@ class Mesh:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the job has one rank."""
+        """Returns whether the job has one rank."""
         return self.plan.world == 1
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank reports its losses: tensor-parallel ranks compute the same ones."""
+        """Returns whether this rank reports its losses: tensor-parallel ranks compute the same ones, so one of them
+        does."""
         return self.at.tp == 0
 
     @property
     def counts_targets(self) -> bool:
-        """Whether this rank counts its rows' targets: of the ranks that work on the same rows, one does."""
+        """Returns whether this rank counts its rows' targets: of the ranks that work on the same rows, one does."""
         return self.at.tp == self.at.cp == self.at.pp == 0
 
     @property
     def state_index(self) -> int:
-        """The number of this rank among those that share a replica's states by ZeRO."""
+        """Returns the index of this rank among those that share a replica's states by ZeRO."""
         return self.at.shard * self.plan.cp + self.at.cp
 
     def agree(self, value: int) -> int:
-        """Collective. Rank 0's value, on every rank."""
+        """Collective. Returns rank 0's value on every rank."""
         if self.plan.world == 1:
             return value
         tensor = torch.tensor([value], device=self.device)
@@ -85,13 +86,13 @@ class Mesh:
         return int(tensor)
 
     def stage_rank(self, pp: int) -> int:
-        """The global rank at another place of this pipeline."""
+        """Returns the global rank at another place of this rank's pipeline."""
         return self.plan.rank_at(Coordinates(pp, self.at.replicate, self.at.shard, self.at.cp, self.at.tp))
 
 
 def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.device, *, fsdp: bool) -> Mesh:
-    """Collective: every rank of the job calls it at the same time. `fsdp`: FSDP2 will need its mesh. `spec`: None for
-    a module that is not cut, only replicated and sharded."""
+    """Collective. Returns this rank's mesh; every rank of the job calls it at the same time. With `fsdp` it has the
+    mesh that FSDP2 needs. `spec` is None for a module that is not cut, only replicated and sharded."""
     check_torch()
     at = plan.coordinates(rank)
     if plan.world == 1 and not fsdp:
@@ -127,20 +128,20 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
 
 
 def _start_alone(plan: Plan, device: torch.device) -> None:
-    """FSDP2 needs a process group even for one process; this one has no port and no peer."""
+    """Starts a process group of one process, without a port: FSDP2 needs one even there."""
     if plan.world == 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _own_group(members: list[list[int]], rank: int) -> Group:
-    """Collective. The group that has this rank. All ranks make all groups, in the same order."""
+    """Collective. Returns the group that has this rank, or None. All ranks make all groups, in the same order."""
     made = [(ranks, dist.new_group(ranks)) for ranks in members]
     return next((group for ranks, group in made if rank in ranks), None)
 
 
 def _lines(world: int, length: int, stride: int) -> list[list[int]]:
-    """All lines of `length` ranks that stand `stride` apart, when everything inside is smaller than the stride."""
+    """Returns all lines of `length` ranks that stand `stride` apart; the axes inside of them have `stride` ranks."""
     block = length * stride
     return [
         list(range(first + offset, first + offset + block, stride))

@@ -43,19 +43,19 @@ class Shard:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient, brought back from wherever it is."""
+        """Returns the gradient of this rank's elements, read from wherever it is; None where there is none."""
         fetch = self.elsewhere.gradient
         return self.gradient_here if fetch is None else fetch()
 
     @property
     def gradient_here(self) -> Tensor | None:
-        """The gradient if it has not left the device."""
+        """Returns the gradient of this rank's elements if it has not left the device, else None."""
         gradient = _plain(self.parameter.grad)
         return self.local.grad if gradient is None else gradient
 
     @property
     def low_precision(self) -> nn.Parameter | None:
-        """The 16-bit weight that the module computes with, where `local` is its master weight; else None."""
+        """Returns the 16-bit weight that the module computes with, where `local` is its master weight; else None."""
         return None if self.rows is not None or self.local is self.parameter else self.parameter
 
     def forget_gradient(self) -> None:
@@ -65,11 +65,11 @@ class Shard:
 
     @property
     def value(self) -> Tensor:
-        """This rank's elements, read from wherever they are."""
+        """Returns this rank's elements, read from wherever they are."""
         return self.local.detach() if self.elsewhere.read is None else self.elsewhere.read()
 
     def take(self, full: Tensor) -> Tensor:
-        """This rank's part of a full tensor, as a view of it."""
+        """Returns this rank's part of a full tensor, as a view of it."""
         part = take(full, self.slice)
         return part if self.rows is None else part[self.rows[0] : self.rows[1]]
 
@@ -85,8 +85,8 @@ class Shard:
 
 
 def shards_of(model: nn.Module, mesh: Mesh, spec: ModelSpec | None) -> list[Shard]:
-    """The table of a model that has memory; frozen parameters are in it too. `spec`: None for a module that is not
-    cut."""
+    """Returns the shards of a model that has memory, frozen parameters included. `spec` is None for a module that is
+    not cut."""
     return [_shard(name, parameter, mesh, spec) for name, parameter in model.named_parameters()]
 
 
@@ -125,7 +125,7 @@ def _shard(name: str, parameter: nn.Parameter, mesh: Mesh, spec: ModelSpec | Non
 
 
 def row_range(num_rows: int, parts: int, index: int) -> tuple[int, int]:
-    """The (start, stop) of part `index` by FSDP2's rule: equal parts, the last ones short or empty."""
+    """Returns the rows (start, stop) of part `index` by FSDP2's rule: equal parts, the last ones short or empty."""
     size = -(-num_rows // parts)
     return min(index * size, num_rows), min((index + 1) * size, num_rows)
 
@@ -145,8 +145,8 @@ def sum_tensors(
     wait: Wait = unseen,
     device: torch.device | None = None,
 ) -> int:
-    """Collective. Adds up each tensor over the group, in place, many tensors per all-reduce. Returns the bytes of all
-    buffers. `device`: where the all-reduce runs, if the tensors may be elsewhere."""
+    """Collective. Sums each tensor over the group, in place, many tensors per all-reduce of at least `bucket_bytes`,
+    and returns the bytes of all buffers. `device` is where the all-reduce runs, if the tensors may be elsewhere."""
     buckets: list[list[Tensor]] = []
     size = bucket_bytes
     for tensor in tensors:
@@ -167,8 +167,8 @@ def sum_tensors(
 
 @torch.no_grad()
 def squared_norm(shards: Iterable[Shard]) -> Tensor:
-    """This rank's share of the squared gradient norm (`grad_norm`), in fp64: elements that several ranks hold count
-    once in the sum over all ranks."""
+    """Returns this rank's share of the squared gradient norm (`grad_norm`), a scalar in fp64: elements that several
+    ranks hold count once in the sum over all ranks."""
     held = list(shards)
     # Of gradients that have left the device, the squared norm was taken there.
     away = [shard.elsewhere.squared_norm / shard.replicas for shard in held if shard.elsewhere.squared_norm is not None]
@@ -190,7 +190,7 @@ def squared_norm(shards: Iterable[Shard]) -> Tensor:
 
 @torch.no_grad()
 def gather(shard: Shard, local: Tensor, mesh: Mesh) -> Tensor:
-    """Collective. The full tensor from everybody's parts; every rank that has one of them calls it and gets it."""
+    """Collective. Returns the full tensor, put together from all ranks' parts, on every rank that has one of them."""
     full = local.detach().to(mesh.device)  # what is offloaded travels from the device
     if shard.spread_over is not None:
         size = -(-shard.parameter.shape[0] // shard.spread_over.size())

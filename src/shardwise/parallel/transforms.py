@@ -1,10 +1,10 @@
-"""What becomes of the plain decoder, in the order it happens: `TRANSFORMS` is the list, and `docs/transforms.md` shows
-it.
+"""What becomes of the plain decoder, in the order it happens: `TRANSFORMS` runs before the model has memory,
+`WEIGHT_TRANSFORMS` once it has its weights, and `docs/transforms.md` shows both as one table.
 
-Each transform is a plain function that changes a part of the model in place and leaves it computing the same numbers.
+Each transform is a plain function that changes a part of the model in place and leaves it computing the same values.
 Three forms, each visible where it is used: a module *becomes* a subclass of its class (model/replacement.py), something
 is wrapped *around* a module (its forward, or torch's hooks), or tensors are *cut*. No transform changes a class of
-`model/`, and the names of parameters stay. After the list come memory, weights and the data-parallel wrapper:
+`model/`, and the names of parameters stay. Between the two lists come memory, weights and the data-parallel wrapper:
 `apply.py`.
 """
 
@@ -22,6 +22,7 @@ from shardwise.adapters.lora import Adapters, adapt
 from shardwise.kernels.choose_attention import AttentionShape, apply_fastest_attention
 from shardwise.kernels.compiled import apply_compile
 from shardwise.kernels.float8 import Float8Layers, apply_float8, apply_float8_head
+from shardwise.kernels.fused_experts import fuse_experts
 from shardwise.kernels.fused_head import FusedHead, apply_fused_head
 from shardwise.kernels.fused_projections import apply_fused_projections
 from shardwise.kernels.liger import apply_liger
@@ -30,6 +31,7 @@ from shardwise.memory.activation_offload import apply_activation_offload
 from shardwise.memory.recompute import apply_recompute
 from shardwise.model.decoder import Block, Decoder
 from shardwise.model.dtypes import COMPUTED
+from shardwise.model.experts import moe_layers
 from shardwise.model.replacement import become
 from shardwise.parallel.context.sequence_split import ContextParallel, apply_context_parallel
 from shardwise.parallel.expert.dispatch import apply_expert_parallel
@@ -41,7 +43,8 @@ from shardwise.spec.plan import Plan
 
 @dataclass
 class ModelPart:
-    """A part of the model on its way from plain to what this rank computes. It is on `meta`: no weight is there yet."""
+    """A part of the model on its way from plain to what this rank computes. Up to the end of `TRANSFORMS` it is on
+    `meta`, without weights."""
 
     model: Decoder
     layers: range
@@ -55,24 +58,28 @@ class ModelPart:
 
     @property
     def plan(self) -> Plan:
+        """Returns the plan of the mesh."""
         return self.mesh.plan
 
     @property
     def device(self) -> torch.device:
+        """Returns the device on which the part will run."""
         return self.mesh.device
 
     @property
     def blocks(self) -> list[Block]:
+        """Returns the part's blocks, in order."""
         return [block for block in self.model.layers.values() if isinstance(block, Block)]
 
     @property
     def dtype(self) -> torch.dtype:
+        """Returns the dtype that the part computes in."""
         return COMPUTED[self.plan.precision]
 
 
 class Transform(NamedTuple):
-    """One step: what of the plain model it replaces, by what, and when. `apply` decides by the plan whether it
-    applies."""
+    """One transform: what of the plain model it replaces, by what, and when, as docs/transforms.md says it. `apply`
+    decides by the plan whether it applies."""
 
     name: str
     replaces: str
@@ -82,14 +89,20 @@ class Transform(NamedTuple):
 
 
 def transform(part: ModelPart) -> None:
-    """All that apply, in order, in place."""
+    """Applies the transforms that the plan asks for, in order and in place, to a part on `meta`."""
     for one in TRANSFORMS:
         one.apply(part)
 
 
+def transform_weights(part: ModelPart) -> None:
+    """Applies the transforms that need a part's weights, in order and in place."""
+    for one in WEIGHT_TRANSFORMS:
+        one.apply(part)
+
+
 def transform_rows() -> list[tuple[str, str, str, str]]:
-    """The list as it is shown: name, what is replaced, by what, when."""
-    return [one[:4] for one in TRANSFORMS]
+    """Returns both lists, one after the other, as the docs show them: name, what is replaced, by what, when."""
+    return [one[:4] for one in (*TRANSFORMS, *WEIGHT_TRANSFORMS)]
 
 
 def _adapters(part: ModelPart) -> None:
@@ -190,6 +203,13 @@ def _offload(part: ModelPart) -> None:
         apply_activation_offload(part.blocks, part.device)
 
 
+def _expert_projections(part: ModelPart) -> None:
+    # Only low-precision weights of this rank stay where they are between passes, so that one matmul can read both.
+    if part.plan.fuse and part.plan.copies and part.mesh.fsdp is None:
+        for layer in moe_layers(part.model):
+            fuse_experts(layer.experts)
+
+
 TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "adapters",
@@ -208,14 +228,14 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "context",
         "the decoder's masks and counts, attention over all tokens",
-        "`ContextDecoder` with ring or Ulysses attention (parallel/context/)",
+        "`ContextDecoder` with ring or Ulysses attention, `SplitMixture` (parallel/context/)",
         "`parallel.cp` > 1",
         _context,
     ),
     Transform(
         "expert",
         "all experts",
-        "`SpreadExperts`, this rank's, and exchanges of rows (parallel/expert/dispatch.py)",
+        "`SpreadExperts`, this rank's, with exchanges of rows, and `SplitMixture` (parallel/expert/dispatch.py)",
         "`parallel.ep` > 1",
         _expert,
     ),
@@ -304,3 +324,15 @@ TRANSFORMS: tuple[Transform, ...] = (
         _offload,
     ),
 )
+"""The transforms of a part on `meta`, in order."""
+
+WEIGHT_TRANSFORMS: tuple[Transform, ...] = (
+    Transform(
+        "expert projections",
+        "gate, up of experts as matmuls of their own",
+        "`FusedExperts` (kernels/fused_experts.py)",
+        "once weights are there: `speed.fuse`, on one rank with `speed.copies`",
+        _expert_projections,
+    ),
+)
+"""The transforms of a part that has its weights and its data-parallel wrapper, in order."""

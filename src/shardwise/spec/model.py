@@ -36,7 +36,7 @@ Router = Literal["softmax-topk", "topk-softmax", "sigmoid-bias"]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer, as derived from the whole. `window` is None when the layer attends to everything before it."""
+    """One layer, as it follows from the model's fields. `window` is None where it attends to everything before it."""
 
     index: int
     window: int | None
@@ -47,17 +47,20 @@ class LayerSpec:
 
     @property
     def is_moe(self) -> bool:
-        """Whether it has experts."""
+        """Returns whether the layer has experts."""
         return self.feedforward.has_experts
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
-        """The same for layers that compute and keep as much."""
+        """Returns a key that is equal for layers that compute the same number of FLOPs and keep the same number of
+        bytes."""
         return self.window, self.feedforward.name, self.ffn
 
 
 @dataclass(frozen=True)
 class ModelSpec:
+    """The shape of one model. Sizes are counts of elements, heads, layers or tokens."""
+
     name: str = "custom"
 
     # Sizes. head_dim 0: hidden / num_heads. num_kv_heads 0: num_heads.
@@ -152,32 +155,34 @@ class ModelSpec:
 
     @property
     def is_ours(self) -> bool:
-        """Our own decoder computes it, so it can be cut anywhere. False: transformers builds it
-        (interop/transformers/spec.py)."""
+        """Returns whether our own decoder computes the model, so that it can be cut anywhere. If not, the transformers
+        library builds it (interop/transformers/spec.py)."""
         return True
 
     @property
     def is_moe(self) -> bool:
+        """Returns whether some layers have experts."""
         return self.num_experts > 0
 
     @cached_property
     def attention(self) -> AttentionKind:
-        """The kind of attention of all layers."""
+        """Returns the kind of attention that all layers have."""
         usual = "latent" if self.kv_lora_rank > 0 else "grouped-query"
         return kind_named(ATTENTION, "attention_kind", self.attention_kind or usual)
 
     @property
     def value_dim(self) -> int:
-        """The width of one head's values."""
+        """Returns the number of channels of one head's values."""
         return self.attention.value_dim(self)
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that positions rotate."""
+        """Returns how many dimensions of a head are rotated by positions."""
         return self.attention.rotary_dim(self)
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
+        """Returns the layers, first to last."""
         return tuple(self._layer(index) for index in range(self.num_layers))
 
     def _layer(self, index: int) -> LayerSpec:
@@ -199,21 +204,23 @@ class ModelSpec:
 
     @property
     def num_embedding_parameters(self) -> int:
-        """Tables that are looked up, not multiplied: tokens and learned positions."""
+        """Returns the number of parameters of tables that are looked up, not multiplied: tokens and learned
+        positions."""
         return (self.vocab + (self.max_seq_len if self.positions == "learned" else 0)) * self.hidden
 
     @cached_property
     def attention_weights(self) -> tuple[Weight, ...]:
-        """The parameters of one layer's attention, its q/k norms included."""
+        """Returns the weights of one layer's attention, its q/k norms included."""
         return self.attention.weights(self)
 
     def feedforward_weights(self, layer: LayerSpec) -> tuple[Weight, ...]:
-        """The parameters of one layer's feed-forward part: the dense one, or router, routed and shared experts."""
+        """Returns the weights of one layer's feed-forward part: the dense one, or router, routed and shared experts."""
         return self._feedforward[layer.kind[1:]][0]
 
     @cached_property
     def _feedforward(self) -> dict[tuple[object, ...], tuple[tuple[Weight, ...], int, int]]:
-        """By kind of layer: its weights, their elements, and of these how many a token meets."""
+        """Returns for each kind of layer the weights of its feed-forward part, the number of their elements, and of how
+        many of these one token meets."""
         found = {}
         for layer in {layer.kind[1:]: layer for layer in self.layers}.values():
             weights = layer.feedforward.weights(self, layer.ffn)
@@ -223,7 +230,7 @@ class ModelSpec:
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
-        """Every parameter of the model by its name."""
+        """Returns every parameter of the model by its name."""
         norm = ("weight", "bias") if self.norm == "layer" else ("weight",)
         vocab, width = (self.vocab, self.hidden), (self.hidden,)
         rows = Weight("weight", vocab, TensorCut(0, self.vocab))
@@ -242,17 +249,18 @@ class ModelSpec:
 
     @cached_property
     def num_attention_parameters(self) -> int:
-        """Parameters of one layer's attention."""
+        """Returns the number of parameters of one layer's attention."""
         return sum(weight.size for weight in self.attention_weights)
 
     def num_feedforward_parameters(self, layer: LayerSpec, active_only: bool = False) -> int:
-        """Parameters of one layer's feed-forward part; with `active_only` those that one token meets."""
+        """Returns the number of parameters of one layer's feed-forward part; with `active_only` those that one token
+        meets."""
         _, every, active = self._feedforward[layer.kind[1:]]
         return active if active_only else every
 
     @property
     def num_norm_parameters(self) -> int:
-        """One norm's scale, and its shift for LayerNorm."""
+        """Returns the number of parameters of one norm: its scale, and its shift for LayerNorm."""
         return self.hidden * (2 if self.norm == "layer" else 1)
 
     def _count(self, active_only: bool) -> int:
@@ -264,21 +272,23 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
+        """Returns the number of all parameters; a tied weight counts once."""
         return self._count(active_only=False)
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters one token meets: of the routed experts, only those chosen for it."""
+        """Returns the number of parameters that one token meets: of the routed experts, only those chosen for it."""
         return self._count(active_only=True)
 
     def attention_context(self, layer: LayerSpec, seq_len: int) -> float:
-        """Keys a query meets on average under the causal mask: s/2, or w - w^2/2s behind a window of w < s."""
+        """Returns how many keys a query meets on average under the causal mask: s/2, or w - w^2/2s with a window of w <
+        s tokens."""
         reach = min(layer.window or seq_len, seq_len)
         return reach - reach * reach / (2 * seq_len)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Training FLOPs per token: forward and backward, causal attention counted once (not twice as some tables
-        do)."""
+        """Returns the training FLOPs per token: forward and backward, causal attention counted once (not twice as some
+        tables do)."""
         lookups = self.num_embedding_parameters - (self.vocab * self.hidden if self.tied else 0)
         matmul = 6 * (self.num_active_parameters - lookups)
         # Per key: one multiply-add over the query's width and one over the value's; times 3 for forward and backward.
@@ -288,8 +298,8 @@ class ModelSpec:
     # Changing and storing -----------------------------------------------------------------------------------------
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> ModelSpec:
-        """A changed copy. Sizes that were derived (head_dim, num_kv_heads, expert_ffn) are derived again unless
-        given."""
+        """Returns a copy with these fields changed. Sizes that were derived (head_dim, num_kv_heads, expert_ffn) are
+        derived again unless given."""
         changes = dict(overrides)
         for name in changes:
             check_field_name(name)
@@ -302,7 +312,8 @@ class ModelSpec:
         return replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name; kinds that sizes say are left out, as in files from before they had names."""
+        """Returns the fields by name. Kinds of layers that follow from the sizes are left out, as in files written
+        before kinds had names."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -311,6 +322,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelSpec:
+        """Returns the model with these fields; refuses names that no field has."""
         for name in values:
             check_field_name(name)
         return cls(**values)
@@ -320,6 +332,7 @@ FIELD_NAMES = tuple(field.name for field in fields(ModelSpec))
 
 
 def check_field_name(name: str) -> None:
+    """Refuses a name that no field has, and suggests the closest one."""
     if name in FIELD_NAMES:
         return
     close = difflib.get_close_matches(name, FIELD_NAMES, n=1)
@@ -328,7 +341,8 @@ def check_field_name(name: str) -> None:
 
 
 def check_types(spec: ModelSpec) -> None:
-    """Every value has its field's type; an int where a float is expected becomes one (TOML writes 1 for 1.0)."""
+    """Refuses values that do not have their field's type; an int where a float is expected becomes one (TOML writes 1
+    for 1.0)."""
     for name, kind in _field_types().items():
         value = getattr(spec, name)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -356,7 +370,7 @@ POSITIVE = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ff
 
 
 def check_sizes(spec: ModelSpec) -> None:
-    """Refuse what cannot be built, with the arithmetic."""
+    """Refuses sizes that no model can have, and shows the arithmetic."""
     spec.attention.check(spec)
     for name in FIELD_NAMES:
         value = getattr(spec, name)

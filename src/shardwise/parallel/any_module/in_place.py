@@ -1,7 +1,7 @@
-"""A module that has its weights, replicated or sharded in place: fp8, recompute and offload of its blocks, then data
-parallelism.
+"""Splits a module that has its weights, in place: fp8, recompute and offload of its blocks, then replicas or shards.
 
-Nothing inside of a layer is cut. What `parallelize` does for any module, and apply.py for models of transformers.
+Nothing inside of a layer is cut. `parallelize` does this for any module, and apply.py for models of the transformers
+library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from shardwise.parallel.zero.sharding import Groups, Sharded, buffers_to
 
 
 def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Layers | None:
-    """Before it is split: the linears of the blocks, where the plan says so."""
+    """Converts the blocks' linear layers to fp8 and returns them, or None where the plan does not use fp8. Called
+    before the module is split."""
     if not mesh.plan.formats.is_fp8:
         return None
     blocks = [block for group in groups for block in group]
@@ -31,7 +32,8 @@ def float8_in_place(module: nn.Module, groups: Groups, mesh: Mesh) -> Float8Laye
 def split_in_place(
     module: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, bucket_bytes: int
 ) -> DataParallelWrapper:
-    """Replicas or shards of a module that has its weights. The groups stand in the order of a forward pass."""
+    """Replicates or shards a module that has its weights and returns its data-parallel wrapper. The groups stand in the
+    order of a forward pass; `bucket_bytes` are the bytes of gradients per all-reduce of replicas."""
     blocks = [block for group in groups for block in group]
     apply_recompute(blocks, mesh.plan.recompute)
     if mesh.plan.activation_offload:

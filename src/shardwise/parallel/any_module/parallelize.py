@@ -40,12 +40,12 @@ def parallelize(
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
     seed: int = 0,
 ) -> SplitModule:
-    """Split a module with weights over the processes of this job, in place. Every rank calls it; rank 0's weights
-    count.
+    """Splits a module with weights over the processes of this job, in place, and returns it as this rank holds it.
+    Every rank calls it; the weights are those of rank 0.
 
     plan      a `Plan`, or a layout such as "dp=2 zero=3"; without dp all processes share
-    blocks    where its list of blocks is: each block is one unit that ZeRO gathers
-    device    where it shall live; default: where it is
+    blocks    the path of the module's list of blocks: each block is one unit that ZeRO gathers
+    device    where the module shall live; default: where it is
     adapter   trains LoRA or QLoRA beside its linear layers instead of all weights; `seed` draws their first values
     """
     found = find_blocks(module, blocks)
@@ -75,7 +75,7 @@ def parallelize(
 
 
 def find_blocks(module: nn.Module, path: str) -> list[nn.Module]:
-    """The blocks of the list (or dict) of modules at a path, in order."""
+    """Returns the blocks of the list (or dict) of modules at a path, in order."""
     lists = {name: m for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict) and len(m)}
     if path not in lists:
         there = ", ".join(f"{name!r} ({len(found)})" for name, found in lists.items())
@@ -103,7 +103,8 @@ def _refuse_cut_axes(plan: Plan | str) -> None:
 
 
 def _join(device: torch.device) -> tuple[int, int]:
-    """Rank and number of processes; under torchrun the process group is started if the script has not done it."""
+    """Returns the rank and the number of processes. Under torchrun it starts the process group if the script has
+    not."""
     if not dist.is_initialized() and dist.is_torchelastic_launched():
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -166,7 +167,7 @@ def _check(module: nn.Module, plan: Plan, world: int, blocks: str) -> None:
 
 
 def _take_from_first(tensor: Tensor, device: torch.device) -> None:
-    """Rank 0's values, as torch's DDP would do it; ranks need not have drawn the same ones."""
+    """Collective. Overwrites a tensor with rank 0's values, as torch's DDP does: ranks need not have drawn the same."""
     values = tensor.detach().to(device).contiguous()
     dist.broadcast(values, 0)
     tensor.detach().copy_(values)

@@ -1,8 +1,8 @@
 """A module as one rank holds it, for a hand-written loop: replicas, ZeRO 1, 2 and 3, hybrid, accumulation.
 
-The sum rule holds here too: a loss is a *sum* over targets and comes with their number. Gradients are only ever
-added, over micro-batches and ranks, and divided once by the number of the whole step. So how rows are cut into ranks
-and micro-batches cannot change the result. What is inside the module is its own business: it is never cut, only held
+The sum rule holds here too: a loss is a *sum* over targets and comes with their count. Gradients are only ever added,
+over micro-batches and ranks, and divided once by the count of the whole step. So how rows are cut into ranks and
+micro-batches cannot change the result. What is inside the module is its own business: it is never cut, only held
 in rows. Read next: zero/sharding.py, data/replicas.py.
 """
 
@@ -54,17 +54,17 @@ class SplitModule:
         self._in_last_backward = False
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's share as plain tensors, for any torch optimizer."""
+        """Returns this rank's share of the parameters as plain tensors, for any torch optimizer."""
         return (shard.local for shard in self.shards)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names in the module."""
+        """Returns the same parameters with their names in the module."""
         return ((shard.name, shard.local) for shard in self.shards)
 
     def optimizer(self, build: Build) -> torch.optim.Optimizer:
-        """`build(parameters)` makes a torch optimizer. With `offload` in the layout its state and update are in CPU
-        memory or on a disk; it must then treat every element alike, which all of torch's do but Adafactor, LBFGS and
-        Muon."""
+        """Returns the optimizer that `build(parameters)` makes, a torch optimizer. With `offload` in the layout its
+        state and update are in CPU memory or on a disk; it must then treat every element alike, which all of torch's do
+        but Adafactor, LBFGS and Muon."""
         if self.plan.offload == "none":
             return build(self.parameters())
         optimizer = self._offloaded = offloaded_optimizer(self.shards, build, self.plan, self.mesh.device)
@@ -77,9 +77,10 @@ class SplitModule:
     # One step --------------------------------------------------------------------------------------------------------
 
     def gradients(self, microbatches: Sequence[Any], loss: Loss, clip: float | None = None) -> Step:
-        """Forward and backward of this rank's micro-batches. The gradients of `parameters()` are then those of the
-        mean loss over all ranks, clipped to a global norm of `clip`. What they were before is gone: there is no need
-        for `zero_grad`. With fp16 the loss is scaled inside; `scaler` holds the scale, for whoever saves it."""
+        """Runs forward and backward of this rank's micro-batches and returns the step's loss and gradient norm. The
+        gradients of `parameters()` are then those of the mean loss over all ranks, clipped to a global norm of `clip`.
+        Earlier gradients are dropped: there is no need for `zero_grad`. With fp16 the loss is scaled inside; `scaler`
+        holds the scale, for whoever saves it."""
         self._forget_gathered()
         for shard in self.shards:
             shard.forget_gradient()
@@ -101,8 +102,8 @@ class SplitModule:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any], loss: Loss) -> float:
-        """The mean loss per target over all ranks, without gradients. Dropout and the like are the module's
-        `eval()`."""
+        """Returns the mean loss per target over all ranks, without gradients. Dropout and the like are switched off by
+        the module's own `eval()`."""
         self._forget_gathered()
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for micro, weight in self._turns(microbatches):
@@ -135,8 +136,9 @@ class SplitModule:
         return Step(float(value / count), float(norm), int(count), skipped)
 
     def _turns(self, microbatches: Sequence[Any]) -> list[tuple[Any, float]]:
-        """Everybody goes through the same number of micro-batches, or somebody would wait forever. Who has fewer
-        repeats one with weight 0, which changes nothing."""
+        """Returns the micro-batches of this rank with their weights, equally many on every rank: else one would wait
+        forever for the others' collectives. A rank with fewer repeats its last one with weight 0, which adds nothing.
+        """
         found = torch.tensor([len(microbatches), -len(microbatches)], device=self.mesh.device)
         if self.world > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -156,12 +158,14 @@ class SplitModule:
         return sums
 
     def _forget_gathered(self) -> None:
-        """Parameters that an earlier forward pass has gathered may be older than the optimizer's last update."""
+        """Drops the parameters that an earlier forward pass has gathered: they may be older than the optimizer's last
+        update."""
         if isinstance(self.wrapper, Sharded):
             self.wrapper.forget_gathered()
 
     def _check_replicas(self, num_bytes: int) -> None:
-        """torch's DDP says nothing when a gradient stays at home, until the next step."""
+        """Refuses a step in which DDP has not summed the gradients of all parameters; DDP itself would only complain in
+        the next step. `num_bytes` are those of the gradients that were summed."""
         trained = {shard.name: shard.parameter for shard in self.shards if shard.parameter.requires_grad}
         if not isinstance(self.wrapper, Replicated) or num_bytes == sum(p.nbytes for p in trained.values()):
             return
@@ -182,14 +186,15 @@ class SplitModule:
     # Whole tensors ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the module's own `state_dict()` was before it was split, on the CPU of rank 0; other ranks get an
-        empty one."""
+        """Returns what the module's own `state_dict()` would be if it was not split, on the CPU of rank 0; other ranks
+        get an empty dictionary."""
         whole = collect(self, lambda shard: {shard.name: shard.value})
         return {name: whole[own] if own else value.detach().cpu() for name, own, value in self._names() if whole}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Rank 0's full state into everybody's share, tensor by tensor. What other ranks give is not looked at."""
+        """Loads rank 0's full state into every rank's share, tensor by tensor. The argument of other ranks is
+        ignored."""
         table = {shard.name: shard for shard in self.shards}
         places = {name: (own, value) for name, own, value in self._names()}
         self._check_names(state, set(places))
@@ -201,20 +206,20 @@ class SplitModule:
                 value.copy_(full)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """An optimizer over `parameters()` as if there was one process: full tensors as "exp_avg/NAME", on the CPU of
-        rank 0."""
+        """Returns the state of an optimizer over `parameters()` as one process would have it: full tensors by
+        "exp_avg/NAME", on the CPU of rank 0; other ranks get an empty dictionary."""
         return collect(self, optimizer_states(optimizer))
 
     @torch.no_grad()
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-        """Rank 0's full state, also that of another layout, into this rank's optimizer."""
+        """Loads rank 0's full optimizer state, also one saved in another layout, into every rank's optimizer."""
         table = {shard.name: shard for shard in self.shards}
         self._check_names({key.split("/", 1)[-1]: value for key, value in state.items()}, set(table), complete=False)
         put_optimizer_states(self, optimizer, share(state, self.mesh))
 
     def _names(self) -> Iterator[tuple[str, str | None, Tensor]]:
-        """(name in the state dict, name in the table of shards or None for a buffer, tensor); a tied weight has
-        several names."""
+        """Yields (name in the state dict, name in the table of shards or None for a buffer, tensor) of each tensor; a
+        tied weight has several names."""
         own = {id(shard.parameter): shard.name for shard in self.shards}
         for name, value in self.module.state_dict(keep_vars=True).items():
             yield name, own.get(id(value)), value

@@ -24,7 +24,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Sight:
-    """What the queries of a block see: everything, what is not ahead of them, or what `allowed` says."""
+    """Which keys the queries of a block see: all, those that are not ahead of them, or those in `allowed_1TS`."""
 
     causal: bool = False
     allowed_1TS: Tensor | None = None  # (1 or B, 1, T, S)
@@ -32,7 +32,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Score:
-    """How the model scores keys, and whether by a fused kernel or by definition."""
+    """How the model scores keys, and whether by its definition or by a fused kernel."""
 
     scale: float
     softcap: float = 0.0
@@ -43,12 +43,12 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 def work_dtype(x: Tensor) -> torch.dtype:
-    """The format in which blocks are merged."""
+    """Returns the dtype in which blocks are merged: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def attend_block(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score: Score) -> tuple[Tensor, Tensor]:
-    """Output (B, H, T, C) and LSE (B, H, T)."""
+    """Returns the output (B, H, T, C) and the LSE (B, H, T) of the queries over this block's keys."""
     kernel = choose_kernel(q, k, v, sight, score)
     if kernel == "math":
         return _math(q, k, v, sight, score)
@@ -79,7 +79,8 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score: Score) ->
 def attend_block_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, score: Score
 ) -> Gradients:
-    """`out` and `lse` are the merged ones: then exp(score - lse) is each key's true share, and blocks just add up."""
+    """Returns the gradients of q, k and v that one block contributes. `out` and `lse` are the merged ones: then
+    exp(score - lse) is each key's true share, and the gradients of blocks add up."""
     kernel = choose_kernel(q, k, v, sight, score)
     if kernel == "math":
         return _math_backward(grad, q, k, v, out, lse, sight, score)
@@ -111,16 +112,16 @@ def attend_block_backward(
 
 
 def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Adds a block to what these queries have so far, in place. They must have seen something: their own token comes
-    first."""
+    """Merges a block into the output and LSE that these queries have so far, in place. They must have seen a key: the
+    block of their own token comes first."""
     both = torch.logaddexp(lse, more_lse)
     out.lerp_(more_out.to(out.dtype), (more_lse - both).exp().unsqueeze(-1))
     lse.copy_(both)
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score: Score) -> str:
-    """The kernel of a block: math | cpu | cudnn | flash | efficient. Fused kernels know no soft cap and want values
-    as wide as keys."""
+    """Returns the kernel of a block: math | cpu | cudnn | flash | efficient. Fused kernels know no soft cap and want
+    values with as many channels as keys."""
     if score.math or score.softcap or v.shape[-1] != q.shape[-1]:
         return "math"
     if not q.is_cuda:
@@ -171,7 +172,8 @@ def _math_backward(
 
 
 def _shares(scores: Tensor, lse: Tensor) -> Tensor:
-    """Of each key; zero where a query sees nothing, whose LSE is -inf."""
+    """Returns each key's share of the softmax, of shape (B, H, T, S): zero where a query sees nothing, whose LSE is
+    -inf."""
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
 
 
@@ -197,7 +199,7 @@ def _repeated(x_BKSC: Tensor, q_BHTC: Tensor) -> Tensor:
 
 
 def _summed(grad_BHSC: Tensor, x_BKSC: Tensor) -> Tensor:
-    """Query heads that share a key-value head: their gradients add up."""
+    """Returns gradients by key-value head (B, K, S, C): those of query heads that share one add up."""
     if grad_BHSC.shape[1] == x_BKSC.shape[1]:
         return grad_BHSC
     return grad_BHSC.unflatten(1, (x_BKSC.shape[1], -1)).sum(2)

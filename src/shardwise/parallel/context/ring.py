@@ -38,7 +38,8 @@ class Ring:
         self.previous = dist.get_global_rank(group, (self.index - 1) % self.size)
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts sending x to the next rank; what is returned waits for what the one before has sent."""
+        """Starts sending x to the next rank and returns a function that waits for, and returns, what the previous rank
+        has sent."""
         x = x.contiguous()
         received = torch.empty_like(x)
         works = dist.batch_isend_irecv(
@@ -68,7 +69,8 @@ def ring_attention(
     scale: float,
     cap: float,
 ) -> Tensor:
-    """`model.attention.attend` for the tokens of one rank: same arguments, same result."""
+    """Computes `model.attention_kernels.attend` for the tokens of one rank: same arguments, same result (B, t, H,
+    C)."""
     score = Score(scale, cap, kernel.name == "math")
     return RingAttention.apply(q_BtHC, k_BtKC, v_BtKC, ring, view, score)
 
@@ -95,7 +97,7 @@ class RingAttention(torch.autograd.Function):
 def ring_forward(
     q_BtHC: Tensor, k_BtKC: Tensor, v_BtKC: Tensor, ring: Any, view: AttentionView, score: Score
 ) -> tuple[Tensor, Tensor]:
-    """The output of this rank's queries, and their LSE."""
+    """Returns the output (B, t, H, C) of this rank's queries, and their LSE (B, H, t)."""
     q, work = q_BtHC.transpose(1, 2), work_dtype(q_BtHC)
     out_BtHC = q.new_empty(*q_BtHC.shape[:3], v_BtKC.shape[-1], dtype=work)
     out, lse = out_BtHC.transpose(1, 2), q.new_empty(q.shape[:3], dtype=work)
@@ -120,7 +122,8 @@ def ring_backward(
     grad_BtHC: Tensor, q_BtHC: Tensor, k_BtKC: Tensor, v_BtKC: Tensor, out_BtHC: Tensor, lse: Tensor,
     ring: Any, view: AttentionView, score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of this rank's queries, and of its keys and values, to which all ranks have added."""
+    """Returns the gradients of this rank's queries, keys and values; those of keys and values are summed over the
+    queries of all ranks."""
     grad, q, out = (x.transpose(1, 2) for x in (grad_BtHC.contiguous(), q_BtHC, out_BtHC))
     work = work_dtype(q)
     dq_BtHC = torch.empty_like(q_BtHC, dtype=work)
@@ -157,7 +160,8 @@ def ring_backward(
 
 
 def _add(block: QueryKeyBlock, total: Tensor, part: Tensor) -> None:
-    """Nothing is filled with zeros first: a causal block is the first of its queries and of its keys."""
+    """Adds a block's part to a total, in place. A causal block, the first of its queries and of its keys, overwrites
+    it, so that nothing need be filled with zeros."""
     if block.causal:
         total.copy_(part)
     else:
@@ -165,6 +169,6 @@ def _add(block: QueryKeyBlock, total: Tensor, part: Tensor) -> None:
 
 
 def _unpack(flat: Tensor, k_BtKC: Tensor, v_BtKC: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values that travelled as one tensor, heads first."""
+    """Returns keys and values (B, K, t, C) that were sent as one flat tensor."""
     k, v = flat.split([k_BtKC.numel(), v_BtKC.numel()])
     return k.view(k_BtKC.shape).transpose(1, 2), v.view(v_BtKC.shape).transpose(1, 2)

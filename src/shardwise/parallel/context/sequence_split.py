@@ -48,7 +48,7 @@ class ContextParallel:
     wait: Wait = unseen  # around each of their collectives
     ring: Ring = field(init=False)
     row: WholeRow | None = field(init=False, default=None)
-    """Of the pass that runs now; None where it is not split."""
+    """The whole sequences of the pass that runs now; None where it is not split."""
     is_checked: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -56,10 +56,11 @@ class ContextParallel:
 
     @property
     def size(self) -> int:
+        """Returns the number of ranks that share each sequence."""
         return self.ring.size
 
     def take(self, x_BT: Tensor) -> Tensor:
-        """This rank's tokens."""
+        """Returns this rank's tokens, of shape (B, T / size)."""
         if self.kind == "ulysses":
             return x_BT.chunk(self.size, dim=1)[self.ring.index]
         return Zigzag(self.size, self.ring.index, x_BT.shape[1]).take(x_BT)
@@ -75,7 +76,8 @@ class WholeRow:
 
 
 def apply_context_parallel(model: Decoder, cp: ContextParallel) -> None:
-    """In place, before tensor parallelism: no parameter is cut. The model may be a part, or on `meta`."""
+    """Makes a decoder compute this rank's tokens of every sequence, in place, before tensor parallelism; no parameter
+    is cut. The model may be a part, or on `meta`."""
     model.register_forward_pre_hook(partial(_begin_pass, cp), with_kwargs=True)
     become(model, ContextDecoder, cp=cp)
     for layer in moe_layers(model):
@@ -106,7 +108,8 @@ class ContextDecoder(Decoder):
 
 
 def _ring_inputs(model: Decoder, cp: ContextParallel, row: WholeRow) -> dict[int, AttentionInputs]:
-    """No mask is built: each block makes its own when it is computed."""
+    """Returns the attention inputs of each layer for ring attention, without masks: each block makes its own when it is
+    computed."""
     num_tokens, device = row.targets_BT.shape[1], row.targets_BT.device
     check_kernel_device(model.kernel, device.type)
     place, nothing = Zigzag(cp.size, cp.ring.index, num_tokens), Mask(is_causal=False)
@@ -125,7 +128,8 @@ def _ring_inputs(model: Decoder, cp: ContextParallel, row: WholeRow) -> dict[int
 def _begin_pass(
     cp: ContextParallel, model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keeps this rank's tokens. Split are passes that compute a loss; the others have to answer for every token."""
+    """Replaces the decoder's arguments by this rank's tokens, if the pass computes a loss. Other passes are not split,
+    because every rank needs their results for every token."""
     given = FORWARD.bind(model, *args, **kwargs).arguments
     del given["self"]
     cp.row = None

@@ -36,8 +36,8 @@ def ulysses_attention(
     cap: float,
     wait: Wait = unseen,
 ) -> Tensor:
-    """`model.attention_kernels.attend` for the tokens of one rank: same arguments, same result. The mask is that of the
-    whole row."""
+    """Computes `model.attention_kernels.attend` for the tokens of one rank: same arguments, same result (B, t, H, C).
+    The mask is that of the whole row."""
     size = group.size()
     repeats = lcm(k_BtKC.shape[2], size) // k_BtKC.shape[2]
     if repeats > 1:
@@ -79,12 +79,14 @@ class _HeadsForTokens(torch.autograd.Function):
 
 
 def tokens_for_heads(x_BtPX: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
-    """Our tokens, heads by rank; comes back as all tokens of our heads."""
+    """Collective. Exchanges this rank's tokens of all heads, grouped by rank (B, t, P, X), for all tokens of its heads
+    (B, T, X) and returns these."""
     return _exchange(x_BtPX.permute(2, 0, 1, 3), group, wait).movedim(0, 1).flatten(1, 2)
 
 
 def heads_for_tokens(x_BTX: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
-    """All tokens of our heads; comes back as our tokens, heads by rank."""
+    """Collective. Exchanges all tokens of this rank's heads (B, T, X) for its tokens of all heads, grouped by rank
+    (B, t, P, X), and returns these."""
     return _exchange(x_BTX.unflatten(1, (group.size(), -1)).movedim(1, 0), group, wait).permute(1, 2, 0, 3)
 
 

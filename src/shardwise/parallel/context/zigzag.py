@@ -29,14 +29,15 @@ class QueryKeyBlock:
 
     @property
     def work(self) -> float:
-        """Pairs of query and key that are computed."""
+        """Returns the number of pairs of query and key that are computed."""
         pairs = (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
         return pairs / 2 if self.causal else pairs
 
 
 @dataclass(frozen=True)
 class Zigzag:
-    """The row in 2 P pieces: rank i has piece i and piece 2P - 1 - i, one that sees little and one that sees much."""
+    """A row in 2 P pieces, of which rank i has piece i and piece 2P - 1 - i: one that sees little and one that sees
+    much."""
 
     size: int
     index: int
@@ -44,21 +45,23 @@ class Zigzag:
 
     @property
     def piece(self) -> int:
-        """Tokens of one piece."""
+        """Returns the number of tokens of one piece."""
         return self.num_tokens // (2 * self.size)
 
     def pieces(self, rank: int) -> tuple[int, int]:
-        """The numbers of a rank's two pieces."""
+        """Returns the indices of a rank's two pieces."""
         return rank, 2 * self.size - 1 - rank
 
     def take(self, x_BT: Tensor, rank: int | None = None) -> Tensor:
-        """A rank's tokens, in the order it keeps them."""
+        """Returns a rank's tokens (this rank's by default) of a whole row, in the order it keeps them: (B, T / P)."""
         first, second = self.pieces(self.index if rank is None else rank)
         pieces = x_BT.unflatten(1, (2 * self.size, -1))
         return torch.cat((pieces[:, first], pieces[:, second]), dim=1)
 
     def blocks(self, source: int, window: int | None = None) -> list[QueryKeyBlock]:
-        """What this rank's queries compute with the keys of `source`, as far as order and window decide it."""
+        """Returns the blocks of this rank's queries and the keys of rank `source`, as far as order and window decide
+        them.
+        """
         piece, both = self.piece, slice(0, 2 * self.piece)
         first, second = slice(0, piece), slice(piece, 2 * piece)
         if window is None:
@@ -78,7 +81,7 @@ class Zigzag:
 
 @dataclass(frozen=True)
 class AttentionView:
-    """What a layer's queries may attend to in this pass: order, window and documents."""
+    """Which keys a layer's queries may see in this pass: by order, window and documents."""
 
     place: Zigzag
     window: int | None
@@ -87,7 +90,7 @@ class AttentionView:
 
     @cached_property
     def plan(self) -> list[list[QueryKeyBlock]]:
-        """The blocks that this rank computes, by the rank whose keys they need."""
+        """Returns the blocks that this rank computes, by the rank whose keys they need."""
         return [self._with_documents(source) for source in range(self.place.size)]
 
     def _with_documents(self, source: int) -> list[QueryKeyBlock]:
@@ -106,7 +109,7 @@ class AttentionView:
 
     @cached_property
     def _ranges(self) -> list[list[tuple[int, int]]] | None:
-        """Smallest and largest document of every piece, row by row."""
+        """Returns the smallest and the largest document id of every piece, row by row; None without documents."""
         if self.documents_BT is None:
             return None
         pieces_BPt = self.documents_BT.unflatten(1, (2 * self.place.size, -1))
@@ -119,8 +122,8 @@ class AttentionView:
         return [(min(row[p][0] for p in inside), max(row[p][1] for p in inside)) for row in ids]
 
     def sight(self, block: QueryKeyBlock, source: int) -> Sight:
-        """What the queries of a block see of the keys of `source`; a mask is made only where order does not say it
-        all."""
+        """Returns which keys of rank `source` the queries of a block see. A mask is made only where the order of tokens
+        does not decide it alone."""
         if not block.masked:
             return Sight(block.causal)
         row = torch.arange(self.place.num_tokens, device=self.device)[None]

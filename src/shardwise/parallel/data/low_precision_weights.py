@@ -6,8 +6,8 @@ steps.
 
 With one micro-batch per step a gradient is autograd's own, 16 bits wide, on the low-precision weight. With several,
 each is added to `master.grad` in fp32 as soon as it is there and then dropped: the same sums that FSDP2 makes.
-Invariant: a low-precision weight is its master, rounded. Whoever writes a master writes it too: `Shard.put`, and the
-update (optim/fused_adamw.py, optim/master_weights.py). What is frozen has no master.
+Invariant: a low-precision weight is its master, cast to 16 bits. Whoever writes a master writes it too: `Shard.put`,
+and the update (optim/fused_adamw.py, optim/master_weights.py). What is frozen has no master.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.kernels.fused_experts import fuse_experts
-from shardwise.model.experts import moe_layers
 from shardwise.parallel.data.replicas import DataParallelWrapper
 
 
 class LowPrecisionWeights(DataParallelWrapper):
-    """The wrapper of a model that has both, on one rank."""
+    """The wrapper of a model that has master weights and low-precision weights, on one rank."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, *, fuse: bool = False):
-        """`model` has its weights in fp32. One after the other is cast, so that nothing is ever there but the masters
-        and their low-precision weights. `fuse`: weights of experts that one matmul reads lie side by side."""
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        """Casts the weights of `model`, which are in fp32, to `dtype` one after the other, so that memory never holds
+        more than the masters and their low-precision weights."""
         super().__init__(model)
         self._adds = False  # this step has several micro-batches
         self._is_hooked = False
@@ -35,8 +33,6 @@ class LowPrecisionWeights(DataParallelWrapper):
             master = nn.Parameter(parameter.data)
             parameter.data = master.detach().to(dtype, copy=True)
             parameter.master = master  # type: ignore[attr-defined]
-        for layer in moe_layers(model) if fuse else ():
-            fuse_experts(layer.experts)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

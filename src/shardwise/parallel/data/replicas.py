@@ -35,12 +35,12 @@ beat 25 in both of two noisy rounds with `tiny`: docs/log.md has them."""
 
 
 AtEnd = tuple[Group, list[nn.Parameter]]
-"""Whose gradients are summed over which ranks after the last micro-batch."""
+"""(group, parameters): their gradients are summed over the group's ranks after the last micro-batch."""
 
 
 class DataParallelWrapper:
-    """What runs a stage's model and completes its gradients over data-parallel ranks. This one has no peers: nothing
-    to do."""
+    """Runs a stage's model and completes its gradients over data-parallel ranks. This one has no peers and nothing to
+    do."""
 
     completes_in_backward = True  # a gradient that the last backward has accumulated is final, but for other axes
 
@@ -49,21 +49,22 @@ class DataParallelWrapper:
         self.forward: nn.Module = model  # what the pipeline calls
 
     def before_forward(self, *, last: bool) -> None:
-        """`last`: this stage's last micro-batch of the step."""
+        """Prepares a forward pass. `last` is whether it is that of this stage's last micro-batch of the step."""
 
     def before_backward(self, kind: str, *, last: bool) -> None:
-        """`kind` is the action: B the whole backward, I only towards the inputs."""
+        """Prepares a backward pass. `kind` is the action: B the whole backward, I only towards the inputs; `last` is
+        whether gradients are complete after it."""
 
     def after_backward(self, kind: str, *, last: bool) -> None:
-        """`kind` B or I, or W: gradients of the weights that an I had left out."""
+        """Finishes a backward pass. `kind` is B or I, or W for the gradients of the weights that an I has left out."""
 
     def finish(self) -> None:
-        """After the stage's last action of a step: from here on gradients are complete over data-parallel ranks."""
+        """Completes gradients over data-parallel ranks, after the stage's last action of a step."""
 
 
 class SummedAtEnd(DataParallelWrapper):
-    """Plain replicas inside a pipeline, and those of experts: bucketed sums of what all micro-batches have
-    accumulated."""
+    """The wrapper of plain replicas inside a pipeline, and of those of experts: it sums in buckets what all
+    micro-batches have accumulated."""
 
     completes_in_backward = False
 
@@ -86,8 +87,8 @@ class _Bucket:
 
 
 class Replicated(SummedAtEnd):
-    """torch's DDP: buckets travel while backward still runs. Parameters with the names `apart` are none of its
-    business."""
+    """The wrapper of replicas outside pipelines, by torch's DDP: buckets are reduced while backward still runs. DDP
+    leaves out the parameters with the names `apart`."""
 
     def __init__(
         self,
@@ -121,8 +122,8 @@ class Replicated(SummedAtEnd):
         self.ddp.require_backward_grad_sync = last  # gradients of all micro-batches but the last stay local
 
     def after_backward(self, kind: str, *, last: bool) -> None:
-        """From the moment the last bucket left, backward only waited: for each bucket that was not there yet, in
-        turn."""
+        """Records the waits for the buckets of this backward pass. From the moment the last bucket left, backward only
+        waited: for each bucket that was not there yet, in turn."""
         if not self.buckets:
             return
         since = self.buckets[-1].left

@@ -32,7 +32,7 @@ from shardwise.parallel.traffic import Traffic, Wait, unseen
 
 
 class SpreadExperts(Experts):
-    """This rank's experts, in the place of all of them: takes rows for any expert, returns their results."""
+    """This rank's experts, in the place of all of them: it takes rows for any expert and returns their results."""
 
     def __init__(self, experts: Experts, group: Group, wait: Wait = unseen):
         nn.Module.__init__(self)
@@ -66,7 +66,7 @@ def _own_experts(weight: nn.Parameter, group: Group) -> nn.Parameter:
 
 
 def apply_expert_parallel(model: Decoder, mesh: Mesh, tp: TensorParallel | None, traffic: Traffic) -> None:
-    """In place, before tensor parallelism: keep this rank's experts. The model may be a part, or on `meta`."""
+    """Keeps only this rank's experts, in place, before tensor parallelism. The model may be a part, or on `meta`."""
     assert mesh.expert is not None
     for layer in moe_layers(model):
         layer.experts = SpreadExperts(layer.experts, mesh.expert.group, traffic.on("ep"))
@@ -76,7 +76,8 @@ def apply_expert_parallel(model: Decoder, mesh: Mesh, tp: TensorParallel | None,
 
 
 def sequence_sum(mesh: Mesh, tp: TensorParallel | None, wait: Wait = unseen) -> Callable[[Tensor], Tensor]:
-    """Adds up over the ranks that have the other tokens of the same sequences, as far as this pass splits them."""
+    """Returns a function that sums counts (B, E) over the ranks that have the other tokens of the same sequences, as
+    far as the pass splits them."""
 
     def add(counts_BE: Tensor) -> Tensor:
         group = mesh.tokens if tp is not None and tp.active else mesh.cp
@@ -86,8 +87,8 @@ def sequence_sum(mesh: Mesh, tp: TensorParallel | None, wait: Wait = unseen) -> 
 
 
 def _part_of_losses(tp: TensorParallel) -> Callable[..., Any]:
-    """Every tensor-parallel rank reports its part of the router's losses. In a pass that does not split the tokens
-    all of them have computed the whole."""
+    """Returns a forward hook by which every tensor-parallel rank reports its part of the router's losses. In a pass
+    that does not split the tokens all of them have computed the whole."""
 
     def hook(layer: MixtureOfExperts, args: Any, result: tuple[Tensor, Routing | None]) -> Any:
         out_BTD, routing = result
@@ -102,7 +103,7 @@ def _part_of_losses(tp: TensorParallel) -> Callable[..., Any]:
 
 
 class Trip(NamedTuple):
-    """Who sends how many rows to whom, and how they are ordered where they work."""
+    """How many rows go from each rank to each other, and in which order experts compute them."""
 
     sent: list[int]  # rows to each rank
     received: list[int]  # rows from each rank
@@ -112,7 +113,7 @@ class Trip(NamedTuple):
 
 
 def plan_trip(counts_E: Tensor, group: Group, wait: Wait = unseen) -> Trip:
-    """Collective. Ranks exchange how many rows come for each expert."""
+    """Collective. Exchanges how many rows come for each expert, and returns the trip of this rank's rows."""
     leaving_PL = counts_E.view(group.size(), -1)
     coming_PL = torch.empty_like(leaving_PL)
     with wait("all-to-all", coming_PL.nbytes):
@@ -125,7 +126,8 @@ def plan_trip(counts_E: Tensor, group: Group, wait: Wait = unseen) -> Trip:
 
 
 def exchange(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:
-    """Collective. Sends rows to the ranks they are for; backward sends the gradients the way back."""
+    """Collective. Sends rows to the ranks they are for and returns those that arrive; backward sends the gradients the
+    way back. `received` and `sent` count rows by rank."""
     return _Exchange.apply(x, received, sent, group, wait)
 
 
@@ -141,7 +143,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def all_to_all_rows(x: Tensor, received: list[int], sent: list[int], group: Group, wait: Wait = unseen) -> Tensor:
-    """Collective. The rows that come from each rank, in rank order; `sent` and `received` count rows by rank."""
+    """Collective. Returns the rows that come from each rank, in rank order; `sent` and `received` count rows by
+    rank."""
     out = x.new_empty(sum(received), *x.shape[1:])
     x = x.contiguous()
     with wait("all-to-all", out.nbytes):

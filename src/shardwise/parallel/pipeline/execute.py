@@ -39,7 +39,7 @@ from shardwise.spec.schedules import schedule_actions, stage_owners
 
 @dataclass
 class Stage:
-    """Consecutive layers that this rank has, and what runs them."""
+    """Consecutive layers that this rank has, and the wrapper that runs them."""
 
     index: int
     model: Decoder
@@ -82,10 +82,11 @@ class Pipeline:
 
     @property
     def plan(self) -> Plan:
+        """Returns the plan of the mesh."""
         return self.mesh.plan
 
     def expect(self, num_microbatches: int) -> None:
-        """Steps of so many micro-batches from now on."""
+        """Makes the lists of actions for steps of this many micro-batches."""
         plan = self.plan
         self.last_microbatch = num_microbatches - 1
         self.table: Table = schedule_actions(plan.schedule, plan.pp, plan.virtual_stages, num_microbatches)
@@ -97,8 +98,8 @@ class Pipeline:
                 self.stages[action.stage].last_backward = action
 
     def probe(self, micro: Any, clock: Any) -> None:
-        """Collective. One micro-batch forward and backward through all stages. Its gradients are left for the caller
-        to drop, and DDP does not see them: its buckets stay as they are."""
+        """Collective. Runs forward and backward of one micro-batch through all stages. Its gradients are left for the
+        caller to drop, and DDP does not see them: its buckets stay as they are."""
         self.expect(1)
         self.last_microbatch = -1  # none is the last, so nothing is summed before its time
         try:
@@ -107,7 +108,8 @@ class Pipeline:
             self.expect(self.plan.num_microbatches)
 
     def train(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> Tensor:
-        """Forward and backward of all micro-batches; returns this rank's summed losses: cross-entropy, auxiliary, z.
+        """Runs forward and backward of all micro-batches and returns this rank's summed losses, of shape (3,):
+        cross-entropy, auxiliary, z.
 
         Gradients are complete over data-parallel ranks when it returns."""
         self.traffic.clock = clock
@@ -164,7 +166,7 @@ class Pipeline:
     def _backward(
         self, stage: Stage, action: Action, done: _Pass, received: Tensor | None, num_targets: int
     ) -> Tensor | None:
-        """Runs backward through one stage; returns the gradient for the stage before."""
+        """Runs backward through one stage and returns the gradient for the stage before, of shape (B, T, D)."""
         last = action == stage.last_backward
         stage.wrapper.before_backward(action.kind, last=last)
         stage.in_last_backward = last
@@ -188,9 +190,10 @@ class Pipeline:
 
     @torch.no_grad()
     def _held_out(self, stage: Stage, action: Action, side: Side, received: Tensor | None) -> Tensor | None:
-        """Forward of a held-out micro-batch; returns what the next stage needs."""
+        """Runs the forward pass of a held-out micro-batch and returns the activations (B, T, D) that the next stage
+        needs; None from the last one."""
         micro = side.microbatches[action.microbatch]
-        stage.model.training = False  # router counts are training's; no other part looks at it, so none need be told
+        stage.model.training = False  # router counts are training's; no other module reads it, so it is set here only
         output = stage.wrapper.forward(micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=received)
         stage.model.training = True
         if isinstance(output, Hidden):
@@ -202,10 +205,11 @@ class Pipeline:
 
     @property
     def spec(self) -> ModelSpec:
+        """Returns the shape of the whole model."""
         return next(iter(self.stages.values())).model.spec
 
     def point_to_point(self, table: Table, shape_BT: Sequence[int]) -> PointToPoint:
-        """The sends and receives of one pass through a table, with micro-batches of this shape."""
+        """Returns the sends and receives of one pass through a table of actions, with micro-batches of this shape."""
         batch, tokens = shape_BT
         tokens //= self.plan.cp * (self.plan.tp if self.plan.sequence else 1)
         shape = (batch, tokens, self.spec.hidden)
@@ -227,13 +231,14 @@ class Pipeline:
 
 
 AHEAD = 2
-"""How many actions ahead a receive is posted: the sender of what nobody waits for yet must ask first."""
+"""How many actions ahead a receive is posted, so that its tensor arrives while earlier actions compute."""
 
 WHAT = {"x": "activations", "g": "gradients", "e": "held-out activations"}
 LAST_SENDS = "last messages"  # the name of its span in event files
 
 
 def loss_sums(output: Losses | Hidden) -> Tensor:
-    """Summed losses of one pass through a stage, in fp64: cross-entropy (of a last stage), auxiliary, z."""
+    """Returns the summed losses of one pass through a stage, of shape (3,) in fp64: cross-entropy (zero but on the last
+    stage), auxiliary, z."""
     cross_entropy = output.cross_entropy if isinstance(output, Losses) else torch.zeros_like(output.aux)
     return torch.stack([part.detach().double() for part in (cross_entropy, output.aux, output.z)])

@@ -22,7 +22,8 @@ from shardwise.spec.actions import Action
 
 @torch.no_grad()
 def evaluate(pipeline: Pipeline, microbatches: Sequence[Any]) -> Tensor:
-    """Collective. This rank's summed losses of all micro-batches, in fp64: cross-entropy, auxiliary, z."""
+    """Collective. Returns this rank's summed losses of all micro-batches, of shape (3,) in fp64: cross-entropy,
+    auxiliary, z."""
     table = forward_table(pipeline.owners, pipeline.plan.pp, len(microbatches))
     p2p = pipeline.point_to_point(table, microbatches[0].tokens.shape)
     sums = torch.zeros(3, dtype=torch.float64, device=pipeline.mesh.device)
@@ -41,7 +42,7 @@ def evaluate(pipeline: Pipeline, microbatches: Sequence[Any]) -> Tensor:
 
 @torch.no_grad()
 def logits(pipeline: Pipeline, tokens_BT: Tensor, caches: dict[int, KeyValueCache]) -> Tensor:
-    """Collective. Logits of the last token of every row, on every rank of the pipeline."""
+    """Collective. Returns the logits (B, V) of the last token of every row, on every rank of the pipeline."""
     x_BTD: Any = None
     for index, owner in enumerate(pipeline.owners):
         if index and owner != pipeline.owners[index - 1]:
@@ -60,7 +61,7 @@ def logits(pipeline: Pipeline, tokens_BT: Tensor, caches: dict[int, KeyValueCach
 
 
 def new_caches(pipeline: Pipeline, max_len: int) -> dict[int, KeyValueCache]:
-    """Empty key-value caches for `max_len` tokens, by stage of this rank."""
+    """Returns empty key-value caches for `max_len` tokens, by stage of this rank."""
     return {index: KeyValueCache(max_len) for index in pipeline.stages}
 
 
@@ -77,7 +78,7 @@ def _hand_over(
 
 
 def forward_table(owners: tuple[int, ...], pp: int, num_microbatches: int) -> Table:
-    """Each micro-batch through all stages: what evaluation runs."""
+    """Returns the actions of each rank in an evaluation: every micro-batch goes forward through all stages."""
     return tuple(
         tuple(
             Action("F", stage, micro)

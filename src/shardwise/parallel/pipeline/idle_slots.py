@@ -2,7 +2,7 @@
 
 Pure arithmetic on a simulated step. A held-out micro-batch passes all stages within one step, so that it meets one
 set of weights; slots before the first stage has had time for it, such as those at the start of the last rank, stay
-empty. Its forwards become actions (E) in the ranks' lists. All ranks know the lists beforehand and nobody decides
+empty. Its forwards become actions (E) in the ranks' lists. All ranks know the lists beforehand and none decides
 anything while a step runs, which is why ranks that must move together (replicas, tensor parallelism) do.
 
 Invariant: the other actions keep their order, and the simulated step is no longer than allowed. Read next:
@@ -36,7 +36,7 @@ class _FilledSlot(NamedTuple):
 
 
 SQUEEZES = (1.0, 0.95, 0.9, 0.85)
-"""By how much the seconds of an E are shortened while a slot is looked for."""
+"""Factors on the seconds of an E while a slot is looked for."""
 
 
 def fill_bubbles(
@@ -47,11 +47,11 @@ def fill_bubbles(
     delay: float = 0.0,
     longer: float = 1.0,
 ) -> tuple[Actions, int]:
-    """The lists with E between their actions, and how many micro-batches these are: at most `most`.
+    """Returns the lists with E between their actions, and how many held-out micro-batches these are: at most `most`.
 
-    `delay`: seconds from the end of one E until the next stage can begin with it. `longer`: how long the simulated
-    step may become, as a multiple of what it was. An E may also go where it does not quite fit, as long as the step
-    bears it."""
+    `seconds` gives the duration of an action. `delay` is the time in seconds from the end of one E until the next stage
+    can begin with it. `longer` is how long the simulated step may become, as a multiple of what it was. An E may also
+    go into a gap that is a little too short, as long as the step does not become longer than that."""
     plain = simulate(actions, owners, seconds)
     best, num_best = actions, 0
     for squeeze in SQUEEZES:
@@ -67,8 +67,8 @@ def fill_bubbles(
 def _places(
     plain: Timeline, owners: Sequence[int], seconds: Callable[[Action], float], most: int, delay: float, squeeze: float
 ) -> list[list[_FilledSlot]]:
-    """Where the forwards of each micro-batch go that there is room for. Every one takes the earliest slot it fits
-    into."""
+    """Returns the slots of each held-out micro-batch that there is room for. Every forward takes the earliest gap that
+    it fits into."""
     gaps = [_gaps(plain, rank) for rank in range(len(plain.ranks))]
     places: list[list[_FilledSlot]] = []
     while len(places) < most and (found := _place(gaps, owners, seconds, len(places), delay, squeeze)):
@@ -92,7 +92,8 @@ def _place(
     delay: float,
     squeeze: float,
 ) -> tuple[list[list[_Gap]], list[_FilledSlot]] | None:
-    """One micro-batch through all stages: the gaps that are left, and its places. None if there is no room."""
+    """Places the forwards of one micro-batch, stage by stage; returns the gaps that are left and its slots, or None if
+    there is no room."""
     gaps, chosen, ready = [list(mine) for mine in gaps], [], 0.0
     for stage, rank in enumerate(owners):
         action = Action("E", stage, microbatch)

@@ -21,7 +21,7 @@ from shardwise.spec.actions import Action
 
 
 class StageTensor(NamedTuple):
-    """What one stage sends to another."""
+    """Names a tensor that one stage sends to another."""
 
     kind: str  # "x" activations, "g" gradients, "e" activations of held-out micro-batches
     stage: int  # that they are for
@@ -32,7 +32,7 @@ Table = tuple[tuple[Action, ...], ...]
 
 
 def sent_by(action: Action, num_stages: int) -> StageTensor | None:
-    """What an action sends to another stage, or None."""
+    """Returns what an action sends to another stage, or None."""
     if action.kind in _GOES_UP and action.stage + 1 < num_stages:
         return StageTensor(_GOES_UP[action.kind], action.stage + 1, action.microbatch)
     if action.kind in "BI" and action.stage > 0:
@@ -41,7 +41,7 @@ def sent_by(action: Action, num_stages: int) -> StageTensor | None:
 
 
 def needed_by(action: Action, num_stages: int) -> StageTensor | None:
-    """What an action must have received, or None."""
+    """Returns what an action must have received, or None."""
     if action.kind in _GOES_UP and action.stage > 0:
         return StageTensor(_GOES_UP[action.kind], action.stage, action.microbatch)
     if action.kind in "BI" and action.stage + 1 < num_stages:
@@ -51,7 +51,8 @@ def needed_by(action: Action, num_stages: int) -> StageTensor | None:
 
 @lru_cache(maxsize=64)
 def incoming(table: Table, owners: tuple[int, ...], here: int) -> dict[StageTensor, tuple[int, str]]:
-    """Every tensor from another rank, in its sender's order -> (sender, kind): one queue per sender and kind."""
+    """Returns the (sender, kind) of every tensor that comes to rank `here` from another, in the sender's order: there
+    is one queue per sender and kind."""
     found = {}
     for sender, actions in enumerate(table):
         for action in actions if sender != here else ():
@@ -77,19 +78,19 @@ class PointToPoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one tensor; all have the same shape."""
+        """Returns the bytes of one tensor; all have the same shape."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def leaves(self, what: StageTensor) -> bool:
-        """It goes to another rank, not from one stage of this one to the next."""
+        """Returns whether a tensor goes to another rank, not from one stage of this rank to the next."""
         return self.owners[what.stage] != self.here
 
     def arrives(self, what: StageTensor) -> bool:
-        """It comes from another rank."""
+        """Returns whether a tensor comes from another rank."""
         return what in self.queue_of
 
     def send(self, what: StageTensor, tensor: Tensor) -> None:
-        """Starts to send; a tensor for another stage of this rank is kept."""
+        """Starts to send a tensor; one for another stage of this rank is kept."""
         target = self.owners[what.stage]
         if target == self.here:
             self.kept[what] = tensor
@@ -102,7 +103,7 @@ class PointToPoint:
         self.sending.append((tensor, work))  # the tensor must live until it has left
 
     def expect(self, what: StageTensor | None) -> None:
-        """Posts its receive, and first those of everything its sender sends before."""
+        """Posts the receive of a tensor, and first those of all tensors that its sender sends before it."""
         queue = self.queue_of.get(what) if what else None
         if queue is None or what in self.posted:
             return
@@ -125,14 +126,15 @@ class PointToPoint:
         return buffer
 
     def flush(self) -> None:
-        """Waits for all sends."""
+        """Waits for all sends that were started."""
         for _, work in self.sending:
             work.wait()
         assert not self.posted and not self.kept, f"tensors that nobody used: {[*self.posted, *self.kept]}"
 
     def _lane(self, kind: str, sender: int, receiver: int) -> Any:
-        """On CUDA, transfers of one communicator run one after the other: each kind and direction has its own, so that
-        none waits behind one that its peer has not asked for yet."""
+        """Returns the process group of a kind and a direction of sends. On CUDA the transfers of one communicator run
+        one after the other: each kind and direction has its own, so that none waits behind one whose receive is not
+        posted yet."""
         if not self.mesh.lanes:
             return self.mesh.pp
         assert kind != "e", "idle slots are filled on CPUs only: these sends have no lane"

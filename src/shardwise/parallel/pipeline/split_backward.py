@@ -21,8 +21,8 @@ Todo = list[tuple[nn.Parameter, Tensor, Tensor]]  # weight, input, gradient of t
 
 
 class deferring(TorchFunctionMode):
-    """The mode under which weight gradients are noted. A block that is computed again is so under the modes of its
-    forward pass (memory/environment.py), this one too."""
+    """The mode under which weight gradients are noted instead of computed. A block that is recomputed runs under the
+    modes of its forward pass (memory/environment.py), this one too."""
 
     def __init__(self, todo: Todo):
         super().__init__()
@@ -62,7 +62,7 @@ class _Linear(torch.autograd.Function):
 
 @torch.no_grad()
 def finish(todo: Todo) -> None:
-    """The other half of a backward pass: adds the gradient of each noted weight to what it has."""
+    """Runs the other half of a backward pass: adds the gradient of each noted weight to what it has."""
     for weight, x, gradient in todo:
         whole = gradient.flatten(0, -2).t() @ x.flatten(0, -2)
         weight.grad = whole if weight.grad is None else weight.grad.add_(whole)

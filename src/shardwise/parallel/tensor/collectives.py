@@ -26,7 +26,8 @@ from shardwise.parallel.traffic import Wait, unseen
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, stop) of part `index`: contiguous and as even as possible, the first ones get one more."""
+    """Returns the (start, stop) of part `index` of `total` units: parts are contiguous and as even as possible, the
+    first ones get one more."""
     size, rest = divmod(total, parts)
     start = index * size + min(index, rest)
     return start, start + size + (index < rest)
@@ -48,22 +49,23 @@ class TensorParallel:
         self.size, self.index = self.group.size(), self.group.rank()
 
     def split(self, x_BT: Tensor) -> Tensor:
-        """This rank's stretch of tokens, where the pass splits them."""
+        """Returns this rank's stretch of tokens, (B, T / P), where the pass splits them, else all of them."""
         return x_BT.chunk(self.size, dim=1)[self.index] if self.active else x_BT
 
 
 def enter(x_BTD: Tensor, tp: TensorParallel) -> Tensor:
-    """Into a region: all tokens to every rank; backward adds the partial gradients up."""
+    """Returns all tokens (B, T, D) on every rank, as a region needs them; backward adds the partial gradients up."""
     return _GatherTokens.apply(x_BTD, tp) if tp.active else _SumGradient.apply(x_BTD, tp)
 
 
 def leave(x_BTD: Tensor, tp: TensorParallel) -> Tensor:
-    """Out of a region: the sum of all ranks' results, or this rank's stretch of it."""
+    """Returns the sum of all ranks' results at the end of a region, or this rank's stretch of it, where the pass splits
+    the tokens."""
     return _ScatterTokens.apply(x_BTD, tp) if tp.active else _Sum.apply(x_BTD, tp)
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """x itself, with a gradient that counts `factor` times: for what every rank computes in full inside a region."""
+    """Returns x with a gradient that counts `factor` times: for what every rank computes in full inside a region."""
     return _ScaleGradient.apply(x, factor)
 
 
@@ -128,7 +130,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM, wait: Wait = unseen) -> Tensor:
-    """The sum (or another `op`) of everybody's x, in a new tensor."""
+    """Collective. Returns the sum (or another `op`) of all ranks' x, in a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
     with wait("all-reduce", out.nbytes):
         dist.all_reduce(out, op=op, group=group)
@@ -136,7 +138,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, op: Any = dist.ReduceOp.SUM,
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
-    """Everybody's x, stacked in rank order."""
+    """Collective. Returns all ranks' x, stacked in rank order along a new first dimension."""
     x = x.contiguous()
     out = x.new_empty(group.size(), *x.shape)
     with wait("all-gather", out.nbytes):
@@ -145,7 +147,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tens
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
-    """x has one entry per rank along dim 0: the sum of everybody's entry for this rank."""
+    """Collective. Returns the sum of all ranks' entries for this rank; x has one entry per rank along dim 0."""
     x = x.contiguous()
     if not x.is_cuda:
         # gloo's own is an all-reduce and a slice: twice the bytes. Exchange the entries and add them here.
@@ -160,10 +162,10 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> 
 
 
 def gather_tokens(x_BTD: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
-    """All tokens from everybody's stretch of them, in rank order."""
+    """Collective. Returns all tokens (B, T, D) from the ranks' stretches of them, in rank order."""
     return all_gather(x_BTD, group, wait).movedim(0, 1).flatten(1, 2)
 
 
 def scatter_tokens(x_BTD: Tensor, group: dist.ProcessGroup, wait: Wait = unseen) -> Tensor:
-    """This rank's stretch of the sum of everybody's tokens."""
+    """Collective. Returns this rank's stretch (B, T / P, D) of the sum of all ranks' tokens."""
     return reduce_scatter(x_BTD.unflatten(1, (group.size(), -1)).movedim(1, 0), group, wait)

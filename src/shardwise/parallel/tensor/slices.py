@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: every rank holds a slice of each matrix, and explicit borders join the results.
+"""Tensor and sequence parallelism: every rank holds a slice of each matrix, and explicit borders sum the results.
 
 Owns which rank holds what (`placement`) and the rewiring of a plain decoder (`apply_tensor_parallel`). Parameters stay
 ordinary local tensors under their global names, so whatever comes after (recomputation, sharding, optimizers) sees a
@@ -58,8 +58,8 @@ class Placement(NamedTuple):
 def placement(
     spec: ModelSpec, name: str, tp: int, index: int, sequence: bool, ep: int = 1, expert_index: int = 0
 ) -> Placement:
-    """Where the parameter or buffer with this global name is, on rank `index` of `tp`, with the experts of rank
-    `expert_index` of `ep`."""
+    """Returns what rank `index` of `tp` holds of the parameter or buffer with this global name, if it has the experts
+    of rank `expert_index` of `ep`. `sequence` is whether sequence parallelism is on."""
     if ep > 1 and ".experts." in name:
         return Placement(Slice(0, *share(spec.num_experts, ep, expert_index)), 1, False)
     if tp == 1:
@@ -90,7 +90,7 @@ BESIDE_WEIGHT = ("lora_a", "lora_b", *LEAVES)
 
 
 def _beside(weight: Placement, leaf: str, tp: int) -> Placement:
-    """An adapter's matrices, and the bits of a weight, by where the weight would be."""
+    """Returns the placement of an adapter's matrix, or of a tensor of a quantized weight, from that of the weight."""
     cut = weight.slice
     if cut is None:
         return weight
@@ -107,7 +107,7 @@ def _beside(weight: Placement, leaf: str, tp: int) -> Placement:
 
 
 def take(full: Tensor, slice: Slice | None) -> Tensor:
-    """The slice as a view of the full tensor."""
+    """Returns the slice as a view of the full tensor."""
     return full if slice is None else full.narrow(slice.dim, slice.start, slice.stop - slice.start)
 
 
@@ -117,7 +117,7 @@ FORWARD = signature(Decoder.forward)
 
 
 def apply_tensor_parallel(model: Decoder, tp: TensorParallel) -> None:
-    """In place: keep this rank's slices, and put borders around the regions. The model may be a part, or on `meta`."""
+    """Keeps this rank's slices and puts borders around the regions, in place. The model may be a part, or on `meta`."""
     if tp.size == 1:
         return
     slice_parameters(model, tp)
@@ -135,6 +135,7 @@ def apply_tensor_parallel(model: Decoder, tp: TensorParallel) -> None:
 
 @torch.no_grad()
 def slice_parameters(model: Decoder, tp: TensorParallel) -> None:
+    """Replaces each parameter by this rank's slice of it, in place."""
     for module_name, module in model.named_modules():
         if isinstance(module, SpreadExperts):
             continue  # already cut, by experts
@@ -153,7 +154,7 @@ def slice_parameters(model: Decoder, tp: TensorParallel) -> None:
 
 
 def _begin_pass(tp: TensorParallel, model: Decoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Decide for this pass whether ranks share the tokens outside regions."""
+    """Decides for this pass whether ranks share the tokens outside regions."""
     given = FORWARD.bind(model, *args, **kwargs).arguments
     num_tokens = given["tokens_BT"].shape[1]
     tp.active = tp.sequence and num_tokens % tp.size == 0 and given.get("cache") is None
@@ -188,7 +189,7 @@ def _border_block(block: Block, tp: TensorParallel) -> None:
 
 
 class RowLinear(nn.Linear):
-    """The end of a region: the sum of all ranks' matmuls, and the bias once."""
+    """The linear layer at the end of a region: the sum of all ranks' matmuls, and the bias once."""
 
     matmul = staticmethod(F.linear)  # fp8 has its own
 
@@ -207,7 +208,8 @@ class RowLinear(nn.Linear):
 def _leave_experts(
     tp: TensorParallel, module: nn.Module, args: tuple[Any, ...], result: tuple[Tensor, Routing | None]
 ) -> tuple[Tensor, Routing | None]:
-    """Routed and shared experts end together. Every rank has computed the router's losses in full: they count once."""
+    """Ends the region of routed and shared experts together. Every rank has computed the router's losses in full, so
+    their gradients are scaled to count once."""
     out_BTD, routing = result
     if routing is not None:
         aux, z = (scale_gradient(loss, 1 / tp.size) for loss in (routing.aux, routing.z))

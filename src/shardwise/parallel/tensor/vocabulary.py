@@ -57,7 +57,7 @@ class VocabHead(FusedHead):
         if targets_BT is None:
             return _GatherLogits.apply(self.logits(x_BTD, weight), self.vocab, self.tp)
         x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
-        most_rows = -(-self.vocab // self.tp.size)  # not this rank's own number: all ranks must make the same chunks
+        most_rows = -(-self.vocab // self.tp.size)  # not this rank's own count: all ranks must make the same chunks
         if not self.fused or x_ND.shape[0] <= rows_at_once(most_rows):
             return sum_in_chunks(partial(self._loss, weight), x_ND, targets_N, most_rows)
         is_target_N = targets_N != IGNORE
@@ -66,7 +66,8 @@ class VocabHead(FusedHead):
         return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_here_N, most_rows, self._combine)
 
     def _combine(self, sums_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """One all-gather: every rank's log-sum-exp, and the target's logit, which one of them has."""
+        """Returns the log-sum-exp over the whole vocabulary and the target's logit, which one rank has, both of shape
+        (N,), by one all-gather."""
         all_P2N = all_gather(torch.stack((sums_N, target_N)), self.tp.group, self.tp.wait)
         return torch.logsumexp(all_P2N[:, 0], 0), all_P2N[:, 1].sum(0)
 
@@ -75,7 +76,7 @@ class VocabHead(FusedHead):
 
 
 def find_rows(ids: Tensor, vocab: int, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """Ids as rows of this rank's slice, and which of them other ranks have (row 0 stands in for those)."""
+    """Returns ids as rows of this rank's slice, and which of them other ranks have (row 0 stands in for those)."""
     start, stop = share(vocab, tp.size, tp.index)
     # Ids outside the vocabulary are nobody's: they stay out of range, so that the look-up fails.
     is_elsewhere = ((ids >= 0) & (ids < start)) | ((ids >= stop) & (ids < vocab))
@@ -83,7 +84,7 @@ def find_rows(ids: Tensor, vocab: int, tp: TensorParallel) -> tuple[Tensor, Tens
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The sum of -log p(target) over all ranks' logits, in at least fp32. Backward needs no communication."""
+    """Computes the sum of -log p(target) over all ranks' logits, in at least fp32. Backward needs no communication."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, vocab: int, tp: TensorParallel) -> Tensor:
@@ -111,7 +112,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _GatherLogits(torch.autograd.Function):
-    """Logits for the whole vocabulary. Every rank then computes the same from them, so backward takes its own rows."""
+    """Gathers logits for the whole vocabulary. Every rank then computes the same from them, so backward takes its own
+    rows."""
 
     @staticmethod
     def forward(ctx: Any, logits_BTV: Tensor, vocab: int, tp: TensorParallel) -> Tensor:

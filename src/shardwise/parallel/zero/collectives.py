@@ -19,10 +19,10 @@ from shardwise.parallel.traffic import Traffic
 
 
 def time_waits(group: ParameterGroup, traffic: Traffic, reduction: ExactReduceScatter | None) -> None:
-    """FSDP2 waits where no line of ours stands. Each place waits here first, inside of a span, and then finds nothing
-    left to wait for.
+    """Makes the waits inside of FSDP2 into spans, where no line of this package stands around them: each place waits
+    here first, inside of a span, and FSDP2 then finds nothing left to wait for.
 
-    `reduction`: where that is ours, which times its own waits."""
+    `reduction` is this package's reduce-scatter, which times its own waits; None where FSDP2's is used."""
 
     def gathered(wait_for_unshard: Callable[[], None]) -> Callable[[], None]:
         def wait() -> None:
@@ -49,7 +49,7 @@ def time_waits(group: ParameterGroup, traffic: Traffic, reduction: ExactReduceSc
 
 
 class _Buffers:
-    """What FSDP2 asks a custom collective for: the memory that it writes into."""
+    """Allocates the memory that a custom collective writes into, as FSDP2 asks for it."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -68,7 +68,8 @@ class CountedAllGather(_Buffers):
 
 
 class ExactReduceScatter(_Buffers):
-    """For gloo. Every rank adds the parts in rank order, so the sum does not depend on timing or ring position.
+    """The reduce-scatter for gloo: every rank adds the parts in rank order, so the sum does not depend on timing or
+    ring position.
 
     With `overlaps` the exchange goes on while backward computes the next block, and is completed when that one comes
     to be reduced: one block's gradients are under way at a time.
@@ -108,5 +109,5 @@ class ExactReduceScatter(_Buffers):
         self._ready = self.traffic.moment()
 
     def replicas_met(self, output: Tensor) -> None:
-        """FSDP2 calls it right after the all-reduce of a hybrid's replicas."""
+        """Records the wait for the all-reduce of a hybrid's replicas, right after which FSDP2 calls it."""
         self.traffic.waited("all-reduce", "replicate", output.nbytes, self._ready, self.traffic.moment())

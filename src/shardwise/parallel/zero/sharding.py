@@ -89,14 +89,14 @@ class Sharded(DataParallelWrapper):
             group.end_pass()
 
     def finish(self) -> None:
-        """Reduce what is still local (after a last W), let go of gathered parameters, wait for everything."""
+        """Reduces what is still local (after a last W), drops gathered parameters and waits for all collectives."""
         self._set(reduce=True, last=True, finish=True)
         end_backward(self.root)
         self.reduction.complete()
         self._is_first_reduction = True
 
     def forget_gathered(self) -> None:
-        """Let go of gathered parameters that a forward pass without backward has left behind."""
+        """Drops the gathered parameters that a forward pass without backward has left behind."""
         for module in sharded_modules(self.model):
             module.reshard()
 
@@ -108,7 +108,8 @@ class Sharded(DataParallelWrapper):
 
 
 def decoder_groups(model: Decoder) -> Groups:
-    """The groups of a decoder: one per block, one for each end; a tied weight stays with the root, whole."""
+    """Returns the groups of a decoder: one per block and one for each end. A tied weight belongs to no group: it stays
+    with the root, whole."""
     blocks: Groups = [[block] for block in model.layers.values()]
     if model.spec.tied:
         return blocks
@@ -120,10 +121,10 @@ def decoder_groups(model: Decoder) -> Groups:
 def shard_groups(
     model: nn.Module, groups: Groups, mesh: Mesh, traffic: Traffic, reduction: ExactReduceScatter, num_kept: int
 ) -> FSDPModule:
-    """In place, on `meta` or with memory. The groups stand in the order of a forward pass; the rest belongs to the
-    root.
+    """Shards a model by FSDP2, in place, on `meta` or with memory, and returns it. The groups stand in the order of a
+    forward pass; the rest belongs to the root.
 
-    `num_kept`: backward begins where forward ended, so the last of them are not dropped in between."""
+    `num_kept` is how many of the last groups stay gathered between forward and backward, which begins with them."""
     plan = mesh.plan
     computed = COMPUTED[plan.precision]
     policy = MixedPrecisionPolicy(computed if plan.is_mixed else None, reduced_dtype(plan))
@@ -160,14 +161,14 @@ def shard_groups(
 
 
 def reduced_dtype(plan: Plan) -> torch.dtype | None:
-    """The format in which gradients travel; None for their own."""
+    """Returns the dtype in which gradients are reduced; None for their own."""
     if plan.rounds_sums or plan.is_mixed:
         return SUMMED["fp32" if plan.reduce_dtype == "auto" else plan.reduce_dtype]
     return None
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> None:
-    """Offloaded parameters stay in CPU memory; what is no parameter is always on the device."""
+    """Moves the buffers of a model to the device, where they are even if parameters are offloaded to CPU memory."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
@@ -178,8 +179,9 @@ def _spread_experts(group: list[nn.Module]) -> list[nn.Module]:
 
 
 def _prefetch(units: list[list[Any]]) -> None:
-    """While a block computes, the next one's parameters travel, with those of its experts. Who has nothing to
-    prefetch names itself: FSDP2's own guess would be wrong when several micro-batches are under way."""
+    """Lets the parameters of the next block, with those of its experts, be gathered while a block computes. A module
+    that has nothing to prefetch names itself: FSDP2's own guess would be wrong when several micro-batches are under
+    way."""
     for here, following in itertools.pairwise(units):
         here[0].set_modules_to_forward_prefetch([*here[1:], *following])
         following[0].set_modules_to_backward_prefetch([*following[1:], *here])
@@ -189,7 +191,7 @@ def _prefetch(units: list[list[Any]]) -> None:
 
 
 def serve_parameters(optimizer: NvmeModel, model: nn.Module, shards: Iterable[Shard]) -> None:
-    """FSDP2 gathers from parameters that lie on a disk: they are read just before, and forgotten after."""
+    """Lets FSDP2 gather parameters that lie on a disk: they are read just before, and dropped after."""
     names = {id(shard.parameter): shard for shard in shards}
     for group in parameter_groups(model):
         found = [(sharded, names[id(sharded.parameter)]) for sharded in group.parameters]
