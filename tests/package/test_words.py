@@ -87,7 +87,7 @@ WORKSHOP = (
 NO_VERBS = (
     "bytes|seconds|tokens|elements|layers|names|lines|sequences|numbers|ranks|rows|indices|parameters|weights|"
     "activations|dimensions|flops|gradients|ids|inputs|keys|layouts|logits|queries|radians|replicas|tables|tensors|"
-    "its|this"
+    "its|this|fields|sizes"
 )
 """Words that end as a verb in the third person does."""
 

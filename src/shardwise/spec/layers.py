@@ -91,7 +91,7 @@ class AttentionKind:
     """Fields of `ModelSpec` of which a tensor-parallel rank has a part."""
 
     def derived(self, spec: ModelSpec) -> dict[str, int]:
-        """Sizes that follow from others."""
+        """Returns the sizes that follow from others, by the name of the field."""
         return {}
 
     def check(self, spec: ModelSpec) -> None:

@@ -34,7 +34,7 @@ def config_from_spec(spec: ModelSpec) -> dict[str, Any]:
 
 
 def differences(spec: ModelSpec, other: ModelSpec) -> list[str]:
-    """Fields in which two specs compute different functions."""
+    """Returns the names of the fields in which two specs compute different functions."""
     idle = set(NOT_THE_FUNCTION)
     if spec.layers == other.layers:
         idle |= {
