@@ -29,8 +29,8 @@ def gpu_counts(cluster: ClusterSpec, asked: int) -> list[int]:
 
 def finer_gpu_counts(cluster: ClusterSpec, asked: int) -> list[int]:
     """Returns the numbers of GPUs that are tried where their number is the question, ascending: every one up to
-    SMALL_WORLD, every number of nodes up to twice as many, and beyond that steps of at most one in SMALL_WORLD; the same
-    of replicas whose degrees are fixed."""
+    SMALL_WORLD, every number of nodes up to twice as many, and beyond that steps of at most one in SMALL_WORLD; the
+    same of replicas whose degrees are fixed."""
     world = cluster.world
     few, nodes = range(1, min(world, SMALL_WORLD) + 1), _steps(cluster.per_node, world)
     return sorted({*gpu_counts(cluster, asked), *few, *nodes, *(_steps(asked, world) if asked > 1 else ())})
