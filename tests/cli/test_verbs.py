@@ -125,8 +125,9 @@ def test_resume_of_a_run_measured_in_tokens_says_how_to_go_on(said):
     words = [*SMALL, "run.name=counted", "train.tokens=512", "--nproc", 1]
     assert "--allow train.tokens train.tokens=1024" in said("train", *words)
     command = said("resume", "counted").split("next     shardwise ")[1].split()
-    said(*command)
+    assert "resume   from step 2 of 4, runs/counted/checkpoints/step-2" in said(*command)
     assert max(losses_of(Path("runs/counted"))) == 4
+    assert "resume   from the beginning, as asked" in said(*command, "--from", 0)
 
 
 def test_train_resume_auto_is_one_line_for_any_state(said):

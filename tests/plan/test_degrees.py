@@ -54,8 +54,15 @@ def refusal(*words: str, **where) -> UserError:
     [
         ([], {"machine": cpu(1)}, 1, 1, "one device: nothing to split"),
         ([], {"machine": cpu(2)}, 2, 2, "one replica per core, 2 in all"),
+        (["train.global_batch=7"], {"machine": cpu(2)}, 1, 1, "one process, as a batch of 7 does not divide by 2"),
         ([], {"machine": cpu(64)}, 4, 4, "one replica per core, 4 in all"),
-        (["train.global_batch=6"], {"machine": cpu(4)}, 3, 3, "one replica per core, 3 in all"),
+        (
+            ["train.global_batch=6"],
+            {"machine": cpu(4)},
+            3,
+            3,
+            "one replica per core, 3 in all, as a batch of 6 does not divide by 4",
+        ),
         ([], {"machine": gpus(8)}, 8, 8, "one replica per GPU, 8 in all"),
         ([], {"nproc": 4}, 4, 4, "as asked"),
         (["parallel.dp=3"], {}, 3, 3, "as asked"),

@@ -74,6 +74,13 @@ def test_rows_are_shared_once_and_as_evenly_as_possible(global_batch, dp, micro_
     assert max(needed) == here.num_microbatches
 
 
+def test_the_batch_in_words_adds_up():
+    one = plan(dp=2, zero=0, global_batch=8, micro_batch=2, seq_len=128)
+    assert one.batch_in_words == "8 sequences x 128 tokens = 2 micro x 2 accumulated x 2 ranks"
+    odd = plan(dp=2, zero=0, global_batch=8, micro_batch=3, seq_len=128)
+    assert odd.batch_in_words.endswith("in 3 micro x 2 accumulated x 2 ranks: 12 places, 4 empty, without loss")
+
+
 def test_a_batch_smaller_than_dp_is_no_plan():
     with pytest.raises(AssertionError):
         plan(dp=4, global_batch=3)

@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from shardwise import __version__
+from shardwise.cli.option_hints import check_options
 from shardwise.errors import Exit, UserError
 
 VERBS = {
@@ -144,6 +145,7 @@ def _dispatch(name: str, words: list[str]) -> int:
     if getattr(verb, "REPORTS", False):
         parser.add_argument("--json", action="store_true", help="machine-readable report")
     overrides = _overrides(parser, words, getattr(verb, "CONFIG", False))
+    check_options(parser, words, getattr(verb, "CONFIG", False))
     args = parser.parse_args([word for number, word in enumerate(words) if number not in overrides])
     args.overrides = list(overrides.values())
     return int(verb.run(args))

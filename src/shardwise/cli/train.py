@@ -93,10 +93,7 @@ def _dry_run(planned: PlannedRun) -> int:
     limit = rank_memory_limit(config, planned.machine, plan)
     print(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {spec.num_layers} layers")
     print(f"plan     {plan.layout} {plan.precision}: {plan.reason}")
-    print(
-        f"batch    {plan.global_batch} sequences x {plan.seq_len} tokens = {plan.micro_batch} micro x "
-        f"{plan.num_microbatches} accumulated x {plan.dp} ranks; {plan.num_steps} steps"
-    )
+    print(f"batch    {plan.batch_in_words}; {plan.num_steps} steps")
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
     print(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
     print(f"corpus   {planned.corpus.description}")

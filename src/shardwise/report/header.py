@@ -48,7 +48,7 @@ def header_lines(setup: Setup) -> list[str]:
         f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers",
         *_adapter_lines(config.adapter, spec),
         f"plan     {plan.layout} {plan.precision}: {plan.reason}; {fits}",
-        f"batch    {_batch(plan)}; predicted {expected}",
+        f"batch    {plan.batch_in_words}; predicted {expected}",
         f"states   {_states(engine, config, setup.forecast.bytes_per_parameter)}",
     ]
     if engine.float8:
@@ -64,12 +64,6 @@ def _adapter_lines(adapter: AdapterConfig, spec: ModelSpec) -> list[str]:
     kinds, more = same_kinds(spec, adapter) if spec.is_ours else (adapter.targets, adapter.train_also)
     beside = f"; trained whole: {', '.join(more)}" if more else ""
     return [f"adapter  {adapter.kind}, rank {adapter.rank}, alpha {adapter.alpha:g} on {', '.join(kinds)}{beside}"]
-
-
-def _batch(plan: Plan) -> str:
-    word = ("rank" if plan.world == plan.dp else "replica") + ("s" if plan.dp > 1 else "")
-    parts = f"{plan.micro_batch} micro x {plan.num_microbatches} accumulated x {plan.dp} {word}"
-    return f"{plan.global_batch} sequences x {plan.seq_len} tokens = {parts}"
 
 
 def _states(engine: Engine, config: Config, held: Mapping[str, float]) -> str:

@@ -205,7 +205,8 @@ class Reporter(Listener):
         )
         if ending.is_new:
             self._report_comparison()
-        self._say(next_lines(session.run.path, session.config.train, session.plan.num_steps))
+        is_chat = any(store.is_chat for store in session.corpus.stores)
+        self._say(next_lines(session.run.path, session.config, session.plan.num_steps, is_chat))
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from shardwise.config.units import format_bytes, format_seconds
@@ -13,7 +14,7 @@ from shardwise.report.terminal import format_rate
 from shardwise.run.clock import verdict
 from shardwise.run.listener import Ending
 from shardwise.spec.prediction import Prediction
-from shardwise.spec.schema import TrainConfig
+from shardwise.spec.schema import Config, TrainConfig
 
 
 def finished_lines(history: History, prediction: Prediction, unigram: float, peak_bytes: int) -> list[str]:
@@ -36,14 +37,23 @@ def finished_lines(history: History, prediction: Prediction, unigram: float, pea
     ]
 
 
-def next_lines(run: Path, train: TrainConfig, num_steps: int) -> list[str]:
-    """Returns what to type next with a finished run."""
+def next_lines(run: Path, config: Config, num_steps: int, is_chat: bool) -> list[str]:
+    """Returns what to type next with a finished run. The prompt fits what it was trained on: a question for
+    conversations, Python for Python's library, else what `train.sample_prompt` has or the beginning of any text."""
+    is_python, train = config.data.source == "python", config.train
+    prompt = train.sample_prompt or ("class " if is_python else "The ")
+    words = '--chat --prompt "Hello"' if is_chat else f"--prompt {quoted(prompt)}"
     return [
         f"run      {run}",
-        f'next     shardwise generate {run} --prompt "class "',
+        f"next     shardwise generate {run} {words}",
         f"         shardwise eval {run}",
         f"         {longer_command(run, train, num_steps)}",
     ]
+
+
+def quoted(text: str) -> str:
+    """Returns a text as one word of a shell, in double quotes where they are enough."""
+    return f'"{text}"' if text.isprintable() and not set(text) & set('"$`\\!') else shlex.quote(text)
 
 
 def longer_command(run: Path, train: TrainConfig, num_steps: int) -> str:

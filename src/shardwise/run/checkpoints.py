@@ -56,6 +56,7 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
     if session.from_step == 0:
         if session.ranks.is_first:
             store.abandon_after(session.run.checkpoints, 0)
+        say("resume   from the beginning, as asked")
         return 0
     checkpoint, skipped = store.newest_good(
         session.run.checkpoints, verify=session.config.checkpoint.verify, at_step=session.from_step
@@ -63,7 +64,10 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
     for line in skipped:
         say(line)
     if checkpoint is None:
+        if session.run.metrics.is_file():  # an earlier process began
+            say("resume   no checkpoint is committed: from the beginning")
         return 0
+    say(f"resume   from step {checkpoint.step} of {session.plan.num_steps}, {checkpoint.path}")
     if session.from_step is not None and session.ranks.is_first:
         store.abandon_after(session.run.checkpoints, checkpoint.step)
     check_base(checkpoint.path, checkpoint.manifest()["state"], session.config, session.spec)

@@ -230,6 +230,15 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
         return -(-self.rows_per_rank // self.micro_batch)
 
     @property
+    def batch_in_words(self) -> str:
+        """The batch as a product, and where the product is more than the batch, what the rest is."""
+        word = ("rank" if self.world == self.dp else "replica") + ("s" if self.dp > 1 else "")
+        parts = f"{self.micro_batch} micro x {self.num_microbatches} accumulated x {self.dp} {word}"
+        places = self.micro_batch * self.num_microbatches * self.dp
+        batch, empty = f"{self.global_batch} sequences x {self.seq_len} tokens", places - self.global_batch
+        return f"{batch} in {parts}: {places} places, {empty} empty, without loss" if empty else f"{batch} = {parts}"
+
+    @property
     def tokens_per_step(self) -> int:
         return self.global_batch * self.seq_len
 

@@ -123,10 +123,12 @@ def _usual_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[
     if not on_gpus and dp * per_replica > machine.cores:
         cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
         return dp, f"the degrees need {dp * per_replica} processes, which share {cores}"
-    unit = "GPU" if on_gpus else "core"
-    if per_replica > 1:
-        return dp, f"one replica per {per_replica} {unit}s, {dp} in all"
-    return dp, f"one replica per {unit}, {dp} in all" if dp > 1 else "one device: nothing to split"
+    unit, full = "GPU" if on_gpus else "core", most // replicas * replicas
+    odd = f"a batch of {global_batch} does not divide by {full}" if dp < full else ""
+    if dp * per_replica == 1:
+        return dp, f"one process, as {odd}" if odd else "one device: nothing to split"
+    each = f"{per_replica} {unit}s" if per_replica > 1 else unit
+    return dp, f"one replica per {each}, {dp} in all{odd and f', as {odd}'}"
 
 
 def _check_gpus(asked: Asked, dp: int, cp: int, tp: int, pp: int) -> None:

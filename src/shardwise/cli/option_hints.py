@@ -1,0 +1,59 @@
+"""Answers an option that no verb has, such as `--lr 3`, with the config key that is meant: `optimizer.lr=3`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from shardwise.errors import UserError
+
+WHY = "what a run does is set by config keys, written section.key=value without dashes"
+
+
+def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Returns every option of a verb by its spelling, those of its sub-commands too."""
+    options = {spelling: action for action in parser._actions for spelling in action.option_strings}
+    for action in parser._actions:
+        if isinstance(action.choices, Mapping):  # sub-commands by their name
+            for below in action.choices.values():
+                options |= options_of(below)
+    return options
+
+
+def check_options(parser: argparse.ArgumentParser, words: Sequence[str], takes_config: bool) -> None:
+    """Refuses the first word that begins like an option, is none of this verb's, and is the name of a config key, ours
+    or another framework's. What is no key either is left to argparse."""
+    known = options_of(parser)
+    for number, word in enumerate(words):
+        if word == "--":
+            return
+        name, equals, value = word.partition("=")
+        before = known.get(words[number - 1]) if number else None
+        is_value = before is not None and before.nargs is None
+        if not name.startswith("--") or is_value or any(option.startswith(name) for option in known):
+            continue
+        after = words[number + 1] if number + 1 < len(words) and not words[number + 1].startswith("--") else None
+        hint = _hint(name.lstrip("-").replace("-", "_"), value if equals else after)
+        if hint is None:
+            continue
+        what = f"`{name}` is no option of `{parser.prog}`"
+        if not takes_config:
+            fix = f"leave it out; `{parser.prog} --help` lists every option"
+            raise UserError(what, why="it is a key of a run's config, and this command reads no config", fix=fix)
+        raise UserError(what, why=hint.why if "is a name of" in hint.why else WHY, fix=hint.fix)
+
+
+def _hint(name: str, value: str | None) -> UserError | None:
+    """Returns what the config has to say to a key of this name and value; None where it knows of no such key."""
+    from shardwise.config.keys import COMMAND_LINE, all_keys, section_classes
+    from shardwise.config.unknown import key_without_section, unknown_key
+    from shardwise.config.values import toml_or_text
+
+    section, dot, rest = name.partition(".")
+    if name in all_keys():
+        return UserError(name, why=WHY, fix=f"write `{name}={'VALUE' if value is None else value}`")
+    if dot and section not in section_classes():
+        return None
+    raw = "VALUE" if value is None else toml_or_text(value)
+    answer = unknown_key(section, rest, raw, COMMAND_LINE) if dot else key_without_section(name, raw, COMMAND_LINE)
+    return None if "`shardwise init`" in answer.fix else answer
