@@ -21,6 +21,21 @@ def test_prepare_then_show(rows_file, tmp_path, capsys):
     assert report["schema"] == 1 and report["documents"] == 300 and report["dtype"] == "uint8"
 
 
+@pytest.mark.parametrize(
+    ("row", "written"),
+    [({"text": "é" * 49, "about": "x" * 500}, 0), ({"prompt": "why?" * 20, "response": "because", "about": "x"}, 1)],
+)
+def test_bytes_per_token_are_of_text_and_not_of_files(row, written, lines_file, tmp_path, capsys):
+    """With bytes as tokens a document of n bytes has n + 1 tokens, or n where the chat template writes the last one,
+    whatever else stands in its file."""
+    main(["data", "prepare", str(lines_file([row] * 10)), "--out", str(tmp_path / "out")])
+    capsys.readouterr()
+    assert main(["data", "show", str(tmp_path / "out"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    tokens = sum(split["tokens"] for split in report["splits"].values())
+    assert report["text_bytes"] == tokens - 10 * (1 - written)
+
+
 def test_rendered_rows_mark_what_carries_loss(lines_file, tmp_path, capsys):
     path = lines_file([{"prompt": "why?", "response": "because"}] * 10)
     main(["data", "prepare", str(path), "--out", str(tmp_path / "out"), "data.validation_fraction=0"])

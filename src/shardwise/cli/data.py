@@ -157,7 +157,7 @@ def _summary(index: dict[str, Any]) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "max_token": index["max_token"],
         "documents": index["documents"],
-        "text_bytes": index["bytes"],
+        "text_bytes": index.get("text_bytes", index["bytes"]),  # an older index has the bytes of files only
         "token_bytes": sum(shards),
         "shards": len(shards),
         "chat": index["chat"],

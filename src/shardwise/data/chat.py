@@ -152,9 +152,9 @@ def render(
 
 def encode_conversations(
     documents: list[Document], template: ChatTemplate, tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, int]]:
-    """Returns all conversations' ids in one array with their loss mask; then their lengths in tokens and the number of
-    lost answers."""
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, int, int]]:
+    """Returns all conversations' ids in one array with their loss mask; then their lengths in tokens, the number of
+    lost answers and the bytes of the rendered text."""
     rendered = [template.render(_clean(document.messages or [])) for document in documents]
     encoded = tokenizer.encode_spans([one.text for one in rendered], [one.answers for one in rendered])
     all_ids, all_masks = [], []
@@ -164,7 +164,9 @@ def encode_conversations(
         all_ids.append(ids if closed else np.append(ids, ids.dtype.type(tokenizer.separator)))
         all_masks.append(mask if closed else np.append(mask, np.uint8(0)))
     lengths = np.array([len(ids) for ids in all_ids], dtype=np.int64)
-    return np.concatenate(all_ids), np.concatenate(all_masks), (lengths, sum(one.num_lost for one in rendered))
+    text_bytes = sum(len(one.text.encode()) for one in rendered)
+    num_lost = sum(one.num_lost for one in rendered)
+    return np.concatenate(all_ids), np.concatenate(all_masks), (lengths, num_lost, text_bytes)
 
 
 def _length_in_common(one: str, other: str) -> int:

@@ -57,12 +57,14 @@ class PreparedInfo:
 
 @dataclass
 class _Encoded:
-    """One batch after tokenising: `mask` is None when every token carries loss."""
+    """One batch after tokenising: `mask` is None when every token carries loss, `text_bytes` what the tokenizer was
+    given."""
 
     ids: np.ndarray
     lengths: np.ndarray
     mask: np.ndarray | None
     num_bytes: int
+    text_bytes: int
     num_lost_answers: int = 0
 
 
@@ -71,6 +73,7 @@ class _Totals:
     """Counts over all documents that were read."""
 
     num_bytes: int = 0
+    text_bytes: int = 0
     num_documents: int = 0
     max_token: int = -1
     num_lost_answers: int = 0
@@ -204,10 +207,12 @@ def _encode_in_order(
 def _encode(batch: list[Document], tokenizer: Tokenizer, template: ChatTemplate) -> _Encoded:
     num_bytes = sum(document.num_bytes for document in batch)
     if batch[0].messages is None:
-        ids, lengths = tokenizer.encode_documents([document.text or "" for document in batch])
-        return _Encoded(ids, lengths, None, num_bytes)
-    ids, mask, (lengths, num_lost) = encode_conversations(batch, template, tokenizer)
-    return _Encoded(ids, lengths, mask, num_bytes, num_lost)
+        texts = [document.text or "" for document in batch]
+        ids, lengths = tokenizer.encode_documents(texts)
+        text_bytes = sum(len(text.encode() if isinstance(text, str) else text) for text in texts)
+        return _Encoded(ids, lengths, None, num_bytes, text_bytes)
+    ids, mask, (lengths, num_lost, text_bytes) = encode_conversations(batch, template, tokenizer)
+    return _Encoded(ids, lengths, mask, num_bytes, text_bytes, num_lost)
 
 
 def _write(batch: _Encoded, writers: dict[str, SplitWriter], totals: _Totals, fraction: float, seed: int) -> None:
@@ -222,6 +227,7 @@ def _write(batch: _Encoded, writers: dict[str, SplitWriter], totals: _Totals, fr
             writers[name].append(batch.ids[tokens], batch.lengths[documents], mask)
     totals.num_documents += len(batch.lengths)
     totals.num_bytes += batch.num_bytes
+    totals.text_bytes += batch.text_bytes
     totals.max_token = max(totals.max_token, int(batch.ids.max()))
     totals.num_lost_answers += batch.num_lost_answers
     totals.has_chat |= batch.mask is not None
@@ -261,6 +267,7 @@ def _index(
         "max_token": totals.max_token,
         "documents": totals.num_documents,
         "bytes": totals.num_bytes,
+        "text_bytes": totals.text_bytes,
         "chat": totals.has_chat,
         "chat_template": None if not totals.has_chat else {"origin": template.origin, "sha256": template.digest},
         "validation_fraction": validation_fraction,
