@@ -23,7 +23,7 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "setup    installing into $(VENV) (once)"
 	@$(PIP) install --constraint constraints.txt 'setuptools>=77'
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable .
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[lowbit]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

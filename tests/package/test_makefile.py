@@ -56,6 +56,11 @@ def test_lint_and_test_are_what_ci_runs():
     assert "make lint" in script and "make test" in script
 
 
+def test_setup_installs_what_an_optimizer_of_the_config_needs():
+    """adamw8bit is torchao's; every other technique of the default set-up needs the dependencies alone."""
+    assert any("'.[lowbit]'" in line for line in recipe("setup"))
+
+
 def test_torch_is_pinned_exactly():
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
     assert [pin for pin in pins if pin.startswith("torch==")] == ["torch==2.13.0"]
