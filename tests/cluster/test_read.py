@@ -1,6 +1,7 @@
 """Clusters as people type them: what comes out, and what is refused and how."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,18 @@ def test_the_file_in_the_docs(tmp_path):
         assert text == "this" or read_cluster(text).world >= 1
     assert set(known_devices()) <= set(re.findall(r"[\w-]+", page.split("Kinds:")[1]))
     assert set(SETTINGS) <= set(re.findall(r"`(\w+)`", page))
+
+
+def test_a_tier_takes_from_the_table_what_it_leaves_out(tmp_path):
+    table = read_cluster("4x8xh100").tiers
+    head = 'nodes = 4\nper_node = 8\ngpu = "h100"\n'
+    fast, nic = read_cluster(
+        _file(
+            tmp_path, head + '[[tier]]\nname = "nvlink"\nalpha = "1us"\n[[tier]]\nname = "nic"\nbandwidth = "25GB/s"\n'
+        )
+    ).tiers
+    assert fast == replace(table[0], alpha=1e-6)
+    assert nic == replace(table[1], bandwidth=25e9, half=table[1].half / 2)
 
 
 def test_many_machines_like_the_one_in_a_file(tmp_path):

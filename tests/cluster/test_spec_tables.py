@@ -62,6 +62,12 @@ def test_two_cards_of_a_mesh_share_one_wire():
         ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.6, None),
         ("NVIDIA GeForce RTX 3060", 11.6, None),
+        ("NVIDIA H20", 95.0, "h20"),
+        ("NVIDIA H800", 79.1, "h800"),
+        ("NVIDIA A10", 22.1, "a10"),
+        ("NVIDIA L4", 22.2, "l4"),
+        ("NVIDIA RTX A6000", 47.5, "a6000"),
+        ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"),
     ],
 )
 def test_drivers_names(name, gib, kind):
@@ -70,6 +76,26 @@ def test_drivers_names(name, gib, kind):
 
 def _machine(*gpus):
     return Machine(cores=16, memory_bytes=64 * GIB, gpus=gpus, platform="linux")
+
+
+@pytest.mark.parametrize(
+    ("kind", "bf16", "watts", "gib"),
+    [
+        ("h800", 989, 700, 79),
+        ("h20", 148, 400, 95),
+        ("b100", 1750, 700, 178),
+        ("mi325x", 1307, 1000, 256),
+        ("mi355x", 2517, 1400, 288),
+        ("a10", 125, 150, 22),
+        ("l4", 121, 72, 22),
+        ("a6000", 154.8, 300, 47),
+        ("rtx5090", 209.5, 575, 31),
+    ],
+)
+def test_data_sheets(kind, bf16, watts, gib):
+    """Dense rates: data sheets print those with every second element zero beside them, twice as high."""
+    device = known_cluster(kind, 1, 8).device
+    assert device.flops["bf16"] == bf16 * 1e12 and device.watts == watts and round(device.memory / GIB) == gib
 
 
 def test_this_machine_with_cards_of_the_table():

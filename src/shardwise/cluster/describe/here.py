@@ -135,7 +135,7 @@ def _nearest(gpu: Gpu) -> str:
     table = {
         kind: about
         for kind, about in known_devices().items()
-        if about.get("kind", "cuda") == "cuda" and kind != "mi300x"
+        if about.get("kind", "cuda") == "cuda" and about.get("link_name") != "infinity-fabric"
     }
 
     def distance(kind: str) -> tuple[bool, int, float]:

@@ -94,7 +94,9 @@ def _cluster(document: Mapping[str, Any], path: str) -> ClusterSpec:
     if "gpu" in document:
         base = known_cluster(kind_of(_text(document, "gpu", path), path), nodes, per_node)
     device = _device(_table(document, "device", path), base.device if base else None, path)
-    tiers = _tiers(document.get("tier"), nodes * per_node, path)
+    tiers = _tiers(
+        document.get("tier"), nodes * per_node, {tier.name: tier for tier in base.tiers} if base else {}, path
+    )
     if base is None and tiers is None:
         why = "without `gpu` the file says itself what joins the devices"
         raise UserError(f"{path} has no [[tier]]", why=why, fix='add `gpu = "h100"`, or a [[tier]] with its bandwidth')
@@ -138,7 +140,8 @@ def _device(table: Mapping[str, Any], base: Device | None, path: str) -> Device:
     return Device(**{"name": "device", "achievable": 1.0, **numbers, **more})
 
 
-def _tiers(raw: Any, world: int, path: str) -> tuple[Link, ...] | None:
+def _tiers(raw: Any, world: int, table: Mapping[str, Link], path: str) -> tuple[Link, ...] | None:
+    """Returns the links that a file describes; one of the table's name takes from there what it leaves out."""
     if raw is None:
         return None
     if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
@@ -148,13 +151,17 @@ def _tiers(raw: Any, world: int, path: str) -> tuple[Link, ...] | None:
     tiers = []
     for entry in raw:
         _known(entry, {"name", *TIER}, "key of [[tier]]", path)
-        if "bandwidth" not in entry:
-            raise UserError(
-                f"{path}: a [[tier]] has no bandwidth", why="it is what is planned with", fix='bandwidth = "50GB/s"'
-            )
         numbers = {name: read_setting(name, entry[name], TIER[name], path) for name in TIER if name in entry}
-        known: dict[str, Any] = {"name": str(entry.get("name", "link")), "span": world}
-        tiers.append(Link(**known | numbers))
+        known = table.get(str(entry.get("name")))
+        if known is not None:
+            settled = known.half * numbers.get("bandwidth", known.bandwidth) / known.bandwidth  # in the same time
+            tiers.append(replace(known, **{"half": settled, **numbers}))
+            continue
+        if "bandwidth" not in entry:
+            others = f" or name = {shown(next(iter(table)))}, which the table knows" if table else ""
+            fix = f'bandwidth = "50GB/s"{others}'
+            raise UserError(f"{path}: a [[tier]] has no bandwidth", why="it is what is planned with", fix=fix)
+        tiers.append(Link(**{"name": str(entry.get("name", "link")), "span": world, **numbers}))
     tiers.sort(key=lambda tier: tier.span)
     if tiers[-1].span < world:
         why = f"the widest [[tier]] joins {tiers[-1].span} of {world} devices"
