@@ -62,6 +62,17 @@ def test_a_kernel_that_does_not_run_here_is_a_finding(outcome):
     assert 'keep memory.precision = "fp32"' in text
 
 
+def test_libraries_that_open_models_and_adapters_are_listed(outcome):
+    names = {entry["name"] for entry in outcome[0]["libraries"] + outcome[0]["optional"]}
+    assert {"jinja2", "transformers", "peft", "torchao"} <= names
+
+
+@pytest.mark.parametrize("word", ["train.steps=3", "memory.limit=1GiB", "steps=3"])
+def test_words_that_it_does_not_use_are_refused(word, capsys):
+    assert main(["doctor", word]) == 2
+    assert "cannot be used with `doctor`" in capsys.readouterr().err
+
+
 def test_out_is_never_overwritten_by_accident(outcome, capsys):
     path = outcome[2] / "cluster.toml"
     before = path.read_text()

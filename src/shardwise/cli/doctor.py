@@ -34,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for word in args.overrides:
+        if (key := word.partition("=")[0]) != "run.dir":
+            raise UserError(
+                f"`{key}` cannot be used with `doctor`",
+                why="it measures this machine, and of a config it reads run.dir, whose disk it measures",
+                fix="leave it out",
+            )
     run_directory = load_config(None, args.overrides).config.run.dir
     if args.out and Path(args.out).exists() and not args.force:
         why = "measurements are not overwritten by accident"

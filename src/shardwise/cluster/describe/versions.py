@@ -12,6 +12,8 @@ OPTIONAL = (
     (("pyarrow",), "reads .parquet", "pip install 'shardwise[parquet]'"),
     (("torchao",), "adamw8bit", "pip install 'shardwise[lowbit]'"),
     (("flash-attn-4",), "attention", "pip install 'shardwise[flash]'"),
+    (("transformers",), "any causal LM", "pip install 'shardwise[transformers]'"),
+    (("peft",), "loads adapters", "pip install peft"),
     (("liger-kernel",), "GPU kernels", "pip install liger-kernel"),
     (("tensorboard",), "logger", "pip install 'shardwise[tensorboard]'"),
     (("wandb",), "logger", "pip install 'shardwise[wandb]'"),
