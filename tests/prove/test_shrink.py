@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.prove.shrink import MAX_RANKS, SEQ_LEN, shrink_plan, shrink_spec
+from shardwise.prove.shrink import MAX_RANKS, SEQ_LEN, left_out, shrink_plan, shrink_spec
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
 
@@ -33,6 +33,20 @@ def test_a_large_layout_keeps_every_axis() -> None:
     small = shrink_plan(plan)
     assert small.world <= MAX_RANKS
     assert (small.dp, small.tp, small.pp, small.sequence, small.schedule) == (2, 2, 2, True, "zbv")
+
+
+@pytest.mark.parametrize(
+    ("layout", "missing"),
+    [
+        (dict(dp=64, zero=3, tp=8, sequence=True, pp=2, split=(10, 10)), []),
+        (dict(dp=2, tp=2, sequence=True, cp=2, pp=2, split=(5, 5)), ["dp=2"]),
+        (dict(dp=2, tp=2, sequence=True, cp=2, pp=2, ep=8, split=(5, 5)), ["dp=2"]),
+        (dict(dp=4, zero=3, replicate=2, tp=2, pp=2, split=(5, 5)), ["replicate=2"]),
+    ],
+)
+def test_what_a_smaller_plan_lacks_is_said(layout: dict[str, object], missing: list[str]) -> None:
+    plan = plan_of(**layout)
+    assert left_out(plan, shrink_plan(plan)) == missing
 
 
 def test_hybrid_sharding_stays_hybrid_where_ranks_allow() -> None:

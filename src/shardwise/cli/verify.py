@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.cli.train import check_nproc
     from shardwise.config.load import load_config
     from shardwise.launch.verify import verify_layout
-    from shardwise.prove.shrink import shrink_plan, shrink_spec
+    from shardwise.prove.shrink import left_out, shrink_plan, shrink_spec
     from shardwise.run.build import model_spec
 
     if args.nproc is not None:
@@ -45,12 +45,13 @@ def run(args: argparse.Namespace) -> int:
     resolved = _resolved(loaded, spec, args.nproc)
     plan = resolved.plan
     small = shrink_plan(plan)
-    shape = shrink_spec(spec, small)
+    missing, shape = left_out(plan, small), shrink_spec(spec, small)
     if not args.json:
         count = plan.num_microbatches
         print(f"layout   {plan.layout}, {count} micro-batch{'es' if count > 1 else ''} per step")
         if small.world < plan.world:
-            print(f"proving  {small.layout}: the same axes on {small.world} processes instead of {plan.world}")
+            same = f"the same axes but {', '.join(missing)}" if missing else "the same axes"
+            print(f"proving  {small.layout}: {same}, on {small.world} processes instead of {plan.world}")
         print(
             f"model    {spec.name} shrunk to {shape.num_layers} layers x {shape.hidden}, {shape.num_heads} heads "
             f"({shape.num_kv_heads} of keys and values), vocabulary {shape.vocab}",
@@ -58,9 +59,11 @@ def run(args: argparse.Namespace) -> int:
         )
     found = verify_layout(spec, small, resolved.config, args.steps)
     if args.json:
-        print(json.dumps({"schema": 1, **found, "layout": plan.layout, "proven": small.layout}))
+        print(json.dumps({"schema": 1, **found, "layout": plan.layout, "proven": small.layout, "left_out": missing}))
     else:
-        _print(found)
+        _print(found, "this layout" if small.world == plan.world else small.layout)
+        if missing:
+            print(f"open     {', '.join(missing)}: no part of the proof; with fewer other axes it is")
     return Exit.DONE if found["same"] else Exit.FOUND_WRONG
 
 
@@ -81,12 +84,12 @@ def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
     return resolve(config, spec, machine, nproc, 1, loaded.origins)
 
 
-def _print(found: dict[str, Any]) -> None:
-    print(f"trained  {found['steps']} steps in fp64, in this layout and in one process; {found['seconds']:.1f} s")
+def _print(found: dict[str, Any], layout: str) -> None:
+    print(f"trained  {found['steps']} steps in fp64, in {layout} and in one process; {found['seconds']:.1f} s")
     for key in ("losses", "norms", "gradients", "parameters"):
         print(f"         {key:<11} largest difference {found[key]:.1e}")
     if found["same"]:
-        print(f"SAME     every number within {found['limit']:.0e}: this layout computes what one process computes")
+        print(f"SAME     every number within {found['limit']:.0e}: {layout} computes what one process computes")
     else:
         print(
             f"WRONG    {found['largest']:.1e} is more than {found['limit']:.0e}, most of all "

@@ -51,6 +51,18 @@ def shrink_plan(plan: Plan, max_ranks: int = MAX_RANKS) -> Plan:
     )
 
 
+def left_out(plan: Plan, small: Plan) -> list[str]:
+    """Returns the axes of a plan, as a layout string has them, that are no axes of the smaller one any more: what a
+    proof of the smaller one says nothing about."""
+    axes = [name for name in ("tp", "cp", "pp", "ep", "dp") if getattr(plan, name) > 1 == getattr(small, name)]
+    found = [f"{name}={getattr(plan, name)}" for name in axes]
+    if plan.sequence and not small.sequence:
+        found.append("sp")
+    if plan.zero and 1 < plan.replicate < plan.dp and not 1 < small.replicate < small.dp:
+        found.append(f"replicate={plan.replicate}")
+    return found
+
+
 def _smaller(plan: Plan, axis: str) -> Plan:
     """Returns the plan with the next smaller degree of one axis."""
     if axis == "cp":
