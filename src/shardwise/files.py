@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 from uuid import uuid4
 
 from shardwise.errors import UserError
@@ -57,6 +58,21 @@ def write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
         known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
         code = next((code for code in known if f"os error {code})" in str(error)), errno.EIO)
         raise OSError(code, os.strerror(code), str(file)) from None
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError for what is no regular file: a pipe may never be written to, a device never ends."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        kinds = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"))
+        kind = next((name for holds, name in kinds if holds(mode)), "device")
+        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading in bytes; raises OSError for a pipe or a device, without waiting for it."""
+    check_regular(path)
+    return path.open("rb")
 
 
 @contextmanager

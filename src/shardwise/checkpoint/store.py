@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from shardwise.checkpoint import listing
-from shardwise.checkpoint.listing import MANIFEST, step_of
-from shardwise.errors import Exit, UserError
+from shardwise.checkpoint.listing import MANIFEST, damaged, read_manifest, step_of
+from shardwise.errors import UserError
 from shardwise.files import appearing_at_once, write_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -39,26 +39,29 @@ class Checkpoint:
 
     def manifest(self) -> dict[str, Any]:
         """Returns the content of manifest.json, or raises if it cannot be read."""
-        try:
-            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
-            _ = [(about["bytes"], about["sha256"]) for about in manifest["files"].values()]
-            return manifest
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(self.path / MANIFEST, f"{type(error).__name__}: {error}") from None
+        return read_manifest(self.path)
 
-    def verify(self) -> None:
-        """Raises unless every file is there, with the size and digest it was committed with."""
-        for name, about in self.manifest()["files"].items():
+    def verify(self, only: str | None = None) -> None:
+        """Raises unless every file (or that of one group) is there, with the size and digest it was committed with."""
+        files = self.manifest()["files"]
+        if only is not None:
+            files = {f"{only}.safetensors": files.get(f"{only}.safetensors")}
+        for name, about in files.items():
             file = self.path / name
-            if not file.exists():
+            if about is None:
+                raise damaged(self.path / MANIFEST, f"it does not list {name}")
+            if not file.is_file():
                 raise damaged(file, "the file is missing")
             if file.stat().st_size != about["bytes"]:
                 raise damaged(file, f"it has {file.stat().st_size} bytes of {about['bytes']}")
             if digest(file) != about["sha256"]:
                 raise damaged(file, "its digest does not match the manifest")
 
-    def load(self, group: str) -> Tensors:
-        """Returns all tensors of a group (`weights`, `optimizer` or `rng`), by name."""
+    def load(self, group: str, *, verify: bool = False) -> Tensors:
+        """Returns all tensors of a group (`weights`, `optimizer` or `rng`), by name; on request only if the file's
+        digest is the one it was committed with."""
+        if verify:
+            self.verify(only=group)
         try:
             return load_file(self.path / f"{group}.safetensors")
         except (OSError, SafetensorError) as error:
@@ -114,6 +117,8 @@ def newest_good(
         try:
             if verify:
                 checkpoint.verify()
+            else:
+                checkpoint.manifest()
             return checkpoint, skipped
         except UserError as error:
             if at_step is not None:
@@ -142,13 +147,3 @@ def digest(file: Path) -> str:
     """Returns the SHA-256 of a file, as hexadecimal digits."""
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def damaged(file: Path, why: str) -> UserError:
-    """Returns the error for a checkpoint file that cannot be used."""
-    return UserError(
-        f"checkpoint file {file} is damaged",
-        why=why,
-        fix="`shardwise resume RUN --from STEP` with an older step; `ls RUN/checkpoints` lists them",
-        code=Exit.USER_MISTAKE,
-    )

@@ -20,6 +20,8 @@ import numpy as np
 from shardwise.data.rows import Document, Message, document_of_row
 from shardwise.data.tokenizer import Span, Tokenizer
 from shardwise.errors import UserError
+from shardwise.files import open_regular
+from shardwise.foreign_json import read_object
 
 # Used when the model brings no template: every turn is headed by its role, answers end with the end-of-text token.
 DEFAULT_TEMPLATE = """\
@@ -234,17 +236,25 @@ def _environment() -> Any:
 
 def _template_in(path: Path) -> str | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError):
+        found = read_object(path).get("chat_template")
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:  # never another template in silence: the model would learn another format
+        raise UserError(
+            f"cannot read {path}",
+            why=str(error),
+            fix="repair or remove it, or give the template: data.chat_template=FILE",
+        ) from None
     if isinstance(found, list):  # several named templates: the one called "default"
-        found = next((entry.get("template") for entry in found if entry.get("name") == "default"), None)
+        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = next((entry.get("template") for entry in named), None)
     return found if isinstance(found, str) else None
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            return file.read().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read the chat template {path}",

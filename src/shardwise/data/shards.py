@@ -14,7 +14,6 @@ by `sequences.py`.
 from __future__ import annotations
 
 import hashlib
-import json
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from shardwise.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from shardwise.errors import UserError
+from shardwise.foreign_json import read_object
 
 SCHEMA = 1
 FORMAT = "shardwise-tokens"
@@ -146,7 +146,7 @@ def is_prepared(directory: Path) -> bool:
 def read_index(directory: Path) -> dict[str, Any]:
     path = directory / "index.json"
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_object(path)
         if index["format"] != FORMAT:
             raise KeyError("format")
         if index["schema"] != SCHEMA:

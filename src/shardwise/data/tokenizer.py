@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwise.errors import UserError
+from shardwise.foreign_json import read_object
 
 Span = tuple[int, int]
 
@@ -258,12 +258,17 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns the content of a small file beside the tokenizer; it is empty for one that is absent or malformed."""
+    """Returns the content of a small file beside the tokenizer; it is empty for one that is absent."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(path)
+    except FileNotFoundError:
         return {}
-    return content if isinstance(content, dict) else {}
+    except (OSError, ValueError) as error:  # never ignored: it may name the token that ends a document
+        raise UserError(
+            f"cannot read {path}",
+            why=str(error),
+            fix="fetch it again, or remove it; data.tokenizer=bytes needs no files",
+        ) from None
 
 
 def _special_strings(directory: Path) -> dict[str, str]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from shardwise.checkpoint.listing import MANIFEST, damaged
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.errors import UserError
-from shardwise.interop.transformers.spec import TransformersSpec
+from shardwise.interop.transformers.spec import TransformersSpec, spec_from_dict
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import Config, ModelConfig
@@ -57,6 +58,14 @@ def read_spec(directory: Path) -> ModelSpec:
     from shardwise.interop.huggingface import load_save
 
     return load_save.read_spec(directory)
+
+
+def stored_spec(checkpoint: Path, state: dict[str, Any]) -> ModelSpec:
+    """Returns the shapes of the model that a checkpoint is of, as its manifest says."""
+    try:
+        return spec_from_dict(state["model"])
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise damaged(checkpoint / MANIFEST, f"it does not describe a model: {type(error).__name__}: {error}") from None
 
 
 def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:

@@ -3,15 +3,19 @@ checkpoint/store.py."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from shardwise.adapters.state import adapter_state, check_base
 from shardwise.checkpoint import store
 from shardwise.config.units import parse_seconds
+from shardwise.errors import UserError
 from shardwise.parallel.engine import Engine
+from shardwise.run.build import stored_spec
 from shardwise.run.session import Session
 from shardwise.run.state import collect_state, restore_state
 
@@ -51,6 +55,26 @@ def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Opt
         store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
 
 
+def _check_model(checkpoint: store.Checkpoint, state: dict[str, Any], session: Session) -> None:
+    """Refuses the checkpoint of another model, by the fields that differ. What was changed on purpose, with `--allow`,
+    stands among the overrides; it may change what is computed, but no shape."""
+    stored = stored_spec(checkpoint.path, state)
+    before, now = (json.loads(json.dumps(spec.to_dict())) for spec in (stored, session.spec))  # tuples become lists
+    differing = [key for key in now if key != "name" and before.get(key, now[key]) != now[key]]
+    if type(stored) is not type(session.spec):
+        differing = ["kind"]
+    elif stored.num_parameters == session.spec.num_parameters:
+        differing = [key for key in differing if key not in session.config.model.overrides]
+    if differing:
+        shown = [f"{key} {str(before.get(key))[:40]} there, {str(now.get(key))[:40]} here" for key in differing[:4]]
+        more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+        raise UserError(
+            f"{checkpoint.path} is of another model ({stored.name}) than this run ({session.spec.name})",
+            why=", ".join(shown) + more,
+            fix="move it out of the run's checkpoints, or go on from another step: --from STEP",
+        )
+
+
 def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, say: Callable[[str], None]) -> int:
     """Loads the newest good checkpoint, if there is one, and returns the number of steps already done."""
     if session.from_step == 0:
@@ -70,7 +94,9 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
     say(f"resume   from step {checkpoint.step} of {session.plan.num_steps}, {checkpoint.path}")
     if session.from_step is not None and session.ranks.is_first:
         store.abandon_after(session.run.checkpoints, checkpoint.step)
-    check_base(checkpoint.path, checkpoint.manifest()["state"], session.config, session.spec)
+    state = checkpoint.manifest()["state"]
+    _check_model(checkpoint, state, session)
+    check_base(checkpoint.path, state, session.config, session.spec)
     restore_state(engine, optimizer, checkpoint)
-    engine.scaler.restore(checkpoint.manifest()["state"].get("loss_scale", {}))
+    engine.scaler.restore(state.get("loss_scale", {}))
     return checkpoint.step

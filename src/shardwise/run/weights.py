@@ -6,17 +6,16 @@ directory.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.adapters.state import read_adapter_state
+from shardwise.checkpoint.listing import read_manifest
 from shardwise.config.load import load_config
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.errors import UserError
-from shardwise.interop.transformers.spec import spec_from_dict
-from shardwise.run.build import adapted_model, empty_model, model_dir, read_spec
+from shardwise.run.build import adapted_model, empty_model, model_dir, read_spec, stored_spec
 from shardwise.run.rundir import RunDir, find_run
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.schema import AdapterConfig, Config, ModelConfig
@@ -76,7 +75,7 @@ class StoredWeights:
             return self._merged(device, dtype or torch.float32, attention)
         model = empty_model(ModelConfig(attention=attention), self.spec, dtype or torch.float32, device)
         if self.checkpoint:
-            tensors = Checkpoint(self.checkpoint, 0).load("weights")
+            tensors = Checkpoint(self.checkpoint, 0).load("weights", verify=True)
             if isinstance(model, TransformersModel):
                 model.load_tensors(tensors)
             else:
@@ -91,7 +90,7 @@ class StoredWeights:
         from shardwise.checkpoint.store import Checkpoint
 
         assert self.checkpoint is not None
-        tensors = Checkpoint(self.checkpoint, 0).load("weights")
+        tensors = Checkpoint(self.checkpoint, 0).load("weights", verify=True)
         return {name: value for name, value in tensors.items() if not name.endswith("router.bias")}
 
     def _merged(self, device: torch.device, dtype: torch.dtype, attention: str) -> Decoder:
@@ -158,11 +157,8 @@ def _from_run(run: RunDir) -> StoredWeights:
 def _from_checkpoint(path: Path, run: RunDir | None) -> StoredWeights:
     if run is None and (path.parent.parent / "config.toml").is_file():
         run = RunDir(path.parent.parent)  # RUN/checkpoints/step-N given directly
-    try:
-        state = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["state"]
-        spec = spec_from_dict(state["model"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / 'manifest.json'} cannot be read", why=str(error), fix="choose another step") from None
+    state = read_manifest(path)["state"]
+    spec = stored_spec(path, state)
     config = load_config(run.config).config if run else None
     adapter = read_adapter_state(path, state, config, spec)
     tokenizer = run.tokenizer if run else path / "tokenizer"

@@ -18,6 +18,10 @@ from shardwise.spec.model import ModelSpec
 COMMON_REQUIREMENTS: dict[str, Any] = {"quantization_config": None, "partial_rotary_factor": 1.0}
 
 
+SIZES = {"num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "num_experts"}
+LARGEST_SIZE = 2**31
+
+
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Returns the spec that computes what transformers computes from this config."""
     kind = config.get("model_type")
@@ -34,8 +38,12 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
             raise refused(field, value, f"only {wanted!r} is built" if wanted is not None else "it must be off")
     name = str(config.get("_name_or_path") or kind).rstrip("/").rsplit("/", 1)[-1]
     try:
-        return ModelSpec.from_dict({"name": name, **architecture.read(Reader(config))})
-    except (KeyError, TypeError, ValueError) as problem:
+        values = architecture.read(Reader(config))
+        for field in SIZES & values.keys():
+            if type(values[field]) is not int or not 0 <= values[field] < LARGEST_SIZE:
+                raise ValueError(f"{field} = {str(values[field])[:40]} is no size")
+        return ModelSpec.from_dict({"name": name, **values})
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         raise UserError(
             "config.json cannot be understood",
             why=f"a {kind} config with a missing or malformed value: {problem}",

@@ -6,13 +6,13 @@ absent is answered with the command that fetches it. Read next: `config.py`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.foreign_json import read_object
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -64,9 +64,6 @@ def _cached_snapshot(hub_id: str) -> Path | None:
 def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError) as problem:
         raise UserError(f"cannot read {path}", why=str(problem), fix="fetch the model again") from problem
-    if not isinstance(config, dict):
-        raise UserError(f"cannot read {path}", why="it is not a JSON object", fix="fetch the model again")
-    return config

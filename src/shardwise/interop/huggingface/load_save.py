@@ -35,7 +35,8 @@ __all__ = [
 def read_spec(directory: Path) -> ModelSpec:
     """Returns the shapes that config.json describes: one of our architectures, or whatever transformers can build."""
     config = read_config(directory)
-    if config.get("model_type") in ARCHITECTURES or not isinstance(config.get("model_type"), str):
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind in ARCHITECTURES:
         return spec_from_config(config)
     from shardwise.interop.transformers.spec import spec_from_transformers
 

@@ -20,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.errors import UserError
-from shardwise.files import appearing_at_once, write_tensors
+from shardwise.files import appearing_at_once, check_regular, write_tensors
+from shardwise.foreign_json import need, read_object, read_safetensors_header
 from shardwise.interop.huggingface.export import config_from_spec
 from shardwise.interop.huggingface.names import Part, TheirTensor, is_ignorable, tensor_table
 from shardwise.interop.transformers.model import TransformersModel
@@ -65,7 +66,7 @@ def select(tensors: dict[str, Tensor], part: Part) -> Tensor:
 
 def list_files(directory: Path) -> list[Path]:
     if (directory / INDEX).is_file():
-        names = sorted(set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = _indexed_files(directory)
     elif (directory / SINGLE).is_file():
         names = [SINGLE]
     else:
@@ -81,7 +82,43 @@ def list_files(directory: Path) -> list[Path]:
             why=f"{INDEX} lists {shorten(absent)}",
             fix="fetch the model again, completely",
         )
+    for name in names:
+        _check_inside(directory, directory / name)
     return [directory / name for name in names]
+
+
+def _indexed_files(directory: Path) -> list[str]:
+    """Returns the files that the index lists: names of files that lie in the directory, or below it."""
+    try:
+        named = need(read_object(directory / INDEX), "weight_map", dict).values()
+        odd = [name for name in named if not isinstance(name, str) or not _is_below(name)]
+        if odd:
+            raise ValueError(f"`weight_map` names {str(odd[0])[:80]!r}, which is no file of this directory")
+        return sorted(set(named))
+    except (OSError, ValueError) as problem:
+        raise UserError(
+            f"cannot read {directory / INDEX}", why=f"it is damaged: {problem}", fix="fetch the model again"
+        ) from None
+
+
+def _is_below(name: str) -> bool:
+    path = Path(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _check_inside(directory: Path, file: Path) -> None:
+    """Refuses a link that leads out of the model. In the hub's cache all files are links into the model's own folder of
+    blobs, two levels above a snapshot."""
+    home = directory.resolve()
+    if home.parent.name == "snapshots":
+        home = home.parent.parent
+    if not file.resolve().is_relative_to(home):
+        raise UserError(
+            f"{file} leads out of the model's directory",
+            why=f"it is a link to {file.resolve()}",
+            fix="copy the file into the directory, if it belongs there",
+        )
+    check_regular(file)
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -134,7 +171,7 @@ def their_shape(tensor: TheirTensor, ours: dict[str, Tensor]) -> tuple[int, ...]
 
 def load_file(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]) -> None:
     """Copies one file's tensors, in the order they lie in it, into ours."""
-    header, data_start = read_header(path)
+    header, data_start = read_safetensors_header(path)
     names = sorted(table.keys() & header.keys(), key=lambda name: header[name]["data_offsets"])
     with safe_open(path, framework="pt") as mapped, path.open("rb", buffering=0) as raw:
         for name in names:
@@ -149,14 +186,6 @@ def load_file(path: Path, table: dict[str, TheirTensor], ours: dict[str, Tensor]
             pieces = data.split(sizes, tensor.cat_dim) if len(targets) > 1 else [data]
             for target, piece in zip(targets, pieces, strict=True):
                 target.copy_(piece)
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns the file's table of contents and where its data begins, in bytes (an 8-byte length, JSON, then the
-    tensors)."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length
 
 
 def is_same_bytes(tensor: TheirTensor, target: Tensor, stored: str) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import UserError
 from shardwise.files import appearing_at_once, write_tensors
+from shardwise.foreign_json import read_object, read_safetensors_header
 from shardwise.interop.peft.targets import Settings, linears_of, their_modules
 from shardwise.spec.model import ModelSpec
 
@@ -185,10 +186,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
                 fix="give the directory that both are in",
             )
     try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        config = read_object(directory / CONFIG)
         _ = int(config["r"]), float(config["lora_alpha"])
         return config
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as problem:
         raise UserError(
             f"cannot read {directory / CONFIG}",
             why=f"{type(problem).__name__}: {problem}",
@@ -215,8 +216,7 @@ def _refuse_options(config: dict[str, Any], directory: Path) -> None:
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes in a file by reading its table of contents: an 8-byte length, then JSON."""
     try:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        header, _ = read_safetensors_header(file)
         return {name: tuple(about["shape"]) for name, about in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UserError(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 
 from shardwise.config.values import shown
 from shardwise.errors import UserError
+from shardwise.foreign_json import read_object
 from shardwise.interop.huggingface.load_save import find_model_dir, read_spec, spec_from_config
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset, preset_names
@@ -44,9 +44,8 @@ def _named(spec: ModelSpec, directory: Path) -> ModelSpec:
 
 def _spec_of_file(path: Path) -> ModelSpec:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(config, dict), "it is no JSON object"
-    except (OSError, ValueError, AssertionError) as problem:
+        config = read_object(path)
+    except (OSError, ValueError) as problem:
         raise UserError(
             f"cannot read {path}", why=str(problem), fix="give a Hugging Face config.json, its directory, or a preset"
         ) from None
