@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import say
 
 if TYPE_CHECKING:
     from shardwise.run.weights import StoredWeights
@@ -60,10 +61,10 @@ def convert(weights: StoredWeights, to: str, out: Path, dtype_name: str | None) 
         if folder:
             copy_tokenizer(folder, out / "tokenizer")
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    print(
+    say(
         f"wrote    {out}: {weights.spec.name}, {format_count(weights.spec.num_parameters)} parameters, "
         f"{format_bytes(size)}"
     )
     if not folder:
-        print("note     the model reads bytes, so there is no tokenizer to write")
-    print(f'next     shardwise generate {out} --prompt "..."')
+        say("note     the model reads bytes, so there is no tokenizer to write")
+    say(f'next     shardwise generate {out} --prompt "..."')

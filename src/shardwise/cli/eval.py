@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import is_live, say
 
 HELP = "Loss and perplexity of a run or a model directory on its held-out text, or on data.source=…"
 CONFIG = True
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         micro_batch=batch,
         device=device,
         max_batches=args.batches,
-        progress=sys.stdout.isatty() and not args.json,
+        progress=is_live() and not args.json,
     )
     if loss is None:
         raise UserError(
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=1))
     else:
-        print(f"eval     {args.source} on {corpus.description} ({args.split}, {sequences.num_sequences} sequences)")
-        print(
+        say(f"eval     {args.source} on {corpus.description} ({args.split}, {sequences.num_sequences} sequences)")
+        say(
             f"loss     {loss:.4f} nats per token (unigram {report['unigram_loss']:.4f}), perplexity "
             f"{perplexity(loss):.3f}"
         )

@@ -22,6 +22,7 @@ from typing import Any
 from shardwise import __version__
 from shardwise.cli.option_hints import check_options
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import prepared, say_error
 
 VERBS = {
     "train": "plan, start the processes and train",
@@ -48,13 +49,19 @@ SETTING = re.compile(r"^[a-z]\w*(\.[a-z]\w*)*=", re.IGNORECASE)
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    with prepared(plain="--plain" in words):
+        return _exit_code(words[1:] if words[:1] == ["--plain"] else words)
+
+
+def _exit_code(words: list[str]) -> int:
+    """Runs a command line and returns its exit code; whatever goes wrong is said here."""
     try:
         with _sigterm_unwinds():
             code = _run(words)
             sys.stdout.flush()  # here, where a reader that has gone is no error
             return code
     except UserError as error:
-        print(error, file=sys.stderr)
+        say_error(str(error))
         return error.code
     except _Terminated:
         return Exit.STOPPED
@@ -66,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a file that no verb thought of
         from shardwise.files import refused
 
-        print(refused(error), file=sys.stderr)
+        say_error(str(refused(error)))
         return Exit.USER_MISTAKE
     except Exception as error:
-        print(_bug(error), file=sys.stderr)
+        say_error(str(_bug(error)))
         return Exit.BUG
 
 
@@ -144,6 +151,7 @@ def _dispatch(name: str, words: list[str]) -> int:
     verb.add_arguments(parser)
     if getattr(verb, "REPORTS", False):
         parser.add_argument("--json", action="store_true", help="machine-readable report")
+    parser.add_argument("--plain", action="store_true", help="ASCII lines without colour, nothing drawn anew")
     overrides = _overrides(parser, words, getattr(verb, "CONFIG", False))
     check_options(parser, words, getattr(verb, "CONFIG", False))
     args = parser.parse_args([word for number, word in enumerate(words) if number not in overrides])

@@ -6,11 +6,10 @@ from __future__ import annotations
 import textwrap
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-LABEL = 9
+from shardwise.terminal import COPIED, LABEL, make_console, say_on
+
 WIDTH = 120
 LAYOUT = 30  # characters that a layout should have before it is folded
 LESS_NEEDED = ("tok/s/GPU", "waits for", "cost", "training", "micro", "MFU", "p10-p90", "GPUs", "change", "GiB")
@@ -21,7 +20,7 @@ class View:
     """A terminal of a certain width, in characters."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False, markup=False, emoji=False)
+        self.console = make_console()
         if not self.console.is_terminal:
             self.console.width = WIDTH
         self.width = min(WIDTH, self.console.width)
@@ -31,12 +30,9 @@ class View:
         indent = " " * LABEL
         room = max(20, self.width - LABEL)
         rows = textwrap.wrap(text, room, break_on_hyphens=False, replace_whitespace=False, drop_whitespace=True) or [""]
-        if len(text) <= room:
+        if len(text) <= room or label in COPIED:
             rows = [text]
-        first = Text(f"{label:<{LABEL}}", style="bold") + Text(rows[0])
-        self.console.print(first, soft_wrap=True)
-        for row in rows[1:]:
-            self.console.print(indent + row, soft_wrap=True)
+        say_on(self.console, "\n".join([f"{label:<{LABEL}}{rows[0]}", *(indent + row for row in rows[1:])]))
 
     def table(self, table: Table) -> None:
         """Prints a table, without the spaces that fill up its lines where nobody sees colours."""

@@ -6,6 +6,7 @@ import argparse
 import time
 
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import say
 
 HELP = "Stop a run cleanly: it finishes its step, commits a checkpoint and can be resumed."
 TIMEOUT_S = 300.0
@@ -22,11 +23,11 @@ def run(args: argparse.Namespace) -> int:
 
     found = find_run(args.run, args.runs)
     if not found.is_locked():
-        print(f"run      {found.path} is not running ({found.state()})")
+        say(f"run      {found.path} is not running ({found.state()})")
         return Exit.DONE
     found.stop_request.touch()
     if args.no_wait:
-        print(f"asked    {found.path} to stop")
+        say(f"asked    {found.path} to stop")
         return Exit.DONE
     deadline = time.monotonic() + TIMEOUT_S
     while found.is_locked():
@@ -38,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
             )
         time.sleep(0.2)
     event = found.last_event() or {}
-    print(f"stopped  {found.path} at step {event.get('step', '?')}; `shardwise resume {found.path}` goes on")
+    say(f"stopped  {found.path} at step {event.get('step', '?')}; `shardwise resume {found.path}` goes on")
     return Exit.DONE

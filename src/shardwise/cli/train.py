@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import is_live, say
 
 if TYPE_CHECKING:
     from shardwise.launch.start import PlannedRun
@@ -47,16 +47,16 @@ def run(args: argparse.Namespace) -> int:
             found = _existing(loaded.config.run.dir, loaded.config.run.name or "")
             if found:
                 return found, _continue(found, args, nproc)
-        planned = plan_run(loaded, nproc, sys.stdout.isatty(), args.cluster)
+        planned = plan_run(loaded, nproc, is_live(), args.cluster)
         return new_run(planned), planned
 
     if started_by_torchrun():
         return join_torchrun(prepare, loaded, verify=not args.no_verify)
     if args.dry_run:
-        return _dry_run(plan_run(loaded, args.nproc, sys.stdout.isatty(), args.cluster))
+        return _dry_run(plan_run(loaded, args.nproc, is_live(), args.cluster))
     found, planned = prepare(args.nproc)
     if found.state() == "finished":
-        print(f"run      {found.path} is finished; nothing to do")
+        say(f"run      {found.path} is finished; nothing to do")
         return Exit.DONE
     return start(found, planned, verify=not args.no_verify)
 
@@ -91,13 +91,13 @@ def _dry_run(planned: PlannedRun) -> int:
     print(resolved_text(config, planned.origins))
     memory = predict_memory(spec, plan, config.optimizer.name, config.adapter)
     limit = rank_memory_limit(config, planned.machine, plan)
-    print(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {spec.num_layers} layers")
-    print(f"plan     {plan.layout} {plan.precision}: {plan.reason}")
-    print(f"batch    {plan.batch_in_words}; {plan.num_steps} steps")
+    say(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {spec.num_layers} layers")
+    say(f"plan     {plan.layout} {plan.precision}: {plan.reason}")
+    say(f"batch    {plan.batch_in_words}; {plan.num_steps} steps")
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
-    print(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
-    print(f"corpus   {planned.corpus.description}")
+    say(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
+    say(f"corpus   {planned.corpus.description}")
     for row in render_rows(planned.corpus.train, planned.corpus.tokenizer, 1):
-        print(f"sample   the first sequence of step 1: {about_row(row)}")
+        say(f"sample   the first sequence of step 1: {about_row(row)}")
         print_row(row)
     return Exit.DONE

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
 from shardwise.spec.precisions import PRECISIONS
+from shardwise.terminal import say
 
 if TYPE_CHECKING:
     from shardwise.plan.resolve.resolve import Resolved
@@ -48,14 +49,13 @@ def run(args: argparse.Namespace) -> int:
     missing, shape = left_out(plan, small), shrink_spec(spec, small)
     if not args.json:
         count = plan.num_microbatches
-        print(f"layout   {plan.layout}, {count} micro-batch{'es' if count > 1 else ''} per step")
+        say(f"layout   {plan.layout}, {count} micro-batch{'es' if count > 1 else ''} per step")
         if small.world < plan.world:
             same = f"the same axes but {', '.join(missing)}" if missing else "the same axes"
-            print(f"proving  {small.layout}: {same}, on {small.world} processes instead of {plan.world}")
-        print(
+            say(f"proving  {small.layout}: {same}, on {small.world} processes instead of {plan.world}")
+        say(
             f"model    {spec.name} shrunk to {shape.num_layers} layers x {shape.hidden}, {shape.num_heads} heads "
             f"({shape.num_kv_heads} of keys and values), vocabulary {shape.vocab}",
-            flush=True,
         )
     found = verify_layout(spec, small, resolved.config, args.steps)
     if args.json:
@@ -85,15 +85,15 @@ def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
 
 
 def _print(found: dict[str, Any], layout: str) -> None:
-    print(f"trained  {found['steps']} steps in fp64, in {layout} and in one process; {found['seconds']:.1f} s")
+    say(f"trained  {found['steps']} steps in fp64, in {layout} and in one process; {found['seconds']:.1f} s")
     for key in ("losses", "norms", "gradients", "parameters"):
-        print(f"         {key:<11} largest difference {found[key]:.1e}")
+        say(f"         {key:<11} largest difference {found[key]:.1e}")
     if found["same"]:
-        print(f"SAME     every number within {found['limit']:.0e}: {layout} computes what one process computes")
+        say(f"SAME     every number within {found['limit']:.0e}: {layout} computes what one process computes")
     else:
-        print(
+        say(
             f"WRONG    {found['largest']:.1e} is more than {found['limit']:.0e}, most of all "
             f"{found['worst'] or 'the losses'}"
         )
-        print("  why    rounding in fp64 stays below 1e-12: this is a mistake, not noise")
-        print("  do     please report this with the layout above; do not train with it")
+        say("  why    rounding in fp64 stays below 1e-12: this is a mistake, not noise")
+        say("  do     please report this with the layout above; do not train with it")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit
+from shardwise.terminal import say
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
@@ -79,7 +79,7 @@ def _follow(found: RunDir) -> int:
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         view.close()
-        print("watch    left; the run goes on")
+        say("watch    left; the run goes on")
         return Exit.DONE
     view.close()
     _print_state(found)
@@ -94,26 +94,26 @@ def _print_state(found: RunDir) -> None:
     from shardwise.run.clock import verdict
 
     state, steps, plan = found.state(), list(found.steps().values()), found.read_plan()
-    print(
+    say(
         f"run      {found.path}: {state}, {len(steps)} of {plan.get('num_steps', '?')} steps, {plan.get('layout', '?')}"
     )
     if steps:
-        print(f"loss     {steps[-1]['loss']:.4f}  {sparkline([line['loss'] for line in steps])}")
+        say(f"loss     {steps[-1]['loss']:.4f}  {sparkline([line['loss'] for line in steps])}")
         where = seconds_by_kind(steps)
         rate = sum(line["tokens"] for line in steps[-RECENT:]) / max(where["step_s"], 1e-9)
-        print(f"speed    {format_rate(rate)} tok/s; {verdict(where)}")
-        print(f"where    {bar(where)}")
+        say(f"speed    {format_rate(rate)} tok/s; {verdict(where)}")
+        say(f"where    {bar(where)}")
     if ran := measured_pipeline(found):
-        print(ran.text(WIDTH))
+        say(ran.text(WIDTH))
     if curve := measured_memory(found):
-        print(curve.text(WIDTH))
+        say(curve.text(WIDTH))
     event = found.last_event() or {}
     for line in comparison_lines(plan["measured"]) if plan.get("measured") else ():
-        print(line)
+        say(line)
     if state in ("failed", "stopped", "unfinished"):
         why = event.get("why") or "it ended without a last word (killed, or the machine went down)"
-        print(f"why      {why}")
+        say(f"why      {why}")
         for file in sorted(found.crash.glob("*.txt")):
             last = file.read_text(encoding="utf-8").strip().splitlines()[-1:]
-            print(f"crash    {file}: {''.join(last)}", file=sys.stdout)
-        print(f"do       shardwise resume {found.path}")
+            say(f"crash    {file}: {''.join(last)}")
+        say(f"do       shardwise resume {found.path}")

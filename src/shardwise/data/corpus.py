@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from shardwise.data.sources import MAX_TEXT_BYTES, ROW_SUFFIXES, Source, find_so
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.errors import UserError
 from shardwise.spec.schema import DataConfig
+from shardwise.terminal import say_error
 
 UNIGRAM_SAMPLE = 8_000_000
 UNIGRAM_BLOCK = 2**16
@@ -115,7 +115,7 @@ def open_corpus(
     )
     if progress:
         for note in notes:
-            print(f"data     {note}", file=sys.stderr)
+            say_error(f"data     {note}")
     return corpus
 
 

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+from shardwise.terminal import is_live, make_console, say_error
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -25,10 +27,10 @@ class ByteProgress:
         now = time.monotonic()
         if now - self._began < 1.0:
             return
-        if not sys.stderr.isatty():
+        if not is_live(sys.stderr):
             if now - self._said >= SECONDS_BETWEEN_LINES:
                 self._said = now
-                print(self._line(done, now), file=sys.stderr, flush=True)
+                say_error(self._line(done, now))
             return
         if self._bar is None:
             self._bar = _terminal_bar()
@@ -47,7 +49,6 @@ class ByteProgress:
 
 
 def _terminal_bar() -> Any:
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
@@ -57,4 +58,4 @@ def _terminal_bar() -> Any:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return Progress(*columns, console=make_console(sys.stderr), transient=True)

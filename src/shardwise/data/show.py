@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import groupby
 from typing import TypedDict
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from shardwise.data.sequences import IGNORE, Sequences
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.terminal import make_console, shows_colour
 
 
 class Run(TypedDict):
@@ -47,20 +47,17 @@ def render_rows(sequences: Sequences, tokenizer: Tokenizer, num: int) -> list[Sh
 
 def about_row(row: ShownRow) -> str:
     padding = f" and {row['padding']} of padding" if row["padding"] else ""
-    marks = (
-        "bright text carries loss, dim text does not" if sys.stdout.isatty() else "text between ⟦ and ⟧ carries loss"
-    )
+    marks = "bright text carries loss, dim text does not" if shows_colour() else "text between ⟦ and ⟧ carries loss"
     return f"{row['tokens']} tokens{padding}; {marks}"
 
 
 def print_row(row: ShownRow) -> None:
-    if not sys.stdout.isatty():
+    if not shows_colour():
         print("".join(f"⟦{run['text']}⟧" if run["loss"] else run["text"] for run in row["runs"]))
         return
-    from rich.console import Console
     from rich.text import Text
 
     text = Text()
     for run in row["runs"]:
         text.append(run["text"], style="bold green" if run["loss"] else "dim")
-    Console(highlight=False).print(text)
+    make_console().print(text)

@@ -3,7 +3,6 @@ metrics.jsonl."""
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from contextlib import suppress
@@ -15,6 +14,7 @@ from shardwise.launch.out_of_memory import out_of_memory
 from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
 from shardwise.run.session import Session
+from shardwise.terminal import say_error
 
 NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
 """Parts of the errors for a missing compiler, by torch.compile on CPUs and by Triton on GPUs."""
@@ -23,7 +23,7 @@ NO_COMPILER = ("No working C++ compiler", "Failed to find C compiler")
 def fail(run: RunDir, ranks: Ranks, code: Exit, text: str) -> int:
     """Prints why this rank ends, notes it in metrics.jsonl and returns the exit code. Other ranks print to their logs;
     the launcher shows that if the first rank had nothing of its own to say."""
-    print(text, file=sys.stderr, flush=True)
+    say_error(text)
     if ranks.is_first:
         _write_last_event(run, code, text.splitlines()[0])
     return int(code)
@@ -46,8 +46,8 @@ def crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
             waited = "time" in said.lower() and "out" in said.lower()
             said = "another rank did not answer within comm.timeout" if waited else "another rank went away"
             why = "it has ended, or is stuck"
-        print(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}", file=sys.stderr)
-        print(f"  fix  shardwise resume {run.path}", file=sys.stderr, flush=True)
+        say_error(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}")
+        say_error(f"  fix  shardwise resume {run.path}")
     if ranks.is_first:
         _write_last_event(run, code, str(error)[:500])
     return int(code)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import Exit
 from shardwise.run.guards import INTERRUPT, stop_signals
 from shardwise.run.rundir import RunDir
+from shardwise.terminal import say, say_error
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -112,8 +113,8 @@ def _stopped_at_once(run: RunDir, number: int) -> int:
     """Reports ranks that had nothing to commit yet, or were told twice to stop; returns the exit code."""
     code = Exit.INTERRUPTED if number == signal.SIGINT else Exit.STOPPED
     why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    print(f"STOPPED  at once, by {why}; the last checkpoint, if any, is kept            exit {int(code)}, resumable")
-    print(f"  do     shardwise resume {run.path}")
+    say(f"STOPPED  at once, by {why}; the last checkpoint, if any, is kept            exit {int(code)}, resumable")
+    say(f"  do     shardwise resume {run.path}")
     run.append({"event": "stopped", "exit": int(code), "why": why, "wall_time": time.time()})
     return int(code)
 
@@ -134,20 +135,20 @@ def _exit_code(run: RunDir, result: RunProcsResult) -> int:
             return first.exitcode  # the first rank has said the same on the terminal
         if first.local_rank != 0:
             text = Path(result.stderrs[first.local_rank]).read_text(encoding="utf-8").strip()
-            print(text, file=sys.stderr)
+            say_error(text)
             if event.get("event") not in ("failed", "stopped"):  # the first rank was ended before it could say anything
                 why = text.splitlines()[0] if text else f"rank {first.local_rank} failed"
                 run.append({"event": "failed", "exit": first.exitcode, "why": why, "wall_time": time.time()})
         return first.exitcode
     name = signal.Signals(-first.exitcode).name
-    print(f"error: rank {first.local_rank} was killed by {name}", file=sys.stderr)
+    say_error(f"error: rank {first.local_rank} was killed by {name}")
     hint = (
         "the system kills processes when it runs out of memory; train.micro_batch=1 needs less"
         if name == "SIGKILL"
         else f"details in {run.log}"
     )
-    print(f"  why  {hint}", file=sys.stderr)
-    print(f"  fix  shardwise resume {run.path}", file=sys.stderr)
+    say_error(f"  why  {hint}")
+    say_error(f"  fix  shardwise resume {run.path}")
     run.append(
         {
             "event": "failed",

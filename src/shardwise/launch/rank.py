@@ -13,5 +13,8 @@ import sys
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from shardwise.launch.worker import main
+    from shardwise.terminal import prepared
 
-    sys.exit(main())
+    with prepared():
+        code = main()
+    sys.exit(code)

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +37,7 @@ from shardwise.run.session import RunInputs
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
+from shardwise.terminal import is_live, say_error
 
 if TYPE_CHECKING:
     import torch
@@ -60,13 +60,13 @@ def plan_run(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | N
     ranks only map the result. `cluster` is a file with what was measured of this machine."""
     machine = this_machine()
     if machine.gpu_problem:
-        print(f"gpu      {machine.gpu_problem}; this run is on CPUs", file=sys.stderr)
+        say_error(f"gpu      {machine.gpu_problem}; this run is on CPUs")
     measured = None if cluster is None else measured_file(cluster, machine)
     spec = model_spec(loaded.config.model)
     corpus = corpus_of(loaded.config, spec, progress=progress)
     if not progress:  # a terminal has seen them with the progress bar
         for note in corpus.notes:
-            print(f"data     {note}", file=sys.stderr)
+            say_error(f"data     {note}")
     resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
     check_offload_dir(resolved.config, resolved.plan, spec)
     origins = {**loaded.origins, **planner_origins(resolved.chosen)}
@@ -175,7 +175,7 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
         )
     # The run stays where it is, wherever it was started from.
     moved = replace(loaded.config, run=replace(loaded.config.run, dir=str(run.path.parent), name=run.name))
-    return plan_run(replace(loaded, config=moved), nproc, progress=sys.stdout.isatty())
+    return plan_run(replace(loaded, config=moved), nproc, progress=is_live())
 
 
 def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: Loaded, *, verify: bool = True) -> int:

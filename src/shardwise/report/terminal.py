@@ -11,8 +11,11 @@ from collections import deque
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from shardwise.terminal import is_live, make_console, rows_of, say, say_on
+
 if TYPE_CHECKING:
     from rich.live import Live
+    from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -47,7 +50,7 @@ class LiveView:
         if self.quiet:
             return
         if self.live:
-            self.live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say_on(self.live.console, line)
         else:
             self._print(line)
 
@@ -56,7 +59,7 @@ class LiveView:
         self.recent.append((line["step_s"], line["tokens"], line["data_wait_s"]))
         if self.quiet:
             return
-        if sys.stdout.isatty():
+        if is_live():
             self._draw(line)
             return
         now, step = time.monotonic(), line["step"]
@@ -72,18 +75,19 @@ class LiveView:
         if self.live is None:
             from rich.live import Live
 
-            self.live = Live(refresh_per_second=8, transient=False)
+            self.live = Live(console=make_console(), refresh_per_second=8, transient=False)
             self.live.start()
             atexit.register(self.close)  # however the run ends, the terminal gets its cursor back
-        block = self._bar(line["step"]) + "\n" + self._line(line) + (f"\n{self.below}" if self.below else "")
-        self.live.update(Text(block, no_wrap=True, overflow="ellipsis"))
+        rows = [self._bar(line["step"]), *rows_of(self._line(line), self.live.console)]
+        rows += [row for one in self.below.splitlines() for row in rows_of(one, self.live.console)]
+        self.live.update(Text("\n", no_wrap=True, overflow="crop").join(rows))
         if line["step"] == self.num_steps:
             self.close()
 
     def _print(self, line: str) -> None:
         """Prints a line. A reader that goes away, as in `shardwise train | head -1`, does not stop a run."""
         try:
-            print(line, flush=True)
+            say(line)
         except BrokenPipeError:
             self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -99,10 +103,15 @@ class LiveView:
             f"{format_rate(rate)} tok/s  data wait {wait:.1f} %  eta {format_eta(eta)}"
         )
 
-    def _bar(self, step: int) -> str:
+    def _bar(self, step: int) -> Text:
+        """Returns how far the run is, and how its loss developed."""
+        from rich.text import Text
+
         width = 40
         done = round(width * step / self.num_steps)
-        return f"[{'━' * done}{' ' * (width - done)}]  {sparkline(self.losses)}"
+        return Text.assemble(
+            ("━" * done, "green"), ("─" * (width - done), "dim"), "  ", (sparkline(self.losses), "cyan")
+        )
 
     def close(self) -> None:
         if self.live:

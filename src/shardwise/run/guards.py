@@ -18,6 +18,7 @@ from types import FrameType
 
 from shardwise.errors import Exit
 from shardwise.run.rundir import RunDir
+from shardwise.terminal import is_live
 
 ORPHAN_GRACE_S = 60.0  # an orphan that cannot finish its step in this time (its peers are gone) ends by force
 
@@ -97,6 +98,6 @@ class StopRequests:
 
 
 def _end_now(code: Exit) -> None:
-    if sys.stdout.isatty():
+    if is_live():
         os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live view hides the cursor
     os._exit(int(code))
