@@ -66,6 +66,18 @@ def test_rows_are_ranked_and_each_is_a_file(report, workdir):
         assert 0 < row["mfu"] < 1
 
 
+def test_rows_of_another_question_stay(run_here, refused, workdir):
+    ask = ("plan", "tiny", "--cluster", "2xh100", "--seq", "256", "--top", "1", "--json")
+    for batch in ("4k", "8k", "4k"):
+        assert run_here(*ask, "--batch", batch) == Exit.DONE
+    first, second = (load_config(workdir / f"plans/tiny-1x2xh100{end}/1.toml").config for end in ("", "-2"))
+    assert (first.train.global_batch_tokens, second.train.global_batch_tokens) == (4096, 8192)
+    assert len(list(workdir.glob("plans/*"))) == 2
+    said = refused(*ask, "--batch", "8k", "--out", "plans/tiny-1x2xh100")
+    assert "another question" in said
+    assert run_here(*ask, "--batch", "8k", "--out", "plans/tiny-1x2xh100", "--force") == Exit.DONE
+
+
 def test_the_table_explains_the_winner(said):
     text = said(*SMALL, "--tokens", "100B", "--price", "2")
     for label in (

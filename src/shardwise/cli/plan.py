@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.cli.plan_folder import digest_of, folder_of
     from shardwise.cli.plan_view import show
     from shardwise.interop.frameworks.export import check_framework, export_as
     from shardwise.plan.answer.answer import answer, to_json
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     within, budget = _inverse(args, question)
     for text in args.what_if:  # a slip is answered now, not after the search
         change(question, text)
+    digest = digest_of(question, args.cluster)
+    folder = folder_of(question, digest, args.out, args.force)  # refused now, not after the search
     narrow = bool(
         args.why_not or args.what_if or args.framework
     )  # asks for one thing: the rest of the story would take longer
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus, detail=not narrow)
         refused = why_not(made, args.why_not) if args.why_not else None
         changed = [what_if(question, text) for text in args.what_if]
-    files = _write(made, Path(args.out) if args.out else Path("plans") / question.name, args.force)
+    files = _write(made, folder, digest, args.force)
     best = made.rows[0].candidate.plan
     exported = (
         export_as(args.framework, question.spec, question.job, best, question.cluster.per_node)
@@ -153,14 +156,14 @@ def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None
     return within, budget
 
 
-def _write(made: Answer, directory: Path, force: bool) -> list[Path]:
+def _write(made: Answer, directory: Path, question: str, force: bool) -> list[Path]:
     from shardwise.plan.answer.answer import file_of
     from shardwise.plan.answer.plan_files import write_rows
 
     reasons = [f"not {region.what}: {region.reason}" for region in made.result.regions]
     texts = {
         f"{number}.toml": file_of(
-            made.question, row, f"row {number} of {len(made.rows)}", reasons if number == 1 else []
+            made.question, row, f"row {number} of {len(made.rows)}, question {question}", reasons if number == 1 else []
         )
         for number, row in enumerate(made.rows, 1)
     }
