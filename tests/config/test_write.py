@@ -154,3 +154,28 @@ def test_the_commented_config_has_every_key_that_works_with_its_help():
     for key in all_keys().values():
         assert (f"# {key.help}\n" in text) == is_built(key), key.dotted
         assert (f" {key.dotted}" in text.partition("# Not available yet")[2]) == (not is_built(key)), key.dotted
+
+
+@pytest.mark.parametrize(
+    ("key", "typed"),
+    [
+        ("memory.limit", "6GiB"),
+        ("memory.limit", "1500MB"),
+        ("memory.limit", "80GB"),
+        ("comm.bucket", "25MiB"),
+        ("train.time_limit", "90s"),
+        ("train.time_limit", "5m"),
+        ("train.time_limit", "2h"),
+        ("comm.timeout", "2d"),
+    ],
+)
+def test_sizes_and_times_are_written_in_the_unit_they_were_typed_in(key, typed):
+    loaded = load_config(None, [f"{key}={typed}"])
+    name = key.partition(".")[2]
+    assert f'{name} = "{typed}" ' in resolved_text(loaded.config, loaded.origins)
+    assert f'{name} = "{typed}"\n' in commented_config(loaded.config)
+
+
+def test_half_a_second_is_a_number():
+    loaded = load_config(None, ["comm.timeout=0.5"])
+    assert "timeout = 0.5 " in resolved_text(loaded.config, loaded.origins)

@@ -9,12 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.keys import Key, all_keys, keys_of, section_classes
+from shardwise.config.keys import Key, all_keys, keys_of, model_spec_keys, section_classes
 from shardwise.config.values import example, shown
 from shardwise.files import write_atomically
 from shardwise.spec.schema import Config
 
 _COMMENT_COLUMN = 44
+
+UNITS: Mapping[str, Mapping[str, int]] = {
+    "bytes": {"GiB": 2**30, "MiB": 2**20, "GB": 10**9, "MB": 10**6, "KiB": 2**10, "kB": 10**3},
+    "time": {"d": 86400, "h": 3600, "m": 60, "s": 1},
+}
+"""Units in which sizes and times are written, by the unit of their key; a count of tokens is written out."""
 
 
 def write_config(config: Config, origins: Mapping[str, str], path: str | Path) -> None:
@@ -29,15 +35,15 @@ def resolved_text(config: Config, origins: Mapping[str, str]) -> str:
     for section in section_classes():
         lines += ["", f"[{section}]"]
         values = getattr(config, section)
-        entries = {key.name: (getattr(values, key.name), key.default) for key in keys_of(section)}
+        entries = {key.name: (getattr(values, key.name), key) for key in keys_of(section)}
         if section == "model":
-            entries |= {name: (value, None) for name, value in config.model.overrides}
-        for name, (value, default) in entries.items():
+            entries |= {name: (value, model_spec_keys()[name]) for name, value in config.model.overrides}
+        for name, (value, key) in entries.items():
             origin = _one_line(origins.get(f"{section}.{name}", "default"))
             # A path replaces the preset, and naming both is refused: the preset is not written then.
             replaced = (section, name) == ("model", "preset") and config.model.path is not None
-            unset = replaced or (value is None and default is None)
-            text = f"# {name} =" if unset else f"{name} = {shown(value)}"
+            unset = replaced or (value is None and key.default is None)
+            text = f"# {name} =" if unset else f"{name} = {with_unit(key, value)}"
             lines.append(f"{text:<{_COMMENT_COLUMN}}  # {origin}")
     return "\n".join(lines) + "\n"
 
@@ -84,12 +90,13 @@ def _explained(key: Key, value: Any) -> list[str]:
 
 
 def with_unit(key: Key, value: Any) -> str:
-    """Returns a value as a person would write it: 26214400 bytes as "25MiB", 300 seconds as "5m"."""
-    if key.unit == "bytes" and isinstance(value, int) and value % 2**20 == 0:
-        return f'"{value // 2**20}MiB"'
-    if key.unit == "time" and isinstance(value, float) and value % 60 == 0:
-        return f'"{value / 60:.0f}m"'
-    return shown(value)
+    """Returns a value as a person would write it, in the largest unit that makes it a whole number: 26214400 bytes as
+    "25MiB", 300 seconds as "5m"."""
+    units = UNITS.get(key.unit or "", {})
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        return shown(value)
+    name = next((name for name, size in units.items() if value % size == 0), None)
+    return shown(value) if name is None else f'"{value / units[name]:.0f}{name}"'
 
 
 def _wrapped(names: list[str]) -> list[str]:
