@@ -91,6 +91,28 @@ def test_compare_sets_two_runs_side_by_side(said, reported):
     assert reported("compare", "first", "diverged")["losses"]["first_different_step"] is not None
 
 
+def test_compare_of_many_judges_each_against_the_first(said, reported):
+    text = said("compare", "first", "runs/first", "diverged")
+    assert "same     first against first" in text and "worse    diverged against first" in text
+    report = reported("compare", "first", "second", "diverged")
+    assert report["settings"]["optimizer.lr"] == [1e-3, 1e-3, 1e9]
+    assert [one.get("verdict") for one in report["runs"]] == [None, "same", "worse"], "another seed is the A/A band"
+    assert report["band"]["runs"] == ["first", "second"] and report["band"]["width"] > 0
+    assert main(["compare", "first"]) == Exit.USER_MISTAKE
+
+
+def test_runs_can_be_sorted(reported):
+    def names(*words: str) -> list[str]:
+        found = [run["name"] for run in reported("runs", *words)["runs"]]
+        return [name for name in found if name in ("first", "second", "diverged")]
+
+    held = {run["name"]: run for run in reported("runs")["runs"]}
+    best = min(("first", "second"), key=lambda name: held[name]["held_out_loss"])
+    assert names() == ["first", "second", "diverged"] == [*names("--sort", "name")[1:], "diverged"]
+    assert names("--sort", "held-out")[0] == best and names("--sort", "loss")[-1] == "diverged"
+    assert names("--sort", "date", "--reverse") == ["diverged", "second", "first"]
+
+
 def test_compare_prints_settings_as_they_are_typed(said, reported, tmp_path):
     for name, text in {
         "small": "[model]\nnum_layers = 2\nffn = 64\n[optimizer]\nbetas = [0.9, 0.99]\n",

@@ -1,4 +1,5 @@
-"""`shardwise compare` sets two runs side by side, what differs in their configs first."""
+"""`shardwise compare` sets runs side by side: what differs in their configs, what came of it, and whether that is more
+than chance. The first run is what the others are measured against."""
 
 from __future__ import annotations
 
@@ -8,49 +9,87 @@ import statistics
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import Exit
+from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
     from shardwise.spec.schema import Config
 
-HELP = "Two runs side by side: what differs in their configs, and their losses, speed and memory."
+HELP = (
+    "Runs side by side, against the first one: what differs in their configs, their losses, speed and memory, and a "
+    "verdict."
+)
 REPORTS = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", help="a run directory, a name, or `last`")
-    parser.add_argument("b", help="another run, named in the same way")
+    parser.add_argument("compared", nargs="+", metavar="RUN", help="two or more: run directories, names, or `last`")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.run.rundir import find_run, to_json
+    from shardwise.cli.compare_verdict import Judged, judge
+    from shardwise.config.load import load_config
+    from shardwise.run.rundir import all_runs, find_run, to_json
 
-    a, b = find_run(args.a, args.runs), find_run(args.b, args.runs)
-    settings, figures, shared = _settings(a, b), {"a": _figures(a), "b": _figures(b)}, _shared_losses(a, b)
+    if len(args.compared) < 2:
+        fix = f"shardwise compare {args.compared[0]} OTHER; `shardwise runs` lists them"
+        raise UserError("one run is compared with nothing", why="a comparison needs two runs", fix=fix)
+    runs = [find_run(name, args.runs) for name in args.compared]
+    values = [_values(load_config(one.config).config) for one in runs]
+    figures = [_figures(one) for one in runs]
+    beside = [
+        one for one in all_runs(runs[0].path.parent) if one.path.resolve() not in {r.path.resolve() for r in runs}
+    ]
+    others = [Judged(one.name, *found) for one in beside if (found := _readable(one)) is not None]
+    judged = [Judged(one.name, *both) for one, both in zip(runs, zip(values, figures))]
+    verdicts, band = judge(judged, others)
+    shared = [_shared_losses(runs[0], one) for one in runs[1:]]
+    settings = _settings(values)
     if args.json:
         report = {
             "schema": 1,
-            "a": str(a.path),
-            "b": str(b.path),
+            "a": str(runs[0].path),
+            "b": str(runs[1].path),
             "settings": settings,
-            "figures": figures,
-            "losses": shared,
+            "figures": {"a": figures[0], "b": figures[1]},
+            "losses": shared[0],
+            "band": band.to_dict(),
+            "runs": [
+                {
+                    "run": str(one.path),
+                    "figures": figures[n],
+                    **({"losses": shared[n - 1], **verdicts[n - 1]} if n else {}),
+                }
+                for n, one in enumerate(runs)
+            ],
         }
         print(to_json(report, indent=1))
         return Exit.DONE
-    _print(a, b, settings, figures, shared)
+    _print([one.name for one in runs], settings, figures)
+    for one, losses in zip(runs[1:], shared):
+        _print_losses(f"{one.name}: " if len(runs) > 2 else "", losses)
+    for one, verdict in zip(runs[1:], verdicts):
+        print(f"{verdict['verdict']:<8} {one.name} against {runs[0].name}: {verdict['why']}")
+    print(f"band     {band.said}")
     return Exit.DONE
 
 
-def _settings(a: RunDir, b: RunDir) -> dict[str, list[Any]]:
-    """Returns the keys that differ, each with its value in both runs; None stands for one that is not set."""
+def _readable(other: RunDir) -> tuple[dict[str, Any], dict[str, float | None]] | None:
+    """Returns the settings and figures of a run that only helps to judge; None for one that cannot be read."""
     from shardwise.config.load import load_config
 
-    left, right = _values(load_config(a.config).config), _values(load_config(b.config).config)
-    keys = [*left, *(key for key in right if key not in left)]
-    return {key: [left.get(key), right.get(key)] for key in keys if left.get(key) != right.get(key)}
+    try:
+        return _values(load_config(other.config).config), _figures(other)
+    except (UserError, KeyError, TypeError):
+        return None
+
+
+def _settings(values: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the keys that differ, each with its value in every run; None stands for one that is not set."""
+    keys = dict.fromkeys(key for one in values for key in one)
+    found = {key: [one.get(key) for one in values] for key in keys}
+    return {key: row for key, row in found.items() if any(value != row[0] for value in row)}
 
 
 def _values(config: Config) -> dict[str, Any]:
@@ -69,7 +108,6 @@ def _figures(run: RunDir) -> dict[str, float | None]:
     """Returns a run's steps, losses in nats, speed and memory, by the label they are printed with; None for what is not
     known."""
     steps = list(run.steps().values())
-    evaluations = [line["eval_loss"] for line in run.lines() if "eval_loss" in line]
     timed = steps[1:] or steps
 
     def middle(key: str) -> float | None:
@@ -78,7 +116,7 @@ def _figures(run: RunDir) -> dict[str, float | None]:
     return {
         "steps": len(steps),
         "last loss": steps[-1]["loss"] if steps else None,
-        "held-out loss": evaluations[-1] if evaluations else None,
+        "held-out loss": run.held_out_loss(),
         "tok/s (median)": middle("tokens_per_s"),
         "step_s (median)": middle("step_s"),
         "mfu (median)": middle("mfu"),
@@ -103,24 +141,33 @@ def _difference(x: float, y: float) -> float:
     return abs(x - y)
 
 
-def _print(a: RunDir, b: RunDir, settings: dict, figures: dict, shared: dict) -> None:
+def _print(names: list[str], settings: dict[str, list[Any]], figures: list[dict[str, float | None]]) -> None:
+    from shardwise.config.keys import all_keys
     from shardwise.config.values import shown
+    from shardwise.config.write import with_unit
 
-    width = max([len(a.name), len(b.name), 14])
-    label = max([18, *(len(key) for key in settings)])
-    print(f"{'':<{label}}  {a.name:>{width}}  {b.name:>{width}}")
-    for key, values in settings.items():
-        x, y = ("-" if value is None else shown(value) for value in values)
-        print(f"{key:<{label}}  {x:>{width}}  {y:>{width}}")
-    for key in figures["a"]:
-        x, y = (f"{figures[side][key]:.6g}" if figures[side][key] is not None else "-" for side in "ab")
-        print(f"{key:<{label}}  {x:>{width}}  {y:>{width}}")
+    known = all_keys()
+
+    def text(key: str, value: Any) -> str:
+        return "-" if value is None else with_unit(known[key], value) if key in known else shown(value)
+
+    rows = {key: [text(key, value) for value in row] for key, row in settings.items()}
+    for key in figures[0]:
+        rows[key] = ["-" if (value := one[key]) is None else f"{value:.6g}" for one in figures]
+    least = 14 if len(names) == 2 else 8
+    widths = [max(least, len(name), *(len(row[n]) for row in rows.values())) for n, name in enumerate(names)]
+    label = max([18, *map(len, settings)])
+    for key, row in {"": names, **rows}.items():
+        print(f"{key:<{label}}  " + "  ".join(f"{value:>{wide}}" for value, wide in zip(row, widths)))
+
+
+def _print_losses(name: str, shared: dict[str, Any]) -> None:
     if not shared["shared_steps"]:
-        print("losses   no step in common")
+        print(f"losses   {name}no step in common")
     elif shared["first_different_step"] is None:
-        print(f"losses   equal to the last digit over {shared['shared_steps']} steps")
+        print(f"losses   {name}equal to the last digit over {shared['shared_steps']} steps")
     else:
         print(
-            f"losses   differ by at most {shared['largest_difference']:.2g} over {shared['shared_steps']} shared "
+            f"losses   {name}differ by at most {shared['largest_difference']:.2g} over {shared['shared_steps']} shared "
             f"steps, first at step {shared['first_different_step']}"
         )

@@ -33,7 +33,7 @@ VERBS = {
     "runs": "list the runs of a directory",
     "watch": "follow a run in the terminal",
     "stop": "stop a run cleanly; it can be resumed",
-    "compare": "two runs side by side",
+    "compare": "runs side by side, with a verdict",
     "generate": "sample text from a run or a model directory",
     "eval": "loss and perplexity of a run or a model directory",
     "export": "write a run's weights in another format",

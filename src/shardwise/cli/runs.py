@@ -1,8 +1,11 @@
-"""`shardwise runs` lists the runs of a directory, oldest first."""
+"""`shardwise runs` lists the runs of a directory, oldest first or in another order."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit
@@ -10,18 +13,37 @@ from shardwise.errors import Exit
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
 
-HELP = "List the runs of a directory with their state, progress and loss."
+HELP = "List the runs of a directory with their state, progress, losses and date."
 REPORTS = True
+
+Row = dict[str, Any]
+
+
+def _lowest(key: str) -> Callable[[Row], float]:
+    """Returns a sort key: the smallest first, what is unknown or not finite last."""
+    return lambda row: row[key] if row[key] is not None and math.isfinite(row[key]) else math.inf
+
+
+SORTS: dict[str, Callable[[Row], Any]] = {
+    "date": lambda row: row["started"],
+    "name": lambda row: row["name"],
+    "loss": _lowest("loss"),
+    "held-out": _lowest("held_out_loss"),
+    "speed": lambda row: -(row["tokens_per_s"] or 0.0),
+}
+"""Orders by their name: oldest, first in the alphabet, lowest loss, fastest first."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", nargs="?", default="runs", help="where the runs are (default: runs)")
+    parser.add_argument("--sort", choices=list(SORTS), default="date", help="which comes first (default: the oldest)")
+    parser.add_argument("--reverse", action="store_true", help="in the opposite order")
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.run.rundir import all_runs, to_json
 
-    rows = [summary(found) for found in all_runs(args.dir)]
+    rows = sorted([summary(found) for found in all_runs(args.dir)], key=SORTS[args.sort], reverse=args.reverse)
     if args.json:
         print(to_json({"schema": 1, "runs": rows}, indent=1))
         return Exit.DONE
@@ -29,18 +51,25 @@ def run(args: argparse.Namespace) -> int:
         print(f"no runs in {args.dir}; `shardwise train` starts one")
         return Exit.DONE
     width = max(len("run"), *(len(row["name"]) for row in rows))
-    print(f"{'run':<{width}}  {'state':<10}  {'step':>11}  {'loss':>8}  {'tok/s':>8}  layout")
+    head = f"{'state':<10}  {'step':>9}  {'loss':>7}  {'held-out':>8}  {'tok/s':>7}  {'date':<16}  layout"
+    print(f"{'run':<{width}}  {head}")
     for row in rows:
-        step = f"{row['step']}/{row['num_steps']}"
-        loss = f"{row['loss']:.4f}" if row["loss"] is not None else "-"
+        step, date = (
+            f"{row['step']}/{row['num_steps']}",
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(row["started"])),
+        )
+        loss, held_out = (f"{value:.4f}" if value is not None else "-" for value in (row["loss"], row["held_out_loss"]))
         rate = f"{row['tokens_per_s']:.0f}" if row["tokens_per_s"] is not None else "-"
-        print(f"{row['name']:<{width}}  {row['state']:<10}  {step:>11}  {loss:>8}  {rate:>8}  {row['layout']}")
+        said = f"{row['state']:<10}  {step:>9}  {loss:>7}  {held_out:>8}  {rate:>7}  {date}  {row['layout']}"
+        print(f"{row['name']:<{width}}  {said}")
     return Exit.DONE
 
 
-def summary(found: RunDir) -> dict[str, Any]:
+def summary(found: RunDir) -> Row:
+    """Returns a run as `--json` has it; `started` is in seconds since 1970, losses are in nats per token."""
     steps, plan = found.steps(), found.read_plan()
     last = steps[max(steps)] if steps else {}
+    begun = next((line["wall_time"] for line in found.lines() if "event" in line and "wall_time" in line), None)
     return {
         "name": found.name,
         "path": str(found.path),
@@ -48,6 +77,8 @@ def summary(found: RunDir) -> dict[str, Any]:
         "step": last.get("step", 0),
         "num_steps": plan.get("num_steps", 0),
         "loss": last.get("loss"),
+        "held_out_loss": found.held_out_loss(),
         "tokens_per_s": last.get("tokens_per_s"),
+        "started": begun if begun is not None else found.config.stat().st_mtime,
         "layout": plan.get("layout", "?"),
     }

@@ -121,6 +121,10 @@ class RunDir:
                 found[line["step"]] = {key: math.nan if value is None else value for key, value in line.items()}
         return found
 
+    def held_out_loss(self) -> float | None:
+        """Returns the loss of the newest evaluation, in nats per token; None if there was none."""
+        return next((line["eval_loss"] for line in reversed(list(self.lines())) if "eval_loss" in line), None)
+
     def last_event(self) -> dict[str, Any] | None:
         """Returns the newest line with an "event" key; None if there is none."""
         return next((line for line in reversed(list(self.lines())) if "event" in line), None)
