@@ -29,7 +29,7 @@ VERBS = {
     "resume": "go on from a run's newest checkpoint",
     "plan": "the fastest layouts for a model on a cluster, predicted and explained",
     "verify": "prove that a layout computes what one process computes",
-    "init": "write a commented config file",
+    "init": "write a config file: what you name, a recipe, or every key",
     "runs": "list the runs of a directory",
     "watch": "follow a run in the terminal",
     "stop": "stop a run cleanly; it can be resumed",

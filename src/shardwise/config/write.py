@@ -5,7 +5,7 @@ Invariant: what is written here loads again as an equal `Config`; nothing is eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,17 @@ def resolved_text(config: Config, origins: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def commented_config(config: Config | None = None) -> str:
-    """Returns every key that works today, with what it means and its value, for people to edit."""
+def commented_config(config: Config | None = None, only: Collection[str] | None = None) -> str:
+    """Returns every key that works today, or those of `only`, with what it means and its value, for people to edit."""
     config = config or Config()
-    lines = [
-        "# A Shardwise configuration. Every value below is the default unless you changed it;",
-        "# delete what you do not need. Any key can also be set on the command line: train.steps=500",
-    ]
+    first = "Every value below is the default unless you changed it; delete what you do not need."
+    if only is not None:
+        first = "What is not here has its default; `shardwise init --all` writes every key."
+    lines = [f"# {first}", "# Any key can also be set on the command line: train.steps=500"]
     for section, cls in section_classes().items():
-        keys = [key for key in keys_of(section) if is_built(key)]
-        if not keys:
+        keys = [key for key in keys_of(section) if (is_built(key) if only is None else key.dotted in only)]
+        overrides = config.model.overrides if section == "model" else ()
+        if not keys and not overrides:
             continue
         lines += ["", "", f"[{section}]" + (f"  # {cls.__doc__}" if cls.__doc__ else "")]
         for key in keys:
@@ -65,9 +66,11 @@ def commented_config(config: Config | None = None) -> str:
             if key.dotted == "model.preset" and config.model.path is not None:
                 written[-1] = f"# {written[-1]}"  # a path replaces it, and naming both is refused
             lines += ["", *written]
-        if section == "model":
+        if overrides or (section == "model" and only is None):
             lines += ["", "# any field of the model's shape, for example", "# num_layers = 4"]
-            lines += [f"{name} = {shown(value)}" for name, value in config.model.overrides]
+            lines += [f"{name} = {shown(value)}" for name, value in overrides]
+    if only is not None:
+        return "\n".join(lines) + "\n"
     missing = [key.dotted for key in all_keys().values() if not is_built(key)]
     lines += ["", "", "# Not available yet in this version:", *_wrapped(missing)]
     return "\n".join(lines) + "\n"
