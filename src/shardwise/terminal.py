@@ -12,6 +12,8 @@ import codecs
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -115,6 +117,27 @@ def say(line: str = "", *, error: bool = False) -> None:
 
 
 say_error = partial(say, error=True)
+
+
+@contextmanager
+def patience(doing: str, after_s: float = 0.8, every_s: float = 10.0) -> Iterator[None]:
+    """Says on standard error what is being done, where it takes longer than `after_s` seconds, and then how long it has
+    taken, every `every_s` seconds."""
+    over, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        wait, text = after_s, doing
+        while not over.wait(wait):
+            say_error(text)
+            wait, text = every_s, f"         ... {time.monotonic() - began + every_s:.0f} s"
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def say_on(console: Console, text: str) -> None:

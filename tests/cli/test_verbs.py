@@ -249,7 +249,7 @@ def test_a_reader_that_goes_away_ends_nothing(house):
     command = [sys.executable, "-m", "shardwise", "train", *SMALL, "train.steps=3", "run.name=piped", "--nproc", "1"]
     with open(house / "errors", "w+") as errors:
         process = subprocess.Popen(command, cwd=house, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout.readline().startswith("machine")
+        assert process.stdout.readline().startswith("starting")
         process.stdout.close()
         try:
             code = process.wait(timeout=180)

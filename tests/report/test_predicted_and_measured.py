@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.report.predicted_and_measured import ROWS, compare, comparison_lines
+from shardwise.report.memory import ROWS as MEMORY
+from shardwise.report.predicted_and_measured import ROWS, compare, comparison_lines, short_lines
 from shardwise.run.measured_steps import typical
 from shardwise.spec.prediction import Prediction
 
@@ -58,4 +59,14 @@ def test_the_table_leaves_out_what_is_nothing():
 
 def test_a_run_of_one_step_has_nothing_to_compare():
     found = compare(PREDICTION, [], None, 0)
-    assert found["step"] == {} and comparison_lines(found) == []
+    assert found["step"] == {} and comparison_lines(found) == [] and short_lines(found) == []
+
+
+def test_during_a_run_time_and_memory_are_a_line_each():
+    found = compare(Prediction({}, {"compute": 0.4, "optimizer": 0.1}), [step()], None, 18)
+    predicted = {row: 0 for row in MEMORY} | {"parameters": 2**20, "peak": 4 * 2**20}
+    found["memory"] = {"predicted": predicted, "fullest": predicted | {"rank": 0, "reserved": 2**20, "peak": 5 * 2**20}}
+    assert short_lines(found) == [
+        "time     1.00 s, predicted 500 ms (+100 %); furthest off: in the model, 600 ms, predicted 400 ms",
+        "memory   5.0 MiB, predicted 4.0 MiB (+25 %); furthest off: reserved, 1.0 MiB, predicted 0 B",
+    ]

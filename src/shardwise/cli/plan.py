@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import patience
 
 if TYPE_CHECKING:
     from shardwise.plan.answer.answer import Answer
@@ -22,7 +19,8 @@ HELP = """Find the fastest layouts that fit, predict them, say why, and write ea
 
 MODEL is a preset (`shardwise explain presets`), a Hugging Face directory or a config.json. Words such as parallel.tp=4
 are constraints."""
-PATIENCE_S = 5.0
+PATIENCE_S = 3.0
+SEARCHING = "search   ...; large clusters and slow links take longest, and words such as parallel.tp=1 narrow it down"
 CONFIG = True
 REPORTS = True
 
@@ -96,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     narrow = bool(
         args.why_not or args.what_if or args.framework
     )  # asks for one thing: the rest of the story would take longer
-    with _patience():
+    with patience(SEARCHING, PATIENCE_S):
         made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus, detail=not narrow)
         refused = why_not(made, args.why_not) if args.why_not else None
         changed = [what_if(question, text) for text in args.what_if]
@@ -118,20 +116,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(made, files, refused, changed)
     return Exit.DONE
-
-
-@contextmanager
-def _patience() -> Iterator[None]:
-    """Prints a line when a search takes long: large clusters and slow links have many layouts that are nearly as
-    good."""
-    note = "searching ...; large clusters and slow links take longest, and words such as parallel.tp=1 narrow it down"
-    timer = threading.Timer(PATIENCE_S, lambda: print(note, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None, float | None]:

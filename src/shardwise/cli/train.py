@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import is_live, say
+from shardwise.terminal import is_live, patience, say
 
 if TYPE_CHECKING:
     from shardwise.launch.start import PlannedRun
@@ -31,9 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.config.load import load_config
-    from shardwise.launch.start import join_torchrun, new_run, plan_run, start
-    from shardwise.run.ranks import started_by_torchrun
+    with patience("loading  ...", 0.5):
+        from shardwise.config.load import load_config
+        from shardwise.launch.start import join_torchrun, new_run, plan_run, start
+        from shardwise.run.ranks import started_by_torchrun
 
     if args.nproc is not None:
         check_nproc(args.nproc)

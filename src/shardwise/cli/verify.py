@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
 from shardwise.spec.precisions import PRECISIONS
-from shardwise.terminal import say
+from shardwise.terminal import patience, say
 
 if TYPE_CHECKING:
     from shardwise.plan.resolve.resolve import Resolved
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from shardwise.cli.train import check_nproc
     from shardwise.config.load import load_config
+    from shardwise.launch.start import starting_line
     from shardwise.launch.verify import verify_layout
     from shardwise.prove.shrink import left_out, shrink_plan, shrink_spec
     from shardwise.run.build import model_spec
@@ -57,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
             f"model    {spec.name} shrunk to {shape.num_layers} layers x {shape.hidden}, {shape.num_heads} heads "
             f"({shape.num_kv_heads} of keys and values), vocabulary {shape.vocab}",
         )
-    found = verify_layout(spec, small, resolved.config, args.steps)
+        say(starting_line(small.world))
+    with patience(f"proving  {args.steps} steps in this layout and in one process ...", after_s=5.0):
+        found = verify_layout(spec, small, resolved.config, args.steps)
     if args.json:
         print(json.dumps({"schema": 1, **found, "layout": plan.layout, "proven": small.layout, "left_out": missing}))
     else:

@@ -7,14 +7,17 @@ step the worker's handlers take over.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from contextlib import nullcontext
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from shardwise.launch.worker import main
-    from shardwise.terminal import prepared
+    from shardwise.terminal import patience, prepared
 
     with prepared():
+        with patience("loading  torch in every process ...", 5.0) if os.environ["RANK"] == "0" else nullcontext():
+            from shardwise.launch.worker import main
         code = main()
     sys.exit(code)

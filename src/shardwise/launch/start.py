@@ -37,7 +37,7 @@ from shardwise.run.session import RunInputs
 from shardwise.spec.cluster import ClusterSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
-from shardwise.terminal import is_live, say_error
+from shardwise.terminal import is_live, patience, say, say_error
 
 if TYPE_CHECKING:
     import torch
@@ -63,11 +63,13 @@ def plan_run(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | N
         say_error(f"gpu      {machine.gpu_problem}; this run is on CPUs")
     measured = None if cluster is None else measured_file(cluster, machine)
     spec = model_spec(loaded.config.model)
-    corpus = corpus_of(loaded.config, spec, progress=progress)
+    with patience("reading  the text ..."):
+        corpus = corpus_of(loaded.config, spec, progress=progress)
     if not progress:  # a terminal has seen them with the progress bar
         for note in corpus.notes:
             say_error(f"data     {note}")
-    resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
+    with patience("planning what is left open ..."):
+        resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
     check_offload_dir(resolved.config, resolved.plan, spec)
     origins = {**loaded.origins, **planner_origins(resolved.chosen)}
     return PlannedRun(resolved.config, spec, corpus, resolved.plan, origins, machine)
@@ -128,6 +130,7 @@ def write_run(run: RunDir, planned: PlannedRun) -> None:
 def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify: bool = True) -> int:
     """Holds the run, brings its files up to date, trains and returns the exit code. A run of one process is trained in
     this one, which reads nothing again."""
+    say(starting_line(planned.plan.world))  # before torch is loaded, which takes seconds
     if planned.plan.device == "cuda":
         set_allocator(planned.plan.allocator, os.environ)
     with run.lock():
@@ -143,6 +146,11 @@ def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify
         options += [] if verify else ["--no-verify"]
         plan = planned.plan
         return start_ranks(run, plan.world, plan.threads_per_rank, plan.interface, options)
+
+
+def starting_line(world: int) -> str:
+    """Returns the first line of whatever starts ranks."""
+    return f"starting {world} processes ..." if world > 1 else "starting in this process ..."
 
 
 def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> PlannedRun:
@@ -181,6 +189,8 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
 def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: Loaded, *, verify: bool = True) -> int:
     """Trains as one rank of a job that torchrun started, and returns the exit code: rank 0 prepares, all agree on the
     run directory."""
+    if (first := ranks_from_environment()).is_first:
+        say(starting_line(first.world))
     set_allocator(loaded.config.speed.allocator, os.environ)
     import torch
 

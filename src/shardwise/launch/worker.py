@@ -8,7 +8,6 @@ where the run meets the planner that it asks, the proof of its layout and the re
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import warnings
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardwise import terminal
 from shardwise.cluster.describe.machine import this_machine
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
@@ -38,6 +38,7 @@ from shardwise.run.rundir import RunDir
 from shardwise.run.session import RunInputs, Session
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import CommConfig
+from shardwise.terminal import patience
 
 OLDEST_TORCH = (2, 11)
 
@@ -80,7 +81,7 @@ def run_worker(
 
     `inputs` is what this process has read already; None where it is to be read from the run directory.
     """
-    say = functools.partial(print, flush=True) if ranks.is_first else lambda line: None
+    say = terminal.say if ranks.is_first else lambda line: None
     session: Session | None = None
     try:
         session = _set_up(run, ranks, inputs or _read_inputs(run), from_step)
@@ -88,8 +89,11 @@ def run_worker(
             run.join_lock() if ranks.is_first else nullcontext(),
             StopRequests(run, session.config.train.time_limit, say, launcher) as stops,
         ):
-            if verify and (line := prove_once(session)):
-                say(line)
+            if verify:
+                with patience("proving  this layout on a small model ...", 3.0) if ranks.is_first else nullcontext():
+                    line = prove_once(session)
+                if line:
+                    say(line)
             code = _train(session, stops)
     except UserError as error:
         return fail(run, ranks, error.code, str(error))

@@ -6,9 +6,11 @@ to one row. Invariant: on both sides the rows add up to the step. The memory of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardwise.config.units import format_bytes
+from shardwise.report.memory import ROWS as MEMORY_ROWS
 from shardwise.report.memory import percent_off, report_lines
 from shardwise.run.clock import KINDS
 from shardwise.spec.prediction import Prediction
@@ -44,6 +46,33 @@ def compare(
             rows[name] = {"predicted": predicted, "measured": ranks[slowest][f"{kind}_s"]}
         rows["step"] = {"predicted": prediction.step_s, "measured": ranks[slowest]["step_s"]}
     return {"steps": num_steps, "rank": slowest, "step": rows, "memory": memory}
+
+
+def short_lines(found: dict[str, Any]) -> list[str]:
+    """Returns the comparison for people who look on: a line of time and one of memory, each with the part that is
+    furthest off. `shardwise watch` has all parts."""
+    sides: dict[str, tuple[Mapping[str, Parts], str, Callable[[Any], str]]]
+    sides = {"time": (found["step"], "step", _duration)}
+    if memory := found["memory"]:
+        held = {row: {"predicted": memory["predicted"][row], "measured": memory["fullest"][row]} for row in MEMORY_ROWS}
+        sides["memory"] = held, "peak", format_bytes
+    lines = []
+    for label, (rows, whole, shown) in sides.items():
+        parts = {name: row for name, row in rows.items() if name != whole and row["measured"]}
+        if parts:
+            off, worst = percent_off(rows[whole]["measured"], rows[whole]["predicted"]), _furthest(parts)
+            about = f"{_beside(shown, rows[whole])} ({off}); furthest off: {worst}, {_beside(shown, rows[worst])}"
+            lines.append(f"{label:<9}{about}")
+    return lines
+
+
+def _furthest(rows: Mapping[str, Parts]) -> str:
+    return max(rows, key=lambda name: abs(rows[name]["measured"] - rows[name]["predicted"]))
+
+
+def _beside(shown: Callable[[Any], str], row: Parts) -> str:
+    """Returns a row of the comparison in words."""
+    return f"{shown(row['measured'])}, predicted {shown(row['predicted'])}"
 
 
 def comparison_lines(found: dict[str, Any]) -> list[str]:

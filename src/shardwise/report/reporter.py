@@ -18,7 +18,7 @@ from shardwise.report.header import header_lines, matmul_lines
 from shardwise.report.history import History
 from shardwise.report.memory import memory_report
 from shardwise.report.plan_file import write_plan
-from shardwise.report.predicted_and_measured import compare, comparison_lines
+from shardwise.report.predicted_and_measured import compare, short_lines
 from shardwise.report.summary import finished_lines, next_lines, stopped_lines, why_stopped
 from shardwise.report.terminal import LiveView
 from shardwise.report.utilization import peak_flops
@@ -92,7 +92,7 @@ class Reporter(Listener):
         if self.metrics:
             self.events.record_experts(finished.step, finished.result.expert_tokens)
             self.metrics.write(line)
-        self.view.step(line)
+        self.view.step(line, finished.is_timed)
         if self.metrics and finished.side_eval:
             self.metrics.write(finished.side_eval)
         if finished.measured:
@@ -134,7 +134,7 @@ class Reporter(Listener):
     def _report_comparison(self) -> None:
         if self.metrics and self.comparison:
             write_plan(self.session.run, self.session.plan, self.prediction, self.comparison)
-            self._say(comparison_lines(self.comparison))
+            self._say(short_lines(self.comparison))
 
     # Between steps ------------------------------------------------------------------------------------------------
 

@@ -54,9 +54,12 @@ class LiveView:
         else:
             self._print(line)
 
-    def step(self, line: dict[str, Any]) -> None:
+    def step(self, line: dict[str, Any], is_timed: bool = True) -> None:
+        """Shows a step. `is_timed` says that nothing was measured in it that takes time itself: rate and ETA are those
+        of timed steps after the first, which warms up and compiles."""
         self.losses.append(line["loss"])
-        self.recent.append((line["step_s"], line["tokens"], line["data_wait_s"]))
+        if is_timed and len(self.losses) > 1:
+            self.recent.append((line["step_s"], line["tokens"], line["data_wait_s"]))
         if self.quiet:
             return
         if is_live():
@@ -94,14 +97,14 @@ class LiveView:
 
     def _line(self, line: dict[str, Any]) -> str:
         seconds = sum(step_s for step_s, _, _ in self.recent)
+        unigram = f"  (unigram {self.unigram:.2f})" if self.unigram else ""
+        begun = f"step {line['step']:>{len(str(self.num_steps))}}/{self.num_steps}  loss {line['loss']:.3f}{unigram}  "
+        if not self.recent:
+            return f"{begun}{line['step_s']:.2f} s, warming up"
         rate = sum(tokens for _, tokens, _ in self.recent) / seconds
         wait = 100 * sum(waited for _, _, waited in self.recent) / seconds
         eta = (self.num_steps - line["step"]) * seconds / len(self.recent)
-        unigram = f"  (unigram {self.unigram:.2f})" if self.unigram else ""
-        return (
-            f"step {line['step']:>{len(str(self.num_steps))}}/{self.num_steps}  loss {line['loss']:.3f}{unigram}  "
-            f"{format_rate(rate)} tok/s  data wait {wait:.1f} %  eta {format_eta(eta)}"
-        )
+        return f"{begun}{format_rate(rate)} tok/s  data wait {wait:.1f} %  eta {format_eta(eta)}"
 
     def _bar(self, step: int) -> Text:
         """Returns how far the run is, and how its loss developed."""
