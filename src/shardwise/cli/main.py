@@ -42,6 +42,7 @@ VERBS = {
     "doctor": "what this machine is and how fast",
     "bench": "measure layers, collectives or whole steps here",
     "explain": "half a page on a technique",
+    "completion": "make bash, zsh or fish complete commands, keys, presets and runs",
 }
 OVERRIDE = re.compile(r"^[a-z]\w*\.[a-z]\w*=", re.IGNORECASE)
 SETTING = re.compile(r"^[a-z]\w*(\.[a-z]\w*)*=", re.IGNORECASE)
@@ -144,6 +145,17 @@ def _dispatch(name: str, words: list[str]) -> int:
             fix=f"did you mean `shardwise {near[0]}`?" if near else "`shardwise --help` says what each does",
         )
     verb: Any = import_module(f"shardwise.cli.{name}")
+    parser = parser_of(name)
+    overrides = _overrides(parser, words, getattr(verb, "CONFIG", False))
+    check_options(parser, words, getattr(verb, "CONFIG", False))
+    args = parser.parse_args([word for number, word in enumerate(words) if number not in overrides])
+    args.overrides = list(overrides.values())
+    return int(verb.run(args))
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Returns what reads the options of a verb."""
+    verb: Any = import_module(f"shardwise.cli.{name}")
     parser = _Parser(
         prog=f"shardwise {name}", description=verb.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -152,11 +164,7 @@ def _dispatch(name: str, words: list[str]) -> int:
     if getattr(verb, "REPORTS", False):
         parser.add_argument("--json", action="store_true", help="machine-readable report")
     parser.add_argument("--plain", action="store_true", help="ASCII lines without colour, nothing drawn anew")
-    overrides = _overrides(parser, words, getattr(verb, "CONFIG", False))
-    check_options(parser, words, getattr(verb, "CONFIG", False))
-    args = parser.parse_args([word for number, word in enumerate(words) if number not in overrides])
-    args.overrides = list(overrides.values())
-    return int(verb.run(args))
+    return parser
 
 
 def _overrides(parser: argparse.ArgumentParser, words: list[str], takes_config: bool) -> dict[int, str]:
