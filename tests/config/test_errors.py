@@ -86,7 +86,14 @@ CASES = {
         "[0.9, 0.95]",
         "run.toml:2",
     ),
-    "not finite": ("[optimizer]\nlr = nan", [], "`optimizer.lr` must be a number, got nan", "", "", "run.toml:2"),
+    "not finite": (
+        "[optimizer]\nlr = nan",
+        [],
+        '`optimizer.lr` must be a number or "auto", got nan',
+        "",
+        "",
+        "run.toml:2",
+    ),
     "unit": (
         '[memory]\nlimit = "6 potatoes"',
         [],
@@ -108,7 +115,7 @@ CASES = {
         [],
         "`optimizer.lr = 0.0` is out of range",
         "above 0",
-        "0.0015",
+        "0.0003",
         "run.toml:2",
     ),
     "range both": (

@@ -110,12 +110,25 @@ def open_rows(tmp_path: Path) -> Callable[..., Corpus]:
     """open_rows(source, seq_len=16, **data settings) opens a corpus of byte tokens (or of another tokenizer)."""
 
     def opened(
-        source: Path | str | tuple[str, ...], *, seq_len: int = 16, seed: int = 0, vocab: int = 512, **settings: Any
+        source: Path | str | tuple[str, ...],
+        *,
+        seq_len: int = 16,
+        seed: int = 0,
+        vocab: int = 512,
+        can_mask: bool = True,
+        **settings: Any,
     ) -> Corpus:
         names = source if isinstance(source, tuple) else str(source)
         data = DataConfig(source=names, **settings)
         return open_corpus(
-            data, seq_len=seq_len, seed=seed, vocab=vocab, model_dir=None, cache_dir=tmp_path / "cache", progress=False
+            data,
+            seq_len=seq_len,
+            seed=seed,
+            vocab=vocab,
+            model_dir=None,
+            cache_dir=tmp_path / "cache",
+            progress=False,
+            can_mask=can_mask,
         )
 
     return opened

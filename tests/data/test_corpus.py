@@ -175,3 +175,40 @@ def test_notes_are_printed_when_progress_is_wanted(rows_file, tmp_path, capsys):
     data = DataConfig(source=str(tmp_path / "one.txt"))
     open_corpus(data, seq_len=16, seed=0, vocab=256, model_dir=None, cache_dir=tmp_path / "cache", progress=True)
     assert "data     too few documents" in capsys.readouterr().err
+
+
+def test_conversations_in_one_row_do_not_see_each_other_unless_asked(open_rows, lines_file):
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path = lines_file([{"messages": talk}] * 40)
+    train = open_rows(path, seq_len=64).train
+    assert train.document_mask and train.batch(1, range(1), 1).documents.max() > 0
+    assert open_rows(path, seq_len=64, document_mask=False).train.batch(1, range(1), 1).documents is None
+
+
+def test_plain_text_is_one_stream_by_default_and_a_model_without_masks_is_told_so(open_rows, rows_file, lines_file):
+    assert not open_rows(rows_file).train.document_mask
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    corpus = open_rows(lines_file([{"messages": talk}] * 40, "talk.jsonl"), seq_len=64, can_mask=False)
+    assert not corpus.train.document_mask
+    assert any("conversations in one row see each other" in note for note in corpus.notes)
+
+
+def test_held_out_data_that_is_too_little_to_mean_anything_is_announced(open_rows, rows_file):
+    [line] = open_rows(rows_file).about(100)
+    assert line.startswith("held out ") and "sequences, " in line and "coarse measure" in line
+    assert open_rows(rows_file, validation_fraction=0.3).about(100) == []
+    assert open_rows(rows_file, validation_fraction=0.0).about(100) == []
+
+
+def test_a_mix_says_how_much_of_each_source_is_read_and_how_often(open_rows, rows_file, tmp_path):
+    (tmp_path / "few.txt").write_text("few words " * 16)
+    sources = (str(rows_file), str(tmp_path / "few.txt"))
+    corpus = open_rows(sources, mix=(1.0, 3.0), validation_fraction=0.0)
+    many, few = (layout.count for layout in corpus.train.layouts)
+    first, second = corpus.about(4000)
+    assert first.startswith("mix      25.0% from rows.jsonl: ") and first.endswith(f"read {1000 / many:.2g} times")
+    assert second.startswith("mix      75.0% from few.txt: ") and second.endswith(f"read {3000 / few:.2g} times")
+    drawn = corpus.train.locate(np.arange(4000))[0]
+    assert (drawn == 1).mean() == pytest.approx(0.75, abs=0.01)
+    by_size = open_rows(sources, validation_fraction=0.0)
+    assert by_size.train.shares == pytest.approx([many / (many + few), few / (many + few)])

@@ -163,6 +163,8 @@ def test_bad_json_names_the_line(tmp_path):
         ({"text": 7}, "not text but int"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"content": "x"}]}, "needs a `role`"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "part that is not text: image"),
+        ({"messages": [{"role": "user", "content": [7]}]}, "part that is not text: int"),
         ({"messages": [{"role": "user", "content": "x"}]}, "without an answer"),
         ({"conversations": "x"}, "list of turns"),
     ],
@@ -176,3 +178,12 @@ def test_lone_surrogates_become_text(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "a\ud800b"}) + "\n")
     assert texts(path) == ["a?b"]
+
+
+def test_content_in_parts_gives_its_text(lines_file):
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
+    path = lines_file(
+        [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"text": "runs"}]}]}]
+    )
+    [document] = read_documents(str(path))
+    assert [message["content"] for message in document.messages] == ["the fox", "runs"]

@@ -89,3 +89,35 @@ def test_ids_beyond_the_bytes_show_as_replacement_marks() -> None:
     assert tokenizer.decode([104, 300, 105]) == "h\ufffdi"
     stream = tokenizer.stream()
     assert "".join([stream.push(104), stream.push(49151), stream.finish()]) == "h\ufffd"
+
+
+def test_a_model_without_a_tokenizer_is_refused_unless_its_ids_are_bytes(tmp_path):
+    with pytest.raises(UserError, match="holds no tokenizer") as caught:
+        open_tokenizer("auto", tmp_path, 32_000)
+    assert "32,000 token ids" in caught.value.why and "data.tokenizer=bytes" in caught.value.fix
+    assert isinstance(open_tokenizer("auto", tmp_path, 256), ByteTokenizer)
+    assert isinstance(open_tokenizer("bytes", tmp_path, 32_000), ByteTokenizer)
+
+
+def test_a_sentencepiece_model_that_cannot_be_read_here_is_refused_with_what_reads_it(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\0not a model")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(UserError, match=r"cannot read the tokenizer .*tokenizer\.model") as caught:
+        open_tokenizer("auto", tmp_path, 32_000)
+    assert "shardwise[sentencepiece]" in caught.value.fix or "data.tokenizer=PATH" in caught.value.fix
+
+
+@pytest.mark.needs("transformers")
+def test_words_and_merges_without_a_tokenizer_json_are_converted(bpe, tokenizer_dir, tmp_path):
+    """GPT-2's old pair of files gives the ids that tokenizer.json gives."""
+    model = json.loads((tokenizer_dir / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "add_prefix_space": false}'
+    )
+    converted = open_tokenizer("auto", tmp_path, 400)
+    assert converted.encode(TEXT) == bpe.encode(TEXT)
+    assert converted.separator == bpe.separator and json.loads(converted.content)["model"]["vocab"] == model["vocab"]

@@ -98,6 +98,8 @@ def _dry_run(planned: PlannedRun) -> int:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
     say(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
     say(f"corpus   {planned.corpus.description}")
+    for line in planned.corpus.about(plan.num_steps * plan.global_batch):
+        say(line)
     for row in render_rows(planned.corpus.train, planned.corpus.tokenizer, 1):
         say(f"sample   the first sequence of step 1: {about_row(row)}")
         print_row(row)

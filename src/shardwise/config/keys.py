@@ -46,6 +46,7 @@ class Key:
     high: float | None = None
     above: float | None = None
     later: bool = False
+    example: str | None = None
 
     @property
     def dotted(self) -> str:

@@ -90,6 +90,8 @@ def shown(value: Any) -> str:
 
 def example(key: Key) -> str:
     """Returns a value that this key takes, for the `fix` line."""
+    if key.example is not None:
+        return key.example
     if key.default not in (None, "auto", ()):
         return shown(key.default)
     if key.choices:

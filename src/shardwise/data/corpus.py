@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.data.chat import ChatTemplate, open_template
+from shardwise.data.converted import find_files
 from shardwise.data.prepare import prepare
 from shardwise.data.sequences import Layout, Sequences
 from shardwise.data.shards import SCHEMA, TokenStore, is_prepared
@@ -29,6 +30,9 @@ UNIGRAM_SAMPLE = 8_000_000
 UNIGRAM_BLOCK = 2**16
 SPLIT_SEED = 0  # the held-out documents are the same for every training seed
 VALIDATION_SEED = 0
+MEANINGFUL_SEQUENCES = 8
+MEANINGFUL_TOKENS = 2000
+"""Held-out data below either of them is announced: losses of single sequences differ by tenths of a nat."""
 
 
 @dataclass
@@ -41,6 +45,7 @@ class Corpus:
     validation: Sequences
     packing: str
     template: ChatTemplate
+    document_mask: bool = False  # documents that share a row do not see each other
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -51,6 +56,24 @@ class Corpus:
     def description(self) -> str:
         title = self.stores[0].title if len(self.stores) == 1 else f"{len(self.stores)} sources"
         return f"{title}, {human_bytes(self.num_bytes)}"
+
+    def about(self, num_samples: int) -> list[str]:
+        """Returns lines on what `num_samples` training sequences are taken from, where there are several sources, and
+        on held-out data that is too little to mean much."""
+        if not self.stores:
+            return []
+        lines = []
+        if len(self.stores) > 1:
+            for store, share, layout in zip(self.stores, self.train.shares, self.train.layouts, strict=True):
+                epochs = share * num_samples / max(1, layout.count)
+                size = f"{layout.count:,} sequences, {layout.num_tokens:,} tokens"
+                lines.append(f"mix      {share:.1%} from {store.title}: {size}, read {epochs:.2g} times")
+        held = self.validation.layouts
+        count, tokens = sum(layout.count for layout in held), sum(layout.num_tokens for layout in held)
+        if count and (count < MEANINGFUL_SEQUENCES or tokens < MEANINGFUL_TOKENS):
+            few = f"held out {count:,} sequences, {tokens:,} tokens: their loss is a coarse measure"
+            lines.append(f"{few}; a larger data.validation_fraction holds out more")
+        return lines
 
     def unigram_entropy(self) -> float:
         """Returns the entropy, in nats per token, of a model that knows only how frequent each token is, from a sample
@@ -83,14 +106,22 @@ class Corpus:
 
 
 def open_corpus(
-    data: DataConfig, *, seq_len: int, seed: int, vocab: int, model_dir: Path | None, cache_dir: Path, progress: bool
+    data: DataConfig,
+    *,
+    seq_len: int,
+    seed: int,
+    vocab: int,
+    model_dir: Path | None,
+    cache_dir: Path,
+    progress: bool,
+    can_mask: bool = True,
 ) -> Corpus:
     """Opens (and, the first time, prepares) every source of `data`, and returns them as one corpus. `progress` shows a
-    bar and the notes on stderr."""
+    bar and the notes on stderr. `can_mask`: whether the model can be told which tokens belong together."""
     names = (data.source,) if isinstance(data.source, str) else tuple(data.source)
     _check_mix(names, data.mix)
     prepared = {name: TokenStore(Path(name).expanduser()) for name in names if is_prepared(Path(name).expanduser())}
-    tokenizer = _choose_tokenizer(data, model_dir, prepared)
+    tokenizer = _choose_tokenizer(data, model_dir, vocab, prepared)
     template = open_template(data.chat_template, model_dir, tokenizer)
     notes: list[str] = []
     stores = []
@@ -98,19 +129,24 @@ def open_corpus(
         store = prepared.get(name) or _cached(find_source(name), data, tokenizer, template, cache_dir, progress, notes)
         _check_fits(store, name, tokenizer, vocab)
         stores.append(store)
+    has_chat = any(store.is_chat for store in stores)
     packing = data.packing
     if packing == "auto":
-        packing = "whole" if any(store.is_chat for store in stores) else "stream"
+        packing = "whole" if has_chat else "stream"
+    document_mask = has_chat and can_mask if data.document_mask == "auto" else data.document_mask is True
+    if has_chat and not can_mask and data.document_mask == "auto":
+        notes.append("conversations in one row see each other: this model cannot be told which tokens belong together")
     train, validation = _cut(stores, names, data, seq_len, packing, tokenizer.separator, notes)
     corpus = Corpus(
         tokenizer=tokenizer,
         stores=stores,
-        train=Sequences(train, seq_len=seq_len, seed=seed, weights=data.mix, document_mask=data.document_mask),
+        train=Sequences(train, seq_len=seq_len, seed=seed, weights=data.mix, document_mask=document_mask),
         validation=Sequences(
-            validation, seq_len=seq_len, seed=VALIDATION_SEED, document_mask=data.document_mask, fixed_order=True
+            validation, seq_len=seq_len, seed=VALIDATION_SEED, document_mask=document_mask, fixed_order=True
         ),
         packing=packing,
         template=template,
+        document_mask=document_mask,
         notes=notes,
     )
     if progress:
@@ -145,10 +181,16 @@ def _check_mix(names: tuple[str, ...], mix: tuple[float, ...] | None) -> None:
         )
 
 
-def _choose_tokenizer(data: DataConfig, model_dir: Path | None, prepared: dict[str, TokenStore]) -> Tokenizer:
+def _choose_tokenizer(
+    data: DataConfig, model_dir: Path | None, vocab: int, prepared: dict[str, TokenStore]
+) -> Tokenizer:
     """Returns the tokenizer of the config. `auto` is the model's own; without one, it is the one that the prepared data
     was made with."""
-    tokenizer = open_tokenizer(data.tokenizer, model_dir)
+    brought = [store.tokenizer() for store in prepared.values()] if data.tokenizer == "auto" else []
+    named = [tokenizer for tokenizer in brought if tokenizer.path is not None]
+    if named and model_dir is not None and not (model_dir / "tokenizer.json").is_file() and not find_files(model_dir):
+        return named[0]
+    tokenizer = open_tokenizer(data.tokenizer, model_dir, vocab)
     if data.tokenizer == "auto" and tokenizer.path is None and prepared:
         return next(iter(prepared.values())).tokenizer()
     return tokenizer

@@ -11,7 +11,6 @@ number alone, and the files are the same byte for byte however many workers ther
 from __future__ import annotations
 
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -127,7 +126,7 @@ def prepare(
         index = _index(found, tokenizer, template, totals, splits, validation_fraction, seed)
         index["notes"] = _notes(reading, totals, template)
         if tokenizer.path is not None:
-            shutil.copyfile(tokenizer.path, scratch / "tokenizer.json")
+            (scratch / "tokenizer.json").write_bytes(tokenizer.content)
         write_index(scratch, index)
     return PreparedInfo(out_dir, index, index["notes"])
 

@@ -112,11 +112,13 @@ def _checked(messages: Any, origin: str) -> list[Message]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise _malformed("every message needs a `role` (system, user, assistant)", origin)
         content = message.get("content")
-        if content is not None and not isinstance(content, str | list):
+        if isinstance(content, list):
+            content = "".join(_text_of(part, origin) for part in content)
+        if content is not None and not isinstance(content, str):
             raise _malformed(f"a message's content is {type(content).__name__}, not text", origin)
         # Parquet rows carry every field of the schema, absent ones as null: templates must not see those.
         kept = {key: value for key, value in message.items() if value is not None}
-        kept["content"] = _sound(content) if isinstance(content, str) else (content or "")
+        kept["content"] = _sound(content or "")
         checked.append(kept)
     if not any(message["role"] == "assistant" for message in checked):
         raise UserError(
@@ -127,6 +129,20 @@ def _checked(messages: Any, origin: str) -> list[Message]:
             where=origin,
         )
     return checked
+
+
+def _text_of(part: Any, origin: str) -> str:
+    """Returns the text of one part of a message's content; pictures, sounds and calls have none."""
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+    if isinstance(text, str):
+        return text
+    kind = part.get("type", "without a type") if isinstance(part, Mapping) else type(part).__name__
+    raise UserError(
+        f"a message with a part that is not text: {kind}",
+        why="a language model reads text; the part would be left out of what it learns from",
+        fix='drop the row, or write the part as {"type": "text", "text": "..."}',
+        where=origin,
+    )
 
 
 def _malformed(why: str, origin: str) -> UserError:

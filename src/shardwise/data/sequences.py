@@ -114,11 +114,18 @@ class Sequences:
         self.layouts, self.seq_len, self.seed = layouts, seq_len, seed
         self.document_mask, self.fixed_order = document_mask, fixed_order
         self._ends = np.cumsum([layout.count for layout in layouts])
+        self._weights = weights if weights is not None and len(layouts) > 1 else [layout.count for layout in layouts]
         self._slots = slots_of(weights) if weights is not None and len(layouts) > 1 else None
 
     @property
     def num_sequences(self) -> int:
         return int(self._ends[-1])
+
+    @property
+    def shares(self) -> list[float]:
+        """Returns which share of the samples comes from each layout."""
+        total = max(sum(self._weights), 1e-9)
+        return [weight / total for weight in self._weights]
 
     def batch(self, step: int, rows: range, global_batch: int) -> Batch:
         """Returns rows `rows` of the global batch of step `step` (the first step is 1)."""

@@ -1,31 +1,36 @@
-"""Finds and reads documents: text files, rows of .jsonl and .parquet, directories of these, and Python's own library.
+"""Finds and reads documents: text files, rows of tables, directories and patterns of these, datasets that Hugging
+Face's library has saved, and Python's own library.
 
 Invariant: the order of documents is a function of the files alone (directories are read in sorted order), and memory
-does not grow with a file: long text files are cut at line ends into documents of at most MAX_TEXT_BYTES. Rows are
-understood in `rows.py`; who consumes documents is `prepare.py`.
+does not grow with a file: long text files are cut at line ends into documents of at most MAX_TEXT_BYTES. Other
+tables are read in `tables.py`, rows understood in `rows.py`; who consumes documents is `prepare.py`.
 """
 
 from __future__ import annotations
 
+import glob
 import gzip
+import io
 import json
 import os
+import sys
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardwise.data.rows import ROW_FIELDS, Document, document_of_row
+from shardwise.data.tables import TABLE_SUFFIXES, cached_dataset, is_list_of_rows, read_table, training_split
 from shardwise.errors import UserError
 
 MAX_TEXT_BYTES = 2**20
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", *TABLE_SUFFIXES)
 SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
 
 # Left out of the `python` corpus: other people's packages, tests, and tables that are data rather than code.
@@ -79,15 +84,17 @@ def find_source(name: str) -> Source:
     path = Path(name).expanduser()
     try:
         if path.is_dir():
+            path = training_split(path)
             files = _files_below(path)
         elif path.exists():
             files = [path]
+        elif is_pattern(name):
+            files = _files_like(path)
+            path = Path(os.path.commonpath([file.parent for file in files]))
+        elif files := cached_dataset(name):
+            path = files[0].parent
         else:
-            raise UserError(
-                f"no such data: {name}",
-                why="it is neither a file nor a directory",
-                fix="give a path, a prepared directory, or `python` for the standard library's sources",
-            )
+            raise _no_such_data(name)
         sizes = tuple(file.stat().st_size for file in files)
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -98,7 +105,40 @@ def find_source(name: str) -> Source:
             fix="rename it to .txt if it is plain text, or convert it to .jsonl",
         )
     root = path if path.is_dir() else path.parent
-    return Source(name, tuple(files), sizes, title=path.name or str(path.resolve().name), root=root)
+    title = name if path.name not in name else path.name or str(path.resolve().name)
+    return Source(name, tuple(files), sizes, title=title, root=root)
+
+
+def is_pattern(name: str) -> bool:
+    return any(mark in name for mark in "*?[")
+
+
+def _no_such_data(name: str) -> UserError:
+    if "://" in name:
+        return UserError(
+            f"cannot read {name}",
+            why="a run reads this machine's disks only, so that it needs no network while it trains",
+            fix="copy it here first, with the storage's own tool or fsspec.filesystem(...).get(...)",
+        )
+    return UserError(
+        f"no such data: {name}",
+        why="it is neither a file nor a directory, and no dataset of that name is in the cache of `datasets`",
+        fix="give a path, a pattern such as 'text/*.jsonl', a prepared directory, or `python` for its own library",
+    )
+
+
+def _files_like(pattern: Path) -> list[Path]:
+    """Returns the readable files that a pattern names, sorted; directories among them are walked."""
+    named = [Path(found) for found in sorted(glob.glob(str(pattern), recursive=True))]
+    files = [file for one in named for file in (_walk(one, frozenset()) if one.is_dir() else [one])]
+    readable = sorted({file for file in files if _suffix(file) in SUFFIXES})
+    if not readable:
+        raise UserError(
+            f"no file is like {pattern}",
+            why=f"{len(files):,} files match, and none is readable; readable kinds are {' '.join(SUFFIXES)}",
+            fix="quote the pattern, so that the shell leaves it alone, and try it with ls",
+        )
+    return readable
 
 
 def read_documents(source: Source | str, reading: Reading | None = None) -> Iterator[Document]:
@@ -110,6 +150,8 @@ def read_documents(source: Source | str, reading: Reading | None = None) -> Iter
             suffix = _suffix(file)
             if suffix == ".parquet":
                 yield from _parquet_rows(file, reading)
+            elif suffix in TABLE_SUFFIXES:
+                yield from read_table(file, reading.text_field, reading.replace_invalid)
             elif suffix in ROW_SUFFIXES:
                 yield from _json_lines(file, reading)
             else:
@@ -133,7 +175,9 @@ def _python_library() -> Source:
 
 def _files_below(directory: Path) -> list[Path]:
     visible = _walk(directory, frozenset())
-    files = [path for path in visible if _suffix(path) in SUFFIXES]
+    files = [
+        path for path in visible if _suffix(path) in SUFFIXES and (path.suffix != ".json" or is_list_of_rows(path))
+    ]
     if not files:
         kinds = sorted({path.suffix or path.name for path in visible})[:8]
         raise UserError(
@@ -166,7 +210,8 @@ def _raise(error: OSError) -> None:
 
 
 def _suffix(path: Path) -> str:
-    return ".jsonl.gz" if path.name.endswith(".jsonl.gz") else path.suffix.lower()
+    whole = "".join(path.suffixes[-2:]).lower()
+    return whole if whole in (".jsonl.gz", ".jsonl.zst") else path.suffix.lower()
 
 
 def _text_pieces(path: Path, reading: Reading, *, skip_invalid: bool) -> Iterator[Document]:
@@ -223,13 +268,13 @@ def _valid(piece: bytes, path: Path, offset: int, reading: Reading, skip_invalid
 
 
 def _json_lines(path: Path, reading: Reading) -> Iterator[Document]:
-    compressed = path.suffix == ".gz"
-    with path.open("rb") as file, gzip.open(file) if compressed else nullcontext(file) as lines:
+    compressed = path.suffix in (".gz", ".zst")
+    with path.open("rb") as file, _decompressed(file, path) as lines:
         position, number = 0, 0
         while True:
             try:
                 line = lines.readline()
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            except _damage() as error:
                 raise UserError(
                     f"{path} is damaged", why=str(error), fix="fetch or compress it again", where=f"{path}:{number + 1}"
                 ) from None
@@ -244,6 +289,30 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[Document]:
             yield document_of_row(
                 _parse(line, path, number, reading), text_field=reading.text_field, origin=origin, num_bytes=num_bytes
             )
+
+
+def _decompressed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
+    """Returns the file's content as a stream of lines."""
+    if path.suffix == ".gz":
+        return gzip.open(file)
+    if path.suffix != ".zst":
+        return nullcontext(file)
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            f"cannot read {path}",
+            why=".zst files need zstandard, which is not installed",
+            fix="pip install 'shardwise[zstd]', or decompress it: zstd -d FILE",
+        ) from None
+    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
+    return io.BufferedReader(reader, MAX_TEXT_BYTES)
+
+
+def _damage() -> tuple[type[Exception], ...]:
+    """Returns what damaged compressed files raise; zstandard is loaded by now if a file needed it."""
+    zstandard = sys.modules.get("zstandard")
+    return (EOFError, gzip.BadGzipFile, zlib.error, *([] if zstandard is None else [zstandard.ZstdError]))
 
 
 def _parse(line: bytes, path: Path, number: int, reading: Reading) -> Any:

@@ -18,8 +18,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardwise.data.converted import as_tokenizer_json, find_files, no_tokenizer
 from shardwise.errors import UserError
 from shardwise.foreign_json import read_object
+
+BYTES = 256  # ids of a model whose tokens are bytes
 
 Span = tuple[int, int]
 
@@ -36,13 +39,15 @@ class TextStream(Protocol):
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. `path` is the tokenizer.json behind it, None for bytes."""
+    """Text to ids and back. `path` is the tokenizer.json behind it (one that may have been made up in memory), None for
+    bytes."""
 
     name: str
     vocab_size: int
     separator: int
     digest: str
     path: Path | None = None
+    content: bytes = b""  # of that tokenizer.json
     special_strings: dict[str, str]  # eos_token, bos_token, ...: what a chat template may ask for
 
     @property
@@ -122,11 +127,18 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """Uses a Hugging Face tokenizer.json."""
 
-    def __init__(self, path: Path, *, separator: int | None = None, special_strings: dict[str, str] | None = None):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        separator: int | None = None,
+        special_strings: dict[str, str] | None = None,
+        content: bytes | None = None,
+    ):
         from tokenizers import Tokenizer as Core
 
         self.path, self.name = path, str(path)
-        content = _read_bytes(path)
+        self.content = content = _read_bytes(path) if content is None else content
         try:
             self._core = Core.from_buffer(content)
         except Exception as error:  # the library raises bare Exception for every malformed file
@@ -182,16 +194,24 @@ class FileTokenizer(Tokenizer):
         return _FileStream(self)
 
 
-def open_tokenizer(name: str, model_dir: Path | None = None) -> Tokenizer:
+def open_tokenizer(name: str, model_dir: Path | None = None, vocab: int = BYTES) -> Tokenizer:
     """Returns the tokenizer of a name: `bytes`, the path of a tokenizer.json (or a directory that holds one), or
-    `auto`, the model's own, else bytes."""
+    `auto`, the model's own, else bytes. A model of `vocab` ids that knows more than bytes must bring its own."""
     if name == "bytes":
         return ByteTokenizer()
-    if name == "auto":
-        own = model_dir / "tokenizer.json" if model_dir is not None else None
-        return FileTokenizer(own) if own is not None and own.is_file() else ByteTokenizer()
-    path = Path(name).expanduser()
-    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path)
+    if name != "auto":
+        path = Path(name).expanduser()
+        return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path)
+    if model_dir is None:
+        return ByteTokenizer()
+    own = model_dir / "tokenizer.json"
+    if own.is_file():
+        return FileTokenizer(own)
+    if find_files(model_dir):
+        return FileTokenizer(own, content=as_tokenizer_json(model_dir))
+    if vocab != BYTES:
+        raise no_tokenizer(model_dir, vocab)
+    return ByteTokenizer()
 
 
 def _byte(token: int) -> bytes:

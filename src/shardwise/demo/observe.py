@@ -83,7 +83,7 @@ def observe_step(
                 look(engine, optimizer)
         else:
             norm, *_ = accumulate(engine, batch, num_targets, clock)
-        update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=Clock(CPU))
+        update(engine, optimizer, norm, lr=trial.optimizer.peak_lr, clip=trial.clip, clock=Clock(CPU))
     seen.transfers = [transfer for transfer in wire.transfers if transfer.phase != "norm and loss"]
     seen.spans, seen.began_s = clock.spans, clock.start
     return seen

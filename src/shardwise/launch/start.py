@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cluster.describe.machine import Machine, this_machine
 from shardwise.cluster.describe.read import read_cluster
+from shardwise.config.job import check_length, settle_job
 from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.reopen import planner_origins, reopen
 from shardwise.config.write import write_config
@@ -55,23 +56,29 @@ class PlannedRun(RunInputs):
     machine: Machine
 
 
-def plan_run(loaded: Loaded, nproc: int | None, progress: bool, cluster: str | None = None) -> PlannedRun:
+def plan_run(
+    loaded: Loaded, nproc: int | None, progress: bool, cluster: str | None = None, is_new: bool = True
+) -> PlannedRun:
     """Resolves every `auto` and returns the run that is ready to start. Raw text is tokenised here, once, so that the
-    ranks only map the result. `cluster` is a file with what was measured of this machine."""
+    ranks only map the result. `cluster` is a file with what was measured of this machine. A run that has begun
+    (`is_new` false) goes on with the sequences it had."""
     machine = this_machine()
     if machine.gpu_problem:
         say_error(f"gpu      {machine.gpu_problem}; this run is on CPUs")
     measured = None if cluster is None else measured_file(cluster, machine)
     spec = model_spec(loaded.config.model)
+    if is_new:
+        check_length(loaded.config, spec, loaded.origins)
     with patience("reading  the text ..."):
         corpus = corpus_of(loaded.config, spec, progress=progress)
+    config, of_job = settle_job(loaded.config, spec, corpus.document_mask)
+    with patience("planning what is left open ..."):
+        resolved = resolve(config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
+    check_offload_dir(resolved.config, resolved.plan, spec)
     if not progress:  # a terminal has seen them with the progress bar
         for note in corpus.notes:
             say_error(f"data     {note}")
-    with patience("planning what is left open ..."):
-        resolved = resolve(loaded.config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
-    check_offload_dir(resolved.config, resolved.plan, spec)
-    origins = {**loaded.origins, **planner_origins(resolved.chosen)}
+    origins = {**loaded.origins, **of_job, **planner_origins(resolved.chosen)}
     return PlannedRun(resolved.config, spec, corpus, resolved.plan, origins, machine)
 
 
@@ -110,8 +117,9 @@ def new_run(planned: PlannedRun) -> RunDir:
     run = create_run_dir(planned.config.run.dir, planned.config.run.name, planned.spec.name)
     try:
         write_run(run, planned)
-        if planned.corpus.tokenizer.path:
-            copy_tokenizer(planned.corpus.tokenizer.path.parent, run.tokenizer)
+        if (tokenizer := planned.corpus.tokenizer).path:
+            copy_tokenizer(tokenizer.path.parent, run.tokenizer)
+            (run.tokenizer / "tokenizer.json").write_bytes(tokenizer.content)
     except BaseException as error:
         shutil.rmtree(run.path, ignore_errors=True)
         if isinstance(error, OSError):
@@ -183,7 +191,7 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
         )
     # The run stays where it is, wherever it was started from.
     moved = replace(loaded.config, run=replace(loaded.config.run, dir=str(run.path.parent), name=run.name))
-    return plan_run(replace(loaded, config=moved), nproc, progress=is_live())
+    return plan_run(replace(loaded, config=moved), nproc, is_live(), is_new=False)
 
 
 def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: Loaded, *, verify: bool = True) -> int:

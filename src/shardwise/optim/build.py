@@ -40,7 +40,7 @@ def build_optimizer(
         groups = [{"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}]
     if low_precision_of and OPTIMIZERS[config.name].has_kernel and can_update(trained[0]):
         build = adamw8bit if OPTIMIZERS[config.name].is_low_bit else MasterAdamW
-        return build(groups, config.lr, config.betas, config.eps, low_precision_of)
+        return build(groups, config.peak_lr, config.betas, config.eps, low_precision_of)
     if low_precision_of or any(p.dtype == torch.float16 for p in trained):
         return MasterWeights(groups, lambda masters: _build(config, masters), low_precision_of)
     return _build(config, groups)
@@ -51,18 +51,20 @@ def _build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim
 
 
 def _adam(build: Any) -> Builder:
-    return lambda config, groups: build(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return lambda config, groups: build(groups, lr=config.peak_lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 # The fused kernels make one pass over memory instead of one per operation; torch has them for CPU and CUDA.
 BUILDERS: dict[str, Builder] = {
     "adamw": _adam(torch.optim.AdamW),
     "adam": _adam(torch.optim.Adam),
-    "sgd": lambda config, groups: torch.optim.SGD(groups, lr=config.lr, fused=True),
-    "momentum": lambda config, groups: torch.optim.SGD(groups, lr=config.lr, momentum=config.betas[0], fused=True),
-    "adagrad": lambda config, groups: torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps),
-    "rmsprop": lambda config, groups: torch.optim.RMSprop(groups, lr=config.lr, alpha=config.betas[0], eps=config.eps),
-    "adamw8bit": lambda config, groups: adamw8bit(groups, config.lr, config.betas, config.eps),
+    "sgd": lambda config, groups: torch.optim.SGD(groups, lr=config.peak_lr, fused=True),
+    "momentum": lambda config, groups: torch.optim.SGD(groups, lr=config.peak_lr, momentum=config.betas[0], fused=True),
+    "adagrad": lambda config, groups: torch.optim.Adagrad(groups, lr=config.peak_lr, eps=config.eps),
+    "rmsprop": lambda config, groups: torch.optim.RMSprop(
+        groups, lr=config.peak_lr, alpha=config.betas[0], eps=config.eps
+    ),
+    "adamw8bit": lambda config, groups: adamw8bit(groups, config.peak_lr, config.betas, config.eps),
 }
 """A constructor for every record of `spec/optimizers.py`."""
 

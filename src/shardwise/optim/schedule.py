@@ -41,7 +41,7 @@ def learning_rate(optimizer: OptimizerConfig, num_steps: int, global_batch: int)
     """Returns the schedule that a config asks for, over `num_steps` steps of `global_batch` sequences."""
     warmup = optimizer.warmup if optimizer.warmup >= 1 else optimizer.warmup * num_steps
     return LearningRate(
-        peak=optimizer.lr * batch_scale(optimizer, global_batch),
+        peak=optimizer.peak_lr * batch_scale(optimizer, global_batch),
         num_steps=num_steps,
         shape=optimizer.schedule,
         warmup_steps=min(round(warmup), num_steps),

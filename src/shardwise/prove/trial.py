@@ -76,6 +76,6 @@ def train_in_layout(spec: ModelSpec, plan: Plan, trial: Trial, rank: int, device
         record.norms.append(float(norm))
         if step == 1:
             record.gradients = collect(engine, _first_gradient(engine.scaler.scale))
-        update(engine, optimizer, norm, lr=trial.optimizer.lr, clip=trial.clip, clock=clock)
+        update(engine, optimizer, norm, lr=trial.optimizer.peak_lr, clip=trial.clip, clock=clock)
     record.parameters = collect(engine, lambda s: {s.name: s.value.clone()} if s.local.requires_grad else {})
     return record

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.cluster.describe.machine import this_machine
+from shardwise.config.job import rate_line
+from shardwise.config.reopen import written_origins
 from shardwise.config.units import format_bytes, format_count, format_seconds
-from shardwise.interop.peft.targets import same_kinds
+from shardwise.interop.peft.targets import count_trained, same_kinds
 from shardwise.optim.fused_adamw import has_kernel
 from shardwise.optim.low_bit import kept_in_fp32
 from shardwise.optim.schedule import batch_scale
@@ -45,8 +47,9 @@ def header_lines(setup: Setup) -> list[str]:
     lines = [
         f"machine  {machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus} -> {backend}",
         f"corpus   {corpus.description}; tokenizer {corpus.tokenizer.name}",
+        *corpus.about(plan.num_steps * plan.global_batch),
         f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers",
-        *_adapter_lines(config.adapter, spec),
+        *_adapter_lines(config.adapter, spec, engine),
         f"plan     {plan.layout} {plan.precision}: {plan.reason}; {fits}",
         f"batch    {plan.batch_in_words}; predicted {expected}",
         f"states   {_states(engine, config, setup.forecast.bytes_per_parameter)}",
@@ -55,15 +58,23 @@ def header_lines(setup: Setup) -> list[str]:
         lines.append(f"fp8      {engine.float8}")
     if engine.models[0].kernel_reason:
         lines.append(f"kernel   {engine.models[0].kernel_reason}")
-    return lines + _learning_rate_lines(config.optimizer, plan.global_batch)
+    chosen = rate_line(config.optimizer.peak_lr, written_origins(session.run.config.read_text(encoding="utf-8")))
+    return [*lines, *([chosen] if chosen else []), *_learning_rate_lines(config.optimizer, plan.global_batch)]
 
 
-def _adapter_lines(adapter: AdapterConfig, spec: ModelSpec) -> list[str]:
+def _adapter_lines(adapter: AdapterConfig, spec: ModelSpec, engine: Engine) -> list[str]:
+    """Returns where the adapters are, and how much of the model is trained."""
     if adapter.kind == "none":
         return []
     kinds, more = same_kinds(spec, adapter) if spec.is_ours else (adapter.targets, adapter.train_also)
+    # A model that transformers builds is never cut between ranks but by FSDP2, whose parameters know their full shape.
+    whole = (shard.parameter.numel() for shard in engine.shards if shard.parameter.requires_grad)
+    count = count_trained(spec, adapter) if spec.is_ours else sum(whole)
     beside = f"; trained whole: {', '.join(more)}" if more else ""
-    return [f"adapter  {adapter.kind}, rank {adapter.rank}, alpha {adapter.alpha:g} on {', '.join(kinds)}{beside}"]
+    return [
+        f"adapter  {adapter.kind}, rank {adapter.rank}, alpha {adapter.alpha:g} on {', '.join(kinds)}{beside}; "
+        f"{format_count(count)} parameters are trained, {count / spec.num_parameters:.2%} of the model's"
+    ]
 
 
 def _states(engine: Engine, config: Config, held: Mapping[str, float]) -> str:
@@ -88,10 +99,10 @@ def _learning_rate_lines(optimizer: OptimizerConfig, global_batch: int) -> list[
     """Returns a line where the learning rate is scaled by the size of the batch, or might be meant to be."""
     scale, reference = batch_scale(optimizer, global_batch), optimizer.reference_batch
     if scale != 1.0:
-        scaled = f"{optimizer.lr:g} x {scale:.3g} = {optimizer.lr * scale:.3g}"
+        scaled = f"{optimizer.peak_lr:g} x {scale:.3g} = {optimizer.peak_lr * scale:.3g}"
         return [f"lr       {scaled}: {optimizer.lr_scaling} scaling from a batch of {reference} to {global_batch}"]
     if reference not in (None, global_batch):
-        tuned = f"{optimizer.lr:g} was tuned for a batch of {reference}, this run has {global_batch}"
+        tuned = f"{optimizer.peak_lr:g} was tuned for a batch of {reference}, this run has {global_batch}"
         return [f"lr       {tuned}; optimizer.lr_scaling=linear would scale it"]
     return []
 

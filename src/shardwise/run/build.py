@@ -74,6 +74,7 @@ def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
         seq_len=config.train.seq_len,
         seed=config.train.seed,
         vocab=spec.vocab,
+        can_mask=spec.is_ours,
         model_dir=model_dir(config.model),
         cache_dir=Path(config.run.dir) / CACHE,
         progress=progress,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.adapters.state import read_adapter_state
 from shardwise.checkpoint.listing import read_manifest
 from shardwise.config.load import load_config
-from shardwise.data.tokenizer import Tokenizer, open_tokenizer
+from shardwise.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from shardwise.errors import UserError
 from shardwise.run.build import adapted_model, empty_model, model_dir, read_spec, stored_spec
 from shardwise.run.rundir import RunDir, find_run
@@ -43,7 +43,7 @@ class StoredWeights:
     def tokenizer(self, asked: str = "auto") -> Tokenizer:
         if self.config and asked == "auto" and self.tokenizer_dir is None:
             asked = self.config.data.tokenizer
-        return open_tokenizer(asked, self.tokenizer_dir)
+        return open_tokenizer(asked, self.tokenizer_dir, BYTES if self.run else self.spec.vocab)
 
     def stored_dtype(self) -> torch.dtype:
         """Returns the number format of the stored tensors (of the first one: all have the same)."""

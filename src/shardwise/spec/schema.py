@@ -19,6 +19,9 @@ from shardwise.spec.zero import ZERO
 
 Auto = Literal["auto"]
 
+SMALL_MODEL_LR = 1.5e-3
+"""A peak learning rate for models of up to 100 M parameters from scratch."""
+
 
 def setting(
     default: Any,
@@ -31,15 +34,25 @@ def setting(
     high: float | None = None,
     above: float | None = None,
     later: bool = False,
+    example: str | None = None,
 ) -> Any:
     """Returns a dataclass field with its documentation.
 
     choices    every value the key will ever take        available  the values that work today (default: all)
     unit       how strings like "8k" or "5m" are read    low, high  inclusive bounds     above  exclusive lower bound
     later      the whole key is refused unless left at its default
+    example    a value that makes sense, where the default is not one
     """
     about = dict(
-        help=help, choices=choices, available=available, unit=unit, low=low, high=high, above=above, later=later
+        help=help,
+        choices=choices,
+        available=available,
+        unit=unit,
+        low=low,
+        high=high,
+        above=above,
+        later=later,
+        example=example,
     )
     return field(default=default, metadata=about)
 
@@ -78,7 +91,9 @@ class DataConfig:
         "`stream` cuts the token stream into sequences, `whole` keeps documents whole and pads; auto: whole for chat",
         choices=("auto", "stream", "whole"),
     )
-    document_mask: bool = setting(False, "documents packed into one sequence do not attend to each other")
+    document_mask: bool | Auto = setting(
+        "auto", "documents packed into one sequence do not attend to each other; auto: on for chat"
+    )
     chat_template: str | None = setting(None, "a Jinja chat template file; default: the model directory's own")
     text_field: str = setting("text", "the field of .jsonl and .parquet rows that holds plain text")
 
@@ -116,7 +131,13 @@ class OptimizerConfig:
         "update rule",
         choices=tuple(OPTIMIZERS),
     )
-    lr: float = setting(1.5e-3, "peak learning rate", above=0)
+    lr: float | Auto = setting(
+        "auto",
+        "peak learning rate; auto: by the size of a model from scratch, 1e-5 to 2e-5 for trained weights, 1e-4 to 2e-4 "
+        "for adapters",
+        above=0,
+        example="0.0003",
+    )
     betas: tuple[float, float] = setting((0.9, 0.95), "Adam's averages; momentum and RMSProp use the first")
     eps: float = setting(1e-8, "Adam's denominator", above=0)
     weight_decay: float = setting(0.1, "on matrices only", low=0.0)
@@ -128,6 +149,12 @@ class OptimizerConfig:
         "none", "scale lr with global_batch / reference_batch", choices=("none", "linear", "sqrt")
     )
     reference_batch: int | None = setting(None, "the global batch that `lr` was tuned for", low=1)
+
+    @property
+    def peak_lr(self) -> float:
+        """Returns the peak learning rate; `auto` is a run's to resolve (config/job.py), and a small model's rate where
+        nothing has a job."""
+        return SMALL_MODEL_LR if isinstance(self.lr, str) else self.lr
 
 
 @dataclass(frozen=True)

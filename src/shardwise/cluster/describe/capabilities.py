@@ -143,7 +143,7 @@ def attention_here(config: Config, machine: Machine) -> str:
     kernels that it times. Masks of documents are not for it, and its deterministic backward takes as long as
     cuDNN's."""
     gpus = machine.gpus
-    if config.data.document_mask or config.train.deterministic or not gpus:
+    if config.data.document_mask is True or config.train.deterministic or not gpus:
         return "sdpa"
     if config.model.attention != "auto":
         return "flash4" if config.model.attention == "flash4" else "sdpa"

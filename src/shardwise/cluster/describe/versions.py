@@ -10,6 +10,8 @@ CORE = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich")
 # distribution(s) that provide it, what it is for, how to get it
 OPTIONAL = (
     (("pyarrow",), "reads .parquet", "pip install 'shardwise[parquet]'"),
+    (("zstandard",), "reads .zst", "pip install 'shardwise[zstd]'"),
+    (("sentencepiece",), "reads tokenizer.model", "pip install 'shardwise[sentencepiece]'"),
     (("torchao",), "adamw8bit", "pip install 'shardwise[lowbit]'"),
     (("flash-attn-4",), "attention", "pip install 'shardwise[flash]'"),
     (("transformers",), "any causal LM", "pip install 'shardwise[transformers]'"),

@@ -126,3 +126,13 @@ def same_kinds(spec: ModelSpec, settings: Settings) -> tuple[tuple[str, ...], tu
     targets = find_targets(settings, linears_of(spec), theirs, spec.name)
     trained = find_trained(settings, modules_of(spec), theirs, spec.name)
     return tuple(dict.fromkeys(map(_kind, targets))), tuple(dict.fromkeys(map(_kind, trained)))
+
+
+def count_trained(spec: ModelSpec, settings: Settings) -> int:
+    """Returns the number of parameters that are trained beside frozen weights: two matrices of `rank` columns per
+    target, and all of each module in `train_also`."""
+    theirs, linears = their_modules(spec), linears_of(spec)
+    targets = find_targets(settings, linears, theirs, spec.name)
+    trained = set(find_trained(settings, modules_of(spec), theirs, spec.name))
+    whole = sum(weight.size for name, weight in spec.weights.items() if _module(name) in trained)
+    return whole + settings.rank * sum(sum(linears[name]) for name in targets)

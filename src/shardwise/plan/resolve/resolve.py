@@ -81,7 +81,7 @@ def resolve(
             fix=f"train.seq_len={spec.max_seq_len}",
             where=where_written(origins, "train.seq_len"),
         )
-    if config.data.document_mask and not spec.is_ours:
+    if config.data.document_mask is True and not spec.is_ours:
         raise no_document_mask(spec.name, where_written(origins, "data.document_mask"))
     config = settle_adapter(config, spec, origins)
     asked = Asked(config, spec, machine, nproc, measured)

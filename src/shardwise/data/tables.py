@@ -1,0 +1,185 @@
+"""Reads rows out of .json, .csv, .tsv and .arrow files, and finds the .arrow files of Hugging Face datasets on this
+disk.
+
+Invariant: memory does not grow with a file; rows come in the file's own order, each with about the bytes it takes on
+disk. Rows are understood in `rows.py`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.rows import ROW_FIELDS, Document, document_of_row
+from shardwise.errors import UserError
+
+TABLE_SUFFIXES = (".json", ".csv", ".tsv", ".arrow")
+BLOCK = 2**20  # characters of a .json file that are read at once
+MAX_ROW = 64 * 2**20  # characters of one row or field
+
+
+def read_table(path: Path, text_field: str, replace_invalid: bool) -> Iterator[Document]:
+    """Yields the rows of a file as documents; what is not a table of that kind is refused with its place."""
+    suffix, errors = path.suffix.lower(), "replace" if replace_invalid else "strict"
+    rows = (
+        _arrow_rows(path, text_field)
+        if suffix == ".arrow"
+        else _json_rows(path, errors)
+        if suffix == ".json"
+        else _separated_rows(path, errors, "\t" if suffix == ".tsv" else ",")
+    )
+    number = 0
+    try:
+        for number, (row, num_bytes) in enumerate(rows, 1):
+            yield document_of_row(row, text_field=text_field, origin=f"{path}:{number}", num_bytes=num_bytes)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not valid UTF-8",
+            why=f"behind row {number}, 0x{error.object[error.start]:02x}: {error.reason}",
+            fix="convert it (iconv -t utf-8), or accept replacement marks: data prepare --invalid-utf8 replace",
+            where=f"{path}:{number + 1}",
+        ) from None
+
+
+def is_list_of_rows(path: Path) -> bool:
+    """Returns whether a .json file begins as a list: beside text, most others are settings."""
+    with path.open("rb") as file:
+        return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def _json_rows(path: Path, errors: str) -> Iterator[tuple[Any, int]]:
+    """Yields the entries of a list, or one object per line, decoding as few characters at once as an entry has."""
+    decoder, text, at, number = json.JSONDecoder(), "", 0, 0
+    with path.open(encoding="utf-8-sig", errors=errors) as file:
+        is_list = is_list_of_rows(path)
+        if is_list:
+            text = file.read(BLOCK)
+            at = text.index("[") + 1
+        while True:
+            while at < len(text) and text[at] in " \t\r\n,":
+                at += 1
+            if is_list and text[at : at + 1] == "]":
+                return
+            try:
+                row, end = decoder.raw_decode(text, at)
+                is_whole = end < len(text)
+            except (ValueError, RecursionError) as error:
+                problem: Exception | None = error
+                is_whole = False
+            else:
+                problem = None
+            if is_whole:
+                yield row, end - at
+                at, number = end, number + 1
+                continue
+            # The entry goes on behind what was read, or the file is damaged: read more, as much again if it is long.
+            more = file.read(max(BLOCK, len(text) - at)) if len(text) - at <= MAX_ROW else ""
+            if more:
+                text, at = text[at:] + more, 0
+            elif problem is None:
+                yield row, end - at
+                text, at, number = text[end:], 0, number + 1
+            elif text[at:].strip() or is_list:
+                raise UserError(
+                    f"{path} is not a list of rows",
+                    why=f"{problem}; row {number + 1} begins with {text[at : at + 40]!r}",
+                    fix="a .json file is [{...}, {...}], or one object per line; repair it",
+                    where=f"{path}:{number + 1}",
+                )
+            else:
+                return
+
+
+def _separated_rows(path: Path, errors: str, separator: str) -> Iterator[tuple[Any, int]]:
+    """Yields the rows of a .csv or .tsv file whose first line names the columns; an empty cell is a field that is not
+    there."""
+    csv.field_size_limit(MAX_ROW)
+    with path.open(encoding="utf-8-sig", errors=errors, newline="") as file:
+        rows = csv.reader(file, delimiter=separator, strict=True)
+        try:
+            names = next(rows, [])
+            for row in rows:
+                if not row:
+                    continue
+                if len(row) != len(names):
+                    raise UserError(
+                        f"a row of {len(row)} fields in a table of {len(names)} columns",
+                        why=f"the first line names {', '.join(names)}",
+                        fix="quote fields that hold commas or line breaks",
+                        where=f"{path}:{rows.line_num}",
+                    )
+                size = sum(map(len, row)) + len(row)
+                yield {name: cell or None for name, cell in zip(names, row, strict=True)}, size
+        except csv.Error as error:
+            fix = "quote fields that hold commas, quotes or line breaks"
+            raise UserError(
+                f"{path} is not a table", why=str(error), fix=fix, where=f"{path}:{rows.line_num}"
+            ) from None
+
+
+def _arrow_rows(path: Path, text_field: str) -> Iterator[tuple[Any, int]]:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError:
+        raise UserError(
+            f"cannot read {path}",
+            why="arrow files need pyarrow, which is not installed",
+            fix="pip install 'shardwise[parquet]'",
+        ) from None
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
+            batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
+            kept = [name for name in opened.schema.names if name == text_field or name in ROW_FIELDS]
+            for batch in batches:
+                chosen = batch.select(kept or opened.schema.names)
+                for start in range(0, chosen.num_rows, 256):
+                    part = chosen.slice(start, 256)
+                    each = part.nbytes // max(1, part.num_rows)
+                    yield from ((row, each) for row in part.to_pylist())
+    except pyarrow.ArrowException as error:
+        raise UserError(
+            f"{path} is not a readable arrow file",
+            why=str(error).splitlines()[0],
+            fix="write it again, or fetch it again",
+        ) from None
+
+
+# Datasets of Hugging Face ---------------------------------------------------------------------------------------------
+
+
+def training_split(directory: Path) -> Path:
+    """Returns the folder of the `train` split where `save_to_disk` wrote several; else the directory itself."""
+    if not (directory / "dataset_dict.json").is_file():
+        return directory
+    if (directory / "train").is_dir():
+        return directory / "train"
+    splits = sorted(entry.name for entry in directory.iterdir() if entry.is_dir())
+    raise UserError(
+        f"{directory} has no split `train`",
+        why=f"its splits are {', '.join(splits) or '(none)'}",
+        fix=f"name the one to train on: data.source={directory / (splits[0] if splits else 'SPLIT')}",
+    )
+
+
+def cached_dataset(name: str) -> list[Path]:
+    """Returns the files of a dataset's `train` split that the `datasets` library has in its cache, for a name of the
+    hub; nothing where it is not there."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets") / name.replace("/", "___")
+    found = sorted(cache.glob("*/*/*/*-train*.arrow")) if name.count("/") <= 1 and name[:1] not in "./~" else []
+    folders = sorted({file.parent for file in found})
+    if len(folders) > 1:
+        raise UserError(
+            f"{name} is in the cache of `datasets` more than once",
+            why=", ".join(str(folder.relative_to(cache)) for folder in folders[:4]),
+            fix=f"name the one to train on: data.source={folders[0]}/*-train*.arrow",
+        )
+    return found
