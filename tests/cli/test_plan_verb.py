@@ -162,12 +162,33 @@ def test_inverse_questions(report):
     assert cheap[0]["step_s"] == min(row["step_s"] for row in cheap)
 
 
-@pytest.mark.parametrize("framework", ["megatron", "torchtitan", "deepspeed", "accelerate"])
+@pytest.mark.parametrize("framework", ["megatron", "deepspeed", "accelerate"])
 def test_as_prints_that_frameworks_words_and_nothing_else(framework, said):
     text = said(*SMALL, "--as", framework)
-    assert "not of this framework" in text and "tok/s" not in text
+    assert "not of this framework" in text and "tok/s" not in text and "row 1" in text
     if framework == "deepspeed":
         assert json.loads(text)["train_batch_size"] == 128
+
+
+def test_as_says_what_the_frameworks_best_layout_costs(report, said, refused):
+    """Row 1 has a schedule that Megatron-LM has not."""
+    zero_bubble = ("parallel.pp=2", "parallel.schedule=interleaved")
+    found = report(*SMALL, *zero_bubble, "--as", "megatron")
+    assert (
+        found["as"]["layout"] == found["rows"][0]["layout"] and found["as"]["slower"] == 1 and not found["as"]["lacks"]
+    )
+    asked = (*SMALL, "memory.recompute=none", "--as", "accelerate")
+    found = report(*asked)
+    made, row = found["as"], found["rows"][0]
+    assert row["plan"]["zero"] == 1 and made["plan"]["zero"] != 1
+    assert made["slower"] == made["step_s"] / row["step_s"] > 1 and "no zero=1" in made["lacks"][0]
+    title = next(line for line in said(*asked).splitlines() if "slower than" in line)
+    assert f"{100 * (made['slower'] - 1):.1f} % slower than row 1 ({row['layout']}" in title and "no zero=1" in title
+    assert made["version"] in said(*asked)
+    nothing = refused(*SMALL, "memory.recompute=selective", "--as", "deepspeed")
+    assert "fits that DeepSpeed" in nothing and "whole blocks" in nothing
+    other = refused("plan", "gpt2", "--cluster", "1xh100", "--as", "torchtitan")
+    assert "would not train gpt2" in other and "--as megatron" in other
 
 
 def test_a_hugging_face_directory_and_a_bare_config_json(report, workdir):

@@ -1,4 +1,4 @@
-"""Rows in other frameworks' words: what they can do is said in their flags, what they cannot is said too."""
+"""Plans for other frameworks: what they cannot run is known, what is written says the model and the layout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import json
 import tomllib
 
 import pytest
+from foreign_parsers import megatron_by_table
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise.errors import UserError
-from shardwise.interop.frameworks.export import FRAMEWORKS, export_as
+from shardwise.interop.frameworks.export import FRAMEWORKS, export_as, framework_named
+from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
+from shardwise.spec.split import even_split
 
 SPEC = preset("llama3-8b")
 JOB = Job(seq_len=8192, global_batch=64, tokens=10**12)
@@ -22,75 +27,242 @@ def plan(**changes: object) -> Plan:
     return Plan(**values | {"threads_per_rank": 1, "reason": "", **changes})  # type: ignore[arg-type]
 
 
-def said(framework: str, **changes: object) -> tuple[str, str]:
-    made = export_as(framework, SPEC, JOB, plan(**changes), 8)
+def said(framework: str, model: str = "llama3-8b", **changes: object) -> tuple[str, str]:
+    made = export_as(framework, preset(model), JOB, plan(**changes), 8)
     return made.text, " ".join(made.missing)
 
 
-def test_megatron_flags():
-    text, missing = said("megatron", dp=4, zero=1, tp=2, sequence=True, pp=2, split=(16, 16), recompute="full")
-    for flag in (
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--sequence-parallel",
-        "--use-distributed-optimizer",
-        "--recompute-granularity full",
-        "--micro-batch-size 1",
-        "--global-batch-size 64",
-        "--num-query-groups 8",
-        "--bf16",
-    ):
-        assert flag in text
-    assert "schedule" not in missing
+def flags(model: str, **changes: object) -> object:
+    made = plan(**changes)
+    return megatron_by_table(said("megatron", model, **changes)[0], made.world)
 
 
-def test_megatron_has_no_zero_bubble():
-    assert "schedule=zbv" in said("megatron", pp=2, schedule="zbv", virtual_stages=2, split=(8, 8, 8, 8))[1]
+def lacks(framework: str, model: str = "llama3-8b", **changes: object) -> str:
+    return "; ".join(FRAMEWORKS[framework].runs_in(preset(model), plan(**changes)))
 
 
-def test_torchtitan_is_toml_with_both_data_parallel_degrees():
-    text, missing = said("torchtitan", dp=8, zero=3, replicate=2, tp=2, sequence=True, cp=2, cp_kind="ulysses")
+# The layout ----------------------------------------------------------------------------------------------------------
+
+
+def test_megatron_splits_even_stages_by_number_and_others_layer_by_layer():
+    even = flags(
+        "llama3-8b", dp=4, zero=1, tp=2, sequence=True, pp=2, split=(8,) * 4, virtual_stages=2, schedule="interleaved"
+    )
+    assert even.num_virtual_stages_per_pipeline_rank == 2
+    assert even.pipeline_model_parallel_layout is None and even.sequence_parallel and even.use_distributed_optimizer
+    uneven = flags("llama3-8b", dp=4, zero=1, pp=2, split=(9, 8, 8, 7), virtual_stages=2, schedule="interleaved")
+    assert uneven.pipeline_model_parallel_layout == "E" + "|".join(["t" * 9, "t" * 8, "t" * 8, "t" * 7]) + "L"
+    assert uneven.num_virtual_stages_per_pipeline_rank is None
+
+
+def test_megatron_zero_3_is_its_fsdp_with_the_checkpoints_of_that():
+    made = flags("llama3-8b", dp=8, zero=3)
+    assert made.use_megatron_fsdp and made.ckpt_format == "fsdp_dtensor"
+    assert made.data_parallel_sharding_strategy == "optim_grads_params"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS must not be 1" in said("megatron", dp=8, zero=3)[1]
+
+
+def test_megatron_recomputes_as_many_layers_of_a_stage():
+    made = flags("llama3-8b", dp=2, pp=2, split=(16, 16), recompute="every-4")
+    assert (made.recompute_granularity, made.recompute_method, made.recompute_num_layers) == ("full", "block", 4)
+    assert "first 4 of 16 layers" in said("megatron", dp=2, pp=2, split=(16, 16), recompute="every-4")[1]
+    assert flags("llama3-8b", recompute="sqrt").recompute_num_layers == 4  # 32 layers in groups of a divisor
+
+
+def test_torchtitan_is_given_the_modules_of_every_stage():
+    text, _ = said("torchtitan", dp=4, zero=2, pp=2, split=(9, 8, 8, 7), virtual_stages=2, schedule="interleaved")
     made = tomllib.loads(text)["parallelism"]
-    assert (made["data_parallel_replicate_degree"], made["data_parallel_shard_degree"]) == (2, 4)
-    assert (made["tensor_parallel_degree"], made["fsdp_reshard_after_forward"]) == (2, "always")
-    assert "ulysses" in missing
+    stages = made["module_fqns_per_model_part"]
+    assert [len(stage) for stage in stages] == [10, 8, 8, 9]
+    assert stages[0][:2] == ["tok_embeddings", "layers.0"] and stages[-1][-3:] == ["layers.31", "norm", "output"]
+    assert made["pipeline_parallel_schedule"] == "Interleaved1F1B" and made["fsdp_reshard_after_forward"] == "never"
 
 
-def test_deepspeed_batches_multiply_up():
-    text, missing = said("deepspeed", dp=8, zero=2, tp=2, micro_batch=2, offload="optimizer")
+def test_torchtitan_shards_and_replicates():
+    text, _ = said("torchtitan", dp=8, zero=3, replicate=2, tp=2, sequence=True, cp=2, recompute="every-2")
+    made = tomllib.loads(text)
+    axes = made["parallelism"]
+    assert (axes["data_parallel_replicate_degree"], axes["data_parallel_shard_degree"]) == (2, 4)
+    assert (axes["tensor_parallel_degree"], axes["context_parallel_degree"]) == (2, 2)
+    assert made["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "2"}
+
+
+def test_deepspeed_batches_multiply_up_over_data_parallel_ranks():
+    text, _ = said("deepspeed", dp=8, zero=2, tp=2, micro_batch=2, offload="optimizer")
     made = json.loads(text)
     assert made["train_batch_size"] == 8 * made["train_micro_batch_size_per_gpu"] * made["gradient_accumulation_steps"]
     assert made["zero_optimization"]["stage"] == 2 and made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert made["tensor_parallel"] == {"autotp_size": 2}
-    assert "pp=" not in missing and "pp=2" in said("deepspeed", pp=2, split=(16, 16))[1]
 
 
-def test_accelerate_counts_processes():
-    text, missing = said("accelerate", dp=16, zero=3)
-    assert "num_processes: 16" in text and "num_machines: 2" in text and "fsdp_reshard_after_forward: true" in text
-    assert "zero=1" in said("accelerate", dp=16, zero=1)[1] and "zero=1" not in missing
+def test_accelerate_multiplies_up_to_its_processes():
+    text, _ = said("accelerate", dp=16, zero=3, replicate=2, tp=2)
+    sizes = dict(line.strip().rsplit(": ", 1) for line in text.splitlines() if "_size: " in line)
+    sizes = {name.removeprefix("parallelism_config_"): int(size) for name, size in sizes.items()}
+    assert sizes == {"dp_replicate_size": 2, "dp_shard_size": 8, "tp_size": 2, "cp_size": 1, "sp_size": 1}
+    assert "num_processes: 32" in text and "num_machines: 4" in text and "reshard_after_forward: true" in text
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_nothing_of_a_layout_is_left_out_silently(framework):
-    """Each axis is in the text or among what is missing."""
-    text, missing = said(
-        framework, dp=2, zero=1, tp=2, sequence=True, cp=2, pp=2, split=(16, 16), recompute="selective"
+@pytest.mark.parametrize(
+    ("framework", "changes", "reason"),
+    [
+        ("megatron", dict(pp=2, schedule="zbv", virtual_stages=2, split=(8,) * 4), "zero-bubble"),
+        (
+            "megatron",
+            dict(dp=16, pp=3, schedule="interleaved", virtual_stages=2, split=(6, 6, 5, 5, 5, 5)),
+            "interleaved",
+        ),
+        ("megatron", dict(dp=2, zero=3, pp=2, split=(16, 16)), "pipelines together with its FSDP"),
+        ("megatron", dict(recompute="selective"), "selective"),
+        ("megatron", dict(dp=2, zero=3, offload="optimizer"), "zero=1"),
+        ("megatron", dict(dp=24), "uneven number of sequences"),
+        ("torchtitan", dict(dp=2, zero=1), "zero=1"),
+        ("torchtitan", dict(dp=2, zero=2, cp=2, cp_kind="ulysses"), "Ulysses"),
+        ("torchtitan", dict(dp=2, zero=2, tp=2), "without sequence parallelism"),
+        ("torchtitan", dict(dp=2, tp=2, sequence=True), "replicas without shards"),
+        ("torchtitan", dict(dp=2, zero=2, pp=2, schedule="zero-bubble", split=(16, 16)), "one stage per rank"),
+        ("torchtitan", dict(dp=2, zero=2, recompute="sqrt"), "groups of layers"),
+        ("deepspeed", dict(pp=2, split=(16, 16)), "pipelines"),
+        ("deepspeed", dict(dp=2, zero=3, tp=2), "zero=3"),
+        ("deepspeed", dict(dp=2, zero=1, cp=2), "context parallelism"),
+        ("accelerate", dict(dp=2, zero=1), "zero=1"),
+        ("accelerate", dict(dp=2, tp=2), "without shards"),
+        ("accelerate", dict(dp=2, zero=2, recompute="selective"), "whole blocks"),
+    ],
+)
+def test_what_a_framework_cannot_run_is_said_and_not_written(framework, changes, reason):
+    assert reason in lacks(framework, **changes)
+    with pytest.raises(UserError, match="does not run"):
+        said(framework, **changes)
+
+
+def test_models_have_rules_of_their_own():
+    assert "for this model" in lacks("torchtitan", "qwen3-8b", dp=2, zero=2, pp=2, split=(18, 18))
+    assert "FlexAttention" in lacks("torchtitan", "deepseek-v3", dp=2, zero=2, cp=2)
+    assert "sliding windows" in lacks("megatron", "mistral-7b", cp=2) and not lacks("megatron", cp=2)
+    assert "sliding windows" in lacks("accelerate", "mistral-7b", dp=2, zero=2, cp=2)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Grid, Pace, States, Saving]:
+    tp, pp = draw(st.sampled_from((1, 2, 16))), draw(st.sampled_from((1, 2, 4)))
+    cp, kind = draw(st.sampled_from(((1, "ring"), (2, "ring"), (2, "ulysses"))))
+    grid = Grid(draw(st.sampled_from((1, 2, 4, 24))), tp, tp > 1 and draw(st.booleans()), cp, kind, pp, 1)
+    how = draw(st.sampled_from((("1f1b", 1), ("interleaved", 2), ("zbv", 2)))) if pp > 1 else ("1f1b", 1)
+    zero = draw(st.integers(0, 3))
+    replicate = draw(st.sampled_from((1, grid.dp))) if zero else grid.dp
+    saving = Saving(
+        draw(st.sampled_from(("none", "selective", "full", "every-4", "sqrt"))),
+        draw(st.sampled_from(("none", "optimizer", "all"))),
+        draw(st.booleans()),
     )
-    words = (text + missing).lower()
-    for names in (
-        ("zero=1", "distributed-optimizer", '"stage": 1'),
-        ("tp_size: 2", "tensor_parallel_degree = 2", "tensor-model-parallel-size 2", "autotp_size"),
-        ("cp=2", "cp_size: 2", "context_parallel_degree = 2", "context-parallel-size 2"),
-        ("pp=2", "pipeline_parallel_degree = 2", "pipeline-model-parallel-size 2"),
-        ("recompute", "activation_checkpoint"),
-    ):
-        assert any(name in words for name in names), (framework, names)
+    return grid, Pace(draw(st.sampled_from((1, 2))), *how), States(zero, replicate), saving
+
+
+@given(layouts(), st.sampled_from(sorted(FRAMEWORKS)))
+def test_a_search_leaves_out_exactly_what_the_framework_does_not_run(parts, name):
+    """A whole layout is judged as the plan it makes; a region is left out only if nothing in it runs."""
+    grid, pace, states, saving = parts
+    framework, accept = FRAMEWORKS[name], FRAMEWORKS[name].accepts(SPEC, 8192, 64)
+    split = even_split(SPEC.num_layers, grid.pp * pace.virtual_stages) if grid.pp > 1 else ()
+    values = {key: value for part in parts for key, value in part._asdict().items()}
+    runs = not framework.runs_in(SPEC, plan(**values, split=split))
+    assert accept(grid, pace, states, saving) == runs
+    assert not runs or all(
+        accept(grid, *known) for known in ((None,) * 3, (None, states, None), (None, states, saving))
+    )
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "llama3-70b"])
+def test_llama_3_keeps_its_rotary_base_and_has_no_dropout(model):
+    made = flags(model)
+    assert made.rotary_base == 500000 and made.norm_epsilon == 1e-5 and made.num_query_groups == 8
+    assert made.attention_dropout == made.hidden_dropout == 0.0
+    assert made.swiglu and made.disable_bias_linear and made.untie_embeddings_and_output_weights
+    assert made.vocab_size == 128256 and made.make_vocab_size_divisible_by == 1 and not made.use_rope_scaling
+    assert flags("llama3.1-8b").use_rope_scaling and flags("llama3.2-1b").rope_scaling_factor == 32
+
+
+def test_qwen_3_has_norms_of_queries_and_keys():
+    made = flags("qwen3-8b")
+    assert made.qk_layernorm and made.norm_epsilon == 1e-6 and made.rotary_base == 10**6 and made.kv_channels == 128
+    moe = flags("qwen3-30b-a3b")
+    assert (moe.num_experts, moe.moe_router_topk, moe.moe_ffn_hidden_size) == (128, 8, 768)
+    assert moe.moe_router_score_function == "softmax" and not moe.moe_router_pre_softmax
+    assert moe.moe_router_load_balancing_type == ["seq_aux_loss"] and moe.moe_aux_loss_coeff == [0.001]
+    assert flags("qwen2.5-7b").add_qkv_bias and flags("qwen2.5-7b").disable_bias_linear
+
+
+def test_deepseek_v3_keeps_its_dense_layers_shared_experts_and_router():
+    made = flags("deepseek-v3", ep=1)
+    assert made.moe_layer_freq == [0] * 3 + [1] * 58 and made.moe_shared_expert_intermediate_size == 2048
+    assert made.moe_router_score_function == "sigmoid" and made.moe_router_enable_expert_bias
+    assert made.moe_router_bias_update_rate == 0.001 and made.moe_router_topk_scaling_factor == 2.5
+    assert (made.moe_router_num_groups, made.moe_router_group_topk) == (8, 4)
+    assert (made.qk_head_dim, made.qk_pos_emb_head_dim, made.v_head_dim) == (128, 64, 128)
+    assert (made.q_lora_rank, made.kv_lora_rank, made.rope_type, made.rotary_scaling_factor) == (1536, 512, "yarn", 40)
+    assert made.multi_latent_attention and made.qk_layernorm and not made.group_query_attention
+    assert (made.ffn_hidden_size, made.mscale, made.mscale_all_dim) == (18432, 1.0, 1.0)
+
+
+def test_mixtral_mistral_smollm_and_gpt():
+    mixtral = flags("mixtral-8x7b")
+    assert mixtral.moe_aux_loss_coeff == [0.02] and mixtral.window_size is None and mixtral.rotary_base == 10**6
+    assert flags("mistral-7b").window_size == (4095, 0)
+    smollm = flags("smollm2-135m")
+    assert not smollm.untie_embeddings_and_output_weights and smollm.rotary_base == 100000
+    gpt = export_as("megatron", preset("gpt2"), Job(1024, 64), plan(seq_len=1024), 8)
+    made = megatron_by_table(gpt.text, 1)
+    assert made.position_embedding_type == "learned_absolute" and made.normalization == "LayerNorm"
+    assert not made.disable_bias_linear and not made.swiglu and not made.untie_embeddings_and_output_weights
+    assert flags("tiny-moe").moe_z_loss_coeff == 0.001 and flags("tiny-moe").moe_layer_freq == [0, 1] * 3
+
+
+def test_torchtitan_says_what_its_flavor_computes_otherwise():
+    assert "rope_scaling=none" in said("torchtitan", dp=2, zero=2)[1]
+    assert "cannot" not in said("torchtitan", "llama3.1-8b", dp=2, zero=2)[1]
+    text, missing = said("torchtitan", "deepseek-v3", dp=2, zero=2)
+    assert tomllib.loads(text)["model"] == {"name": "deepseek_v3", "flavor": "671B"}
+    assert "norm_eps=1e-06: its flavor has 1e-05" in missing and "aux_loss_coef=0.0001: its flavor has 0" in missing
+    assert "aux_loss_coef" in said("torchtitan", "qwen3-30b-a3b", dp=2, zero=2)[1]
+
+
+@pytest.mark.parametrize(
+    ("framework", "model", "reason"),
+    [
+        ("megatron", "gemma2-2b", "soft caps"),
+        ("megatron", "gemma3-1b", "rotary base of their own"),
+        ("torchtitan", "gpt2", "no flavor"),
+        ("torchtitan", "mistral-7b", "no flavor"),
+        ("torchtitan", "mixtral-8x7b", "no flavor"),
+        ("torchtitan", "smollm2-135m", "no flavor"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(framework, model, reason):
+    with pytest.raises(UserError, match="would not train") as problem:
+        framework_named(framework, preset(model), JOB)
+    assert reason in problem.value.why and "--as deepspeed" in problem.value.fix
+
+
+def test_scripts_are_told_what_the_model_needs():
+    for framework in ("deepspeed", "accelerate"):
+        missing = said(framework, "deepseek-v3", dp=2, zero=2)[1]
+        assert "bias_update_rate" in missing and "output_router_logits" in missing and "dropout 0" in missing
+
+
+def test_every_export_names_its_version_and_whose_times_are_predicted():
+    for framework in FRAMEWORKS.values():
+        assert any(letter.isdigit() for letter in framework.title)
+        assert "not of this framework" in said(framework.name)[1]
 
 
 def test_printed_json_stays_json_with_its_notes():
-    made = export_as("deepspeed", SPEC, JOB, plan(pp=2, split=(16, 16)), 8)
-    assert any("pp=2" in note for note in json.loads(made.to_print("row 1"))["_shardwise"])
+    made = export_as("deepspeed", SPEC, JOB, plan(recompute="full"), 8)
+    notes = json.loads(made.to_print("title", "more"))["_shardwise"]
+    assert notes[:2] == ["title", "more"] and any("gradient_checkpointing" in note for note in notes)
 
 
 def test_an_unknown_framework_is_answered_with_the_nearest():

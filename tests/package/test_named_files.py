@@ -11,7 +11,7 @@ ROOT = PACKAGE.parents[1]
 THERE = {
     path.relative_to(ROOT).as_posix() for room in ("src", "tests", "benchmarks") for path in (ROOT / room).rglob("*.py")
 }
-OF_OTHERS = {"version.py": "torch's"}
+OF_OTHERS = {"version.py": "torch's", "pretrain_gpt.py": "Megatron-LM's"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())

@@ -58,16 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--as",
         dest="framework",
         metavar="FRAMEWORK",
-        help="print row 1 for megatron, torchtitan, deepspeed or accelerate",
+        help="print the best layout that megatron, torchtitan, deepspeed or accelerate runs, as it reads it",
     )
     parser.add_argument("--out", metavar="DIR", help="where the rows go (default: plans/MODEL-CLUSTER)")
     parser.add_argument("--force", action="store_true", help="overwrite files there that were changed by hand")
 
 
 def run(args: argparse.Namespace) -> int:
+    from shardwise.cli.plan_as import as_framework
     from shardwise.cli.plan_folder import digest_of, folder_of
     from shardwise.cli.plan_view import show
-    from shardwise.interop.frameworks.export import check_framework, export_as
+    from shardwise.interop.frameworks.export import check_framework, framework_named
     from shardwise.plan.answer.answer import answer, to_json
     from shardwise.plan.answer.question import ask
     from shardwise.plan.answer.what_if import change, what_if
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
         price=args.price,
         words=args.overrides,
     )
+    if args.framework:
+        framework_named(args.framework, question.spec, question.job)
     within, budget = _inverse(args, question)
     for text in args.what_if:  # a slip is answered now, not after the search
         change(question, text)
@@ -98,21 +101,16 @@ def run(args: argparse.Namespace) -> int:
         made = answer(question, args.top, within=within, budget=budget, fewest=args.fewest_gpus, detail=not narrow)
         refused = why_not(made, args.why_not) if args.why_not else None
         changed = [what_if(question, text) for text in args.what_if]
+        foreign = as_framework(made, args.framework) if args.framework else None
     files = _write(made, folder, digest, args.force)
-    best = made.rows[0].candidate.plan
-    exported = (
-        export_as(args.framework, question.spec, question.job, best, question.cluster.per_node)
-        if args.framework
-        else None
-    )
     if args.json:
         report: dict[str, Any] = to_json(made, files)
         report["why_not"] = refused.to_dict() if refused else None
         report["what_if"] = [one.to_dict() for one in changed]
-        report["as"] = {"framework": args.framework, **vars(exported)} if exported else None
+        report["as"] = foreign.to_dict() if foreign else None
         print(json.dumps(report, indent=1))
-    elif exported:
-        print(exported.to_print(f"{args.framework}: {best.layout}, row 1 of `shardwise plan`, also in {files[0]}"))
+    elif foreign:
+        print(foreign.exported.to_print(*foreign.title(made.rows[0].candidate, files[0])))
     else:
         show(made, files, refused, changed)
     return Exit.DONE

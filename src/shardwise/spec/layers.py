@@ -144,10 +144,6 @@ class AttentionKind:
         """Returns the sizes of the smallest model that still computes the same way, beside the number of heads."""
         return {"head_dim": 8}
 
-    def megatron(self, spec: ModelSpec) -> list[tuple[str, object]]:
-        """Returns its flags of Megatron-LM."""
-        return []
-
 
 @dataclass(frozen=True)
 class LatentAttentionKind(AttentionKind):
@@ -226,14 +222,6 @@ class LatentAttentionKind(AttentionKind):
     def small_sizes(self, spec: ModelSpec) -> dict[str, int]:
         sizes = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 0}
         return sizes | ({"q_lora_rank": 24} if spec.q_lora_rank else {})
-
-    def megatron(self, spec: ModelSpec) -> list[tuple[str, object]]:
-        return [
-            ("multi-latent-attention", True),
-            ("kv-lora-rank", spec.kv_lora_rank),
-            ("q-lora-rank", spec.q_lora_rank),
-            ("v-head-dim", spec.v_head_dim),
-        ]
 
 
 # Feed-forward layers --------------------------------------------------------------------------------------------------

@@ -1,95 +1,252 @@
-"""Writes a plan as flags of Megatron-LM (core 0.13). No torch. Part of export.py."""
+"""Writes a plan as flags of Megatron-LM, and says which layouts it runs. No torch.
+
+The model's flags are in megatron_model.py. The rules are those that its argument checks and its schedules enforce;
+what it does otherwise, but runs, is a line.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+from shardwise.interop.frameworks.framework import WHOLE_BATCHES, Exported, Framework, Rule, micro_batches
+from shardwise.interop.frameworks.megatron_model import Flags, model_flags, refused_model
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
+from shardwise.spec.recompute import recompute_of
 from shardwise.spec.schedules import SCHEDULES
-from shardwise.spec.split import even_split
+
+FSDP = {2: "optim_grads", 3: "optim_grads_params"}
+"""ZeRO stages that its FSDP runs; stage 1 is its distributed optimizer."""
 
 
-def megatron_flags(spec: ModelSpec, job: Job, plan: Plan) -> tuple[list[str], list[str]]:
-    """Returns the flags, and what they cannot say."""
-    flags: list[tuple[str, object]] = [
-        ("num-layers", spec.num_layers),
-        ("hidden-size", spec.hidden),
-        ("num-attention-heads", spec.num_heads),
-        ("ffn-hidden-size", spec.ffn),
+def _fsdp(at: Any) -> bool:
+    return at.zero in FSDP
+
+
+RULES = (
+    WHOLE_BATCHES,
+    Rule(
+        ("pace", "grid"),
+        "no zero-bubble and no V-shaped schedules: its pipelines run 1F1B and interleaved 1F1B",
+        lambda spec, at: at.pp > 1 and not SCHEDULES[at.schedule].megatron,
+    ),
+    Rule(
+        ("pace", "grid"),
+        "no interleaved 1F1B over a number of micro-batches that the pipeline's ranks do not divide",
+        lambda spec, at: at.pp > 1 and at.virtual_stages > 1 and micro_batches(at) % at.pp != 0,
+    ),
+    Rule(
+        ("grid",),
+        "no experts under tensor parallelism without sequence parallelism",
+        lambda spec, at: spec.is_moe and at.tp > 1 and not at.sequence,
+    ),
+    Rule(
+        ("grid",),
+        "no context parallelism over sequences that 2 x its degree does not divide",
+        lambda spec, at: at.cp > 1 and at.seq_len % (2 * at.cp) != 0,
+    ),
+    Rule(
+        ("grid",),
+        "no rings over sliding windows",
+        lambda spec, at: at.cp > 1 and at.cp_kind == "ring" and spec.sliding_window > 0,
+    ),
+    Rule(
+        ("grid",),
+        "no Ulysses for latent attention",
+        lambda spec, at: at.cp > 1 and at.cp_kind == "ulysses" and spec.kv_lora_rank > 0,
+    ),
+    Rule(
+        ("grid", "states"),
+        "no pipelines together with its FSDP (zero=2, zero=3)",
+        lambda s, at: _fsdp(at) and at.pp > 1,
+    ),
+    Rule(
+        ("states",),
+        "no replicas of shards with its FSDP (zero=2, zero=3) by these flags",
+        lambda spec, at: _fsdp(at) and at.replicate > 1,
+    ),
+    Rule(
+        ("grid", "saving"),
+        "no recomputation of every k-th layer where its stages have different numbers of layers",
+        lambda spec, at: bool(_every(at)) and spec.num_layers % (at.pp * (_every(at) or 1)) != 0,
+    ),
+    Rule(
+        ("pace", "grid", "saving"),
+        "no recomputation of every k-th layer where its stages have different numbers of layers",
+        lambda spec, at: bool(_every(at)) and spec.num_layers % (at.pp * at.virtual_stages * (_every(at) or 1)) != 0,
+    ),
+    Rule(
+        ("saving",),
+        "no selective recomputation of everything between matmuls: it leaves out norms, or whole modules",
+        lambda spec, at: recompute_of(at.recompute).is_selective,
+    ),
+    Rule(
+        ("grid", "pace", "saving"),
+        "no groups of recomputed layers that the layers of a stage do not fill",
+        lambda spec, at: recompute_of(at.recompute).in_groups and spec.num_layers % (at.pp * at.virtual_stages) != 0,
+    ),
+    Rule(
+        ("states", "saving"),
+        "no optimizer in CPU memory without its distributed optimizer (zero=1)",
+        lambda spec, at: at.offload == "optimizer" and at.zero != 1,
+    ),
+    Rule(("saving",), "no parameters in CPU memory", lambda spec, at: at.offload == "all"),
+    Rule(
+        ("saving",),
+        "no activations in CPU memory by its own flags alone (it needs Transformer Engine's switches)",
+        lambda spec, at: at.activation_offload,
+    ),
+)
+
+
+def _every(at: Any) -> int | None:
+    """Returns k where every k-th layer is recomputed and k is more than 1."""
+    every = recompute_of(at.recompute).every
+    return every if every != 1 else None
+
+
+def _refuses(spec: ModelSpec, job: Job) -> list[str]:
+    found = refused_model(spec)
+    if job.adapter.kind != "none":
+        found.append(f"no adapters (adapter.kind={job.adapter.kind})")
+    return found
+
+
+def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
+    flags, missing = model_flags(spec, plan.tp)
+    flags += [
         ("seq-length", job.seq_len),
-        ("max-position-embeddings", max(job.seq_len, spec.max_seq_len)),
+        (
+            "max-position-embeddings",
+            spec.max_seq_len if spec.positions == "learned" else max(job.seq_len, spec.max_seq_len),
+        ),
         ("micro-batch-size", plan.micro_batch),
         ("global-batch-size", plan.global_batch),
         ("tensor-model-parallel-size", plan.tp),
+        ("sequence-parallel", plan.sequence),
         ("pipeline-model-parallel-size", plan.pp),
     ]
-    missing: list[str] = []
-    if spec.num_kv_heads != spec.num_heads:
-        flags += [("group-query-attention", True), ("num-query-groups", spec.num_kv_heads)]
-    if spec.head_dim * spec.num_heads != spec.hidden:
-        flags.append(("kv-channels", spec.head_dim))
-    flags += [("normalization", "RMSNorm" if spec.norm == "rms" else "LayerNorm")]
-    flags += [("swiglu", spec.gated), ("disable-bias-linear", not (spec.qkv_bias or spec.mlp_bias))]
-    flags += [("position-embedding-type", "rope" if spec.positions == "rope" else "learned_absolute")]
-    flags += [("untie-embeddings-and-output-weights", not spec.tied), ("sequence-parallel", plan.sequence)]
     if plan.cp > 1:
         kind = "p2p" if plan.cp_kind == "ring" else "a2a"
         flags += [("context-parallel-size", plan.cp), ("cp-comm-type", kind)]
     if spec.is_moe:
-        flags += [("num-experts", spec.num_experts), ("moe-router-topk", spec.experts_per_token)]
-        flags += [("moe-ffn-hidden-size", spec.expert_ffn), ("expert-model-parallel-size", plan.ep)]
-    flags += spec.attention.megatron(spec)
-    _megatron_states(flags, missing, plan)
-    _megatron_pipeline(flags, missing, spec, plan)
-    if plan.recomputes.is_selective:
-        flags.append(("recompute-activations", True))
-        missing.append("recompute=selective: Megatron recomputes attention's core, we recompute norms and activations")
-    elif not plan.recomputes.is_none:
-        group = plan.recomputes.every or 1
-        flags += [("recompute-granularity", "full"), ("recompute-method", "uniform"), ("recompute-num-layers", group)]
-        if plan.recomputes.every != 1:
-            missing.append(f"recompute={plan.recompute}: the nearest is full recomputation in groups of {group}")
-    precision = plan.precision.removesuffix("-true")
-    if precision == "fp8":
-        flags += [("bf16", True), ("fp8-format", "hybrid")]
-    elif precision in ("bf16", "fp16"):
-        flags.append((precision, True))
-    if plan.precision.endswith("-true"):
-        missing.append(
-            f"{plan.precision}: Megatron keeps fp32 master weights, 12 more bytes per parameter over the shards"
-        )
-    if plan.offload != "none":
+        flags.append(("expert-model-parallel-size", plan.ep))
+        if plan.ep > 1:  # ours: ranks of tensor parallelism have whole experts too
+            flags.append(("expert-tensor-parallel-size", 1))
+    _states(flags, plan)
+    _pipeline(flags, plan)
+    _recompute(flags, missing, spec, plan)
+    _formats(flags, missing, plan)
+    if plan.offload == "optimizer":
         flags += [("optimizer-cpu-offload", True), ("use-precision-aware-optimizer", True)]
-        if plan.offload == "all" or plan.offload_to == "nvme":
-            missing.append("offload: only the optimizer, and only to CPU memory")
+        if plan.offload_to == "nvme":
+            missing.append("cannot keep optimizer states on a disk: they go to CPU memory")
     if job.tokens:
         flags.append(("train-samples", -(-job.tokens // job.seq_len)))
-    text = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags if value is not False]
-    return text, missing
+    if not OPTIMIZERS[job.optimizer].is_adam or OPTIMIZERS[job.optimizer].is_low_bit:
+        missing.append(f"cannot run optimizer.name={job.optimizer}: its Adam is left")
+    missing.append(_environment(plan))
+    missing.append(
+        "you add: data and tokenizer (--data-path --tokenizer-type --tokenizer-model), --lr and its schedule, "
+        + ("--save --load" if job.tokens else "--train-iters, --save --load")
+    )
+    missing.append(
+        f"for torchrun --nproc-per-node {min(per_node, plan.world)} pretrain_gpt.py, {plan.world} ranks in all"
+    )
+    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in flags if value is not False]
+    return Exported(_wrapped(words), "flags", tuple(missing))
 
 
-def _megatron_states(flags: list[tuple[str, object]], missing: list[str], plan: Plan) -> None:
-    if plan.zero == 0:
-        flags.append(("overlap-grad-reduce", plan.dp > 1))
-        return
-    flags += [("use-distributed-optimizer", True), ("overlap-grad-reduce", True), ("overlap-param-gather", True)]
-    if plan.zero >= 2:
-        kind = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
-        flags += [("use-megatron-fsdp", True), ("data-parallel-sharding-strategy", kind)]
-        if plan.pp > 1:
-            missing.append(f"zero={plan.zero} with pp={plan.pp}: its FSDP takes no pipelines; use zero=1 there")
-    if plan.replicate > 1:
-        flags.append(("num-distributed-optimizer-instances", plan.replicate))
+def _states(flags: Flags, plan: Plan) -> None:
+    if plan.zero in FSDP:
+        flags += [
+            ("use-megatron-fsdp", True),
+            ("data-parallel-sharding-strategy", FSDP[plan.zero]),
+            ("use-distributed-optimizer", True),
+            ("overlap-grad-reduce", True),
+            ("overlap-param-gather", True),
+            ("ckpt-format", "fsdp_dtensor"),
+            ("no-gradient-accumulation-fusion", True),
+        ]
+    elif plan.zero == 1:
+        flags += [("use-distributed-optimizer", True), ("overlap-grad-reduce", True), ("overlap-param-gather", True)]
+        if plan.replicate > 1:
+            flags.append(("num-distributed-optimizer-instances", plan.replicate))
+    elif plan.dp * plan.cp > 1:
+        flags.append(("overlap-grad-reduce", True))
 
 
-def _megatron_pipeline(flags: list[tuple[str, object]], missing: list[str], spec: ModelSpec, plan: Plan) -> None:
+def _pipeline(flags: Flags, plan: Plan) -> None:
+    """Adds how the layers are split. Even stages have a flag of their own; others are drawn layer by layer. It takes
+    one or the other."""
     if plan.pp == 1:
         return
-    if plan.virtual_stages > 1:
+    if len(set(plan.split)) > 1:
+        stages = ["t" * layers for layers in plan.split]
+        stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
+        flags.append(("pipeline-model-parallel-layout", f"'{'|'.join(stages)}'"))
+    elif plan.virtual_stages > 1:
         flags.append(("num-virtual-stages-per-pipeline-rank", plan.virtual_stages))
-    if not SCHEDULES[plan.schedule].megatron:
-        instead = "interleaved 1F1B" if plan.virtual_stages > 1 else "1F1B"
-        missing.append(f"schedule={plan.schedule}: it runs {instead}")
-    if plan.split != even_split(spec.num_layers, plan.num_stages):
-        layout = "|".join(["t" * layers for layers in plan.split])
-        flags.append(("pipeline-model-parallel-layout", f"'E{layout}L'"))
+
+
+def _recompute(flags: Flags, missing: list[str], spec: ModelSpec, plan: Plan) -> None:
+    kind = plan.recomputes
+    if kind.is_none:
+        return
+    layers = spec.num_layers // plan.num_stages
+    flags.append(("recompute-granularity", "full"))
+    if kind.in_groups:
+        group = next(size for size in range(round(layers**0.5), 0, -1) if layers % size == 0)
+        flags += [("recompute-method", "uniform"), ("recompute-num-layers", group)]
+        missing.append(f"recompute=sqrt: in groups of {group} of the {layers} layers of a stage")
+    elif kind.every == 1:
+        flags += [("recompute-method", "uniform"), ("recompute-num-layers", 1)]
+    else:
+        assert kind.every is not None, plan.recompute
+        number = layers // kind.every
+        flags += [("recompute-method", "block"), ("recompute-num-layers", number)]
+        missing.append(
+            f"recompute={plan.recompute}: it recomputes the first {number} of {layers} layers of a stage instead"
+        )
+
+
+def _formats(flags: Flags, missing: list[str], plan: Plan) -> None:
+    matmul = plan.formats.computed
+    if matmul in ("bf16", "fp16"):
+        flags.append((matmul, True))
+    if plan.formats.is_fp8:
+        flags += [("fp8-format", "hybrid"), ("fp8-recipe", "tensorwise")]
+        if plan.fp8_recipe != "tensorwise":
+            missing.append(f"cannot scale fp8 {plan.fp8_recipe}: it scales whole tensors by their current maximum")
+    if matmul != "fp32" and not plan.formats.is_mixed:
+        missing.append(
+            f"cannot train in {plan.precision}: it keeps fp32 master weights, 12 more bytes per parameter and shard"
+        )
+    if plan.reduce_dtype == "bf16":
+        flags.append(("grad-reduce-in-bf16", True))
+    if "none" not in (plan.quantize_weights, plan.quantize_gradients) or plan.secondary_shard:
+        missing.append("cannot quantize or regroup what ZeRO gathers (ZeRO++): it gathers in the weights' format")
+
+
+def _environment(plan: Plan) -> str:
+    """Returns what the environment must say before it starts, which its argument check insists on."""
+    if plan.zero in FSDP:
+        return "environment: CUDA_DEVICE_MAX_CONNECTIONS must not be 1 with its FSDP"
+    if plan.tp * plan.cp > 1:
+        return "environment: CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell"
+    return "environment: nothing to set"
+
+
+def _wrapped(words: list[str], width: int = 100) -> str:
+    lines, line = [], ""
+    for word in words:
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return " \\\n  ".join([*lines, line])
+
+
+MEGATRON = Framework("megatron", "Megatron-LM (core 0.16.1)", RULES, _refuses, _write)
