@@ -235,15 +235,6 @@ def test_data_prepare_and_show(said, reported, house):
     assert any(run["loss"] for run in rows[0]["runs"]) and not all(run["loss"] for run in rows[0]["runs"])
 
 
-def test_loggers_that_are_not_there_do_not_stop_a_run(said, monkeypatch):
-    for name in ("wandb", "mlflow", "mlflow.tracking"):
-        monkeypatch.setitem(sys.modules, name, None)  # what an import of an absent package meets
-    words = [*SMALL, "train.steps=2", "run.name=logged", "--nproc", 1, "run.loggers=jsonl,wandb,mlflow"]
-    output = said("train", *words)
-    assert "wandb is off" in output and "mlflow is off" in output
-    assert len(losses_of(Path("runs/logged"))) == 2
-
-
 def test_a_reader_that_goes_away_ends_nothing(house):
     """`shardwise train … | head -1`: the pipe breaks, the run goes on to its end."""
     command = [sys.executable, "-m", "shardwise", "train", *SMALL, "train.steps=3", "run.name=piped", "--nproc", "1"]

@@ -21,7 +21,6 @@ FOR_OTHERS = {
     "root_log_dir": "torch's launcher reads it",
     "_should_skip_dynamo": "torch calls it",
     "_fields_": "ctypes reads it",
-    "tags": "jinja2 reads it",
     "transform_rows": "makes the table of docs/transforms.md, which tests/docs/test_transforms.py compares with it",
     "replaces": "a column of the table of docs/transforms.md",
     "check_actions": "tests/spec/test_schedules.py runs it over every schedule: a new one must pass it before it ships",

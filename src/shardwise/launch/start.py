@@ -32,6 +32,7 @@ from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.resolve.resolve import resolve
 from shardwise.private_names import check_private_names
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
+from shardwise.run.loggers import check_loggers
 from shardwise.run.ranks import Ranks, ranks_from_environment
 from shardwise.run.rundir import FREE_TO_CHANGE, RunDir, create_run_dir
 from shardwise.run.session import RunInputs
@@ -66,6 +67,7 @@ def plan_run(
     if machine.gpu_problem:
         say_error(f"gpu      {machine.gpu_problem}; this run is on CPUs")
     measured = None if cluster is None else measured_file(cluster, machine)
+    check_loggers(loaded.config.run.loggers)
     spec = model_spec(loaded.config.model)
     if is_new:
         check_length(loaded.config, spec, loaded.origins)

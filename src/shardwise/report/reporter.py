@@ -28,6 +28,7 @@ from shardwise.run.evaluate import perplexity
 from shardwise.run.events import Events
 from shardwise.run.guards import StopRequests
 from shardwise.run.listener import Ending, FinishedStep, Listener
+from shardwise.run.loggers import whole_config
 from shardwise.run.measured_steps import MeasuredSteps
 from shardwise.run.metrics import Metrics, expert_load
 from shardwise.run.session import Session
@@ -73,7 +74,7 @@ class Reporter(Listener):
             return
         write_plan(session.run, session.plan, self.prediction)
         self._say(header_lines(setup))
-        metrics = Metrics(session.run, config.run, session.plan.to_dict(), self.say)
+        metrics = Metrics(session.run, config.run, whole_config(config, session.plan.to_dict()), self.say, setup.done)
         self.metrics = self._opened.enter_context(closing(metrics))
         event = "resumed" if setup.done else "started"
         metrics.write({"event": event, "step": setup.done, "wall_time": time.time()})

@@ -1,16 +1,14 @@
-"""Writes metrics: one JSON line per step in the run directory, and copies to the loggers that the user asked for.
-
-A logger is a guest: if it fails to import, to connect or to write, it is dropped with one printed line and the run goes
-on.
-"""
+"""Writes metrics: one JSON line per step in the run directory, and copies to the loggers that the user asked for
+(loggers.py). One that fails is dropped with one printed line and the run goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.files import cannot_write
+from shardwise.run.loggers import Logger, open_logger
 from shardwise.run.rundir import RunDir, to_json
 from shardwise.spec.schema import RunConfig
 
@@ -26,29 +24,22 @@ def expert_load(tokens: list[list[float]]) -> dict[str, float]:
     return {"expert_load_max": max(shares), "expert_load_min": min(shares), "dropped_tokens": 0}
 
 
-class Logger(Protocol):
-    """What a logger must be able to do."""
-
-    name: str
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Metrics:
     """Appends to metrics.jsonl (rank 0 only) and feeds the loggers."""
 
-    def __init__(self, run: RunDir, config: RunConfig, settings: dict[str, Any], say: Callable[[str], None]):
+    def __init__(
+        self, run: RunDir, config: RunConfig, settings: dict[str, Any], say: Callable[[str], None], done: int = 0
+    ):
+        """`settings` is the whole config, for the loggers; `done` counts the steps of earlier processes."""
         self.run, self.say = run, say
         self.file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
         self.loggers: list[Logger] = []
         for name in config.loggers:
             if name != "jsonl":
-                self._try(name, partial(self._open, name, settings))
+                self._try(name, partial(self._open, name, config, settings, done))
 
-    def _open(self, name: str, settings: dict[str, Any]) -> None:
-        self.loggers.append(_open_logger(name, self.run, settings))
+    def _open(self, name: str, config: RunConfig, settings: dict[str, Any], done: int) -> None:
+        self.loggers.append(open_logger(name, self.run, config, settings, done, self.say))
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends a line to metrics.jsonl; the numbers of a step or evaluation go to the loggers too."""
@@ -74,81 +65,4 @@ class Metrics:
         except Exception as error:  # a guest may fail in any way; the run must not
             if logger:
                 self.loggers.remove(logger)
-            hint = f"; pip install 'shardwise[{name}]'" if isinstance(error, ImportError) else ""
-            self.say(f"logger   {name} is off: {error}{hint}")
-
-
-class _TensorBoard:
-    """Writes TensorBoard's files under log/tensorboard."""
-
-    name = "tensorboard"
-
-    def __init__(self, run: RunDir):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(run.log / "tensorboard"))
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        for key, value in values.items():
-            self.writer.add_scalar(key, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _WeightsAndBiases:
-    """Writes Weights & Biases' files under log/wandb, offline: `wandb sync` sends them later if the user wants to."""
-
-    name = "wandb"
-
-    def __init__(self, run: RunDir, settings: dict[str, Any]):
-        import wandb
-
-        folder = run.log / "wandb"
-        folder.mkdir(exist_ok=True)
-        self.run = wandb.init(
-            mode="offline",
-            project="shardwise",
-            name=run.name,
-            dir=str(folder),
-            config=settings,
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.run.log(values, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-class _MLflow:
-    """Writes to a local database, log/mlflow.db; `mlflow ui --backend-store-uri sqlite:///…` shows it."""
-
-    name = "mlflow"
-
-    def __init__(self, run: RunDir, settings: dict[str, Any]):
-        from mlflow.tracking import MlflowClient
-
-        self.client = MlflowClient(tracking_uri=f"sqlite:///{(run.log / 'mlflow.db').resolve()}")
-        found = self.client.get_experiment_by_name("shardwise")
-        experiment = found.experiment_id if found else self.client.create_experiment("shardwise")
-        self.id = self.client.create_run(experiment, run_name=run.name).info.run_id
-        for key, value in settings.items():
-            self.client.log_param(self.id, key, value)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        for key, value in values.items():
-            self.client.log_metric(self.id, key, value, step=step)
-
-    def close(self) -> None:
-        self.client.set_terminated(self.id)
-
-
-def _open_logger(name: str, run: RunDir, settings: dict[str, Any]) -> Logger:
-    if name == "tensorboard":
-        return _TensorBoard(run)
-    if name == "wandb":
-        return _WeightsAndBiases(run, settings)
-    assert name == "mlflow", name
-    return _MLflow(run, settings)
+            self.say(f"logger   {name} is off: {error}")

@@ -372,6 +372,10 @@ class RunConfig:
     loggers: tuple[str, ...] = setting(
         ("jsonl",), "where metrics go", choices=("jsonl", "tensorboard", "wandb", "mlflow")
     )
+    project: str | None = setting(None, "project of W&B, experiment of MLflow; default: shardwise")
+    entity: str | None = setting(None, "team or user of W&B; default: the one who is logged in")
+    tags: tuple[str, ...] = setting((), "labels of this run in W&B and MLflow")
+    offline: bool = setting(False, "W&B writes files only, which `wandb sync` sends later")
     on_nan: str = setting("stop", "what a loss that is not a number does", choices=("stop", "skip"))
     max_restarts: int = setting(0, "automatic restarts after a failure", low=0, later=True)
     replan: bool = setting(False, "plan again when machines are lost", later=True)
