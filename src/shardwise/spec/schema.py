@@ -81,9 +81,13 @@ class DataConfig:
     """What it is trained on."""
 
     source: str | tuple[str, ...] = setting(
-        "python", "file(s), directories, prepared directories, or `python` (the standard library's sources)"
+        "python",
+        "file(s), directories, patterns, saved datasets, prepared directories, or `python` (the standard library's "
+        "sources)",
     )
-    tokenizer: str = setting("auto", "`bytes`, a tokenizer.json, or `auto` (the model directory's own, else bytes)")
+    tokenizer: str = setting(
+        "auto", "`bytes`, a tokenizer.json, or `auto` (the model directory's own, bytes from scratch)"
+    )
     mix: tuple[float, ...] | None = setting(None, "one weight per source; default: by size")
     validation_fraction: float = setting(0.01, "share of documents held out for evaluation", low=0.0, high=0.5)
     packing: str = setting(
@@ -95,7 +99,7 @@ class DataConfig:
         "auto", "documents packed into one sequence do not attend to each other; auto: on for chat"
     )
     chat_template: str | None = setting(None, "a Jinja chat template file; default: the model directory's own")
-    text_field: str = setting("text", "the field of .jsonl and .parquet rows that holds plain text")
+    text_field: str = setting("text", "the field of rows that holds plain text")
 
 
 @dataclass(frozen=True)
