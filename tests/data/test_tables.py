@@ -96,6 +96,7 @@ def test_patterns_name_files_in_sorted_order(tmp_path):
         (tmp_path / name).write_text(json.dumps({"text": name}))
     assert texts(f"{tmp_path}/*/*.jsonl") == ["a/1.jsonl", "b/2.jsonl"]
     assert len(texts(f"{tmp_path}/a/*")) == 2
+    assert find_source(f"{tmp_path}/a/*").title == f"{tmp_path}/a/*"
     assert find_source(f"{tmp_path}/**/*.jsonl").files == find_source(f"{tmp_path}/*/*.jsonl").files
     error = refusal(f"{tmp_path}/*.jsonl")
     assert "no file is like" in error.what and "0 files match" in error.why

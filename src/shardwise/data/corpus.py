@@ -71,8 +71,8 @@ class Corpus:
         held = self.validation.layouts
         count, tokens = sum(layout.count for layout in held), sum(layout.num_tokens for layout in held)
         if count and (count < MEANINGFUL_SEQUENCES or tokens < MEANINGFUL_TOKENS):
-            few = f"held out {count:,} sequences, {tokens:,} tokens: their loss is a coarse measure"
-            lines.append(f"{few}; a larger data.validation_fraction holds out more")
+            few = f"held out {count:,} sequence{'s' if count > 1 else ''}, {tokens:,} tokens"
+            lines.append(f"{few}: their loss is a coarse measure; a larger data.validation_fraction holds out more")
         return lines
 
     def unigram_entropy(self) -> float:

@@ -105,7 +105,8 @@ def find_source(name: str) -> Source:
             fix="rename it to .txt if it is plain text, or convert it to .jsonl",
         )
     root = path if path.is_dir() else path.parent
-    title = name if path.name not in name else path.name or str(path.resolve().name)
+    given = Path(name).expanduser()
+    title = (given.name or str(given.resolve().name)) if given.exists() else name
     return Source(name, tuple(files), sizes, title=title, root=root)
 
 
