@@ -140,6 +140,14 @@ def test_models_have_rules_of_their_own():
     assert "for this model" in lacks("torchtitan", "qwen3-8b", dp=2, zero=2, pp=2, split=(18, 18))
     assert "FlexAttention" in lacks("torchtitan", "deepseek-v3", dp=2, zero=2, cp=2)
     assert "sliding windows" in lacks("megatron", "mistral-7b", cp=2) and not lacks("megatron", cp=2)
+    assert "experts" in lacks("accelerate", "mixtral-8x7b", dp=2, zero=2, tp=2) and not lacks(
+        "accelerate", dp=2, zero=2, tp=2
+    )
+    many = dict(dp=1, cp=16, cp_kind="ulysses", zero=1)
+    assert "key-value heads" in lacks("megatron", **many) and "Ulysses" not in lacks("megatron", **many | {"cp": 8})
+    split = dict(dp=4, zero=1, ep=4, replicate=2)
+    assert "same experts" in lacks("megatron", "mixtral-8x7b", **split)
+    assert "same experts" not in lacks("megatron", "mixtral-8x7b", **split | {"ep": 2})
     assert "sliding windows" in lacks("accelerate", "mistral-7b", dp=2, zero=2, cp=2)
 
 
@@ -226,7 +234,11 @@ def test_torchtitan_says_what_its_flavor_computes_otherwise():
     assert "cannot" not in said("torchtitan", "llama3.1-8b", dp=2, zero=2)[1]
     text, missing = said("torchtitan", "deepseek-v3", dp=2, zero=2)
     assert tomllib.loads(text)["model"] == {"name": "deepseek_v3", "flavor": "671B"}
-    assert "norm_eps=1e-06: its flavor has 1e-05" in missing and "aux_loss_coef=0.0001: its flavor has 0" in missing
+    assert (
+        "ends of documents" in missing
+        and "norm_eps=1e-06: its flavor has 1e-05" in missing
+        and "aux_loss_coef=0.0001: its flavor has 0" in missing
+    )
     assert "aux_loss_coef" in said("torchtitan", "qwen3-30b-a3b", dp=2, zero=2)[1]
 
 

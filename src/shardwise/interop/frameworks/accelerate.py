@@ -34,6 +34,11 @@ RULES = (
     Rule(
         ("grid",), "no sequences that 2 x cp does not divide", lambda s, at: at.cp > 1 and at.seq_len % (2 * at.cp) != 0
     ),
+    Rule(
+        ("grid",),
+        "no tensor parallelism of experts, of latent attention or of models with learned positions",
+        lambda spec, at: at.tp > 1 and (spec.is_moe or spec.kv_lora_rank > 0 or spec.positions == "learned"),
+    ),
     Rule(("grid",), "no rings over sliding windows", lambda spec, at: at.cp > 1 and spec.sliding_window > 0),
     Rule(
         ("grid", "states"),

@@ -54,6 +54,16 @@ RULES = (
     ),
     Rule(
         ("grid",),
+        "no Ulysses over more ranks than key-value heads divide among",
+        lambda spec, at: at.cp > 1 and at.cp_kind == "ulysses" and spec.num_kv_heads % (at.tp * at.cp) != 0,
+    ),
+    Rule(
+        ("grid", "states"),
+        "no replicas of shards that do not divide the ranks with the same experts",
+        lambda spec, at: at.zero == 1 and spec.is_moe and (at.dp * at.cp * at.tp // at.ep) % at.replicate != 0,
+    ),
+    Rule(
+        ("grid",),
         "no Ulysses for latent attention",
         lambda spec, at: at.cp > 1 and at.cp_kind == "ulysses" and spec.kv_lora_rank > 0,
     ),

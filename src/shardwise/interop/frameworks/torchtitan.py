@@ -127,6 +127,8 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
     missing = differences(flavor, spec)
     if job.seq_len > flavor.spec.rope_original_max_seq_len > 0 and spec.rope_scaling == "none":
         missing.append(f"seq_len={job.seq_len} is beyond the length that its rotary frequencies are stretched from")
+    if not flavor.context:
+        missing.append("cannot attend over the ends of documents: its flavor masks them with FlexAttention")
     alone = plan.zero == 0
     replicate, shard = (plan.dp, 1) if alone else (plan.replicate, plan.shard)
     lines = ["[model]", f'name = "{flavor.name}"', f'flavor = "{flavor.flavor}"']
