@@ -187,3 +187,55 @@ def test_content_in_parts_gives_its_text(lines_file):
     )
     [document] = read_documents(str(path))
     assert [message["content"] for message in document.messages] == ["the fox", "runs"]
+
+
+# What never ends, or expands --------------------------------------------------------------------------------------
+
+
+def test_pipes_and_devices_are_refused_before_they_are_read(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    assert "it is a pipe, not a regular file" in refusal(tmp_path / "a.jsonl")
+    assert "it is a pipe, not a regular file" in refusal(tmp_path)
+    assert "it is a device, not a regular file" in refusal("/dev/zero")
+    (tmp_path / "b.txt").symlink_to("/dev/zero")
+    assert "it is a device" in refusal(tmp_path / "b.txt")
+
+
+def test_a_compressed_file_that_expands_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "EXPANDED_UNSEEN", 2**20)
+    with gzip.open(tmp_path / "bomb.jsonl.gz", "wb") as file:
+        for _ in range(8):
+            file.write(b"\n" * 2**20)
+    assert "expands without end" in refusal(tmp_path / "bomb.jsonl.gz")
+    with gzip.open(tmp_path / "text.jsonl.gz", "wb") as file:  # as well as text can be compressed
+        for number in range(20_000):
+            file.write(b'{"text": "%06d the same again, and the same again"}\n' % (number**2 % 999_983))
+    assert len(texts(tmp_path / "text.jsonl.gz")) == 20_000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_row_has_a_largest_size_and_is_not_read_beyond_it(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
+    with gzip.open(tmp_path / name, "wb") if name.endswith("gz") else (tmp_path / name).open("wb") as file:
+        file.write(b'{"text": "' + b"a" * 900 + b'"}\n{"text": "' + b"a" * 1000 + b'"}\n')
+    assert "a row of more than" in refusal(tmp_path / name)
+    assert f"{name}:2" in refusal(tmp_path / name)
+
+
+@pytest.mark.needs("pyarrow")
+def test_a_value_that_is_stored_once_and_stands_in_every_row_is_read_few_rows_at_a_time(tmp_path, monkeypatch):
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(sources, "BATCH_BYTES", 4 * 2**20)
+    once = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), pyarrow.array(["a" * 2**20]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": once}), tmp_path / "bomb.parquet", compression="zstd")
+    assert (tmp_path / "bomb.parquet").stat().st_size < 5000
+    pool = pyarrow.default_memory_pool()
+    before = pool.bytes_allocated()
+    documents = read_documents(find_source(str(tmp_path / "bomb.parquet")), Reading())
+    for _ in range(20):
+        assert next(documents).num_bytes >= 0
+        assert pool.bytes_allocated() - before < 32 * 2**20
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
+    assert "a row of more than" in refusal(tmp_path / "bomb.parquet")

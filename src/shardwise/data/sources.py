@@ -27,8 +27,13 @@ from typing import Any, BinaryIO
 from shardwise.data.rows import ROW_FIELDS, Document, document_of_row
 from shardwise.data.tables import TABLE_SUFFIXES, cached_dataset, is_list_of_rows, read_table, training_split
 from shardwise.errors import UserError
+from shardwise.files import check_regular
 
 MAX_TEXT_BYTES = 2**20
+MAX_ROW_BYTES = 64 * 2**20  # a row is read whole: 64 MiB are thirty thousand pages
+MAX_EXPANSION = 250  # gzip makes at most 1,032 bytes of one, text 3 to 30
+EXPANDED_UNSEEN = 64 * 2**20  # bytes of a compressed file before its expansion is looked at
+BATCH_BYTES = 256 * 2**20  # of a column of .parquet, if every value were as large as all of them together
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", *TABLE_SUFFIXES)
 SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
@@ -95,6 +100,8 @@ def find_source(name: str) -> Source:
             path = files[0].parent
         else:
             raise _no_such_data(name)
+        for file in files:
+            check_regular(file)
         sizes = tuple(file.stat().st_size for file in files)
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -176,6 +183,9 @@ def _python_library() -> Source:
 
 def _files_below(directory: Path) -> list[Path]:
     visible = _walk(directory, frozenset())
+    for path in visible:
+        if _suffix(path) in SUFFIXES:
+            check_regular(path)  # before one is opened to see what it holds
     files = [
         path for path in visible if _suffix(path) in SUFFIXES and (path.suffix != ".json" or is_list_of_rows(path))
     ]
@@ -271,10 +281,10 @@ def _valid(piece: bytes, path: Path, offset: int, reading: Reading, skip_invalid
 def _json_lines(path: Path, reading: Reading) -> Iterator[Document]:
     compressed = path.suffix in (".gz", ".zst")
     with path.open("rb") as file, _decompressed(file, path) as lines:
-        position, number = 0, 0
+        position, number, expanded = 0, 0, 0
         while True:
             try:
-                line = lines.readline()
+                line = lines.readline(MAX_ROW_BYTES + 1)
             except _damage() as error:
                 raise UserError(
                     f"{path} is damaged", why=str(error), fix="fetch or compress it again", where=f"{path}:{number + 1}"
@@ -282,6 +292,16 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[Document]:
             if not line:
                 return
             number += 1
+            expanded += len(line)
+            if len(line) > MAX_ROW_BYTES:
+                raise _too_large(path, number)
+            if compressed and expanded > max(EXPANDED_UNSEEN, MAX_EXPANSION * file.tell()):
+                raise UserError(
+                    f"{path} expands without end",
+                    why=f"{file.tell():,} bytes of it became {expanded:,}; text never compresses {MAX_EXPANSION}-fold",
+                    fix="look inside (`zcat FILE | head -c 1000`, `zstdcat`); if it is right, decompress it",
+                    where=f"{path}:{number}",
+                )
             now = file.tell() if compressed else position + len(line)
             num_bytes, position = now - position, now
             if line.isspace():
@@ -350,19 +370,41 @@ def _parquet_rows(path: Path, reading: Reading) -> Iterator[Document]:
         per_row = path.stat().st_size / max(1, file.metadata.num_rows)
         number = 0
         columns = [name for name in file.schema_arrow.names if name == reading.text_field or name in ROW_FIELDS]
-        for batch in file.iter_batches(batch_size=256, columns=columns or None):
-            for row in batch.to_pylist():
+        for row_group in range(file.num_row_groups):
+            for row in _rows_of(file, row_group, columns):
                 num_bytes = int((number + 1) * per_row) - int(number * per_row)
                 number += 1
+                if any(isinstance(value, str) and len(value) > MAX_ROW_BYTES for value in row.values()):
+                    raise _too_large(path, number)
                 yield document_of_row(
                     row, text_field=reading.text_field, origin=f"{path}:{number}", num_bytes=num_bytes
                 )
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, MemoryError) as error:
         raise UserError(
             f"{path} is not a readable parquet file",
-            why=str(error).splitlines()[0],
+            why=next(iter(str(error).splitlines()), "it does not fit into memory"),
             fix="write it again, or fetch it again",
         ) from None
+
+
+def _rows_of(file: Any, row_group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of one group, so few at a time that they fit into memory even if each has the largest value: a
+    value that is stored once may stand in every row."""
+    about = file.metadata.row_group(row_group)
+    chunks = [about.column(number) for number in range(about.num_columns)]
+    sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
+    batch_size = max(1, min(256, BATCH_BYTES // max([1, *sizes])))
+    for batch in file.iter_batches(batch_size=batch_size, row_groups=[row_group], columns=columns or None):
+        yield from batch.to_pylist()
+
+
+def _too_large(path: Path, number: int) -> UserError:
+    return UserError(
+        f"a row of more than {MAX_ROW_BYTES >> 20} MiB",
+        why="rows are read whole, and many at a time",
+        fix="cut it into several rows, or write long documents as .txt files, which have no limit",
+        where=f"{path}:{number}",
+    )
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
