@@ -1,6 +1,6 @@
 """Turns conversations into text by a chat template, and says which parts of that text carry loss.
 
-Templates are the Jinja files that come with a model; they run in jinja2's sandbox. Loss is on the assistant's answers
+Templates are the Jinja files that come with a model; `rendering.py` runs them. Loss is on the assistant's answers
 only, end-of-turn token included. Where the template marks answers itself (`{% generation %}`), its marks are used;
 otherwise the conversation is rendered up to each answer and past it, and the difference is the answer. Invariant: an
 answer whose place cannot be found this way is counted and left without loss, never guessed.
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.data.rendering import CLOSE, OPEN, Renderer, RenderError
 from shardwise.data.rows import Document, Message, document_of_row
 from shardwise.data.tokenizer import Span, Tokenizer
 from shardwise.errors import UserError
@@ -34,9 +35,6 @@ DEFAULT_TEMPLATE = """\
 """
 
 BUILT_IN = "built-in chat template"
-
-# Noncharacters that bracket `{% generation %}` blocks while rendering; removed from the text afterwards.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 @dataclass(frozen=True)
@@ -94,34 +92,27 @@ class ChatTemplate:
         return (start, start + len(answer)) if answer else None
 
     def _render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
-        import jinja2
-
         try:
-            raw = self._compiled.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self.special_strings
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raw = self._renderer.render(messages, add_generation_prompt)
+        except RenderError as error:
+            if error.line is not None:
+                raise UserError(
+                    "the chat template is not valid Jinja",
+                    why=str(error),
+                    fix="repair the template, or give another: data.chat_template=FILE",
+                    where=f"{self.origin}:{error.line}",
+                ) from None
             raise UserError(
                 "the chat template refuses a conversation",
-                why=f"{error} (roles: {', '.join(str(message['role']) for message in messages)})",
+                why=f"{error} (roles: {_roles(messages)})",
                 fix="repair the row, or give another template: data.chat_template=FILE",
                 where=self.origin,
             ) from None
         return _without_marks(raw) if OPEN in raw else (raw, [])
 
     @cached_property
-    def _compiled(self) -> Any:
-        import jinja2
-
-        try:
-            return _environment().from_string(self.template)
-        except jinja2.TemplateSyntaxError as error:
-            raise UserError(
-                "the chat template is not valid Jinja",
-                why=str(error.message),
-                fix="repair the template, or give another: data.chat_template=FILE",
-                where=f"{self.origin}:{error.lineno}",
-            ) from None
+    def _renderer(self) -> Renderer:
+        return Renderer(self.template, self.special_strings, is_built_in=self.template == DEFAULT_TEMPLATE)
 
 
 def open_template(path: str | None, model_dir: Path | None, tokenizer: Tokenizer) -> ChatTemplate:
@@ -171,6 +162,11 @@ def encode_conversations(
     return np.concatenate(all_ids), np.concatenate(all_masks), (lengths, num_lost, text_bytes)
 
 
+def _roles(messages: list[Message]) -> str:
+    shown = [str(message["role"])[:20] for message in messages[:8]]
+    return ", ".join(shown) + (f" and {len(messages) - 8} more" if len(messages) > 8 else "")
+
+
 def _length_in_common(one: str, other: str) -> int:
     """Returns how many characters two texts have in common at their start."""
     if other.startswith(one):
@@ -201,37 +197,6 @@ def _without_marks(raw: str) -> tuple[str, list[Span]]:
         pieces += [inside, outside]
         length += len(inside) + len(outside)
     return "".join(pieces), spans
-
-
-def _environment() -> Any:
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationBlocks(Extension):
-        """Renders the body of `{% generation %} ... {% endgeneration %}` between the two brackets."""
-
-        tags = {"generation"}  # noqa: RUF012 -- jinja2 reads it as a class attribute
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            first = nodes.Output([nodes.TemplateData(OPEN)], lineno=line)
-            last = nodes.Output([nodes.TemplateData(CLOSE)], lineno=line)
-            return [first, *body, last]
-
-    def refuse(message: str) -> None:
-        from jinja2 import TemplateError
-
-        raise TemplateError(message)
-
-    # No strftime_now: a prepared corpus must not depend on the day. Templates that ask "is defined" use their own date.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    return environment
 
 
 def _template_in(path: Path) -> str | None:
