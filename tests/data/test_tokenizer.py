@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from shardwise.data import guarded_tokenizer
 from shardwise.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from shardwise.errors import UserError
 
@@ -121,3 +123,33 @@ def test_words_and_merges_without_a_tokenizer_json_are_converted(bpe, tokenizer_
     converted = open_tokenizer("auto", tmp_path, 400)
     assert converted.encode(TEXT) == bpe.encode(TEXT)
     assert converted.separator == bpe.separator and json.loads(converted.content)["model"]["vocab"] == model["vocab"]
+
+
+# Tokenizers that others made to do harm -----------------------------------------------------------------------------
+
+
+def split_by(pattern: str, folder: Path) -> Path:
+    from tokenizers import Regex, models, pre_tokenizers
+    from tokenizers import Tokenizer as Core
+
+    core = Core(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    core.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_a_pattern_that_panics_is_refused_in_three_lines(tmp_path):
+    tokenizer = FileTokenizer(split_by("(x+x+)+y", tmp_path))
+    assert tokenizer.encode("a") == [0]
+    for encode in (tokenizer.encode, tokenizer.encode_prompt, lambda text: tokenizer.encode_documents([text])):
+        with pytest.raises(UserError, match="cannot use the tokenizer") as caught:
+            encode("x" * 40)
+        assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_tokenizer_has_a_time_limit(tmp_path, monkeypatch):
+    tokenizer = FileTokenizer(split_by("x", tmp_path))
+    monkeypatch.setattr(guarded_tokenizer, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(guarded_tokenizer, "BYTES_PER_SECOND", 2**60)
+    with pytest.raises(UserError, match="were not encoded after 0 s"):
+        tokenizer.encode("x " * 200_000)

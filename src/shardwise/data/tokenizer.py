@@ -19,7 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwise.data.converted import as_tokenizer_json, find_files, no_tokenizer
+from shardwise.data.guarded_tokenizer import GuardedTokenizer
 from shardwise.errors import UserError
+from shardwise.files import open_regular
 from shardwise.foreign_json import read_object
 
 BYTES = 256  # ids of a model whose tokens are bytes
@@ -135,18 +137,9 @@ class FileTokenizer(Tokenizer):
         special_strings: dict[str, str] | None = None,
         content: bytes | None = None,
     ):
-        from tokenizers import Tokenizer as Core
-
         self.path, self.name = path, str(path)
         self.content = content = _read_bytes(path) if content is None else content
-        try:
-            self._core = Core.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception for every malformed file
-            raise UserError(
-                f"cannot read the tokenizer {path}",
-                why=f"the tokenizers library says: {error}",
-                fix="give a tokenizer.json saved by Hugging Face tokenizers, or data.tokenizer=bytes",
-            ) from None
+        self._core = GuardedTokenizer(content, path)
         # Documents are cut by packing, never by a truncation length that a saved tokenizer happens to carry.
         self._core.no_truncation()
         self._core.no_padding()
@@ -268,7 +261,8 @@ def _without_nul(text: bytes | str) -> bytes:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise UserError(
             f"cannot read the tokenizer {path}",
