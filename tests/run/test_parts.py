@@ -6,10 +6,12 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import SMALL
 
+from shardwise.data.sequences import Batch, Sequences
 from shardwise.model.decoder import Decoder
 from shardwise.model.initialize import initialize
 from shardwise.optim.build import build_optimizer
@@ -18,6 +20,7 @@ from shardwise.plan.prediction.activations import TokenShare, head_activation_by
 from shardwise.plan.prediction.lifetimes import ALLOCATOR_SHARE, PROCESS_BYTES
 from shardwise.report.terminal import sparkline
 from shardwise.run.clock import Clock, verdict
+from shardwise.run.evaluate import evaluate
 from shardwise.run.generate import Sampling, generate
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.presets import preset
@@ -131,3 +134,37 @@ def test_sampling_is_reproducible_and_greedy_at_zero_temperature():
 def test_a_sparkline_shows_the_course():
     assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
     assert len(sparkline([float(i) for i in range(1000)])) == 40
+
+
+@pytest.mark.parametrize("count, max_rows", [(37, 20), (37, None), (5, 16)])
+def test_the_held_out_set_is_the_same_for_any_global_batch(count, max_rows):
+    """Every sequence of it once, in whole batches of 8, whether the training batch divides it or is larger than it."""
+
+    class Numbered(Sequences):
+        num_sequences = count
+
+        def batch(self, step, rows, global_batch):
+            first = (step - 1) * global_batch
+            numbers = np.array([(first + row) % count for row in rows], dtype=np.int64)[:, None]
+            return Batch(numbers, numbers.copy(), None)
+
+    seen: list[int] = []
+
+    def sums(microbatches):
+        rows = torch.cat([micro.targets for micro in microbatches])
+        counted = rows[rows >= 0]
+        seen.extend(counted.tolist())
+        return torch.tensor([float((counted.double() ** 2).sum())])
+
+    wanted = list(range({(37, 20): 16, (37, None): 32, (5, 16): 5}[count, max_rows]))
+    for global_batch, ranks in ((4, 1), (6, 2), (16, 2), (64, 4)):
+        seen.clear()
+        losses = [
+            evaluate(sums, Numbered([], seq_len=1, seed=0), global_batch=global_batch,
+                     rows=range(rank * global_batch // ranks, (rank + 1) * global_batch // ranks), micro_batch=1,
+                     device=torch.device("cpu"), max_rows=max_rows)
+            for rank in range(ranks)
+        ]  # fmt: skip
+        assert sorted(seen) == wanted
+        if ranks == 1:
+            assert losses == [np.mean(np.array(wanted) ** 2.0)]

@@ -15,7 +15,7 @@ REPORTS = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run, `last`, a checkpoint directory, a model directory or a hub id")
-    parser.add_argument("--batches", type=int, default=None, metavar="N", help="at most N batches (default: all)")
+    parser.add_argument("--batches", type=int, default=None, metavar="N", help="at most N batches of 8 (default: all)")
     parser.add_argument(
         "--split",
         choices=["validation", "train"],
@@ -49,10 +49,10 @@ def run(args: argparse.Namespace) -> int:
     sequences = corpus.validation if args.split == "validation" else corpus.train
 
     from shardwise.run.device import best_device
-    from shardwise.run.evaluate import evaluate, perplexity, plain_sums
+    from shardwise.run.evaluate import EVAL_BATCH, evaluate, perplexity, plain_sums
 
     device = best_device()
-    batch = min(8, max(1, sequences.num_sequences))
+    batch = min(EVAL_BATCH, max(1, sequences.num_sequences))
     model = weights.load(device)
     loss = evaluate(
         plain_sums(model),
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         rows=range(batch),
         micro_batch=batch,
         device=device,
-        max_batches=args.batches,
+        max_rows=None if args.batches is None else EVAL_BATCH * args.batches,
         progress=is_live() and not args.json,
     )
     if loss is None:

@@ -30,7 +30,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.pipeline.execute import LAST_SENDS, Side
 from shardwise.parallel.pipeline.idle_slots import fill_bubbles
 from shardwise.run.clock import Span
-from shardwise.run.evaluate import num_held_out
+from shardwise.run.evaluate import EVAL_ROWS, held_out_batch, num_held_out
 from shardwise.spec.actions import NAMES, Action
 
 PLAIN_STEPS = 3  # steps without filling that are timed before a round of filled ones
@@ -213,10 +213,10 @@ def _pipeline_s(spans: Sequence[Span]) -> float:
 
 def held_out_filler(engine: Engine, sequences: Sequences, max_batches: int) -> BubbleFiller | None:
     """Returns a filler with the batches that `evaluate` takes; None if nothing is held out."""
-    plan, num_batches = engine.plan, num_held_out(sequences, engine.plan.global_batch, max_batches)
+    plan, num_rows = engine.plan, num_held_out(sequences, EVAL_ROWS * max_batches)
 
     def read(number: int) -> list[TensorBatch]:
-        batch = sequences.batch(number + 1, plan.rows(engine.mesh.at.dp), plan.global_batch)
+        batch = held_out_batch(sequences, number, plan.rows(engine.mesh.at.dp), plan.global_batch, num_rows)
         return cut_microbatches(to_tensors(batch), plan.micro_batch, plan.num_microbatches, same_shape=True)
 
-    return BubbleFiller(engine, read, num_batches) if num_batches else None
+    return BubbleFiller(engine, read, -(-num_rows // plan.global_batch)) if num_rows else None

@@ -11,11 +11,15 @@ import torch.distributed as dist
 from rich.progress import track
 
 from shardwise.data.loader import TensorBatch, cut_microbatches, to_tensors
+from shardwise.data.sequences import IGNORE
 from shardwise.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from shardwise.data.corpus import Sequences
+    from shardwise.data.sequences import Batch
 
+EVAL_BATCH = 8  # what `shardwise eval` computes at once
+EVAL_ROWS = 16  # sequences for each of train.eval_batches, whatever the training batch is
 LossSums = Callable[[Sequence[TensorBatch]], torch.Tensor]
 """Summed losses of some micro-batches, cross-entropy first: an engine's `evaluate`, or `plain_sums` of a model."""
 
@@ -42,18 +46,19 @@ def evaluate(
     num_microbatches: int = 0,
     same_shape: bool = False,
     counts_targets: bool = True,
-    max_batches: int | None = None,
+    max_rows: int | None = None,
     distributed: bool = False,
     progress: bool = False,
 ) -> float | None:
-    """Returns the mean cross-entropy in nats over at most `max_batches` global batches; None if nothing is held out.
+    """Returns the mean cross-entropy in nats over the first `max_rows` held-out sequences, which are the same for any
+    global batch; None if nothing is held out.
 
     counts_targets   whether this rank adds its targets: one of the ranks that work on the same rows does
     """
-    num_batches = num_held_out(sequences, global_batch, max_batches)
+    num_rows = num_held_out(sequences, max_rows)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for step in track(range(1, num_batches + 1), "evaluating", disable=not progress, transient=True):
-        batch = sequences.batch(step, rows, global_batch)
+    for number in track(range(-(-num_rows // global_batch)), "evaluating", disable=not progress, transient=True):
+        batch = held_out_batch(sequences, number, rows, global_batch, num_rows)
         micro = cut_microbatches(to_tensors(batch), micro_batch, num_microbatches, same_shape)
         sums[0] += loss_sums([part.to(device) for part in micro])[0]
         sums[1] += batch.num_targets if counts_targets else 0
@@ -63,12 +68,19 @@ def evaluate(
     return total / count if count else None
 
 
-def num_held_out(sequences: Sequences, global_batch: int, max_batches: int | None) -> int:
-    """Returns how many global batches an evaluation takes."""
-    num_batches = sequences.num_sequences // global_batch
-    if max_batches is not None:
-        num_batches = min(num_batches, max_batches)
-    return max(num_batches, min(1, sequences.num_sequences))  # fewer sequences than one batch: some rows come twice
+def num_held_out(sequences: Sequences, max_rows: int | None) -> int:
+    """Returns how many sequences an evaluation takes: the first `max_rows` of those that are held out (None: all), in
+    whole batches of EVAL_BATCH where there is one. It does not depend on how training is batched."""
+    found = sequences.num_sequences if max_rows is None else min(sequences.num_sequences, max_rows)
+    return found - found % EVAL_BATCH if found > EVAL_BATCH else found
+
+
+def held_out_batch(sequences: Sequences, number: int, rows: range, global_batch: int, num_rows: int) -> Batch:
+    """Returns rows of a global batch (the first is 0) of the first `num_rows` held-out sequences. Rows beyond them have
+    no targets: they only fill the batch."""
+    batch = sequences.batch(number + 1, rows, global_batch)
+    batch.targets[max(0, num_rows - number * global_batch - rows.start) :] = IGNORE
+    return batch
 
 
 def perplexity(loss: float) -> float:

@@ -21,7 +21,7 @@ from shardwise.run.agreement import Agreed, Agreement, agreed, largest, stop_vot
 from shardwise.run.bubble_filling import side_seconds
 from shardwise.run.checkpoints import CheckpointClock
 from shardwise.run.clock import Lap
-from shardwise.run.evaluate import evaluate
+from shardwise.run.evaluate import EVAL_ROWS, evaluate
 from shardwise.run.generate import sample_text
 from shardwise.run.guards import StopRequests
 from shardwise.run.listener import Ending, FinishedStep
@@ -200,7 +200,7 @@ class Trainer:
             same_shape=plan.pp > 1,
             counts_targets=engine.mesh.counts_targets,
             device=self.setup.session.device,
-            max_batches=self.config.train.eval_batches,
+            max_rows=EVAL_ROWS * self.config.train.eval_batches,
             distributed=plan.world > 1,
         )
         engine.train(True)

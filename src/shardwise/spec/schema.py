@@ -116,7 +116,7 @@ class TrainConfig:
     seed: int = setting(0, "draws weights and the order of the data", low=0, high=2**63 - 1)
     clip: float | None = setting(1.0, "largest global gradient norm; 0 turns clipping off", low=0.0)
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", low=0)
-    eval_batches: int = setting(8, "global batches per evaluation", low=1)
+    eval_batches: int = setting(8, "times 16 held-out sequences per evaluation, whatever global_batch is", low=1)
     sample_every: int = setting(0, "steps between text samples; 0: only at the end", low=0)
     sample_prompt: str | None = setting(
         None, "prompt of those samples; default: the start of a held-out document, `def ` for `python`"
