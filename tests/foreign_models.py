@@ -32,6 +32,37 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mamba": {**ENDS, "vocab_size": 256, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 4},
 }
 
+HYBRID = {**SIZES, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+          "intermediate_size": 40}  # fmt: skip
+ODD: dict[str, dict[str, Any]] = {
+    # a list of sizes, one for each layer, and embeddings of its own for each
+    "gemma3n_text": {
+        **HYBRID, "head_dim": 16, "intermediate_size": [40, 48], "activation_sparsity_pattern": [0.0, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 4, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 0,
+    },
+    # divides its weights in place when it is not in training mode
+    "rwkv": {**HYBRID, "num_hidden_layers": 7, "attention_hidden_size": 32},
+    # infinity in their config, which JSON does not have
+    "mamba2": {**HYBRID, "num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
+    "bamba": {**HYBRID, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
+              "attn_layer_indices": [1]},
+    "falcon_h1": {**HYBRID, "mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_n_groups": 1,
+                  "mamba_d_state": 8},
+    "granitemoehybrid": {**HYBRID, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
+                         "num_local_experts": 0, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 40},
+}  # fmt: skip
+LLAMA = {**HYBRID, "max_position_embeddings": 16}
+UNKNOWN_TO_OURS: dict[str, tuple[str, dict[str, Any]]] = {
+    # an architecture that our decoder knows, with an option that it lacks
+    "longrope": ("llama", {**LLAMA, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 8, "factor": 2.0}}),
+    "dynamic": ("llama", {**LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "partial": ("llama", {**LLAMA, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+}  # fmt: skip
+
 MODULES = ["transformers.models.auto.modeling_auto", "transformers.models.gpt_neox.modeling_gpt_neox"]
 """What every rank imports that has such a model, for seconds: `ranks.preload(*MODULES)` does it for all of them."""
 
@@ -43,5 +74,6 @@ def write_model(kind: str, directory: Path, seed: int = 0) -> Path:
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(KINDS | OTHERS)[kind])).save_pretrained(directory)
+    model_type, values = UNKNOWN_TO_OURS.get(kind) or (kind, (KINDS | OTHERS | ODD)[kind])
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**values)).save_pretrained(directory)
     return directory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign_models import KINDS, write_model
+from foreign_models import KINDS, ODD, UNKNOWN_TO_OURS, write_model
 from transformers import AutoModelForCausalLM
 
 from shardwise.errors import UserError
@@ -16,6 +16,7 @@ from shardwise.interop.transformers.model import TransformersModel, find_block_l
 from shardwise.interop.transformers.spec import TransformersSpec, spec_from_transformers
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import IGNORE, Losses
+from shardwise.report.header import builder_lines
 from shardwise.run.generate import Sampling, generate
 
 TOKENS = torch.arange(2, 22).view(2, 10) * 11 % 256
@@ -133,3 +134,39 @@ def test_experts_inside_of_blocks_are_not_the_blocks() -> None:
     assert find_block_list(model)[0] == "layers"
     with pytest.raises(UserError, match="no list of blocks"):
         find_block_list(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", [*ODD, *UNKNOWN_TO_OURS])
+def test_odd_kinds_have_the_losses_and_gradients_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Two steps of training each, so that what changes weights or state in passing is seen."""
+    directory = write_model(kind, tmp_path / "model")
+    model, truth = load(directory), AutoModelForCausalLM.from_pretrained(directory).train()
+    assert kind in UNKNOWN_TO_OURS or not model.spec.why_not_ours
+    losses = []
+    for each in (model, truth):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            logits = each(TOKENS) if each is model else each(input_ids=TOKENS, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", UNKNOWN_TO_OURS)
+def test_what_our_decoder_lacks_is_run_by_transformers_with_the_reason(kind: str, tmp_path: Path) -> None:
+    spec = read_spec(write_model(kind, tmp_path / "model"))
+    assert isinstance(spec, TransformersSpec)
+    assert "is not supported" in spec.why_not_ours
+    [line] = builder_lines(spec)
+    assert "transformers' own code runs this model" in line and spec.why_not_ours in line
+
+
+def test_what_transformers_cannot_run_either_is_refused_for_our_reason(tmp_path: Path) -> None:
+    config = json.loads((write_model("dynamic", tmp_path / "model") / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "spiral"}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"rope_scaling.*spiral"):
+        read_spec(tmp_path / "model")

@@ -10,6 +10,7 @@ from shardwise.config.job import rate_line
 from shardwise.config.reopen import written_origins
 from shardwise.config.units import format_bytes, format_count, format_seconds
 from shardwise.interop.peft.targets import count_trained, same_kinds
+from shardwise.interop.transformers.spec import TransformersSpec
 from shardwise.optim.fused_adamw import has_kernel
 from shardwise.optim.low_bit import kept_in_fp32
 from shardwise.optim.schedule import batch_scale
@@ -49,6 +50,7 @@ def header_lines(setup: Setup) -> list[str]:
         f"corpus   {corpus.description}; tokenizer {corpus.tokenizer.name}",
         *corpus.about(plan.num_steps * plan.global_batch),
         f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers",
+        *builder_lines(spec),
         *_adapter_lines(config.adapter, spec, engine),
         f"plan     {plan.layout} {plan.precision}: {plan.reason}; {fits}",
         f"batch    {plan.batch_in_words}; predicted {expected}",
@@ -60,6 +62,13 @@ def header_lines(setup: Setup) -> list[str]:
         lines.append(f"kernel   {engine.models[0].kernel_reason}")
     chosen = rate_line(config.optimizer.peak_lr, written_origins(session.run.config.read_text(encoding="utf-8")))
     return [*lines, *([chosen] if chosen else []), *_learning_rate_lines(config.optimizer, plan.global_batch)]
+
+
+def builder_lines(spec: ModelSpec) -> list[str]:
+    """Returns a line where transformers' code runs an architecture that our decoder knows, and why."""
+    why = spec.why_not_ours if isinstance(spec, TransformersSpec) else ""
+    says = f"note     {why} by our decoder: transformers' own code runs this model, without tp, pp and cp"
+    return [says] if why else []
 
 
 def _adapter_lines(adapter: AdapterConfig, spec: ModelSpec, engine: Engine) -> list[str]:

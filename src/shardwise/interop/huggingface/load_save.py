@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.errors import UserError
 from shardwise.interop.huggingface.config import ARCHITECTURES, spec_from_config
 from shardwise.interop.huggingface.directory import find_model_dir, read_config
 from shardwise.interop.huggingface.export import config_from_spec
+from shardwise.interop.huggingface.reader import NotOurs
 from shardwise.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -33,14 +35,24 @@ __all__ = [
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Returns the shapes that config.json describes: one of our architectures, or whatever transformers can build."""
+    """Returns the shapes that config.json describes: one of our architectures, or whatever transformers can build.
+    Where ours lacks an option of the config, transformers' own code runs the model, and says why."""
     config = read_config(directory)
     kind = config.get("model_type")
+    refusal = None
     if not isinstance(kind, str) or kind in ARCHITECTURES:
-        return spec_from_config(config)
+        try:
+            return spec_from_config(config)
+        except NotOurs as error:
+            refusal = error
     from shardwise.interop.transformers.spec import spec_from_transformers
 
-    return spec_from_transformers(config)
+    try:
+        return spec_from_transformers(config, refusal.what if refusal else "")
+    except UserError:
+        if refusal:
+            raise refusal from None
+        raise
 
 
 def load_weights(model: Decoder | TransformersModel, directory: str | Path) -> None:

@@ -127,8 +127,12 @@ class Reader:
         raise refused("layer_types", types, "windows from one layer on, or on all but every n-th layer")
 
 
-def refused(field: str, value: Any, why: str) -> UserError:
-    return UserError(
+class NotOurs(UserError):
+    """A model that our decoder would compute otherwise. transformers' own code may still run it."""
+
+
+def refused(field: str, value: Any, why: str) -> NotOurs:
+    return NotOurs(
         f"config.json: `{field}` = {value!r} is not supported",
         why=f"the decoder would compute something else; {why}",
         fix="use a model without this option",

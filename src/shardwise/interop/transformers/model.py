@@ -182,8 +182,10 @@ def build_without_memory(config: Mapping[str, Any], attention: str | None = None
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     quiet_transformers()
-    plain = {key: value for key, value in config.items() if key not in ("auto_map", "model_type")}
+    plain = {key: _with_floats(value) for key, value in config.items() if key not in ("auto_map", "model_type")}
     about = CONFIG_MAPPING[config["model_type"]].from_dict(plain)
+    if getattr(about, "rescale_every", 0):  # RWKV divides weights in place where it is not in training mode, for fp16
+        about.rescale_every = 0
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(about)]
     with torch.device("meta"):
         try:
@@ -196,6 +198,17 @@ def build_without_memory(config: Mapping[str, Any], attention: str | None = None
                 why=str(problem).splitlines()[0],
                 fix="model.attention=auto",
             ) from problem
+
+
+def _with_floats(value: Any) -> Any:
+    """Returns a value of a config with the floats that JSON does not have: transformers writes infinity as
+    `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if isinstance(value, Mapping):
+        named = value.get("__float__")
+        return float(named) if isinstance(named, str) else {key: _with_floats(item) for key, item in value.items()}
+    return value
 
 
 def find_block_list(model: nn.Module) -> tuple[str, list[nn.Module]]:

@@ -29,6 +29,7 @@ class TransformersSpec(ModelSpec):
     blocks: str = ""  # the dotted name of the module that is the list of blocks
     block_parameters: tuple[int, ...] = ()
     other_parameters: int = 0
+    why_not_ours: str = ""  # what our decoder lacks, where it knows the architecture
 
     def __post_init__(self) -> None:
         """Completes the sizes. What our own decoder could not be built from is no mistake here."""
@@ -70,8 +71,8 @@ class TransformersSpec(ModelSpec):
         return cls(**values)
 
 
-def spec_from_transformers(config: Mapping[str, Any]) -> TransformersSpec:
-    """Returns the sizes of a model that only transformers knows. Loads torch and transformers."""
+def spec_from_transformers(config: Mapping[str, Any], why_not_ours: str = "") -> TransformersSpec:
+    """Returns the sizes of a model that only transformers can run. Loads torch and transformers."""
     check_native(config)
     if config.get("quantization_config"):
         raise refused("quantization_config", config["quantization_config"], "only plain numbers are trained")
@@ -89,23 +90,24 @@ def spec_from_transformers(config: Mapping[str, Any]) -> TransformersSpec:
         ) from problem
     path, blocks = find_block_list(model)
     about = model.config.get_text_config()
-    hidden, heads = int(about.hidden_size), int(getattr(about, "num_attention_heads", None) or 1)
+    hidden, heads = _size(about, "hidden_size"), _size(about, "num_attention_heads") or 1
     sizes = tuple(sum(p.numel() for p in block.parameters()) for block in blocks)
     return TransformersSpec(
         name=str(config.get("_name_or_path") or config["model_type"]).rstrip("/").rsplit("/", 1)[-1],
         num_layers=len(blocks),
         hidden=hidden,
         num_heads=heads,
-        num_kv_heads=int(getattr(about, "num_key_value_heads", None) or heads),
-        ffn=int(getattr(about, "intermediate_size", None) or getattr(about, "ffn_dim", None) or 4 * hidden),
-        vocab=int(about.vocab_size),
+        num_kv_heads=_size(about, "num_key_value_heads") or heads,
+        ffn=_size(about, "intermediate_size") or _size(about, "ffn_dim") or 4 * hidden,
+        vocab=_size(about, "vocab_size"),
         tied=True,
-        max_seq_len=int(getattr(about, "max_position_embeddings", None) or 2**30),
+        max_seq_len=_size(about, "max_position_embeddings") or 2**30,
         positions="learned" if _learns_positions(model) else "rope",
         config_json=json.dumps({key: value for key, value in config.items() if key != "auto_map"}),
         blocks=path,
         block_parameters=sizes,
         other_parameters=sum(p.numel() for p in model.parameters()) - sum(sizes),
+        why_not_ours=why_not_ours,
     )
 
 
@@ -151,6 +153,13 @@ def no_document_mask(name: str, where: str | None = None) -> UserError:
         fix="data.document_mask=false",
         where=where,
     )
+
+
+def _size(about: Any, name: str) -> int:
+    """Returns a size from a config of transformers: the largest where it has one for each layer, 0 where it has
+    none."""
+    found = getattr(about, name, None)
+    return int(max(found, default=0) if isinstance(found, list | tuple) else found or 0)
 
 
 def _learns_positions(model: Any) -> bool:
