@@ -12,8 +12,15 @@ from families import FAMILIES, make_theirs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.interop.huggingface.load_save import load_weights, read_config, save_model, spec_from_config
+from shardwise.interop.huggingface.load_save import (
+    load_weights,
+    read_config,
+    read_spec,
+    save_model,
+    spec_from_config,
+)
 from shardwise.model.decoder import Decoder
+from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
 
 TOLERANCE = 1e-4
@@ -135,3 +142,47 @@ def test_old_spelling_of_rotary_scaling_means_the_same(tmp_path: Path) -> None:
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     old |= {"rope_theta": arguments["rope_theta"], "rope_scaling": dict(arguments["rope_scaling"])}
     assert spec_from_config(json.loads(json.dumps(old))) == spec_from_config(new)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3"])
+def test_experts_train_as_in_transformers_when_their_balancing_is_switched_off(family: str, tmp_path: Path) -> None:
+    """transformers adds no router loss unless a config asks for `output_router_logits`, and never moves DeepSeek's
+    bias. Ours balances by default, which is seen from the second step on."""
+    make_theirs(family).save_pretrained(tmp_path)
+
+    def losses(model: torch.nn.Module, loss_of, after_step=lambda: None) -> list[float]:
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+        for _ in range(4):
+            loss, objective = loss_of()
+            optimizer.zero_grad()
+            objective.backward()
+            optimizer.step()
+            after_step()
+            found.append(loss.item())
+        return found
+
+    def ours(**overrides: float) -> list[float]:
+        spec = read_spec(tmp_path).with_overrides(overrides)
+        model = Decoder(spec)
+        load_weights(model, tmp_path)
+
+        def loss_of():
+            found = model(tokens_BT[:, :-1], targets_BT)
+            return found.cross_entropy / targets_BT.numel(), sum(found) / targets_BT.numel()
+
+        return losses(model, loss_of, lambda: update_router_bias(model))
+
+    tokens_BT = some_tokens()
+    targets_BT = tokens_BT[:, 1:].contiguous()
+    theirs = load_theirs(tmp_path)
+
+    def their_loss():
+        logits = theirs(input_ids=tokens_BT[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets_BT.flatten())
+        return loss, loss
+
+    truth = losses(theirs, their_loss)
+    assert ours(aux_loss_coef=0.0, bias_update_rate=0.0) == pytest.approx(truth, rel=2e-6)
+    balanced = ours(bias_update_rate=0.05) if family == "deepseek-v3" else ours(aux_loss_coef=0.02)
+    assert balanced[0] == pytest.approx(truth[0], rel=2e-6)
+    assert balanced[-1] != pytest.approx(truth[-1], rel=1e-5)
