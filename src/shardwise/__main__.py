@@ -1,8 +1,14 @@
 """`python -m shardwise …` is the `shardwise …` command; `torchrun … -m shardwise train` uses it."""
 
-import sys
+from shardwise.launch.leave import run_and_leave
 
-from shardwise.cli.main import main
+
+def work() -> int:
+    """Returns the exit code of the command."""
+    from shardwise.cli.main import main
+
+    return main()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_leave(work)

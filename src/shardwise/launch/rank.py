@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from contextlib import nullcontext
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from shardwise.launch.leave import run_and_leave
+
+
+def work() -> int:
+    """Returns the exit code of this rank."""
     from shardwise.terminal import patience, prepared
 
     with prepared():
         with patience("loading  torch in every process ...", 5.0) if os.environ["RANK"] == "0" else nullcontext():
             from shardwise.launch.worker import main
-        code = main()
-    sys.exit(code)
+        return main()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    run_and_leave(work)
