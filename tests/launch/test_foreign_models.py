@@ -73,8 +73,8 @@ def _losses(directory: Path, workdir: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     rows = corpus_of(load_config(None, WORDS).config, read_spec(directory), progress=False).validation
     total, count = 0.0, 0
-    for step in range(1, min(8, rows.num_sequences // 6) + 1):
-        batch = rows.batch(step, range(6), 6)
+    for step in range(1, min(16, rows.num_sequences // 8) + 1):
+        batch = rows.batch(step, range(8), 8)
         targets = torch.from_numpy(batch.targets)
         with torch.no_grad():
             logits = model(torch.from_numpy(batch.tokens)).logits
