@@ -93,7 +93,7 @@ def test_on_a_cpu_chunks_compute_what_torchao_computes() -> None:
     optimizer = build_optimizer(config, ours)
     peer = AdamW8bit(
         [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
-        lr=config.lr, betas=config.betas, eps=config.eps,
+        lr=config.peak_lr, betas=config.betas, eps=config.eps,
     )  # fmt: skip
     for number in (1, 2, 3):
         step(optimizer, ours, number)
