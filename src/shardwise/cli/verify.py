@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.errors import Exit, UserError
-from shardwise.spec.precisions import PRECISIONS
 from shardwise.terminal import patience, say
-
-if TYPE_CHECKING:
-    from shardwise.plan.resolve.resolve import Resolved
-    from shardwise.spec.model import ModelSpec
 
 HELP = (
     "Train a small model of the config's kind in its layout and in one process, in fp64, and compare losses, gradients "
@@ -21,7 +15,6 @@ HELP = (
 )
 CONFIG = True
 REPORTS = True
-NO_LIMIT = 2**62  # bytes of memory: what is proven is a small model, whatever the real one needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.cli.train import check_nproc
     from shardwise.config.load import load_config
     from shardwise.launch.start import starting_line
-    from shardwise.launch.verify import verify_layout
+    from shardwise.launch.verify import plan_to_prove, verify_layout
     from shardwise.prove.shrink import left_out, shrink_plan, shrink_spec
     from shardwise.run.build import model_spec
 
@@ -44,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--steps {args.steps} compares nothing", why="a proof needs a step", fix="--steps 8")
     loaded = load_config(args.config, args.overrides)
     spec = model_spec(loaded.config.model)
-    resolved = _resolved(loaded, spec, args.nproc)
+    resolved = plan_to_prove(loaded, spec, args.nproc)
     plan = resolved.plan
     small = shrink_plan(plan)
     missing, shape = left_out(plan, small), shrink_spec(spec, small)
@@ -68,23 +61,6 @@ def run(args: argparse.Namespace) -> int:
         if missing:
             print(f"open     {', '.join(missing)}: no part of the proof; with fewer other axes it is")
     return Exit.DONE if found["same"] else Exit.FOUND_WRONG
-
-
-def _resolved(loaded: Any, spec: ModelSpec, nproc: int | None) -> Resolved:
-    """Returns the plan for a machine that has memory for everything: a proof is about numbers."""
-    from shardwise.cluster.describe.machine import this_machine
-    from shardwise.plan.resolve.resolve import resolve
-
-    config = loaded.config
-    here = this_machine()
-    # fp8 takes the way of bf16, which `auto` means on a GPU; the numbers are those of fp64.
-    computes_bf16 = here.gpus if config.memory.precision == "auto" else PRECISIONS[config.memory.precision].is_fp8
-    precision = "bf16" if computes_bf16 else config.memory.precision
-    # Tensors that wait in CPU memory are the same tensors, and here there is no other memory.
-    memory = replace(config.memory, limit=NO_LIMIT, precision=precision, activation_offload=False)
-    config = replace(config, memory=memory)
-    machine = replace(here, gpus=())
-    return resolve(config, spec, machine, nproc, 1, loaded.origins)
 
 
 def _print(found: dict[str, Any], layout: str) -> None:

@@ -141,6 +141,10 @@ class Sequences:
             self.layouts[source].fill(int(index), batch, row)
         return batch
 
+    def state_after(self, step: int) -> object:
+        """Returns None: what a step reads follows from its number."""
+        return None
+
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns which layout, and which of its sequences, each sample of the endless stream of samples is."""
         assert self.num_sequences > 0, "no sequences to draw from"

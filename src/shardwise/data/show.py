@@ -12,7 +12,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.terminal import make_console, shows_colour
 
 
-class Run(TypedDict):
+class Stretch(TypedDict):
     """A stretch of tokens that all carry loss, or all do not."""
 
     loss: bool
@@ -22,7 +22,7 @@ class Run(TypedDict):
 class ShownRow(TypedDict):
     """A row as it is shown: its text in stretches, and how many tokens and how much padding it has."""
 
-    runs: list[Run]
+    runs: list[Stretch]
     tokens: int
     padding: int
 
@@ -38,7 +38,7 @@ def render_rows(sequences: Sequences, tokenizer: Tokenizer, num: int) -> list[Sh
         length = end - start
         ids = batch.tokens[row, :length].tolist()
         loss = [False, *(target != IGNORE for target in batch.targets[row, : length - 1].tolist())]
-        runs: list[Run] = []
+        runs: list[Stretch] = []
         for trained, members in groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1]):
             runs.append({"loss": trained, "text": tokenizer.decode([id for id, _ in members], keep_special=True)})
         rows.append({"runs": runs, "tokens": length, "padding": sequences.seq_len - length})

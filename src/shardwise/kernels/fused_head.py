@@ -45,8 +45,9 @@ class FusedHead(Head):
         if targets_BT is None:
             return self.logits(x_BTD, weight)
         x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
-        if not self.fused or x_ND.shape[0] <= loss.rows_at_once(self.vocab):
-            return loss.cross_entropy_sum(partial(self.logits, weight=weight), x_ND, targets_N, self.vocab)
+        if not self.fused or self.losses or x_ND.shape[0] <= loss.rows_at_once(self.vocab):
+            logits_of = partial(self.logits, weight=weight)
+            return loss.cross_entropy_sum(logits_of, x_ND, targets_N, self.vocab, self.losses)
         is_target_N = targets_N != loss.IGNORE
         rows_N = targets_N.masked_fill(~is_target_N, 0)
         return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_target_N, self.vocab)

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit
+from shardwise.launch.forked_ranks import ForkedRanks
 from shardwise.run.guards import INTERRUPT, stop_signals
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import say, say_error
@@ -35,30 +36,44 @@ AT_ONCE = (*(-number for number in (*stop_signals(), INTERRUPT)), int(Exit.INTER
 """Exit codes of a rank that was told to stop and had nothing to commit: by the signal, or at the second Ctrl-C."""
 
 
-def start_ranks(run: RunDir, nproc: int, threads: int, interface: str | None, options: Sequence[str] = ()) -> int:
-    """Returns runs `nproc` workers (worker.py, with `options`) over a prepared run directory; returns the exit code of
-    the whole."""
+def start_ranks(
+    run: RunDir,
+    nproc: int,
+    threads: int,
+    interface: str | None,
+    options: Sequence[str] = (),
+    body: Callable[[], int] | None = None,
+    attend: Callable[[], None] = lambda: None,
+) -> int:
+    """Runs `nproc` workers (worker.py, with `options`) over a prepared run directory and returns the exit code of the
+    whole. With `body` ranks are copies of this process (fork) that call it. `attend` is called while they train."""
     from torch.distributed.elastic.multiprocessing import start_processes
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
     store, port = _loopback_store()  # lives as long as the ranks do
     arguments = ["-m", "shardwise.launch.rank", str(run.path), "--launcher", str(os.getpid()), *options]
-    start = partial(
+    environments = _environments(nproc, port, threads, interface or _loopback_interface())
+    start: Callable[[], PContext | ForkedRanks] = partial(
         start_processes,
         name="shardwise",
         entrypoint=sys.executable,
         args=dict.fromkeys(range(nproc), tuple(arguments)),
-        envs=_environments(nproc, port, threads, interface or _loopback_interface()),
+        envs=environments,
         logs_specs=_rank_logs(run.log, nproc),
     )
-    asked, result = _supervise(start)
+    if body is not None:
+        start = partial(ForkedRanks, body, environments, run.log)
+    asked, result = _supervise(start, attend)
+    attend()
     del store
     if asked and result.is_failed() and all(failure.exitcode in AT_ONCE for failure in result.failures.values()):
         return _stopped_at_once(run, asked[0])
     return _exit_code(run, result)
 
 
-def _supervise(start: Callable[[], PContext]) -> tuple[list[int], RunProcsResult]:
+def _supervise(
+    start: Callable[[], PContext | ForkedRanks], attend: Callable[[], None]
+) -> tuple[list[int], RunProcsResult]:
     """Starts the ranks and waits for them; returns the signals that came and how the ranks ended. Signals are theirs to
     handle: they finish the step and commit."""
     pids: list[int] = []
@@ -83,6 +98,7 @@ def _supervise(start: Callable[[], PContext]) -> tuple[list[int], RunProcsResult
         for number in asked[:1]:  # it came while they were being started
             pass_on(number)
         while (result := context.wait(timeout=0)) is None:
+            attend()
             time.sleep(0.1)
     finally:
         for number, handler in before.items():

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from shardwise.plan.resolve.resolve import resolve
 from shardwise.private_names import check_private_names
 from shardwise.run.build import copy_tokenizer, corpus_of, model_spec
 from shardwise.run.loggers import check_loggers
+from shardwise.run.own_parts import OwnParts
 from shardwise.run.ranks import Ranks, ranks_from_environment
 from shardwise.run.rundir import FREE_TO_CHANGE, RunDir, create_run_dir
 from shardwise.run.session import RunInputs
@@ -58,11 +60,17 @@ class PlannedRun(RunInputs):
 
 
 def plan_run(
-    loaded: Loaded, nproc: int | None, progress: bool, cluster: str | None = None, is_new: bool = True
+    loaded: Loaded,
+    nproc: int | None,
+    progress: bool,
+    cluster: str | None = None,
+    is_new: bool = True,
+    own: OwnParts | None = None,
 ) -> PlannedRun:
     """Resolves every `auto` and returns the run that is ready to start. Raw text is tokenised here, once, so that the
     ranks only map the result. `cluster` is a file with what was measured of this machine. A run that has begun
-    (`is_new` false) goes on with the sequences it had."""
+    (`is_new` false) goes on with the sequences it had. `own` is what a Python program brings."""
+    own = own or OwnParts()
     machine = this_machine()
     if machine.gpu_problem:
         say_error(f"gpu      {machine.gpu_problem}; this run is on CPUs")
@@ -72,7 +80,7 @@ def plan_run(
     if is_new:
         check_length(loaded.config, spec, loaded.origins)
     with patience("reading  the text ..."):
-        corpus = corpus_of(loaded.config, spec, progress=progress)
+        corpus = own.corpus(loaded.config, spec) if own.corpus else corpus_of(loaded.config, spec, progress=progress)
     config, of_job = settle_job(loaded.config, spec, corpus.document_mask)
     with patience("planning what is left open ..."):
         resolved = resolve(config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
@@ -81,7 +89,7 @@ def plan_run(
         for note in corpus.notes:
             say_error(f"data     {note}")
     origins = {**loaded.origins, **of_job, **planner_origins(resolved.chosen)}
-    return PlannedRun(resolved.config, spec, corpus, resolved.plan, origins, machine)
+    return PlannedRun(resolved.config, spec, corpus, resolved.plan, origins, machine, own=own)
 
 
 def measured_file(path: str, machine: Machine) -> ClusterSpec:
@@ -135,11 +143,20 @@ def write_run(run: RunDir, planned: PlannedRun) -> None:
     write_config(planned.config, planned.origins, run.config)
     write_atomically(run.plan, json.dumps(planned.plan.to_dict(), indent=1) + "\n")
     run.stop_request.unlink(missing_ok=True)
+    if planned.own.names:
+        write_atomically(run.own_parts, json.dumps({"parts": planned.own.names}) + "\n")
 
 
-def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify: bool = True) -> int:
+def start(
+    run: RunDir,
+    planned: PlannedRun,
+    from_step: int | None = None,
+    verify: bool = True,
+    attend: Callable[[], None] = lambda: None,
+) -> int:
     """Holds the run, brings its files up to date, trains and returns the exit code. A run of one process is trained in
-    this one, which reads nothing again."""
+    this one, which reads nothing again. `attend` is called again and again while other processes train."""
+    had_torch = "torch" in sys.modules  # loaded by whose program this is
     say(starting_line(planned.plan.world))  # before torch is loaded, which takes seconds
     if planned.plan.device == "cuda":
         set_allocator(planned.plan.allocator, os.environ)
@@ -152,6 +169,8 @@ def start(run: RunDir, planned: PlannedRun, from_step: int | None = None, verify
             return run_worker(run, Ranks(), planned, from_step, verify=verify)
         from shardwise.launch.local import start_ranks
 
+        if planned.own != OwnParts():
+            return _start_forked(run, planned, from_step, verify, attend, had_torch)
         options = [] if from_step is None else ["--from-step", str(from_step)]
         options += [] if verify else ["--no-verify"]
         plan = planned.plan
@@ -163,8 +182,37 @@ def starting_line(world: int) -> str:
     return f"starting {world} processes ..." if world > 1 else "starting in this process ..."
 
 
-def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None) -> PlannedRun:
+def _start_forked(
+    run: RunDir, planned: PlannedRun, from_step: int | None, verify: bool, attend: Callable[[], None], had_torch: bool
+) -> int:
+    """Trains in copies of this process, which have the functions and the data of its program; returns the exit code.
+    Matmuls of several threads hang in a copy of a process that has computed with them already (GNU OpenMP)."""
+    plan, launcher = planned.plan, os.getpid()
+    if had_torch and plan.device == "cpu" and plan.threads_per_rank > 1:
+        say_error("threads  1 per rank: copies of a process that has loaded torch cannot have more")
+        planned.plan = plan = replace(plan, threads_per_rank=1)
+    if plan.device == "cuda" and had_torch and sys.modules["torch"].cuda.is_initialized():
+        raise UserError(
+            "this program has used the GPU before it trains on several",
+            why="ranks are copies of it (fork), and CUDA cannot be copied",
+            fix="train before anything else is put on a GPU, or start the program with torchrun",
+        )
+    run.plan.write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
+    from shardwise.launch.local import start_ranks
+
+    def body() -> int:
+        from shardwise.launch.worker import for_launcher, run_worker
+
+        return for_launcher(run_worker(run, ranks_from_environment(), planned, from_step, launcher, verify))
+
+    return start_ranks(run, plan.world, plan.threads_per_rank, plan.interface, body=body, attend=attend)
+
+
+def continue_run(
+    run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None, own: OwnParts | None = None
+) -> PlannedRun:
     """Returns an existing run that is ready to start once more, with what may change changed."""
+    check_own_parts(run, own or OwnParts())
     if run.is_locked():
         run.lock()  # raises, naming the holder
     for key in allow:
@@ -193,10 +241,29 @@ def continue_run(run: RunDir, overrides: Sequence[str], allow: Sequence[str], np
         )
     # The run stays where it is, wherever it was started from.
     moved = replace(loaded.config, run=replace(loaded.config.run, dir=str(run.path.parent), name=run.name))
-    return plan_run(replace(loaded, config=moved), nproc, is_live(), is_new=False)
+    return plan_run(replace(loaded, config=moved), nproc, is_live(), is_new=False, own=own)
 
 
-def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: Loaded, *, verify: bool = True) -> int:
+def check_own_parts(run: RunDir, own: OwnParts) -> None:
+    """Refuses to go on with a run without what a Python program brought to it."""
+    if not run.own_parts.is_file():
+        return
+    missing = [name for name in json.loads(run.own_parts.read_text())["parts"] if name not in own.names]
+    if missing:
+        raise UserError(
+            f"run `{run.name}` was started by a Python program with its own {' and '.join(missing)}",
+            why="without it the run would go on computing something else",
+            fix=f'shardwise.load("{run.path}").resume({", ".join(f"{name}=..." for name in missing)}) in that program',
+        )
+
+
+def join_torchrun(
+    prepare: Callable[[int], tuple[RunDir, PlannedRun]],
+    loaded: Loaded,
+    *,
+    verify: bool = True,
+    own: OwnParts | None = None,
+) -> int:
     """Trains as one rank of a job that torchrun started, and returns the exit code: rank 0 prepares, all agree on the
     run directory."""
     if (first := ranks_from_environment()).is_first:
@@ -233,7 +300,7 @@ def join_torchrun(prepare: Callable[[int], tuple[RunDir, PlannedRun]], loaded: L
         if error is not None:
             raise error
         if path:
-            return run_worker(RunDir(Path(path)), ranks, planned, verify=verify)
+            return run_worker(RunDir(Path(path)), ranks, planned, verify=verify, own=own)
         time.sleep(TIME_TO_REPORT_S)
         return int(Exit.USER_MISTAKE)
 

@@ -6,7 +6,7 @@ import json
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
@@ -16,7 +16,31 @@ from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
+from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import AdapterConfig, CommConfig, Config, OptimizerConfig
+
+if TYPE_CHECKING:
+    from shardwise.config.load import Loaded
+    from shardwise.plan.resolve.resolve import Resolved
+
+NO_LIMIT = 2**62  # bytes of memory: what is proven is a small model, whatever the real one needs
+
+
+def plan_to_prove(loaded: Loaded, spec: ModelSpec, nproc: int | None) -> Resolved:
+    """Returns the plan for a machine that has memory for everything: a proof is about numbers."""
+    from shardwise.cluster.describe.machine import this_machine
+    from shardwise.plan.resolve.resolve import resolve
+
+    config = loaded.config
+    here = this_machine()
+    # fp8 takes the way of bf16, which `auto` means on a GPU; the numbers are those of fp64.
+    computes_bf16 = here.gpus if config.memory.precision == "auto" else PRECISIONS[config.memory.precision].is_fp8
+    precision = "bf16" if computes_bf16 else config.memory.precision
+    # Tensors that wait in CPU memory are the same tensors, and here there is no other memory.
+    memory = replace(config.memory, limit=NO_LIMIT, precision=precision, activation_offload=False)
+    config = replace(config, memory=memory)
+    machine = replace(here, gpus=())
+    return resolve(config, spec, machine, nproc, 1, loaded.origins)
 
 
 def verify_layout(spec: ModelSpec, plan: Plan, config: Config, steps: int) -> dict[str, Any]:

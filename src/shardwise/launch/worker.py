@@ -33,6 +33,7 @@ from shardwise.report.reporter import Reporter
 from shardwise.run.build import corpus_of, model_spec
 from shardwise.run.guards import StopRequests
 from shardwise.run.loop import train
+from shardwise.run.own_parts import OwnParts
 from shardwise.run.ranks import Ranks, ranks_from_environment
 from shardwise.run.rundir import RunDir
 from shardwise.run.session import RunInputs, Session
@@ -45,9 +46,12 @@ OLDEST_TORCH = (2, 11)
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a rank that launch/rank.py has started, and returns its exit code."""
-    code = _run(argv, ranks_from_environment())
-    # torchrun's process API kills all ranks when one exits with an error. An orderly end is none: its code is in the
-    # run's last event, where the launcher reads it.
+    return for_launcher(_run(argv, ranks_from_environment()))
+
+
+def for_launcher(code: int) -> int:
+    """Returns the code with which a rank's process ends. torchrun's process API kills all ranks when one exits with an
+    error. An orderly end is none: its code is in the run's last event, where the launcher reads it."""
     orderly = (Exit.STOPPED, Exit.INTERRUPTED, Exit.DIVERGED, Exit.FOUND_WRONG)
     return int(Exit.DONE) if code in orderly else code
 
@@ -75,16 +79,18 @@ def run_worker(
     from_step: int | None = None,
     launcher: int | None = None,
     verify: bool = True,
+    own: OwnParts | None = None,
 ) -> int:
     """Trains as this rank and returns the exit code. Clean stops return theirs; a launcher reads it from the run's last
     event instead.
 
-    `inputs` is what this process has read already; None where it is to be read from the run directory.
+    `inputs` is what this process has read already; None where it is to be read from the run directory, beside `own`
+    parts of the program that started the ranks.
     """
     say = terminal.say if ranks.is_first else lambda line: None
     session: Session | None = None
     try:
-        session = _set_up(run, ranks, inputs or _read_inputs(run), from_step)
+        session = _set_up(run, ranks, inputs or _read_inputs(run, own or OwnParts()), from_step)
         with (
             run.join_lock() if ranks.is_first else nullcontext(),
             StopRequests(run, session.config.train.time_limit, say, launcher) as stops,
@@ -125,11 +131,12 @@ def _train(session: Session, stops: StopRequests) -> int:
         return code or (Exit.DONE if reporter.is_right else Exit.FOUND_WRONG)
 
 
-def _read_inputs(run: RunDir) -> RunInputs:
+def _read_inputs(run: RunDir, own: OwnParts) -> RunInputs:
     """Returns what the launcher left in the run directory."""
     config = load_config(run.config).config
     spec = model_spec(config.model)
-    return RunInputs(config, spec, corpus_of(config, spec, progress=False), Plan.from_dict(run.read_plan()))
+    corpus = own.corpus(config, spec) if own.corpus else corpus_of(config, spec, progress=False)
+    return RunInputs(config, spec, corpus, Plan.from_dict(run.read_plan()), own=own)
 
 
 def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None) -> Session:

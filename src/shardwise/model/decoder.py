@@ -26,7 +26,7 @@ from shardwise.model.cache import KeyValueCache
 from shardwise.model.experts import MixtureOfExperts, Routing
 from shardwise.model.feedforward import FeedForward
 from shardwise.model.latent_attention import LatentAttention
-from shardwise.model.loss import IGNORE, cross_entropy_sum
+from shardwise.model.loss import IGNORE, TokenLosses, cross_entropy_sum
 from shardwise.model.masking import MaskBuilder
 from shardwise.model.norm import make_norm
 from shardwise.model.rope import Rotation, make_rotation
@@ -206,6 +206,7 @@ class Head(nn.Module):
     def __init__(self, spec: ModelSpec):
         super().__init__()
         self.vocab, self.softcap = spec.vocab, spec.logit_softcap
+        self.losses: TokenLosses | None = None  # in the place of cross-entropy
         self.weight = None if spec.tied else nn.Parameter(torch.empty(spec.vocab, spec.hidden))
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
@@ -214,7 +215,7 @@ class Head(nn.Module):
         if targets_BT is None:
             return self.logits(x_BTD, weight)
         logits_of = partial(self.logits, weight=weight)
-        return cross_entropy_sum(logits_of, x_BTD.flatten(0, 1), targets_BT.flatten(), self.vocab)
+        return cross_entropy_sum(logits_of, x_BTD.flatten(0, 1), targets_BT.flatten(), self.vocab, self.losses)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Returns the scores (..., V) of normalised hidden states (..., D)."""

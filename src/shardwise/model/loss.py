@@ -28,10 +28,16 @@ def rows_at_once(num_logits: int) -> int:
     return max(1, MAX_LOGITS_BYTES // (4 * num_logits))
 
 
-def cross_entropy_sum(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, vocab: int) -> Tensor:
+TokenLosses = Callable[[Tensor, Tensor], Tensor]
+"""From logits (N, V) and targets (N,) to one loss per token (N,)."""
+
+
+def cross_entropy_sum(
+    head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, vocab: int, losses: TokenLosses | None = None
+) -> Tensor:
     """Returns the sum of -log p(target) over targets that are not IGNORE, a scalar. `head` computes the logits (N, V)
-    of rows (N, D)."""
-    return sum_in_chunks(partial(_cross_entropy, head), x_ND, targets_N, vocab)
+    of rows (N, D); `losses` takes the place of -log p."""
+    return sum_in_chunks(partial(_summed, head, losses or cross_entropy), x_ND, targets_N, vocab)
 
 
 def sum_in_chunks(loss: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, targets_N: Tensor, num_logits: int) -> Tensor:
@@ -47,8 +53,17 @@ def sum_in_chunks(loss: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, target
     return torch.stack(losses).sum()
 
 
-def _cross_entropy(head: Callable[[Tensor], Tensor], x_ND: Tensor, targets_N: Tensor) -> Tensor:
+def _summed(head: Callable[[Tensor], Tensor], losses: TokenLosses, x_ND: Tensor, targets_N: Tensor) -> Tensor:
     logits_NV = head(x_ND)
     if logits_NV.dtype != torch.float64:
         logits_NV = logits_NV.float()
-    return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")
+    if losses is cross_entropy:
+        return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")
+    found = losses(logits_NV, targets_N)
+    assert found.shape == targets_N.shape, f"a loss of shape {tuple(found.shape)} for {tuple(targets_N.shape)} targets"
+    return found.masked_fill(targets_N == IGNORE, 0).sum()
+
+
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Returns -log p(target) of each token (N,), 0 where the target is IGNORE."""
+    return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="none")

@@ -80,9 +80,15 @@ class Engine:
         twice; both are updated alike."""
         return [shard.local for shard in self.shards]
 
-    def optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
+    def optimizer(
+        self,
+        config: OptimizerConfig,
+        own: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    ) -> torch.optim.Optimizer:
         """Returns an optimizer of what this rank holds. Its state lies where the plan puts it: on the device, in CPU
-        memory or on a disk."""
+        memory or on a disk. `own` makes another one from the parameters that are trained."""
+        if own is not None:
+            return own([local for local in self.locals() if local.requires_grad] or [nn.Parameter(torch.empty(0))])
         build = partial(build_optimizer, config)
         if self.plan.offload == "none":
             return build(self.locals(), {s.local: s.low_precision for s in self.shards if s.low_precision is not None})

@@ -10,19 +10,22 @@ import torch
 from shardwise.config.units import format_bytes, format_seconds
 from shardwise.data.corpus import Corpus
 from shardwise.data.loader import Loader
+from shardwise.data.own_rows import RowStream
 from shardwise.interop.transformers.model import TransformersModel
 from shardwise.kernels.float8 import apply_float8, apply_float8_head
 from shardwise.model.dtypes import KEPT
 from shardwise.optim.build import build_optimizer, set_learning_rate
 from shardwise.optim.schedule import learning_rate
 from shardwise.prove.reference import plain_gradients, plain_scaler, plain_update
-from shardwise.run.build import adapted_model
+from shardwise.run.build import adapted_model, use_losses
+from shardwise.run.own_parts import OwnParts
 from shardwise.run.session import Session
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
 NUM_STEPS = 3
+NOTHING_OWN = OwnParts()
 LIMIT_S = 60.0  # seconds; a proof that would take longer is left to the user
 
 
@@ -38,6 +41,8 @@ def repeat_first_steps(
     plan, steps = session.plan, [step for step in range(1, NUM_STEPS + 1) if step in losses]
     if plan.world == 1 or not steps or steps[0] != 1:
         return None, None
+    if isinstance(session.corpus.train, RowStream) and not session.corpus.train.can_repeat:
+        return None, "proof    left out: data yields its rows once"
     alone_s = (step_s or 0.0) * plan.world * len(steps)
     if alone_s > LIMIT_S:
         seconds = format_seconds(alone_s)
@@ -45,7 +50,9 @@ def repeat_first_steps(
     if 2 * peak_bytes > session.memory_limit:
         needed, limit = format_bytes(2 * peak_bytes), format_bytes(session.memory_limit)
         return None, f"proof    left out: a second model needs {needed} of {limit}"
-    alone = single_process_losses(session.config, plan, session.spec, session.corpus, session.device, len(steps))
+    alone = single_process_losses(
+        session.config, plan, session.spec, session.corpus, session.device, len(steps), session.own
+    )
     difference = max(abs(a - losses[step]) for step, a in zip(steps, alone, strict=True))
     is_same = difference <= plan.formats.proof_limit * max(1.0, *alone)
     text = f"steps 1-{steps[-1]} repeated in one process: largest difference {difference:.1g}"
@@ -56,7 +63,13 @@ def repeat_first_steps(
 
 
 def single_process_losses(
-    config: Config, plan: Plan, spec: ModelSpec, corpus: Corpus, device: torch.device, num_steps: int = NUM_STEPS
+    config: Config,
+    plan: Plan,
+    spec: ModelSpec,
+    corpus: Corpus,
+    device: torch.device,
+    num_steps: int = NUM_STEPS,
+    own: OwnParts = NOTHING_OWN,
 ) -> list[float]:
     """Returns the losses of steps 1 … num_steps, in nats, when one process computes every row of every batch."""
     model = adapted_model(config, spec, plan.precision, KEPT[plan.precision], device)
@@ -66,7 +79,10 @@ def single_process_losses(
         if plan.fp8_head:
             apply_float8_head(model, found, compiled=False)
         found.quantize_frozen()
-    optimizer = build_optimizer(config.optimizer, model.parameters())
+    if own.loss is not None:
+        use_losses([model], own.loss)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = own.optimizer(trained) if own.optimizer else build_optimizer(config.optimizer, trained)
     scaler = plain_scaler(plan.precision, plan.loss_scale)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     rows, losses = range(plan.global_batch), []

@@ -45,8 +45,8 @@ class Reporter(Listener):
     def __init__(self, session: Session, stops: StopRequests, repeat: Repeat, view: LiveView | None = None):
         """`repeat` proves the run's first steps at its end."""
         self.session, self.stops, self.repeat, self.history = session, stops, repeat, History()
-        unigram = session.corpus.unigram_entropy()
-        self.view = view or LiveView(session.plan.num_steps, unigram, quiet=not session.ranks.is_first)
+        self.unigram = session.corpus.unigram_entropy()
+        self.view = view or LiveView(session.plan.num_steps, self.unigram, quiet=not session.ranks.is_first)
         self.metrics: Metrics | None = None  # of the first rank
         self.comparison: dict[str, Any] | None = None  # predicted and measured, after the first steps
         self.is_right = True  # False: the run's proof found that it computed something else than one process would
@@ -74,7 +74,8 @@ class Reporter(Listener):
             return
         write_plan(session.run, session.plan, self.prediction)
         self._say(header_lines(setup))
-        metrics = Metrics(session.run, config.run, whole_config(config, session.plan.to_dict()), self.say, setup.done)
+        settings = whole_config(config, session.plan.to_dict())
+        metrics = Metrics(session.run, config.run, settings, self.say, setup.done, session.own.hear)
         self.metrics = self._opened.enter_context(closing(metrics))
         event = "resumed" if setup.done else "started"
         metrics.write({"event": event, "step": setup.done, "wall_time": time.time()})
@@ -139,7 +140,13 @@ class Reporter(Listener):
 
     # Between steps ------------------------------------------------------------------------------------------------
 
-    def evaluated(self, step: int, loss: float | None) -> None:
+    def evaluated(self, step: int, loss: float | None, own: Mapping[str, float]) -> None:
+        if own:
+            if self.metrics:
+                self.metrics.write({"step": step, **own, "wall_time": time.time()})
+            self.say(f"eval     step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in own.items()))
+        if loss is None and own:
+            return
         if loss is None:
             self.say("eval     nothing is held out, so there is no evaluation loss (data.validation_fraction)")
             return
@@ -160,6 +167,10 @@ class Reporter(Listener):
             values = {"share": found.share, "batches": found.batches}
             self.metrics.write({"event": "bubble_filled", "step": step, **values, "wall_time": time.time()})
         self.say(f"fill     {_filled(found)}")
+
+    def saved(self, step: int) -> None:
+        if self.metrics and self.session.own.hear:
+            self.session.own.hear({"event": "saved", "step": step, "wall_time": time.time()})
 
     # The end ------------------------------------------------------------------------------------------------------
 
@@ -186,15 +197,14 @@ class Reporter(Listener):
             proof, line = self.repeat(session, history.losses, history.median_step_s(), ending.peak_bytes)
             self._say([line] if line else [])
         self.is_right = proof is None or proof["same"]
-        unigram = session.corpus.unigram_entropy()
-        self._say(finished_lines(history, self.prediction, unigram, ending.peak_bytes))
+        self._say(finished_lines(history, self.prediction, self.unigram, ending.peak_bytes))
         self.metrics.write(
             {
                 "event": "finished",
                 "step": session.plan.num_steps,
                 "exit": int(Exit.DONE if self.is_right else Exit.FOUND_WRONG),
                 "loss": history.losses[max(history.losses)] if history.losses else None,
-                "unigram_loss": unigram,
+                "unigram_loss": self.unigram,
                 "predicted": {"step_s": self.prediction.step_s, "memory_bytes": self.prediction.memory_bytes},
                 "measured": {"step_s": history.median_step_s(), "memory_bytes": ending.peak_bytes},
                 "memory": self.comparison and self.comparison["memory"],

@@ -7,7 +7,7 @@ No torch at module level: `train --dry-run` and the launcher use the first half.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardwise.model.decoder import Decoder
+    from shardwise.model.loss import TokenLosses
 
 CACHE = ".data"  # the folder inside run.dir that keeps sources which were tokenised once
 TOKENIZER_FILES = (
@@ -161,6 +162,16 @@ def _foreign_model(
     else:
         model.draw()
     return cast("Decoder", model.to(device))
+
+
+def use_losses(models: Sequence[Decoder], losses: TokenLosses) -> None:
+    """Puts a loss of the user's in the place of cross-entropy, wherever a part of the model has the head."""
+    from shardwise.interop.transformers.model import TransformersModel
+
+    for model in models:
+        holder = model if isinstance(model, TransformersModel) else model.head
+        if holder is not None:
+            holder.losses = losses
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

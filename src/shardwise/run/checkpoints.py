@@ -13,6 +13,7 @@ import torch
 from shardwise.adapters.state import adapter_state, check_base
 from shardwise.checkpoint import store
 from shardwise.config.units import parse_seconds
+from shardwise.data.own_rows import RowStream
 from shardwise.errors import UserError
 from shardwise.parallel.engine import Engine
 from shardwise.run.build import stored_spec
@@ -51,6 +52,8 @@ def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Opt
     if session.ranks.is_first:
         state = {"model": session.spec.to_dict(), "plan": session.plan.to_dict(), "seed": session.config.train.seed}
         state |= adapter_state(session.config, session.spec)
+        if (rows := session.corpus.train.state_after(step)) is not None:
+            state["data"] = rows
         state |= {"loss_scale": engine.scaler.to_dict()} if engine.scaler.is_active else {}
         store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
 
@@ -99,4 +102,6 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
     check_base(checkpoint.path, state, session.config, session.spec)
     restore_state(engine, optimizer, checkpoint)
     engine.scaler.restore(state.get("loss_scale", {}))
+    if isinstance(session.corpus.train, RowStream) and "data" in state:
+        session.corpus.train.restore(state["data"], checkpoint.step + 1)
     return checkpoint.step

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from rich.progress import track
 
 from shardwise.data.loader import TensorBatch, cut_microbatches, to_tensors
+from shardwise.data.own_rows import batch_of
 from shardwise.data.sequences import IGNORE
 from shardwise.model.decoder import Decoder
+from shardwise.parallel.engine import Engine
 
 if TYPE_CHECKING:
     from shardwise.data.corpus import Sequences
@@ -66,6 +68,21 @@ def evaluate(
         dist.all_reduce(sums)
     total, count = sums.tolist()
     return total / count if count else None
+
+
+@torch.no_grad()
+def score(engine: Engine, rows: Sequence[Sequence[int]]) -> list[float]:
+    """Collective. Returns the mean loss, in nats per token, of each row of token ids: at most seq_len + 1 of them. All
+    ranks ask for the same rows; data-parallel ranks compute all of them."""
+    plan, losses = engine.plan, []
+    for row in rows:
+        batch = batch_of([row], plan.seq_len, engine.spec.vocab, 0)
+        micro = cut_microbatches(to_tensors(batch), plan.micro_batch, plan.num_microbatches, plan.pp > 1)
+        total = engine.evaluate([part.to(engine.mesh.device) for part in micro])[0].double().reshape(1)
+        if plan.world > 1:
+            dist.all_reduce(total)
+        losses.append(float(total) / plan.dp / max(1, batch.num_targets))
+    return losses
 
 
 def num_held_out(sequences: Sequences, max_rows: int | None) -> int:

@@ -68,7 +68,8 @@ def sample_text(engine: Engine, corpus: Corpus, config: Config, ranks: Ranks) ->
     length = config.train.sample_tokens
     if length == 0 or (engine.is_whole and not ranks.is_first):
         return None
-    text = config.train.sample_prompt or ("def " if config.data.source == "python" else None)
+    is_python = config.data.source == "python" and corpus.packing != "rows"
+    text = config.train.sample_prompt or ("def " if is_python else None)
     prompt: Sequence[int] = corpus.tokenizer.encode(text) if text else corpus.held_out_start(PROMPT_TOKENS)
     sampling, stop = Sampling(seed=config.train.seed), frozenset({corpus.tokenizer.separator})
     if engine.is_whole:

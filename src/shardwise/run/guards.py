@@ -80,7 +80,7 @@ class StopRequests:
         """Returns what this rank asks for, None for nothing. The loop combines all ranks' answers, so that they stop at
         the same step."""
         if self.code is None and self.run.stop_request.exists():
-            self.code, self.why = Exit.STOPPED, "`shardwise stop`"
+            self.code, self.why = Exit.STOPPED, self.run.stop_request.read_text() or "`shardwise stop`"
         if self.code is None and self.deadline and time.monotonic() > self.deadline:
             self.code, self.why = Exit.STOPPED, "train.time_limit"
         return self.code

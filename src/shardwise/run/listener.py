@@ -7,6 +7,7 @@ nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +68,9 @@ class Listener:
         """Is called with a step's results: in order, once for each step, on a GPU after the next one has been
         queued."""
 
-    def evaluated(self, step: int, loss: float | None) -> None:
-        """Is called with the held-out loss in nats; None where nothing is held out."""
+    def evaluated(self, step: int, loss: float | None, own: Mapping[str, float]) -> None:
+        """Is called with the held-out loss in nats, None where nothing is held out; and with what the program's own
+        evaluation found."""
 
     def sampled(self, text: str | None) -> None:
         """Is called with a continuation by the model; None on ranks that have none to show."""

@@ -32,7 +32,7 @@ def train(session: Session, stops: StopRequests, planner: Planner, listener: Lis
             for finished in trainer.results_due(step):
                 listener.step(finished)
             if trainer.evaluates(step):
-                listener.evaluated(step, trainer.evaluate())
+                listener.evaluated(step, trainer.evaluate(), trainer.own_evaluation())
             if trainer.samples(step):
                 listener.sampled(trainer.sample())
             trainer.restart_clock()
@@ -49,7 +49,7 @@ def train(session: Session, stops: StopRequests, planner: Planner, listener: Lis
         if ending.code:
             listener.stopped(ending)
         else:
-            listener.evaluated(ending.step, trainer.evaluate())
+            listener.evaluated(ending.step, trainer.evaluate(), trainer.own_evaluation())
             listener.sampled(trainer.sample())
             listener.finished(ending)
         return ending.code

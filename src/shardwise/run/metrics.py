@@ -28,10 +28,17 @@ class Metrics:
     """Appends to metrics.jsonl (rank 0 only) and feeds the loggers."""
 
     def __init__(
-        self, run: RunDir, config: RunConfig, settings: dict[str, Any], say: Callable[[str], None], done: int = 0
+        self,
+        run: RunDir,
+        config: RunConfig,
+        settings: dict[str, Any],
+        say: Callable[[str], None],
+        done: int = 0,
+        hear: Callable[[dict[str, Any]], None] | None = None,
     ):
-        """`settings` is the whole config, for the loggers; `done` counts the steps of earlier processes."""
-        self.run, self.say = run, say
+        """`settings` is the whole config, for the loggers; `done` counts the steps of earlier processes. `hear` is
+        called with every line: a Python program's callbacks."""
+        self.run, self.say, self.hear = run, say, hear
         self.file = open(run.metrics, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
         self.loggers: list[Logger] = []
         for name in config.loggers:
@@ -48,6 +55,8 @@ class Metrics:
             self.file.flush()  # a reader, or whoever looks after a crash, sees every finished step
         except OSError as error:
             raise cannot_write(self.run.metrics, error) from None
+        if self.hear:
+            self.hear(line)
         if "event" in line:
             return
         values = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}

@@ -94,6 +94,12 @@ class RunDir:
     def stop_request(self) -> Path:
         return self.path / "stop"
 
+    @property
+    def own_parts(self) -> Path:
+        """The file that names what a Python program brought to this run, such as its loss: the command line has none of
+        it."""
+        return self.path / "own-parts.json"
+
     # --- reading -------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[dict[str, Any]]:

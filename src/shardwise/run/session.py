@@ -6,9 +6,10 @@ it there (setup.py); launch, the loop and the engine's mesh refer to the same ob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from shardwise.run.own_parts import OwnParts
 from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import RunDir
 
@@ -29,6 +30,7 @@ class RunInputs:
     spec: ModelSpec
     corpus: Corpus
     plan: Plan
+    own: OwnParts = field(default_factory=OwnParts, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Session:
     @property
     def config(self) -> Config:
         return self.inputs.config
+
+    @property
+    def own(self) -> OwnParts:
+        return self.inputs.own
 
     @property
     def spec(self) -> ModelSpec:

@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 
 from shardwise.data.loader import Loader
+from shardwise.data.own_rows import RowStream
 from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.schedule import learning_rate
 from shardwise.parallel.apply import parallelize_decoder
 from shardwise.parallel.engine import Engine
 from shardwise.run.bubble_filling import held_out_filler
-from shardwise.run.build import weights_of
+from shardwise.run.build import use_losses, weights_of
 from shardwise.run.checkpoints import restore
 from shardwise.run.clock import Clock
 from shardwise.run.listener import Listener
@@ -41,7 +42,7 @@ class Setup:
         plan = session.plan
         measured = measured_cluster(spec, plan, config, device, self.engine.bucket_bytes)
         self.forecast = planner.forecast(plan, *measured)
-        self.optimizer = self.engine.optimizer(config.optimizer)
+        self.optimizer = self.engine.optimizer(config.optimizer, session.own.optimizer)
         if isinstance(self.optimizer, OffloadedOptimizer):
             listener.say(self.optimizer.about())
         self.learning_rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
@@ -49,6 +50,8 @@ class Setup:
         # the same in two runs with one seed, and so is the state of it that checkpoints keep.
         torch.default_generator.manual_seed(config.train.seed)
         self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
+        if self.done and isinstance(session.corpus.train, RowStream) and not session.corpus.train.has_state:
+            listener.say(f"data     passing over the rows of {self.done} steps: data has no state_dict to go on from")
         self.loader = opened.enter_context(self._open_loader())
         self.fills_bubbles = plan.fill_bubbles == "eval"
         validation, num_batches = session.corpus.validation, config.train.eval_batches
@@ -98,6 +101,8 @@ def _build_engine(session: Session, planner: Planner) -> Engine:
         adapter=config.adapter,
         seed=config.train.seed,
     )
+    if session.own.loss is not None:
+        use_losses(engine.models, session.own.loss)
     if config.train.micro_batch == "auto":
         size = search_micro_batch(engine, planner, session.memory_limit)
         inputs.plan = replace(inputs.plan, micro_batch=size)

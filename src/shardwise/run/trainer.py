@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from shardwise.data.loader import StepBatch
 from shardwise.errors import Exit
@@ -21,7 +22,7 @@ from shardwise.run.agreement import Agreed, Agreement, agreed, largest, stop_vot
 from shardwise.run.bubble_filling import side_seconds
 from shardwise.run.checkpoints import CheckpointClock
 from shardwise.run.clock import Lap
-from shardwise.run.evaluate import EVAL_ROWS, evaluate
+from shardwise.run.evaluate import EVAL_ROWS, evaluate, score
 from shardwise.run.generate import sample_text
 from shardwise.run.guards import StopRequests
 from shardwise.run.listener import Ending, FinishedStep
@@ -205,6 +206,16 @@ class Trainer:
         )
         engine.train(True)
         return loss
+
+    def own_evaluation(self) -> dict[str, float]:
+        """Collective. Returns what the program's own evaluation finds; empty where it has none."""
+        evaluate = self.setup.session.own.evaluate
+        if evaluate is None:
+            return {}
+        self.setup.engine.train(False)
+        found = dict(evaluate(partial(score, self.setup.engine)))
+        self.setup.engine.train(True)
+        return found
 
     def samples(self, step: int) -> bool:
         """Returns whether text is sampled after this step."""

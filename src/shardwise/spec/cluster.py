@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -102,6 +103,13 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         assert self.nodes >= 1 and self.per_node >= 1, (self.nodes, self.per_node)
         assert self.tiers[-1].span >= self.world, (self.tiers, self.world)
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterSpec:
+        """Returns the cluster that a text means: `8xh100`, `4x8xh100:nic=50GB/s`, `this`, or a TOML file's path."""
+        read = import_module("shardwise.cluster.describe.read")  # the table of devices is in a room above this one
+        found: ClusterSpec = read.read_cluster(text)
+        return found
 
     @property
     def world(self) -> int:

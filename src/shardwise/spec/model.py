@@ -164,6 +164,13 @@ class ModelSpec:
         """Returns whether some layers have experts."""
         return self.num_experts > 0
 
+    @classmethod
+    def preset(cls, name: str) -> ModelSpec:
+        """Returns a model by its preset's name, such as `llama3-8b`."""
+        from shardwise.spec.presets import preset
+
+        return preset(name)
+
     @cached_property
     def attention(self) -> AttentionKind:
         """Returns the kind of attention that all layers have."""

@@ -22,7 +22,7 @@ from shardwise.errors import UserError
 from shardwise.interop.transformers.spec import TransformersSpec, no_document_mask
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Losses
-from shardwise.model.loss import cross_entropy_sum
+from shardwise.model.loss import TokenLosses, cross_entropy_sum
 
 KERNELS = {"auto": None, "sdpa": "sdpa", "math": "eager", "flex": "flex_attention"}
 
@@ -38,6 +38,7 @@ class TransformersModel(nn.Module):
             self.inner.config._experts_implementation = "eager"  # grouped_mm has no fp64
         self.kernel = str(self.inner.config._attn_implementation)
         is_odd = self.kernel == "eager" and attention == "auto"
+        self.losses: TokenLosses | None = None  # in the place of cross-entropy
         self.kernel_reason = f"transformers has no fused attention for {spec.name}: eager" if is_odd else ""
         self.train()
 
@@ -71,7 +72,7 @@ class TransformersModel(nn.Module):
         if targets_BT is None:
             return logits_BTV
         total = cross_entropy_sum(
-            lambda logits: logits, logits_BTV.flatten(0, 1), targets_BT.flatten(), logits_BTV.shape[-1]
+            lambda logits: logits, logits_BTV.flatten(0, 1), targets_BT.flatten(), logits_BTV.shape[-1], self.losses
         )
         return Losses(total, total.new_zeros(()), total.new_zeros(()))
 

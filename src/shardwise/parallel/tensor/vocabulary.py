@@ -1,10 +1,10 @@
 """Vocabulary parallelism, the vocabulary split over tensor-parallel ranks: embedding, head and cross-entropy, each rank
 with its own rows.
 
-Invariant: during training no rank ever holds a token's logits for the whole vocabulary; three values per token
-(largest logit, sum of exponentials, the target's logit) are reduced instead; of a fused loss two, the first ones as
-one. Ids outside the vocabulary fail as they do on one device. Read next: collectives.py, and model/loss.py for what
-is computed.
+Invariant: during training with cross-entropy no rank ever holds a token's logits for the whole vocabulary; three
+values per token (largest logit, sum of exponentials, the target's logit) are reduced instead; of a fused loss two, the
+first ones as one. A loss of the user's has all logits. Ids outside the vocabulary fail as they do on one device. Read
+next: collectives.py, and model/loss.py for what is computed.
 
     split    rows of embedding and head
     held     V rows of each, and logits for V entries of the vocabulary
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardwise.kernels.fused_head import FusedHead
 from shardwise.kernels.quantized_weight import QuantizedWeight, weight_of
-from shardwise.model.loss import IGNORE, rows_at_once, sum_in_chunks
+from shardwise.model.loss import IGNORE, cross_entropy_sum, rows_at_once, sum_in_chunks
 from shardwise.parallel.tensor.collectives import TensorParallel, all_gather, all_reduce, enter, leave, share
 from shardwise.spec.model import ModelSpec
 
@@ -55,8 +55,10 @@ class VocabHead(FusedHead):
         weight = weight_of(self) if tied is None else tied
         x_BTD = enter(x_BTD, self.tp)
         if targets_BT is None:
-            return _GatherLogits.apply(self.logits(x_BTD, weight), self.vocab, self.tp)
+            return self._whole_logits(weight, x_BTD)
         x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+        if self.losses:
+            return cross_entropy_sum(partial(self._whole_logits, weight), x_ND, targets_N, self.vocab, self.losses)
         most_rows = -(-self.vocab // self.tp.size)  # not this rank's own count: all ranks must make the same chunks
         if not self.fused or x_ND.shape[0] <= rows_at_once(most_rows):
             return sum_in_chunks(partial(self._loss, weight), x_ND, targets_N, most_rows)
@@ -64,6 +66,10 @@ class VocabHead(FusedHead):
         rows_N, is_elsewhere_N = find_rows(targets_N.masked_fill(~is_target_N, 0), self.vocab, self.tp)
         is_here_N = is_target_N & ~is_elsewhere_N
         return self.fused_loss(x_ND, weight, rows_N, is_target_N, is_here_N, most_rows, self._combine)
+
+    def _whole_logits(self, weight: Tensor | QuantizedWeight, x: Tensor) -> Tensor:
+        """Collective. Returns the scores (..., V) for the whole vocabulary, on every rank."""
+        return _GatherLogits.apply(self.logits(x, weight), self.vocab, self.tp)
 
     def _combine(self, sums_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the log-sum-exp over the whole vocabulary and the target's logit, which one rank has, both of shape

@@ -94,7 +94,7 @@ class Question:
 
 def ask(
     model: str,
-    cluster: str,
+    cluster: str | ClusterSpec,
     *,
     seq: str | None = None,
     batch: str | None = None,
@@ -104,7 +104,7 @@ def ask(
 ) -> Question:
     """Returns a question that can be searched, from the words of a command line. Raises where they are mistaken."""
     model_words, spec = read_model(model)
-    hardware = read_cluster(cluster)
+    hardware = cluster if isinstance(cluster, ClusterSpec) else read_cluster(cluster)
     assumptions: dict[str, Assumption] = {}
 
     seq_len, assumptions["train.seq_len"] = _seq_len(seq, words, spec)

@@ -1,0 +1,191 @@
+"""`Run` and `Trained`: what came out of a training, to look at, sample from, evaluate and export. No torch at module
+level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config.load import load_config
+from shardwise.errors import UserError
+from shardwise.run.rundir import RunDir, find_run, is_run
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.schema import Config
+
+if TYPE_CHECKING:
+    from shardwise.data.tokenizer import Tokenizer
+    from shardwise.model.decoder import Decoder
+    from shardwise.run.weights import StoredWeights
+
+
+class Trained:
+    """Weights on a disk."""
+
+    def __init__(self, name: str, runs: str = "runs"):
+        self._where, self._runs = name, runs
+        self._model: Decoder | None = None
+
+    @property
+    def name(self) -> str:
+        """How they are called."""
+        return self.weights.name
+
+    @property
+    def weights(self) -> StoredWeights:
+        """Where they lie: of a run, in its newest checkpoint."""
+        from shardwise.run.weights import find_weights
+
+        return find_weights(self._where, self._runs)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The shapes of the model."""
+        return self.weights.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that belongs to them."""
+        return self.weights.tokenizer()
+
+    def model(self) -> Decoder:
+        """Returns the whole model with these weights in fp32, on the best device here. It is read once."""
+        from shardwise.run.device import best_device
+
+        if self._model is None:
+            self._model = self.weights.load(best_device())
+        return self._model
+
+    def generate(
+        self, prompt: str, max_tokens: int = 100, *, temperature: float = 0.8, top_p: float = 0.95, seed: int = 0
+    ) -> str:
+        """Returns the model's continuation of a text, without the text."""
+        from shardwise.run.generate import Sampling, generate
+
+        tokenizer = self.tokenizer
+        ids = tokenizer.encode(prompt)
+        if not ids:
+            raise UserError("prompt is empty", why="the model continues at least one token", fix='prompt="def "')
+        sampling = Sampling(temperature, top_p, seed)
+        return tokenizer.decode(
+            list(generate(self.model(), ids, max_tokens, sampling, frozenset({tokenizer.separator})))
+        )
+
+    def evaluate(self, source: str | Sequence[str], seq_len: int | None = None) -> float:
+        """Returns the mean loss on the text of `source`, in nats per token."""
+        from shardwise.data.corpus import open_corpus
+        from shardwise.run.build import CACHE
+        from shardwise.run.device import best_device
+        from shardwise.run.evaluate import evaluate, plain_sums
+
+        weights = self.weights
+        config = weights.config or load_config(None).config
+        asked = source if isinstance(source, str) else tuple(source)
+        corpus = open_corpus(
+            replace(config.data, source=asked, validation_fraction=0.0, mix=None),
+            seq_len=seq_len or config.train.seq_len,
+            seed=0,
+            vocab=weights.spec.vocab,
+            model_dir=weights.tokenizer_dir,
+            cache_dir=(weights.run.path.parent if weights.run else Path(config.run.dir)) / CACHE,
+            progress=False,
+        )
+        batch = min(8, corpus.train.num_sequences)
+        found = evaluate(
+            plain_sums(self.model()),
+            corpus.train,
+            global_batch=batch,
+            rows=range(batch),
+            micro_batch=batch,
+            device=best_device(),
+        )
+        assert found is not None, "training rows are never empty"
+        return found
+
+    def export(self, out: str | Path, *, merge_lora: bool = False, dtype: str | None = None) -> Path:
+        """Writes a Hugging Face directory that does not exist yet, and returns its path: the model, or of a run with
+        adapters the adapters, unless they are merged."""
+        from shardwise.cli.main import main
+
+        words = [*(["--merge-lora"] if merge_lora else []), *(["--dtype", dtype] if dtype else [])]
+        code = main(["export", self._where, "--to", "hf", "--out", str(out), "--runs", self._runs, *words])
+        if code:
+            raise UserError(f"{out} was not written", why="the reason is printed above", fix="mend it and try again")
+        return Path(out)
+
+
+class Run(Trained):
+    """A training run, while it trains or afterwards."""
+
+    def __init__(self, directory: RunDir):
+        super().__init__(str(directory.path), str(directory.path.parent))
+        self.directory = directory
+
+    def __repr__(self) -> str:
+        return f"<Run {self.directory.path}: {self.state}, {len(self.steps)} steps>"
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.directory.path
+
+    @property
+    def state(self) -> str:
+        """`running`, `finished`, `stopped`, `failed` or `unfinished`."""
+        return self.directory.state()
+
+    @property
+    def config(self) -> Config:
+        """The config as it ran, with every `auto` filled."""
+        return load_config(self.directory.config).config
+
+    @property
+    def plan(self) -> Plan:
+        """The layout as it ran."""
+        return Plan.from_dict(self.directory.read_plan())
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The line of every step, as metrics.jsonl has it, in order."""
+        return list(self.directory.steps().values())
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step, in nats per token."""
+        return [line["loss"] for line in self.steps]
+
+    @property
+    def eval_losses(self) -> dict[int, float]:
+        """The held-out loss by step, in nats per token."""
+        return {line["step"]: line["eval_loss"] for line in self.directory.lines() if "eval_loss" in line}
+
+    @property
+    def proof(self) -> Mapping[str, Any] | None:
+        """What repeating the first steps in one process found; None where nothing was repeated."""
+        return (self.directory.last_event() or {}).get("proof")
+
+    def stop(self) -> None:
+        """Asks a running run to stop after the step at hand, with a checkpoint."""
+        self.directory.stop_request.touch()
+
+    def resume(self, changes: Mapping[str, Any] | None = None, **parts: Any) -> Run:
+        """Goes on with the run and returns it; the arguments are those of `shardwise.api.training.resume`."""
+        from shardwise.api.training import resume
+
+        return resume(self, changes, **parts)
+
+
+def load_trained(name: str, runs: str) -> Trained:
+    """Returns a `Run` where the name means one, else the weights that it means."""
+    path = Path(name)
+    if name == "last" or is_run(path) or is_run(Path(runs) / name):
+        return Run(find_run(name, runs))
+    found = Trained(name, runs)
+    _ = found.weights  # refused here, not at the first use
+    return found

@@ -1,0 +1,204 @@
+"""`shardwise.train` is a run from a Python program, with its own loss, data, optimizer, evaluation and callbacks, in
+every layout. No torch.
+
+One process trains in this one. Several are started behind: anew where all they need is in the run directory, as copies
+of this process (fork) where they need its functions and data. Under torchrun every rank runs the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.api.callbacks import Callback, Hearing, StepInfo
+from shardwise.api.settings import Settings, for_programs, is_set, settings_of, words_of
+from shardwise.api.trained import Run, Trained, load_trained
+from shardwise.config.load import Loaded
+from shardwise.data.corpus import Corpus
+from shardwise.data.own_rows import OwnCorpus, OwnRows, own_rows
+from shardwise.errors import Exit, UserError
+from shardwise.launch.start import PlannedRun, continue_run, join_torchrun, new_run, plan_run, start
+from shardwise.run.own_parts import Loss, OwnParts, Score
+from shardwise.run.ranks import started_by_torchrun
+from shardwise.run.rundir import RunDir, find_run
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.schema import Config
+from shardwise.terminal import is_live, prepared
+
+if TYPE_CHECKING:
+    import torch
+
+ORDERLY = (Exit.DONE, Exit.STOPPED)
+MakeOptimizer = Callable[[list["torch.nn.Parameter"]], "torch.optim.Optimizer"]
+Evaluate = Callable[[Score], Mapping[str, float]]
+
+
+class RunFailed(Exception):
+    """A run that did not end well. `run` is what there is of it, `code` the exit code of `shardwise train`."""
+
+    def __init__(self, run: Run, code: Exit):
+        event = run.directory.last_event() or {}
+        super().__init__(f"{run.name}: {event.get('why', code.name.lower().replace('_', ' '))} (exit {int(code)})")
+        self.run, self.code = run, code
+
+
+def train(
+    config: Settings = None,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    model: ModelSpec | str | None = None,
+    data: Any = None,
+    eval_data: Any = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    evaluate: Evaluate | None = None,
+    callbacks: Iterable[Callback | Callable[[StepInfo], object]] = (),
+    nproc: int | None = None,
+    verify: bool = True,
+) -> Run:
+    """Trains and returns the run. `config` is a TOML file, a dict of keys or a Config, `changes` are keys that win over
+    it; the rest is what a config cannot say:
+
+    model      a preset's name, a Hugging Face directory, or a ModelSpec
+    data       rows of token ids, by index or one after the other; eval_data: rows by index that are held out
+    loss       from logits (N, V) and targets (N,) to one loss per token (N,)
+    optimizer  from the list of parameters that this rank trains to a torch optimizer
+    evaluate   from a function that scores rows to numbers by name; every rank calls it when the held-out loss is due
+    callbacks  functions of a step, or Callback objects, called in this process
+    nproc      processes on this machine; verify: whether a layout that was never proven here is proven first
+
+    Raises `UserError` for what can be mended, `RunFailed` for a run that broke off.
+    """
+    with for_programs(), prepared():
+        loaded = settings_of(config, changes, model)
+        own = _own_parts(loaded, data, eval_data, loss, optimizer, evaluate)
+        loaded = _with_parts(loaded, own)
+        hearing = Hearing(callbacks)
+        own = replace(own, hear=hearing.hear) if hearing.callbacks else own
+
+        def prepare(count: int | None) -> tuple[RunDir, PlannedRun]:
+            planned = plan_run(loaded, count, is_live(), own=own)
+            hearing.run = new_run(planned)
+            return hearing.run, planned
+
+        if started_by_torchrun():
+            code = join_torchrun(prepare, loaded, verify=verify, own=own)
+            found = hearing.run or find_run("last", loaded.config.run.dir)
+        else:
+            found, planned = prepare(nproc)
+            code = start(found, planned, verify=verify, attend=hearing.attend)
+    return _ended(Run(found), Exit(code), hearing)
+
+
+def resume(
+    run: Run,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    data: Any = None,
+    eval_data: Any = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    evaluate: Evaluate | None = None,
+    callbacks: Iterable[Callback | Callable[[StepInfo], object]] = (),
+    nproc: int | None = None,
+    from_step: int | None = None,
+    allow: Iterable[str] = (),
+) -> Run:
+    """Goes on with a run from its newest checkpoint, or from that of `from_step`, in the same or another layout, and
+    returns it. What the program brought to the run is given again. `allow` names keys that may change though they
+    change what is computed."""
+    with for_programs(), prepared():
+        before = settings_of(run.directory.config)
+        own = _own_parts(before, data, eval_data, loss, optimizer, evaluate)
+        hearing = Hearing(callbacks)
+        hearing.run = run.directory
+        own = replace(own, hear=hearing.hear) if hearing.callbacks else own
+        planned = continue_run(run.directory, words_of(changes or {}), list(allow), nproc, own)
+        code = start(run.directory, planned, from_step, attend=hearing.attend)
+    return _ended(Run(run.directory), Exit(code), hearing)
+
+
+def _ended(run: Run, code: Exit, hearing: Hearing) -> Run:
+    hearing.close()
+    if hearing.error is not None:
+        raise hearing.error
+    if code == Exit.INTERRUPTED:
+        raise KeyboardInterrupt
+    if code not in ORDERLY:
+        raise RunFailed(run, code)
+    return run
+
+
+def _own_parts(
+    loaded: Loaded,
+    data: Any,
+    eval_data: Any,
+    loss: Loss | None,
+    optimizer: MakeOptimizer | None,
+    evaluate: Evaluate | None,
+) -> OwnParts:
+    for name, part in (("loss", loss), ("optimizer", optimizer), ("evaluate", evaluate)):
+        if part is not None and not callable(part):
+            raise UserError(f"{name} is a {type(part).__name__}", why="it is a function", fix=f"{name}=my_function")
+    if data is None:
+        if eval_data is not None:
+            raise UserError(
+                "eval_data has no data beside it",
+                why="held-out rows are compared with rows that are trained on",
+                fix="data=..., or data.source and data.validation_fraction for text",
+            )
+        return OwnParts(loss, optimizer, evaluate)
+    if is_set(loaded, "train.epochs") and not hasattr(data, "__len__"):
+        raise UserError("train.epochs needs rows that can be counted", why="data has no len()", fix="train.steps")
+
+    def corpus(config: Config, spec: ModelSpec) -> Corpus:
+        from shardwise.data.chat import open_template
+        from shardwise.data.tokenizer import open_tokenizer
+        from shardwise.run.build import model_dir
+
+        directory = model_dir(config.model)
+        tokenizer = open_tokenizer(config.data.tokenizer, directory)
+        common: dict[str, Any] = {"seq_len": config.train.seq_len, "vocab": spec.vocab, "padding": 0}
+        rows = own_rows(data, seed=config.train.seed, **common)
+        held: OwnRows | None = None
+        if eval_data is not None:
+            held = own_rows(eval_data, seed=0, fixed_order=True, **common)  # type: ignore[assignment]
+        return OwnCorpus(tokenizer, rows, held, open_template(config.data.chat_template, directory, tokenizer))
+
+    return OwnParts(loss, optimizer, evaluate, corpus)
+
+
+def _with_parts(loaded: Loaded, own: OwnParts) -> Loaded:
+    """Returns the config as it goes with the program's parts, and refuses what cannot."""
+    config = loaded.config
+    if own.corpus is not None and is_set(loaded, "data.source"):
+        raise UserError(
+            "data and data.source are both given", why="a run is trained on one of them", fix="leave one of them out"
+        )
+    if own.loss is not None:
+        if config.speed.loss == "fused":
+            raise UserError(
+                "speed.loss = fused goes with cross-entropy alone",
+                why="the fused loss computes its gradients itself",
+                fix="leave speed.loss out",
+            )
+        config = replace(config, speed=replace(config.speed, loss="recompute"))
+    if own.optimizer is not None:
+        if config.memory.offload not in ("auto", "none"):
+            raise UserError(
+                f"memory.offload = {config.memory.offload} goes with the optimizers of optimizer.name",
+                why="their updates run on the CPU by kernels of their own",
+                fix="memory.offload=none, or leave `optimizer` out",
+            )
+        memory, speed = replace(config.memory, offload="none"), replace(config.speed, copies=False)
+        config = replace(config, memory=memory, speed=speed)
+    return replace(loaded, config=config)
+
+
+def load(name: str | Path, runs: str = "runs") -> Run | Trained:
+    """Returns trained weights by a run's directory or name, `last`, a checkpoint's or a Hugging Face directory: a `Run`
+    where it is one, else `Trained`."""
+    with for_programs():
+        return load_trained(str(name), runs)

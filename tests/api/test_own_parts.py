@@ -1,0 +1,208 @@
+"""A program's own loss, data, optimizer, evaluation and callbacks: the same numbers in every layout, and errors in its
+words."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import shardwise
+from shardwise.data.own_rows import batch_of, own_rows
+from shardwise.errors import UserError
+from shardwise.prove.reference import Trial, train_plain
+from shardwise.prove.trial import build_trial, trial_batch, trial_plan
+from shardwise.run.build import use_losses
+from shardwise.run.clock import Clock
+from shardwise.run.step import accumulate
+from shardwise.spec.presets import preset
+
+CPU = torch.device("cpu")
+SHAPE = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 96}
+SPEC = preset("tiny").with_overrides(SHAPE)
+SMALL = {"model": SHAPE, "train": {"steps": 4, "global_batch": 4, "seq_len": 16, "sample_tokens": 0}, "parallel.dp": 1}
+ROWS = [[(3 * row + place * place) % 96 for place in range(17)] for row in range(24)]
+LAYOUTS = ({"tp": 2, "sequence": True}, {"pp": 2, "split": (1, 1)}, {"dp": 2, "zero": 3}, {"cp": 2})
+
+
+def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="none", label_smoothing=0.2)
+
+
+def first_step(layouts: tuple[dict, ...]) -> list[tuple[float, float]]:
+    """Runs on every rank: loss and gradient norm of one step by an own loss, in each layout."""
+    found, rank = [], dist.get_rank() if dist.is_initialized() else 0
+    for layout in layouts:
+        trial = Trial(seq_len=16)
+        plan = trial_plan(trial, loss="recompute", **layout)
+        engine = build_trial(SPEC, plan, trial, rank, CPU)
+        use_losses(engine.models, smoothed)
+        batch, num_targets = trial_batch(SPEC, plan, trial, 1, engine.mesh.at.dp)
+        norm, finish = accumulate(engine, batch, num_targets, Clock(CPU))
+        found.append((float(finish()[0]) / num_targets, float(norm)))
+    return found
+
+
+def test_an_own_loss_is_the_same_in_every_layout(ranks):
+    (alone,) = first_step(({},))
+    plain = train_plain(SPEC, Trial(seq_len=16, num_steps=1))
+    assert abs(alone[0] - plain.losses[0]) > 1e-3, "or it is cross-entropy"
+    for by_layout in ranks.run(first_step, 2, LAYOUTS):
+        for layout, found in zip(LAYOUTS, by_layout, strict=True):
+            assert found == pytest.approx(alone, abs=1e-12), layout
+
+
+# Rows ----------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_become_batches():
+    batch = batch_of([[1, 2, 3, 4], (np.array([5, 6]), [-100, 7])], seq_len=4, vocab=10, padding=0)
+    assert batch.tokens.tolist() == [[1, 2, 3, 0], [5, 6, 0, 0]]
+    assert batch.targets.tolist() == [[2, 3, 4, -100], [-100, 7, -100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (list(range(7)), "has 7 token ids"),
+        ([1], "has 1 token ids"),
+        ([1, 2, 99], "token id 99 is no id"),
+        ([-5, 2, 3], "token id -5 is no id"),
+        ("text", "holds no token ids"),
+        ([0.5, 1.5], "holds no token ids"),
+        (([1, 2], [3]), "each id has one target"),
+    ],
+)
+def test_odd_rows_are_refused(row, said):
+    with pytest.raises(UserError, match=said):
+        batch_of([row], seq_len=5, vocab=10, padding=0)
+
+
+def test_rows_by_index_are_dealt_once_in_an_epoch_for_any_split():
+    rows = own_rows(ROWS, seq_len=16, vocab=96, padding=0, seed=3)
+    whole = [rows.batch(step, range(6), 6).tokens for step in range(1, 5)]
+    parts = [rows.batch(step, part, 6).tokens for step in range(1, 5) for part in (range(2), range(2, 6))]
+    assert np.array_equal(np.concatenate(whole), np.concatenate(parts))
+    assert sorted(map(tuple, np.concatenate(whole).tolist())) == sorted(tuple(row[:16]) for row in ROWS)
+
+
+@pytest.mark.parametrize("data", [3, "text", {"a": 1}])
+def test_what_is_no_data_is_refused(data):
+    with pytest.raises(UserError, match=f"data is a {type(data).__name__}"):
+        own_rows(data, seq_len=16, vocab=96, padding=0, seed=0)
+
+
+class Stream:
+    """Endless rows with a state, as torchdata's loaders have."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while True:
+            self.place += 1
+            yield ROWS[(7 * self.place) % len(ROWS)]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Plain:
+    """The same rows, without a state."""
+
+    def __iter__(self):
+        return (ROWS[(7 * place) % len(ROWS)] for place in count(1))
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def test_a_run_with_all_parts_stops_resumes_and_tells(tmp_path):
+    settings = SMALL | {"run.dir": str(tmp_path), "train.eval_every": 2}
+    heard = []
+
+    class Watch(shardwise.Callback):
+        def on_eval(self, step, values):
+            heard.append((step, *values))
+
+        def on_save(self, step, path):
+            assert path.is_dir()
+            heard.append((step, "saved"))
+
+        def on_stop(self, step, why):
+            heard.append((step, why))
+
+    def stop_at_2(step):
+        if step.step == 2:
+            raise shardwise.StopTraining("enough")
+
+    def evaluate(score):
+        return {"first": sum(score(ROWS[:2])) / 2}
+
+    own = {"loss": smoothed, "optimizer": sgd, "evaluate": evaluate, "eval_data": ROWS[:4]}
+    for data in (ROWS, Stream, Plain):
+        make = data if isinstance(data, type) else lambda data=data: data
+        whole = shardwise.train(settings, data=make(), **own)
+        heard.clear()
+        run = shardwise.train(settings, data=make(), callbacks=[stop_at_2, Watch()], **own)
+        # The stop is agreed on a step later, as every stop is.
+        assert run.state == "stopped" and heard[0][1:] == ("first",) and heard[1][1:] == ("eval_loss",)
+        assert heard[-2:] == [(len(run.losses), "saved"), (len(run.losses), "enough")]
+        assert json.loads(run.directory.own_parts.read_text())["parts"] == ["loss", "optimizer", "evaluate", "data"]
+        with pytest.raises(UserError, match="its own optimizer and evaluate and data"):
+            run.resume(loss=smoothed)
+        run = run.resume(data=make(), **own)
+        assert run.losses == whole.losses and run.eval_losses == whole.eval_losses
+    assert len(set(whole.losses)) == 4
+
+
+def test_an_error_in_a_callback_ends_the_run_and_comes_back(tmp_path):
+    def fails(step):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        shardwise.train(SMALL | {"run.dir": str(tmp_path)}, data=ROWS, callbacks=[fails])
+    assert shardwise.load("last", str(tmp_path)).state == "stopped"
+
+
+def test_a_generator_that_ends_is_said(tmp_path):
+    with pytest.raises(shardwise.RunFailed, match="exit 2"):
+        shardwise.train(SMALL | {"run.dir": str(tmp_path)}, data=iter(ROWS[:6]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"data": ROWS, "config": {"data.source": "x.txt"}}, "data and data.source are both given"),
+        ({"eval_data": ROWS}, "eval_data has no data beside it"),
+        ({"loss": 3}, "loss is a int"),
+        ({"loss": smoothed, "config": {"speed.loss": "fused"}}, "goes with cross-entropy alone"),
+        ({"optimizer": sgd, "config": {"memory.offload": "optimizer"}}, "goes with the optimizers of optimizer.name"),
+        ({"callbacks": ["print"]}, "a callback is a str"),
+        ({"config": {"train.stpes": 3}}, "did you mean"),
+        ({"config": {"train.steps": "many"}}, "this program"),
+        ({"config": {"train.steps": sgd}}, "a setting is a function"),
+        ({"config": 3}, "config is a int"),
+        ({"model": torch.nn.Linear(2, 2)}, "shardwise.parallelize"),
+        ({"model": "lama3-8b"}, "llama3-8b"),
+    ],
+)
+def test_mistakes_are_answered_in_words_of_a_program(keys, said, tmp_path):
+    settings = keys.pop("config", {})
+    settings = SMALL | {"run.dir": str(tmp_path)} | settings if isinstance(settings, dict) else settings
+    with pytest.raises(UserError) as problem:
+        shardwise.train(settings, **keys)
+    assert said in str(problem.value) and "command line" not in str(problem.value)
+    assert not any(path.name != ".data" for path in tmp_path.iterdir()), "nothing is left behind"
