@@ -70,7 +70,7 @@ def differences(flavor: Flavor, spec: ModelSpec) -> list[str]:
         found = [f"cannot take rope_scaling={spec.rope_scaling}: its {flavor.name} always computes {its}"]
         names = [name for name in DETAILS if not name.startswith("rope_") or name == "rope_theta"]
     else:
-        found, names = [], DETAILS
+        found, names = [], list(DETAILS)
     return found + [
         f"cannot take {name}={getattr(spec, name):g}: its flavor has {getattr(flavor.spec, name):g}"
         for name in names
