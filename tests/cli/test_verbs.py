@@ -179,6 +179,29 @@ def test_a_prompt_may_look_like_a_setting(said):
     assert said("generate", "first", "--prompt", "self.x=1", "--max-tokens", 2).startswith("self.x=1")
 
 
+def test_generate_many_is_each_alone(reported, said):
+    """Also where prompts differ in length, and text n has the n-th seed."""
+    words = ["generate", "first", "--max-tokens", 6]
+    prompts = ["Where", "Where is the", "A"]
+    together = reported(*words, *(part for text in prompts for part in ("--prompt", text)))["completions"]
+    alone = [reported(*words, "--prompt", text, "--seed", n) for n, text in enumerate(prompts)]
+    assert [one["completion"] for one in together] == [one["completion"] for one in alone]
+    three = reported(*words, "--prompt", "A", "--num", 3, "--batch", 2)["completions"]
+    assert three[2]["completion"] == together[2]["completion"]
+    assert said(*words, "--prompt", "A", "--num", 2, "--chat").startswith("--- 1 of 2\n")
+
+
+def test_generate_ends_before_a_stop_string(reported):
+    words = ["generate", "first", "--max-tokens", 12, "--temperature", 0, "--prompt", "Where is"]
+    whole = reported(*words)["completion"]
+    stop = whole[3:5]
+    ended = whole[: whole.index(stop)]
+    assert reported(*words, "--stop", stop)["completion"] == ended
+    both = reported(*words, "--prompt", "Where is", "--stop", stop)["completions"]
+    assert [one["completion"] for one in both] == [ended, ended]
+    assert main(["generate", "first", "--stop", ""]) == Exit.USER_MISTAKE
+
+
 def test_generate_chats(said, reported, monkeypatch):
     words = ["generate", "first", "--chat", "--max-tokens", 4]
     answer = said(*words, "--prompt", "hello")

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
@@ -22,7 +23,15 @@ REPORTS = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run, `last`, a checkpoint directory, a model directory or a hub id")
-    parser.add_argument("--prompt", default=None, help="text to continue (default: standard input, or nothing)")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue (default: standard input, or nothing); several times: computed together",
+    )
+    parser.add_argument("--num", type=int, default=1, metavar="N", help="samples of each prompt (default: 1)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="most texts computed together (default: 16)")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to sample (default: 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument(
@@ -48,16 +57,18 @@ def run(args: argparse.Namespace) -> int:
         why = "has no key/value cache that works here, so every token computes all before it again"
         print(f"note     {weights.name} {why}", file=sys.stderr)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
+    if args.num * len(args.prompt or [""]) > 1:
+        return _many(args, model, tokenizer, weights, sampling)
     if args.chat:
         return _chat(args, model, tokenizer, weights, sampling)
-    text = args.prompt if args.prompt is not None else ("" if sys.stdin.isatty() else sys.stdin.read())
+    text = args.prompt[0] if args.prompt else ("" if sys.stdin.isatty() else sys.stdin.read())
     prompt = tokenizer.encode_prompt(text) or [tokenizer.separator]
     if args.json:
-        completion = "".join(_pieces(model, tokenizer, prompt, args.max_tokens, sampling))
+        completion = "".join(_pieces(args, model, tokenizer, prompt, sampling))
         print(json.dumps({"schema": 1, "prompt": text, "completion": completion}))
         return Exit.DONE
     print(text, end="", flush=True)
-    for piece in _pieces(model, tokenizer, prompt, args.max_tokens, sampling):
+    for piece in _pieces(args, model, tokenizer, prompt, sampling):
         print(piece, end="", flush=True)
     print()
     return Exit.DONE
@@ -68,6 +79,9 @@ def _check(args: argparse.Namespace) -> None:
         ("--temperature", not 0 <= args.temperature < float("inf"), "0 or more"),
         ("--top-p", not 0 < args.top_p <= 1, "above 0, at most 1"),
         ("--max-tokens", args.max_tokens < 1, "1 or more"),
+        ("--num", args.num < 1, "1 or more"),
+        ("--batch", args.batch < 1, "1 or more"),
+        ("--stop", "" in args.stop, "a text that is not empty"),
         ("--seed", not 0 <= args.seed < 2**63, "0 or more, below 2^63"),
     ):
         if bad:
@@ -75,14 +89,59 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _pieces(
-    model: Decoder, tokenizer: Tokenizer, prompt: list[int], max_tokens: int, sampling: Sampling
+    args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling
 ) -> Iterator[str]:
+    from shardwise.cli.until_stop import UntilStop
     from shardwise.run.generate import generate
 
-    stream = tokenizer.stream()
-    for token in generate(model, prompt, max_tokens, sampling, frozenset({tokenizer.separator})):
-        yield stream.push(token)
-    yield stream.finish()
+    stream, until = tokenizer.stream(), UntilStop(args.stop)
+    for token in generate(model, prompt, args.max_tokens, sampling, frozenset({tokenizer.separator})):
+        yield until.push(stream.push(token))
+        if until.has_ended:
+            return
+    yield until.push(stream.finish()) + until.finish()
+
+
+def _many(
+    args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, weights: StoredWeights, sampling: Sampling
+) -> int:
+    """Continues several texts, some at a time, prints them one after the other and returns the exit code."""
+    from shardwise.data.chat import open_template
+
+    texts = [text for text in args.prompt or [""] for _ in range(args.num)]
+    prompts = [tokenizer.encode_prompt(text) or [tokenizer.separator] for text in texts]
+    if args.chat:
+        custom = weights.config.data.chat_template if weights.config else None
+        template = open_template(custom, weights.tokenizer_dir, tokenizer)
+        prompts = [tokenizer.encode(template.prompt([{"role": "user", "content": text}])) for text in texts]
+    found: list[str] = []
+    for first in range(0, len(prompts), args.batch):
+        seeded = replace(sampling, seed=sampling.seed + first)
+        found += _together(args, model, tokenizer, prompts[first : first + args.batch], seeded)
+    if args.json:
+        rows = [{"prompt": text, "completion": said} for text, said in zip(texts, found)]
+        print(json.dumps({"schema": 1, "completions": rows}))
+        return Exit.DONE
+    for number, (text, said) in enumerate(zip(texts, found), 1):
+        print(f"--- {number} of {len(texts)}\n{'' if args.chat else text}{said}")
+    return Exit.DONE
+
+
+def _together(
+    args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], sampling: Sampling
+) -> list[str]:
+    from shardwise.cli.until_stop import UntilStop
+    from shardwise.run.generate import generate_batch
+
+    streams, untils = [tokenizer.stream() for _ in prompts], [UntilStop(args.stop) for _ in prompts]
+    texts = [""] * len(prompts)
+
+    def enough(row: int, token: int) -> bool:
+        texts[row] += untils[row].push(streams[row].push(token))
+        return untils[row].has_ended
+
+    generate_batch(model, prompts, args.max_tokens, sampling, frozenset({tokenizer.separator}), enough)
+    return [text + until.push(stream.finish()) + until.finish() for text, stream, until in zip(texts, streams, untils)]
 
 
 def _chat(
@@ -98,7 +157,7 @@ def _chat(
         raise UserError("--chat --json needs --prompt", why="it reports one turn", fix='--prompt "..."')
     while True:
         if args.prompt is not None:
-            said: str | None = args.prompt if not messages else None
+            said: str | None = args.prompt[0] if not messages else None
         else:
             said = _ask()
         if said is None:
@@ -106,7 +165,7 @@ def _chat(
         messages.append({"role": "user", "content": said})
         prompt = tokenizer.encode(template.prompt(messages))
         answer = ""
-        for piece in _pieces(model, tokenizer, prompt, args.max_tokens, sampling):
+        for piece in _pieces(args, model, tokenizer, prompt, sampling):
             answer += piece
             if not args.json:
                 print(piece, end="", flush=True)

@@ -47,6 +47,51 @@ def generate(
         model.train(was_training)
 
 
+@torch.inference_mode()
+def generate_batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new: int,
+    sampling: Sampling,
+    stop: frozenset[int] = frozenset(),
+    enough: Callable[[int, int], bool] = lambda row, token: False,
+) -> list[list[int]]:
+    """Returns what follows each prompt, computed together: up to `max_new` ids, fewer where an id in `stop` comes (it
+    is not returned) or `enough`, which is told of the row and its new token, says so.
+
+    All rows stand at one position, that of the shortest prompt first; a longer one goes on with its own tokens instead
+    of sampled ones. So nothing is padded or masked. Row n draws with the seed `sampling.seed + n`.
+    """
+    device, longest = next(model.parameters()).device, max(map(len, prompts))
+    limit = _limit(model.spec, longest + max_new)
+    kept = [list(prompt)[: limit - 1] for prompt in prompts]
+    cache, length = KeyValueCache(limit), min(map(len, kept))
+    draws = [torch.Generator(device=device).manual_seed(sampling.seed + row) for row in range(len(kept))]
+    new: list[list[int]] = [[] for _ in kept]
+    going = set(range(len(kept)))
+    tokens_BT = torch.tensor([prompt[:length] for prompt in kept], device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        while going and length < limit:
+            logits_BV = model(tokens_BT, cache=cache)[:, -1].float()
+            column = [prompt[length] if length < len(prompt) else 0 for prompt in kept]  # 0: of a row that has ended
+            for row in sorted(going):
+                if length < len(kept[row]):
+                    continue
+                column[row] = token = _choose(logits_BV[row], sampling, draws[row])
+                if token in stop:
+                    going.discard(row)
+                    continue
+                new[row].append(token)
+                if enough(row, token) or len(new[row]) == max_new:
+                    going.discard(row)
+            tokens_BT, length = torch.tensor(column, device=device)[:, None], length + 1
+    finally:
+        model.train(was_training)
+    return new
+
+
 def generate_together(
     engine: Engine, prompt: Sequence[int], max_new: int, sampling: Sampling, stop: frozenset[int] = frozenset()
 ) -> list[int]:
