@@ -219,6 +219,13 @@ def test_eval_measures_held_out_text_or_other_text(said, reported, house):
     assert reported("eval", "first", "--split", "train", "--batches", 1)["split"] == "train"
 
 
+def test_benchmarks_without_the_harness_are_refused_with_the_line_that_installs_it(house, monkeypatch, capsys):
+    monkeypatch.chdir(house)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # what is not installed is not found
+    assert main(["eval", "first", "--tasks", "arc_easy"]) == Exit.USER_MISTAKE
+    assert "pip install 'shardwise[tasks]'" in capsys.readouterr().err
+
+
 def test_eval_reads_the_settings_of_the_run_it_was_given(said, reported, house, tmp_path, monkeypatch):
     """A run of the same name nearby is another run."""
     (tmp_path / "runs/first").mkdir(parents=True)

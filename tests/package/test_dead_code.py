@@ -29,6 +29,7 @@ FOR_OTHERS = {
     "check_actions": "tests/spec/test_schedules.py runs it over every schedule: a new one must pass it before it ships",
     "run_step": "one whole step for a hand-written loop; the trainer starts a step and reads its results later",
     "MEASURED": "the order of the bytes that run/measured_steps.py holds",
+    **dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), "lm-evaluation-harness calls them"),
     "local_world": "of torchrun's environment, which is read in one place",
 }
 """Names that somebody else uses, and who."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
 from shardwise.terminal import is_live, say
+
+if TYPE_CHECKING:
+    from shardwise.run.weights import StoredWeights
 
 HELP = "Loss and perplexity of a run or a model directory on its held-out text, or on data.source=…"
 CONFIG = True
@@ -22,6 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="validation",
         help="which documents (default: held-out ones)",
     )
+    parser.add_argument(
+        "--tasks", metavar="NAMES", help="benchmarks of lm-evaluation-harness instead, such as arc_easy"
+    )
+    parser.add_argument("--task-dir", metavar="DIR", help="with --tasks: where task files of your own are")
+    parser.add_argument("--shots", type=int, metavar="N", help="with --tasks: examples before each question")
+    parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: at most N questions of each task")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="with --tasks: texts scored together")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where to look for names (default: runs)")
 
 
@@ -35,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.run.weights import find_weights
 
     weights = find_weights(args.source, args.runs)
+    if args.tasks:
+        return _tasks(args, weights)
     config = load_config(weights.run.config if weights.run else None, args.overrides).config
     home = weights.run.path.parent if weights.run else Path(config.run.dir)
     corpus = open_corpus(
@@ -91,7 +104,32 @@ def run(args: argparse.Namespace) -> int:
     return Exit.DONE
 
 
+def _tasks(args: argparse.Namespace, weights: StoredWeights) -> int:
+    """Prints what the model reaches in each benchmark and returns the exit code."""
+    from shardwise.cli.eval_tasks import run_tasks
+    from shardwise.run.device import best_device
+
+    found = run_tasks(args, weights.load(best_device()), weights.tokenizer(), weights.spec.max_seq_len)
+    if args.json:
+        print(json.dumps({"schema": 1, "source": args.source, "tasks": found}, indent=1))
+        return Exit.DONE
+    for name, metrics in found.items():
+        shown = ", ".join(f"{key.removesuffix(',none')} {value:.4g}" for key, value in metrics.items())
+        say(f"task     {name}: {shown}")
+    return Exit.DONE
+
+
 def _check(args: argparse.Namespace) -> None:
+    if args.tasks:
+        from shardwise.cli.eval_tasks import check_harness
+
+        check_harness()
+        if args.overrides or args.batch < 1 or min(args.shots or 0, (args.limit or 1) - 1) < 0:
+            raise UserError(
+                "--tasks with these words measures nothing",
+                why="a benchmark has its own data, --shots is 0 or more, --limit and --batch are 1 or more",
+                fix="shardwise eval RUN --tasks arc_easy --limit 100",
+            )
     if args.batches is not None and args.batches < 1:
         raise UserError(
             f"--batches {args.batches} evaluates nothing",

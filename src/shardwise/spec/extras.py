@@ -4,3 +4,4 @@ from __future__ import annotations
 
 FLASH4_INSTALL = "pip install 'shardwise[flash]'"
 LOWBIT_INSTALL = "pip install 'shardwise[lowbit]'"
+TASKS_INSTALL = "pip install 'shardwise[tasks]'"

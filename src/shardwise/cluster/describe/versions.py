@@ -16,6 +16,7 @@ OPTIONAL = (
     (("flash-attn-4",), "attention", "pip install 'shardwise[flash]'"),
     (("transformers",), "any causal LM", "pip install 'shardwise[transformers]'"),
     (("peft",), "loads adapters", "pip install peft"),
+    (("lm-eval",), "eval --tasks", "pip install 'shardwise[tasks]'"),
     (("liger-kernel",), "GPU kernels", "pip install liger-kernel"),
     (("tensorboard",), "logger", "pip install 'shardwise[tensorboard]'"),
     (("wandb",), "logger", "pip install 'shardwise[wandb]'"),
