@@ -316,7 +316,8 @@ def wait_until(what: str, happened: Callable[[], object], process: subprocess.Po
     ("number", "code"), [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.STOPPED)], ids=["Ctrl-C", "SIGTERM"]
 )
 def test_a_signal_while_data_is_prepared_leaves_nothing_behind(tmp_path, number, code):
-    os.mkfifo(tmp_path / "endless.txt")  # a file whose end never comes
+    (tmp_path / "endless.txt").touch()
+    os.truncate(tmp_path / "endless.txt", 2**36)  # 64 GiB of nothing: its end does not come while somebody waits
     process = start_command("data", "prepare", "endless.txt", "--out", "tokens", cwd=tmp_path)
     wait_until("scratch directory", lambda: list(tmp_path.glob(".tokens.partial-*")), process)
     os.killpg(process.pid, number)
