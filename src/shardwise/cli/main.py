@@ -22,6 +22,7 @@ from typing import Any
 from shardwise import __version__
 from shardwise.cli.option_hints import check_options
 from shardwise.errors import Exit, UserError
+from shardwise.run.known_warnings import known_warnings_left_out
 from shardwise.terminal import prepared, say_error
 
 VERBS = {
@@ -50,7 +51,7 @@ SETTING = re.compile(r"^[a-z]\w*(\.[a-z]\w*)*=", re.IGNORECASE)
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    with prepared(plain="--plain" in words):
+    with prepared(plain="--plain" in words), known_warnings_left_out():
         return _exit_code(words[1:] if words[:1] == ["--plain"] else words)
 
 

@@ -16,9 +16,10 @@ from shardwise.launch.leave import run_and_leave
 
 def work() -> int:
     """Returns the exit code of this rank."""
+    from shardwise.run.known_warnings import known_warnings_left_out
     from shardwise.terminal import patience, prepared
 
-    with prepared():
+    with prepared(), known_warnings_left_out():
         with patience("loading  torch in every process ...", 5.0) if os.environ["RANK"] == "0" else nullcontext():
             from shardwise.launch.worker import main
         return main()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -160,9 +159,6 @@ def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = True
-        # Recomputed logits make a backward thread the first to use cuBLAS there; torch sets the context itself and says
-        # so.
-        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     if config.train.deterministic:
         torch.use_deterministic_algorithms(True)
     if ranks.world > 1:
