@@ -35,7 +35,7 @@ ASCII = {
 }
 """What is printed of ours where a stream cannot encode it; letters of other people's text are printed as escapes."""
 
-COLOURS = {"SAME": "bold green", "WRONG": "bold red", "STOPPED": "bold yellow", "error:": "bold red"}
+COLOURS = {"SAME": "bold green", "WRONG": "bold red", "STOPPED": "bold yellow", "better": "green", "worse": "red"}
 """Labels that are coloured; all others are dim."""
 
 COPIED = ("next", "do", "fix", "prove", "run", "wrote")

@@ -30,6 +30,7 @@ from shardwise.config.units import format_bytes, format_count
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
 from shardwise.spec.cluster import ClusterSpec
+from shardwise.terminal import say_error
 
 HELP = """Measure parts of a training step on this machine.
 
@@ -204,4 +205,4 @@ def _count(devices: tuple[str, ...]) -> str:
 
 def _progress(what: str) -> None:
     """Prints a line to stderr, so that `--json` stays one document."""
-    print(f"measuring {what} ...", file=sys.stderr, flush=True)
+    say_error(f"measuring {what} ...")

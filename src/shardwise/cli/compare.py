@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import say
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
@@ -70,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     for one, losses in zip(runs[1:], shared):
         _print_losses(f"{one.name}: " if len(runs) > 2 else "", losses)
     for one, verdict in zip(runs[1:], verdicts):
-        print(f"{verdict['verdict']:<8} {one.name} against {runs[0].name}: {verdict['why']}")
-    print(f"band     {band.said}")
+        say(f"{verdict['verdict']:<8} {one.name} against {runs[0].name}: {verdict['why']}")
+    say(f"band     {band.said}")
     return Exit.DONE
 
 
@@ -163,11 +164,11 @@ def _print(names: list[str], settings: dict[str, list[Any]], figures: list[dict[
 
 def _print_losses(name: str, shared: dict[str, Any]) -> None:
     if not shared["shared_steps"]:
-        print(f"losses   {name}no step in common")
+        say(f"losses   {name}no step in common")
     elif shared["first_different_step"] is None:
-        print(f"losses   {name}equal to the last digit over {shared['shared_steps']} steps")
+        say(f"losses   {name}equal to the last digit over {shared['shared_steps']} steps")
     else:
-        print(
+        say(
             f"losses   {name}differ by at most {shared['largest_difference']:.2g} over {shared['shared_steps']} shared "
             f"steps, first at step {shared['first_different_step']}"
         )

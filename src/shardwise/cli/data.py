@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import say
 
 if TYPE_CHECKING:
     from shardwise.data.shards import TokenStore
@@ -86,8 +87,8 @@ def _prepare(args: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, "directory": str(info.directory), **_summary(info.index)}))
         return Exit.DONE
     _print_summary(args.out, info.index)
-    print(f"next     shardwise train data.source={args.out}")
-    print(f"         shardwise data show {args.out} --rendered")
+    say(f"next     shardwise train data.source={args.out}")
+    say(f"         shardwise data show {args.out} --rendered")
     return Exit.DONE
 
 
@@ -137,9 +138,9 @@ def _show(args: argparse.Namespace) -> int:
         return Exit.DONE
     _print_summary(args.directory, store.index)
     if args.verify:
-        print("verified every file has the digest its index names")
+        say("verified every file has the digest its index names")
     for number, row in enumerate(rows, 1):
-        print(f"\nrow {number}: {about_row(row)}")
+        say(f"\nrow {number}: {about_row(row)}")
         print_row(row)
     return Exit.DONE
 
@@ -173,22 +174,22 @@ def _print_summary(directory: Path, index: dict[str, Any]) -> None:
 
     about = _summary(index)
     for source in about["sources"]:
-        print(f"source   {source['name']}: {source['num_files']:,} file(s), {human_bytes(source['bytes'])}")
+        say(f"source   {source['name']}: {source['num_files']:,} file(s), {human_bytes(source['bytes'])}")
     for name, split in about["splits"].items():
         trained = "" if split["trained_tokens"] == split["tokens"] else f", {split['trained_tokens']:,} with loss"
-        print(
+        say(
             f"{'train' if name == 'train' else 'held out':<8} {split['documents']:,} documents, {split['tokens']:,} "
             f"tokens{trained}"
         )
     per_token = about["text_bytes"] / max(1, sum(split["tokens"] for split in about["splits"].values()))
     tokenizer = about["tokenizer"]
-    print(
+    say(
         f"tokens   {tokenizer['name']}, {tokenizer['vocab_size']:,} ids (largest used {about['max_token']:,}), "
         f"{per_token:.2f} bytes of text per token"
     )
-    print(f"files    {directory}: {about['shards']} shard(s) of {about['dtype']}, {human_bytes(about['token_bytes'])}")
+    say(f"files    {directory}: {about['shards']} shard(s) of {about['dtype']}, {human_bytes(about['token_bytes'])}")
     for note in about["notes"]:
-        print(f"note     {note}")
+        say(f"note     {note}")
 
 
 def _first_rows(store: TokenStore, seq_len: int, num: int) -> list[ShownRow]:

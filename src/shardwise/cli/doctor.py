@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from shardwise.config.load import load_config
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
+from shardwise.terminal import say, say_error
 
 HELP = "Measure this machine: devices, memory, disk, the link between processes, versions."
 CONFIG = True
@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        print(render(report))
+        say(render(report))
         if args.out:
-            print(f"wrote     {args.out}")
+            say(f"wrote     {args.out}")
     return Exit.DONE
 
 
@@ -190,4 +190,4 @@ def cluster_toml(report: dict[str, Any]) -> str:
 
 def _progress(what: str) -> None:
     """Prints a line to stderr, so that `--json` stays one document."""
-    print(f"measuring {what} ...", file=sys.stderr, flush=True)
+    say_error(f"measuring {what} ...")

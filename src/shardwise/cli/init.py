@@ -16,6 +16,7 @@ from shardwise.config.load import EXCLUSIVE, load_config
 from shardwise.config.write import commented_config
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
+from shardwise.terminal import say
 
 HELP = (
     "Write a commented config file with the keys given as section.key=value and those of a recipe; every key where "
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if recipe:
         text = f"# {recipe['about']}\n# yours: {recipe['yours']}\n{text}"
     write_atomically(path, text)
-    print(f"wrote {path}     next:  shardwise train {path} --dry-run")
+    say(f"wrote {path}     next:  shardwise train {path} --dry-run")
     return Exit.DONE
 
 
