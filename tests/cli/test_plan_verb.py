@@ -235,7 +235,7 @@ def test_a_row_of_a_small_cluster_is_taken_by_train(said, run_here, capsys, work
     said(*words, "--top", "2")
     for file in sorted(workdir.glob("plans/*/*.toml")):
         assert run_here("train", str(file), "--dry-run") == Exit.DONE, capsys.readouterr().err
-        layout = re.search(r"^# row \d of \d: (.*) on", file.read_text(), re.MULTILINE)
+        layout = re.search(r"^# row \d of \d, question \w+: (.*) on", file.read_text(), re.MULTILINE)
         assert layout and f"plan     {layout[1]} fp32" in capsys.readouterr().out
 
 
