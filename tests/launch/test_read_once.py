@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Noted(Listener):
     def step(self, finished: Any) -> None:
         self.calls.append(f"step {finished.step}")
 
-    def evaluated(self, step: int, loss: float | None) -> None:
+    def evaluated(self, step: int, loss: float | None, own: Mapping[str, float]) -> None:
         self.calls.append(f"evaluated {step}")
 
     def sampled(self, text: str | None) -> None:

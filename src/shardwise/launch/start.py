@@ -89,7 +89,7 @@ def plan_run(
         for note in corpus.notes:
             say_error(f"data     {note}")
     origins = {**loaded.origins, **of_job, **planner_origins(resolved.chosen)}
-    return PlannedRun(resolved.config, spec, corpus, resolved.plan, origins, machine, own=own)
+    return PlannedRun(resolved.config, spec, corpus, resolved.plan, origins, machine, own=own, known_origins=origins)
 
 
 def measured_file(path: str, machine: Machine) -> ClusterSpec:

@@ -60,7 +60,10 @@ def header_lines(setup: Setup) -> list[str]:
         lines.append(f"fp8      {engine.float8}")
     if engine.models[0].kernel_reason:
         lines.append(f"kernel   {engine.models[0].kernel_reason}")
-    chosen = rate_line(config.optimizer.peak_lr, written_origins(session.run.config.read_text(encoding="utf-8")))
+    written = session.inputs.known_origins
+    if written is None:
+        written = written_origins(session.run.config.read_text(encoding="utf-8"))
+    chosen = rate_line(config.optimizer.peak_lr, written)
     return [*lines, *([chosen] if chosen else []), *_learning_rate_lines(config.optimizer, plan.global_batch)]
 
 

@@ -6,6 +6,7 @@ it there (setup.py); launch, the loop and the engine's mesh refer to the same ob
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ class RunInputs:
     corpus: Corpus
     plan: Plan
     own: OwnParts = field(default_factory=OwnParts, kw_only=True)
+    known_origins: Mapping[str, str] | None = field(default=None, kw_only=True)
+    """Where each value of the config is from; None: the run directory's config.toml says it."""
 
 
 @dataclass(frozen=True)
