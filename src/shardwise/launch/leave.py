@@ -1,6 +1,6 @@
 """Ends a process without Python's last clean-up, in which a library's thread may bring it down.
 
-One process in some hundred that used gloo died with SIGABRT ("terminate called without an active exception") after all
+Now and then a process that used gloo died with SIGABRT ("terminate called without an active exception") after all
 its work was done, most often on busy cores. The likely cause, not proven: a gloo thread lets go of a collective's
 tensors a moment after the collective is done, and takes the interpreter's lock for it; if the interpreter is just
 ending, Python 3.11 and 3.12 end that thread from inside C++ code that may not be unwound.

@@ -191,13 +191,13 @@ def _start_forked(
     if had_torch and plan.device == "cpu" and plan.threads_per_rank > 1:
         say_error("threads  1 per rank: copies of a process that has loaded torch cannot have more")
         planned.plan = plan = replace(plan, threads_per_rank=1)
+        write_run(run, planned)
     if plan.device == "cuda" and had_torch and sys.modules["torch"].cuda.is_initialized():
         raise UserError(
             "this program has used the GPU before it trains on several",
             why="ranks are copies of it (fork), and CUDA cannot be copied",
             fix="train before anything else is put on a GPU, or start the program with torchrun",
         )
-    run.plan.write_text(json.dumps(plan.to_dict(), indent=1) + "\n")
     from shardwise.launch.local import start_ranks
 
     def body() -> int:
