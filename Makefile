@@ -38,7 +38,7 @@ train: $(VENV)/.installed
 LANES  ?= 2
 NOTES  := $(VENV)/lanes
 
-# in_lanes: how many lanes, the notes' directory, the command that runs pytest.
+# in_lanes: how many lanes, the notes' directory, the command that runs pytest, the one that says what tests cost.
 define in_lanes
 	@rm -rf $(2); mkdir -p $(2)/taken; others=; \
 	  for lane in $$(seq 2 $(1)); do \
@@ -46,19 +46,19 @@ define in_lanes
 	  done; trap 'kill $$others' INT TERM; \
 	  $(3) --lane 1 --lanes-at $(2)/taken; code=$$?; \
 	  for other in $$others; do wait $$other || code=$$?; done; \
-	  for lane in $$(seq 2 $(1)); do cat $(2)/$$lane.log; done; exit $$code
+	  $(4); for lane in $$(seq 2 $(1)); do cat $(2)/$$lane.log; done; exit $$code
 endef
 
 # Tests start Python some hundred times: it keeps what it has compiled, also where the environment says it shall not.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-dev
-	$(call in_lanes,$(LANES),$(NOTES),$(BIN)/python -m pytest tests)
+	$(call in_lanes,$(LANES),$(NOTES),$(BIN)/python -m pytest tests,$(BIN)/python tests/costs.py $(NOTES))
 
 # The environment above has a torch for CPUs: these need another one, which need not have this package installed.
 GPU_LANES ?= 4
 
 test-gpu:
-	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest tests -m "cuda or triton" --shuffle 0)
+	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest tests -m "cuda or triton" --shuffle 0,$(PYTHON) tests/costs.py build/gpu-lanes)
 
 explore: $(VENV)/.installed-dev
 	@for round in 1 2 3 4 5 6 7 8; do $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=explore --hypothesis-seed=random || exit 1; done

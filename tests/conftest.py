@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import costs
 import lanes
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +32,10 @@ settings.load_profile("tests")
 
 
 pytest_runtestloop = pytest.hookimpl(tryfirst=True)(lanes.run)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    costs.measure(config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
