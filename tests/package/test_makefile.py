@@ -34,8 +34,8 @@ def test_a_target_ends_in_its_command(target, command):
 
 @pytest.mark.parametrize("fails", [0, 1, 2, 3])
 def test_a_failure_in_any_lane_fails_the_whole(fails: int, tmp_path: Path):
-    """The recipe itself, with a script in place of Python (which also says what tests cost): a lane that fails decides the exit code, and all reports are
-    shown."""
+    """The recipe itself, with a script in place of Python (which also says what tests cost): a lane that fails decides
+    the exit code, and all reports are shown."""
     stub = tmp_path / "python"
     stub.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exit 0\necho "report of $5"\n[ "$5" != {fails} ]\n')
     stub.chmod(0o755)
