@@ -21,19 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import Exit
 from shardwise.launch.forked_ranks import ForkedRanks
+from shardwise.launch.outcome import Ended, exit_code
 from shardwise.run.guards import INTERRUPT, stop_signals
 from shardwise.run.rundir import RunDir
-from shardwise.terminal import say, say_error
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import PContext, RunProcsResult
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-AT_ONCE = (*(-number for number in (*stop_signals(), INTERRUPT)), int(Exit.INTERRUPTED), int(Exit.STOPPED))
-"""Exit codes of a rank that was told to stop and had nothing to commit: by the signal, or at the second Ctrl-C."""
 
 
 def start_ranks(
@@ -66,9 +61,7 @@ def start_ranks(
     asked, result = _supervise(start, attend)
     attend()
     del store
-    if asked and result.is_failed() and all(failure.exitcode in AT_ONCE for failure in result.failures.values()):
-        return _stopped_at_once(run, asked[0])
-    return _exit_code(run, result)
+    return exit_code(run, Ended.of(asked, result, first=0))
 
 
 def _supervise(
@@ -123,62 +116,6 @@ def _environments(nproc: int, port: int, threads: int, interface: str) -> dict[i
         }
         for rank in range(nproc)
     }
-
-
-def _stopped_at_once(run: RunDir, number: int) -> int:
-    """Reports ranks that had nothing to commit yet, or were told twice to stop; returns the exit code."""
-    code = Exit.INTERRUPTED if number == signal.SIGINT else Exit.STOPPED
-    why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-    say(f"STOPPED  at once, by {why}; the last checkpoint, if any, is kept            exit {int(code)}, resumable")
-    say(f"  do     shardwise resume {run.path}")
-    run.append({"event": "stopped", "exit": int(code), "why": why, "wall_time": time.time()})
-    return int(code)
-
-
-def _exit_code(run: RunDir, result: RunProcsResult) -> int:
-    """Reports how the ranks ended, where they have not said so themselves, and returns the exit code of the whole."""
-    event = run.last_event() or {}
-    if not result.is_failed():
-        return int(event.get("exit", Exit.DONE))
-    # A rank that was killed explains the others' complaints; else the rank that failed with the most telling code.
-    killed = {rank: failure for rank, failure in result.failures.items() if failure.exitcode < 0}
-    first = min(killed.values() or result.failures.values(), key=lambda failure: failure.timestamp)
-    if first.exitcode == -signal.SIGTERM or not killed:  # SIGTERM is ours, sent to the survivors: who really failed?
-        first = min(result.failures.values(), key=_least_telling_last)
-    if first.exitcode >= 0:
-        spoke = result.failures.get(0)
-        if spoke is not None and spoke.exitcode == first.exitcode:
-            return first.exitcode  # the first rank has said the same on the terminal
-        if first.local_rank != 0:
-            text = Path(result.stderrs[first.local_rank]).read_text(encoding="utf-8").strip()
-            say_error(text)
-            if event.get("event") not in ("failed", "stopped"):  # the first rank was ended before it could say anything
-                why = text.splitlines()[0] if text else f"rank {first.local_rank} failed"
-                run.append({"event": "failed", "exit": first.exitcode, "why": why, "wall_time": time.time()})
-        return first.exitcode
-    name = signal.Signals(-first.exitcode).name
-    say_error(f"error: rank {first.local_rank} was killed by {name}")
-    hint = (
-        "the system kills processes when it runs out of memory; train.micro_batch=1 needs less"
-        if name == "SIGKILL"
-        else f"details in {run.log}"
-    )
-    say_error(f"  why  {hint}")
-    say_error(f"  fix  shardwise resume {run.path}")
-    run.append(
-        {
-            "event": "failed",
-            "exit": int(Exit.HARDWARE),
-            "why": f"rank {first.local_rank} killed by {name}",
-            "wall_time": time.time(),
-        }
-    )
-    return int(Exit.HARDWARE)
-
-
-def _least_telling_last(failure: ProcessFailure) -> tuple[bool, bool, float]:
-    """Returns a sort key by which a rank that lost a peer comes after others: it only says that another one failed."""
-    return failure.exitcode < 0, failure.exitcode == Exit.HARDWARE, failure.timestamp
 
 
 def _loopback_store() -> tuple[TCPStore, int]:
