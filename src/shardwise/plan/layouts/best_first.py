@@ -19,8 +19,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from shardwise.plan.layouts.branches import Branches, Place
@@ -46,10 +46,12 @@ Longest = Callable[[int], float]
 
 
 def any_length(gpus: int) -> float:
+    """Returns infinity: a step may take as many seconds as it likes."""
     return math.inf
 
 
 def anything(grid: Grid, pace: Pace | None, states: States | None, saving: Saving | None) -> bool:
+    """Returns True: whatever a region may hold, it is asked for."""
     return True
 
 
@@ -66,21 +68,116 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass
-class _Question:
-    push: Callable[..., None]
-    accept: Accept
-    longest: Longest
-    group: Group
-    settled: set[Hashable] = field(default_factory=set)  # groups whose best layout was found
-    fitting: dict[tuple[Grid, Pace, States], list[Saving]] = field(default_factory=dict)
+class _Walk:
+    """One question's way over the branches: its heap of regions, and what has been settled on the way."""
 
-    def is_settled(self, grid: Grid, states: States) -> bool:
+    def __init__(self, branches: Branches, accept: Accept, longest: Longest, group: Group):
+        self.branches, self.layouts, self.space = branches, branches.layouts, branches.space
+        self.accept, self.longest, self.group = accept, longest, group
+        self.heap: list[tuple[Any, ...]] = []
+        self.number = count()  # of regions in the order in which they come, which breaks ties
+        self.settled: set[Hashable] = set()  # groups whose best layout was found
+        self.fitting: dict[tuple[Grid, Pace, States], list[Saving]] = {}
+
+    def best(self, top: int, counts: Iterable[int]) -> list[Candidate]:
+        """Returns at most `top` layouts on these numbers of GPUs, best first."""
+        found: list[Candidate] = []
+        for grid in (grid for gpus in counts for grid in self.space.grids(gpus)):
+            self.branches.counts.considered += self.space.size(grid)
+            if self.accept(grid, None, None, None):
+                self._push(self.branches.time.of_grid(grid), (), self._open_grid, grid)
+        while self.heap and len(found) < top:
+            bound, _, _, opens, what = heappop(self.heap)
+            if opens is not None:
+                if bound <= MOST_EFFORT * self.longest(what[0].gpus):  # else no layout in it is fast enough
+                    opens(bound, *what)
+                continue
+            plan = what[0].plan
+            if (settled := self.group(plan, plan.zero)) not in self.settled:
+                self.settled.add(settled)
+                found.append(what[0])
+        return found
+
+    def _push(self, bound: float, order: tuple[Any, ...], opens: Callable[..., Any] | None, *what: Any) -> None:
+        heappush(self.heap, (bound, order, next(self.number), opens, what))
+
+    def _is_settled(self, grid: Grid, states: States) -> bool:
         return self.group(grid, states.zero) in self.settled
 
-    def is_too_slow(self, bound: float, grid: Grid) -> bool:
-        """Returns whether no layout is fast enough whose seconds times its effort are at least `bound`."""
-        return bound > MOST_EFFORT * self.longest(grid.gpus)
+    # Regions, from large to small ----------------------------------------------------------------------------------
+
+    def _open_grid(self, bound: float, grid: Grid) -> None:
+        for closer, size, place in self.branches.sizes(grid):
+            self._push(max(bound, closer), (), self._open_size, grid, size, place)
+
+    def _open_size(self, bound: float, grid: Grid, size: int, place: Place) -> None:
+        closer = self.branches.size(grid, size, place)
+        if closer > bound:  # others may come first
+            self._push(closer, (), self._open_size, grid, size, place)
+            return
+        for states, sharing, savings in self.branches.states(grid, size, place):
+            if self.accept(grid, None, states, None):
+                chain = [one for one in savings if self.accept(grid, None, states, one[2])]
+                self._next_mode(bound, grid, size, states, sharing, chain)
+
+    def _next_mode(
+        self, bound: float, grid: Grid, size: int, states: States, sharing: Sharing, chain: list[Any]
+    ) -> None:
+        """Pushes one kind of recomputation, which pushes the next when it is opened, so that the heap stays small."""
+        if chain and not self._is_settled(grid, states):
+            closer, order, saving = chain.pop()
+            self._push(max(bound, closer), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
+
+    def _open_mode(
+        self, bound: float, grid: Grid, size: int, states: States, saving: Saving, sharing: Sharing, others: list[Any]
+    ) -> None:
+        self._next_mode(bound, grid, size, states, sharing, others)
+        if not self._is_settled(grid, states):
+            paces = self.branches.paces(grid, size, states, saving, sharing)
+            chain = [one for one in paces if self.accept(grid, one[1], states, saving)]
+            self._open_next(bound, grid, states, saving, chain)
+
+    def _open_next(
+        self, bound: float, grid: Grid, states: States, saving: Saving, chain: list[tuple[float, Pace]]
+    ) -> None:
+        """Opens the schedules whose lower bound is reached and pushes one more, so that the heap stays small."""
+        if self._is_settled(grid, states):
+            return
+        order = (self.branches.order[saving],)
+        while chain and chain[-1][0] <= bound:
+            closer, pace = chain.pop()
+            fitting = self.fitting.setdefault((grid, pace, states), [])
+            if not self._is_beaten(grid, states, saving, fitting):
+                found = self.branches.layout(grid, pace, states, saving)
+                if found is not None:
+                    closest = max(bound, closer, found[0])
+                    self._push(closest, order, self._open_layout, grid, states, saving, found[1], fitting)
+        if chain:
+            self._push(chain[-1][0], order, self._open_next, grid, states, saving, chain)
+
+    def _is_beaten(self, grid: Grid, states: States, saving: Saving, fitting: list[Saving]) -> bool:
+        """Returns whether nobody asks for a layout any more, or one that does less extra work fits already."""
+        return self._is_settled(grid, states) or any(never_faster(saving, than=other) for other in fitting)
+
+    def _open_layout(
+        self, bound: float, grid: Grid, states: States, saving: Saving, plan: Plan, fitting: list[Saving]
+    ) -> None:
+        if self._is_beaten(grid, states, saving, fitting):
+            return
+        if self.layouts.is_too_large(plan, self.branches.limit):
+            self.branches.counts.too_large += 1
+            return
+        fitting.append(saving)
+        closer = self.layouts.seconds(plan) * effort(plan)
+        self._push(max(bound, closer), (self.branches.order[saving],), self._open_fitting, grid, states, plan)
+
+    def _open_fitting(self, bound: float, grid: Grid, states: States, plan: Plan) -> None:
+        """Predicts a layout in all its parts, which takes longer than their sum, and pushes the candidate."""
+        if self._is_settled(grid, states):
+            return
+        candidate = self.layouts.predicted(plan)
+        if candidate.prediction.step_s <= self.longest(grid.gpus):
+            self._push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
 
 
 class BestFirst:
@@ -110,134 +207,7 @@ class BestFirst:
     ) -> list[Candidate]:
         """Returns at most `top` layouts, best first, one of each group. `counts`: numbers of GPUs, else all. `accept`:
         whether a region may hold what is asked for."""
-        heap: list[tuple[Any, ...]] = []
-        found: list[Candidate] = []
-        number = 0
-
-        def push(bound: float, order: tuple[Any, ...], opens: Callable[..., Any] | None, *what: Any) -> None:
-            nonlocal number
-            number += 1
-            heappush(heap, (bound, order, number, opens, what))
-
-        ask = _Question(push, accept, longest, group)
-        for grid in (grid for gpus in counts or self.space.gpu_counts for grid in self.space.grids(gpus)):
-            self.counts.considered += self.space.size(grid)
-            if accept(grid, None, None, None):
-                push(self.time.of_grid(grid), (), self._open_grid, grid)
-        while heap and len(found) < top:
-            bound, _, _, opens, what = heappop(heap)
-            if opens is not None:
-                if not ask.is_too_slow(bound, what[0]):
-                    opens(ask, bound, *what)
-                continue
-            plan = what[0].plan
-            if (settled := group(plan, plan.zero)) not in ask.settled:
-                ask.settled.add(settled)
-                found.append(what[0])
-        return found
-
-    # Regions, from large to small ----------------------------------------------------------------------------------
-
-    def _open_grid(self, ask: _Question, bound: float, grid: Grid) -> None:
-        for closer, size, place in self.branches.sizes(grid):
-            ask.push(max(bound, closer), (), self._open_size, grid, size, place)
-
-    def _open_size(self, ask: _Question, bound: float, grid: Grid, size: int, place: Place) -> None:
-        closer = self.branches.size(grid, size, place)
-        if closer > bound:  # others may come first
-            ask.push(closer, (), self._open_size, grid, size, place)
-            return
-        for states, sharing, savings in self.branches.states(grid, size, place):
-            if not ask.is_settled(grid, states) and ask.accept(grid, None, states, None):
-                chain = savings[:]
-                if ask.accept is not anything:
-                    chain = [one for one in chain if ask.accept(grid, None, states, one[2])]
-                self._next_mode(ask, bound, grid, size, states, sharing, chain)
-
-    def _next_mode(
-        self, ask: _Question, bound: float, grid: Grid, size: int, states: States, sharing: Sharing, chain: list[Any]
-    ) -> None:
-        """Pushes one kind of recomputation, which pushes the next when it is opened, so that the heap stays small."""
-        if chain and not ask.is_settled(grid, states):
-            closer, order, saving = chain.pop()
-            ask.push(max(bound, closer), (order,), self._open_mode, grid, size, states, saving, sharing, chain)
-
-    def _open_mode(
-        self,
-        ask: _Question,
-        bound: float,
-        grid: Grid,
-        size: int,
-        states: States,
-        saving: Saving,
-        sharing: Sharing,
-        others: list[Any],
-    ) -> None:
-        self._next_mode(ask, bound, grid, size, states, sharing, others)
-        if not ask.is_settled(grid, states):
-            chain = self.branches.paces(grid, size, states, saving, sharing)[:]
-            if ask.accept is not anything:
-                chain = [one for one in chain if ask.accept(grid, one[1], states, saving)]
-            self._open_next(ask, bound, grid, states, saving, chain)
-
-    def _open_next(
-        self, ask: _Question, bound: float, grid: Grid, states: States, saving: Saving, chain: list[tuple[float, Pace]]
-    ) -> None:
-        """Opens the schedules whose lower bound is reached and pushes one more, so that the heap stays small."""
-        if ask.is_settled(grid, states):
-            return
-        while chain and chain[-1][0] <= bound:
-            closer, pace = chain.pop()
-            fitting = ask.fitting.setdefault((grid, pace, states), [])
-            self._open_saving(ask, max(bound, closer), grid, pace, states, saving, fitting)
-        if chain:
-            ask.push(chain[-1][0], (self.branches.order[saving],), self._open_next, grid, states, saving, chain)
-
-    def _open_saving(
-        self,
-        ask: _Question,
-        bound: float,
-        grid: Grid,
-        pace: Pace,
-        states: States,
-        saving: Saving,
-        fitting: list[Saving],
-    ) -> None:
-        """Pushes one layout with a closer lower bound, unless one that does less extra work fits already."""
-        if ask.is_settled(grid, states) or any(never_faster(saving, than=other) for other in fitting):
-            return
-        found = self.branches.layout(grid, pace, states, saving)
-        if found is not None:
-            closer, plan = found
-            order = (self.branches.order[saving],)
-            ask.push(max(bound, closer), order, self._open_layout, grid, states, saving, plan, fitting)
-
-    def _open_layout(
-        self,
-        ask: _Question,
-        bound: float,
-        grid: Grid,
-        states: States,
-        saving: Saving,
-        plan: Plan,
-        fitting: list[Saving],
-    ) -> None:
-        if ask.is_settled(grid, states) or any(never_faster(saving, than=other) for other in fitting):
-            return
-        if self.layouts.is_too_large(plan, self.limit):
-            self.counts.too_large += 1
-            return
-        fitting.append(saving)
-        closer = self.layouts.seconds(plan) * effort(plan)
-        ask.push(max(bound, closer), (self.branches.order[saving],), self._open_fitting, grid, states, plan)
-
-    def _open_fitting(self, ask: _Question, bound: float, grid: Grid, states: States, plan: Plan) -> None:
-        """Predicts a layout in all its parts, which takes longer than their sum, and pushes the candidate."""
-        if ask.is_settled(grid, states):
-            return
-        candidate = self.layouts.predicted(plan)
-        if candidate.prediction.step_s <= ask.longest(grid.gpus):
-            ask.push(rank_of(candidate)[0], (len(self.space.savings), *plainness(plan)), None, candidate)
+        return _Walk(self.branches, accept, longest, group).best(top, counts or self.space.gpu_counts)
 
     # When nothing fits ---------------------------------------------------------------------------------------------
 
