@@ -11,7 +11,9 @@ import transformers
 from families import FAMILIES, make_theirs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from shardwise.data.loader import TensorBatch, cut_microbatches
 from shardwise.interop.huggingface.load_save import (
     load_weights,
     read_config,
@@ -22,6 +24,8 @@ from shardwise.interop.huggingface.load_save import (
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import update_router_bias
 from shardwise.model.initialize import initialize
+from shardwise.prove.reference import plain_gradients
+from shardwise.report.header import builder_lines
 
 TOLERANCE = 1e-4
 
@@ -142,6 +146,35 @@ def test_old_spelling_of_rotary_scaling_means_the_same(tmp_path: Path) -> None:
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     old |= {"rope_theta": arguments["rope_theta"], "rope_scaling": dict(arguments["rope_scaling"])}
     assert spec_from_config(json.loads(json.dumps(old))) == spec_from_config(new)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_train_as_in_transformers_with_its_router_loss(family: str, tmp_path: Path) -> None:
+    """One forward of transformers over a whole batch, its router loss added; ours in two unequal micro-batches."""
+    make_theirs(family).save_pretrained(tmp_path)
+    theirs = load_theirs(tmp_path)
+    theirs.router_aux_loss_coef = 0.5
+    model = Decoder(read_spec(tmp_path).with_overrides({"aux_loss_rule": "transformers", "aux_loss_coef": 0.5}))
+    load_weights(model, tmp_path)
+    tokens_BT = torch.cat([some_tokens(), some_tokens().flip(1)])[:3]
+    targets_BT = tokens_BT[:, 1:].contiguous()
+    batch = TensorBatch(tokens_BT[:, :-1], targets_BT, None)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (theirs, model)]
+    truth, found = [], []
+    for _ in range(4):
+        output = theirs(batch.tokens, use_cache=False, output_router_logits=True)
+        loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), targets_BT.flatten())
+        (
+            loss
+            + 0.5 * load_balancing_loss_func(output.router_logits, theirs.num_experts, model.spec.experts_per_token)
+        ).backward()
+        truth.append(loss.item())
+        found.append(plain_gradients(model, cut_microbatches(batch, 2), targets_BT.numel(), "fp32"))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found == pytest.approx(truth, rel=2e-6)
+    assert "counted by expert in a forward pass before" in builder_lines(model.spec)[0]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3"])

@@ -18,8 +18,8 @@ from shardwise.model.initialize import initialize
 from shardwise.optim.build import build_optimizer
 from shardwise.parallel.collect import collect, optimizer_states, put_optimizer_states, share
 from shardwise.parallel.expert.dispatch import SpreadExperts
-from shardwise.prove.reference import Trial, train_plain
-from shardwise.prove.trial import build_trial, trial_batch, trial_plan
+from shardwise.prove.reference import Record, Trial, train_plain
+from shardwise.prove.trial import build_trial, train_in_layout, trial_batch, trial_plan
 from shardwise.run.clock import Clock
 from shardwise.run.evaluate import plain_sums
 from shardwise.run.step import accumulate, update
@@ -220,6 +220,36 @@ def test_a_run_goes_on_in_another_layout(before: dict[str, Any], after: dict[str
     assert losses == pytest.approx(truth.losses, rel=1e-11)
     for name, value in truth.parameters.items():
         assert torch.allclose(parameters[name], value, rtol=1e-9, atol=1e-12), name
+
+
+# transformers' balancing loss ----------------------------------------------------------------------------------------
+
+
+def trained(spec: ModelSpec, plan: Plan) -> Record:
+    return train_in_layout(spec, plan, TRIAL, dist.get_rank(), CPU)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "zero": 3},
+        {"dp": 2, "zero": 2, "ep": 2},
+        {"tp": 2},
+        {"tp": 2, "sequence": True, "ep": 2},
+        {"cp": 2},
+        {"pp": 2, "split": (1, 1), "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_the_balancing_loss_over_a_whole_step_is_the_same_in_every_layout(layout: dict[str, Any], ranks: Any) -> None:
+    """Its first factor counts the tokens of all layers, micro-batches and ranks, before any of them is computed."""
+    spec = SPEC.with_overrides({"aux_loss_rule": "transformers", "aux_loss_coef": 2.0})
+    truth, plan = train_plain(spec, TRIAL), make_plan(layout)
+    per_sequence = train_plain(SPEC.with_overrides({"aux_loss_coef": 2.0}), TRIAL)
+    found = ranks.run(trained, plan.world, spec, plan)[0]
+    assert found.losses == pytest.approx(truth.losses, rel=1e-11)
+    assert found.norms == pytest.approx(truth.norms, rel=1e-9)
+    assert per_sequence.norms != pytest.approx(truth.norms, rel=1e-3)
 
 
 # Load ----------------------------------------------------------------------------------------------------------------

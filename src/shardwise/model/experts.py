@@ -2,14 +2,17 @@
 
 Owns routing, the experts' stacked weights, the balancing losses and DeepSeek's balancing bias. Invariants: losses and
 counts are per sequence and weighted by its target tokens, so they do not depend on how sequences are grouped into
-batches, and padding sequences (no target tokens) add nothing. Read next: `decoder.py`, which sums them up.
+batches, and padding sequences (no target tokens) add nothing. transformers' rule for the balancing loss is not per
+sequence: it needs the counts of a whole step before the step (`balancing_weights`). Read next: `decoder.py`, which sums
+them up.
 
 Shapes: B batch, T tokens, N = B*T, D model width, F expert width, E experts, K experts per token, M = N*K routed rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +41,8 @@ class MixtureOfExperts(nn.Module):
         self.num_experts, self.experts_per_token = spec.num_experts, spec.experts_per_token
         self.aux_coef, self.z_coef = spec.aux_loss_coef, spec.z_loss_coef
         self.bias_update_rate = spec.bias_update_rate
+        self.is_balanced_by_step = spec.aux_loss_rule == "transformers"
+        self.step_weights_E: Tensor | None = None  # then: what the probabilities of this step's tokens cost
         self.router = Router(spec)
         self.experts = Experts(spec)
         self.shared = FeedForward(spec, spec.expert_ffn * spec.num_shared_experts) if spec.num_shared_experts else None
@@ -81,12 +86,25 @@ class MixtureOfExperts(nn.Module):
         # A sum over the batch's tokens, divided by the length of the whole sequence. If a sequence is computed in
         # parts, the losses of its parts add up to its own.
         length_B = counts_whole_BE.sum(1).to(weight_B.dtype) / self.experts_per_token
-        share_BE = counts_whole_BE.to(weight_B.dtype) * (self.num_experts / self.experts_per_token / length_B)[:, None]
-        aux_B = (share_BE * probabilities_BTE.sum(1)).sum(-1) / length_B
+        if self.is_balanced_by_step:
+            aux = self._aux_by_step(probabilities_BTE, target_counts_B)
+        else:
+            share = self.num_experts / self.experts_per_token
+            share_BE = counts_whole_BE.to(weight_B.dtype) * (share / length_B)[:, None]
+            aux_B = (share_BE * probabilities_BTE.sum(1)).sum(-1) / length_B
+            aux = self.aux_coef * (aux_B * weight_B).sum()
         # ST-MoE, equation 5: keeps the router's logits small.
         z_B = logits_BTE.logsumexp(-1).square().sum(1) / length_B
         counted_E = (counts_BE * (target_counts_B > 0)[:, None]).sum(0)
-        return Routing(self.aux_coef * (aux_B * weight_B).sum(), self.z_coef * (z_B * weight_B).sum(), counted_E)
+        return Routing(aux, self.z_coef * (z_B * weight_B).sum(), counted_E)
+
+    def _aux_by_step(self, probabilities_BTE: Tensor, target_counts_B: Tensor) -> Tensor:
+        """Returns what these tokens add to transformers' balancing loss; 0 outside of steps, where nothing was
+        counted."""
+        if self.step_weights_E is None:
+            return probabilities_BTE.new_zeros(())
+        in_rows_BTE = probabilities_BTE * (target_counts_B > 0)[:, None, None]
+        return (in_rows_BTE.sum((0, 1)) * self.step_weights_E.to(in_rows_BTE.dtype)).sum()
 
 
 class Choice(NamedTuple):
@@ -250,6 +268,38 @@ def count_experts(experts_BM: Tensor, num_experts: int) -> Tensor:
 def moe_layers(model: nn.Module) -> list[MixtureOfExperts]:
     """Returns the mixture-of-experts layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def balancing_weights(spec: ModelSpec, counts_LE: Tensor, num_targets: int) -> Tensor:
+    """Returns what a unit of each expert's probability costs under transformers' rule, of shape (E,), given how many
+    tokens of the whole step each expert of each layer got.
+
+    transformers (`load_balancing_loss_func`, after Switch Transformer, equations 4 to 6) puts the rows of all layers
+    one below the other: coefficient * E * sum over experts of (tokens per row) * (mean probability over rows). The
+    first factor has no gradient. So with the counts known the loss is a sum over tokens, which any layout may split;
+    times the targets here, because a step divides its losses by them.
+    """
+    counts_E = counts_LE.double().sum(0)
+    num_rows = (counts_E.sum() / spec.experts_per_token).clamp(min=1.0)
+    return counts_E / num_rows * (spec.aux_loss_coef * spec.num_experts * num_targets / num_rows)
+
+
+@contextmanager
+def counting_first(layers: Iterable[MixtureOfExperts]) -> Iterator[Callable[[Tensor], None]]:
+    """Within it the tokens of a step that follows are counted; yields what gives the layers that step's weights. The
+    step itself counts anew."""
+    layers = list(layers)
+
+    def weigh(weights_E: Tensor) -> None:
+        for layer in layers:
+            layer.step_weights_E = weights_E
+
+    for layer in layers:
+        layer.tokens_per_expert.zero_()
+    with torch.no_grad():
+        yield weigh
+    for layer in layers:
+        layer.tokens_per_expert.zero_()
 
 
 @torch.no_grad()

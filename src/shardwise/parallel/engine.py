@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.kernels.float8 import Float8Layers
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
-from shardwise.model.experts import MixtureOfExperts, update_router_bias
+from shardwise.model.experts import MixtureOfExperts, balancing_weights, counting_first, update_router_bias
 from shardwise.optim.build import build_optimizer
 from shardwise.optim.loss_scaling import clip_factor, scaler_of
 from shardwise.optim.offload.choose import offloaded_optimizer
@@ -135,6 +135,9 @@ class Engine:
         cross-entropy, auxiliary, z. Afterwards gradients are summed over all ranks that have a part of them, times the
         loss scale."""
         self.pipeline.loss_scale = self.scaler.scale
+        if self._num_routed and self.spec.needs_counts_first:
+            with clock.span("compute", "count experts"):
+                self._count_experts_first(microbatches, num_targets, clock)
         sums = self.pipeline.train(microbatches, num_targets, clock)
         if self.mesh.tp is not None or self.plan.pp > 1:
             with clock.span("compute", "replicated gradients"):
@@ -205,6 +208,18 @@ class Engine:
         over all ranks."""
         for model in self.models:
             update_router_bias(model)
+
+    def _count_experts_first(self, microbatches: Sequence[Any], num_targets: int, clock: Any) -> None:
+        """Collective. Runs a step's micro-batches forward only, for the tokens each expert gets in all of them: what
+        transformers' balancing loss weighs every token with, also those of the first micro-batch and stage."""
+        self.traffic.clock = clock
+        with counting_first(self._routed.values()) as weigh:
+            forward_only.evaluate(self.pipeline, microbatches)
+            counts = self._expert_counts()
+            if self.plan.world > 1:
+                with self.traffic.wait("all-reduce", "world", counts.nbytes):
+                    dist.all_reduce(counts)
+            weigh(balancing_weights(self.spec, counts, num_targets))
 
     def _expert_counts(self) -> Tensor:
         """Returns how many of this rank's tokens each expert got, by layer with experts of the whole model and expert.

@@ -24,7 +24,7 @@ from shardwise.kernels.float8 import apply_float8, apply_float8_head
 from shardwise.kernels.fused_head import apply_fused_head
 from shardwise.model.decoder import Decoder, Losses
 from shardwise.model.dtypes import COMPUTED, KEPT
-from shardwise.model.experts import update_router_bias
+from shardwise.model.experts import balancing_weights, counting_first, moe_layers, update_router_bias
 from shardwise.model.initialize import initialize
 from shardwise.optim.build import TakesFactor, build_optimizer
 from shardwise.optim.loss_scaling import LossScaler, scaler_of, unscaled
@@ -138,12 +138,25 @@ def plain_gradients(
 ) -> float:
     """Runs forward and backward of a step, of the loss times `scale`; returns its mean cross-entropy in nats."""
     total = 0.0
+    if isinstance(model, Decoder) and model.spec.needs_counts_first:
+        microbatches = list(microbatches)
+        count_experts_first(model, microbatches, num_targets, precision)
     for micro in microbatches:
         losses = _forward(model, micro, precision)
         loss = torch.stack([part.to(losses.cross_entropy) for part in losses]).sum()
         (loss * scale / max(num_targets, 1)).backward()
         total += float(losses.cross_entropy.detach())
     return total / max(num_targets, 1)
+
+
+def count_experts_first(model: Decoder, microbatches: Iterable[TensorBatch], num_targets: int, precision: str) -> None:
+    """Runs a step's micro-batches forward only, for what transformers' balancing loss weighs their tokens with."""
+    layers = moe_layers(model)
+    with counting_first(layers) as weigh:
+        for micro in microbatches:
+            _forward(model, micro, precision)
+        counts_LE = torch.stack([layer.tokens_per_expert for layer in layers])
+        weigh(balancing_weights(model.spec, counts_LE, num_targets))
 
 
 def plain_update(

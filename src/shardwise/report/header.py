@@ -68,10 +68,15 @@ def header_lines(setup: Setup) -> list[str]:
 
 
 def builder_lines(spec: ModelSpec) -> list[str]:
-    """Returns a line where transformers' code runs an architecture that our decoder knows, and why."""
+    """Returns lines on what computes the model: where transformers' code runs an architecture that our decoder knows,
+    and where a step needs one more forward pass."""
     why = spec.why_not_ours if isinstance(spec, TransformersSpec) else ""
     says = f"note     {why} by our decoder: transformers' own code runs this model, without tp, pp and cp"
-    return [says] if why else []
+    counts = (
+        "note     model.aux_loss_rule=transformers: a step's tokens are counted by expert in a forward pass before it, "
+        "about a third more time than predicted"
+    )
+    return [says] * bool(why) + [counts] * spec.needs_counts_first
 
 
 def _adapter_lines(adapter: AdapterConfig, spec: ModelSpec, engine: Engine) -> list[str]:

@@ -32,6 +32,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Positions = Literal["rope", "learned"]
 RopeScaling = Literal["none", "linear", "llama3", "yarn"]
 Router = Literal["softmax-topk", "topk-softmax", "sigmoid-bias"]
+AuxLossRule = Literal["per-sequence", "transformers"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class ModelSpec:
     v_head_dim: int = 0
 
     # Mixture of experts: on when num_experts > 0. Layer i has experts if i >= first_dense_layers and (i + 1) %
-    # moe_every == 0.
+    # moe_every == 0. aux_loss_rule transformers: its router loss over all layers and tokens of a step, not per layer
+    # and sequence.
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -137,6 +139,7 @@ class ModelSpec:
     num_expert_groups: int = 1
     topk_groups: int = 1
     aux_loss_coef: float = 0.0
+    aux_loss_rule: AuxLossRule = "per-sequence"
     z_loss_coef: float = 0.0
     bias_update_rate: float = 0.0
 
@@ -163,6 +166,11 @@ class ModelSpec:
     def is_moe(self) -> bool:
         """Returns whether some layers have experts."""
         return self.num_experts > 0
+
+    @property
+    def needs_counts_first(self) -> bool:
+        """Returns whether a step's balancing loss needs the tokens of every expert before the step's first gradient."""
+        return self.is_moe and self.aux_loss_rule == "transformers" and self.aux_loss_coef > 0
 
     @classmethod
     def preset(cls, name: str) -> ModelSpec:

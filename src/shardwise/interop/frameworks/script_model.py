@@ -5,6 +5,8 @@ from __future__ import annotations
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
 
+OURS_OVER = {"per-sequence": "each sequence", "transformers": "the whole step"}
+
 
 def model_lines(spec: ModelSpec, job: Job) -> list[str]:
     """Returns what the script must see to, so that the model is this one."""
@@ -15,7 +17,7 @@ def model_lines(spec: ModelSpec, job: Job) -> list[str]:
     if spec.is_moe and spec.aux_loss_coef:
         found.append(
             f"aux_loss_coef={spec.aux_loss_coef:g}: output_router_logits=True and router_aux_loss_coef in config.json; "
-            "it is taken over the batch there, ours over each sequence"
+            f"it is taken over each micro-batch there, ours over {OURS_OVER[spec.aux_loss_rule]}"
         )
     if spec.is_moe and spec.z_loss_coef:
         found.append(f"cannot add a z-loss (z_loss_coef={spec.z_loss_coef:g}): transformers' models have none")

@@ -23,6 +23,7 @@ DETAILS = (
     "rope_mscale",
     "rope_mscale_all_dim",
     "aux_loss_coef",
+    "aux_loss_rule",
     "z_loss_coef",
     "bias_update_rate",
 )

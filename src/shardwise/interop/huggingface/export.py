@@ -15,7 +15,7 @@ from shardwise.interop.huggingface.config import spec_from_config
 from shardwise.spec.model import ModelSpec
 
 # Fields that say how to train or what to call the model, not what it computes.
-NOT_THE_FUNCTION = ("name", "aux_loss_coef", "z_loss_coef", "bias_update_rate")
+NOT_THE_FUNCTION = ("name", "aux_loss_coef", "aux_loss_rule", "z_loss_coef", "bias_update_rate")
 ACTIVATION_OUT = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 
 

@@ -31,7 +31,7 @@ def evaluate(pipeline: Pipeline, microbatches: Sequence[Any]) -> Tensor:
         micro, needed = microbatches[action.microbatch], needed_by(action, pipeline.num_stages)
         x_BTD = p2p.receive(needed) if needed else None
         output = pipeline.stages[action.stage].model(
-            micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD
+            micro.tokens, micro.targets, documents_BT=micro.documents, x_BTD=x_BTD, rows_B=micro.row_numbers
         )
         sums += loss_sums(output)
         if sent := sent_by(action, pipeline.num_stages):
