@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.forked_ranks import ForkedRanks
-from shardwise.launch.outcome import Ended, exit_code
+from shardwise.launch.outcome import RanksEnded, exit_code
 from shardwise.run.guards import INTERRUPT, stop_signals
 from shardwise.run.rundir import RunDir
 
@@ -61,7 +61,7 @@ def start_ranks(
     asked, result = _supervise(start, attend)
     attend()
     del store
-    return exit_code(run, Ended.of(asked, result, first=0))
+    return exit_code(run, RanksEnded.of(asked, result, first=0))
 
 
 def _supervise(

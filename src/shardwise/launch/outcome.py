@@ -38,14 +38,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RanksEnded:
     """How the ranks of one node, or of all, ended."""
 
     signals: tuple[int, ...] = ()  # that came to their agent and were passed on to them
     failures: tuple[Failure, ...] = field(default=())
 
     @classmethod
-    def of(cls, signals: Sequence[int], result: RunProcsResult, first: int) -> Ended:
+    def of(cls, signals: Sequence[int], result: RunProcsResult, first: int) -> RanksEnded:
         """Returns how the ranks of this process's node ended. `first`: the rank of the first of them."""
         failures = [
             Failure(first + local, failure.exitcode, failure.timestamp, _said(result.stderrs.get(local, "")))
@@ -80,7 +80,7 @@ def _least_telling_last(failure: Failure) -> tuple[bool, bool, float]:
     return failure.code < 0, failure.code == Exit.HARDWARE, failure.at
 
 
-def exit_code(run: RunDir, ended: Ended) -> int:
+def exit_code(run: RunDir, ended: RanksEnded) -> int:
     """Reports how the ranks ended, where they have not said so themselves, and returns the exit code of the whole."""
     if ended.stopped_at_once:
         return _stopped_at_once(run, ended.signals[0])

@@ -286,7 +286,7 @@ def balancing_weights(spec: ModelSpec, counts_LE: Tensor, num_targets: int) -> T
 
 @contextmanager
 def counting_first(layers: Iterable[MixtureOfExperts]) -> Iterator[Callable[[Tensor], None]]:
-    """Within it the tokens of a step that follows are counted; yields what gives the layers that step's weights. The
+    """Counts, within it, the tokens of a step that follows, and yields what gives the layers that step's weights. The
     step itself counts anew."""
     layers = list(layers)
 
