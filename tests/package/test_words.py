@@ -196,6 +196,16 @@ def test_docstrings_of_functions_are_sentences():
     assert found == []
 
 
+def test_classes_that_others_may_use_say_what_they_are():
+    silent = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno} {node.name}"
+        for file, tree in trees().items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not ast.get_docstring(node)
+    ]
+    assert silent == []
+
+
 def test_a_fragment_is_no_sentence():
     fragments = (
         "Micro-batches.",

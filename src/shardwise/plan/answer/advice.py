@@ -27,6 +27,8 @@ WORTH = 1.02
 
 @dataclass(frozen=True)
 class Advice:
+    """What may be better than any row, with its reason."""
+
     what: str
     why: str
     candidate: Candidate | None = None  # what to run instead, on this cluster

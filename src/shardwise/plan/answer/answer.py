@@ -69,6 +69,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Answer:
+    """What `plan` answers: the rows that it shows, fastest first, and what else it advises."""
+
     question: Question
     result: SearchResult
     rows: list[Row]

@@ -13,6 +13,8 @@ TYPED, ASSUMED = "typed", "assumed"
 
 @dataclass(frozen=True)
 class Assumption:
+    """One figure that the answer rests on, and where it is from."""
+
     what: str
     value: str
     origin: str  # typed | assumed | data sheet | measured ...

@@ -26,6 +26,8 @@ ORIGIN = "what if"
 
 @dataclass(frozen=True)
 class WhatIf:
+    """The best row after one change of hardware or job."""
+
     change: str
     question: Question
     row: Row | None  # None: nothing fits

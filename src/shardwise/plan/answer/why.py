@@ -32,6 +32,8 @@ REACH = 64.0
 
 @dataclass(frozen=True)
 class Difference:
+    """One part of a step in which a layout takes longer than the winner."""
+
     part: str
     seconds: float  # more than the winner's
     why: str
@@ -39,6 +41,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class WhyNot:
+    """How the layout that was asked about compares with the winner, and what would change that."""
+
     asked: str
     row: Row  # the completed layout
     fits: bool

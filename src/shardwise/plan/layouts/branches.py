@@ -43,6 +43,8 @@ class Shared(NamedTuple):
 
 
 class Branches:
+    """The regions that the search opens one by one, each with its lower bounds of time and memory."""
+
     def __init__(self, layouts: Layouts, limit: int, time: TimeBounds, memory: MemoryBounds):
         self.layouts, self.limit, self.time, self.memory = layouts, limit, time, memory
         space = self.space = layouts.space

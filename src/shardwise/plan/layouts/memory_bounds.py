@@ -47,6 +47,8 @@ NOTHING = Weights(0.0, 0.0, 0.0, 0.0)
 
 
 class MemoryBounds:
+    """Lower bounds of what a device must hold, in bytes, for regions of layouts."""
+
     def __init__(self, space: Space, stack: Stack):
         # Whether matmuls are fused depends on the adapters; what is sure is that nothing keeps an activated gate.
         # Fused, all may be large enough for fp8.

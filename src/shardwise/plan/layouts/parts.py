@@ -14,6 +14,8 @@ from shardwise.spec.recompute import recompute_of
 
 
 class Grid(NamedTuple):
+    """The degrees of all axes: how many ranks there are, and along which lines they stand."""
+
     dp: int
     tp: int
     sequence: bool
@@ -28,17 +30,23 @@ class Grid(NamedTuple):
 
 
 class Pace(NamedTuple):
+    """How a step goes through the pipeline: sequences per micro-batch, and the schedule."""
+
     micro_batch: int
     schedule: str
     virtual_stages: int
 
 
 class States(NamedTuple):
+    """Who keeps parameters, gradients and optimizer state: the ZeRO stage, and replicas of the sharded whole."""
+
     zero: int
     replicate: int
 
 
 class Saving(NamedTuple):
+    """What is done for memory at the price of time."""
+
     recompute: str
     offload: str
     activation_offload: bool

@@ -23,6 +23,8 @@ class Turn(NamedTuple):
 
 
 class Turns:
+    """Which pipeline ranks may be the slowest, for each schedule and split; remembered."""
+
     def __init__(self, space: Space):
         self.space = space
 

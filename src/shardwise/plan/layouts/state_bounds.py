@@ -20,6 +20,8 @@ from shardwise.spec.plan import Plan
 
 
 class Sharing(NamedTuple):
+    """The least time that sharing parameters and gradients adds to computing."""
+
     mean: float  # seconds per step of the mean rank
     layer: float  # or: seconds per micro-batch and layer, where a rank has layers alone and all are alike
     cast: float  # of these, what nothing hides, whatever the rank has beside its layers
@@ -27,6 +29,8 @@ class Sharing(NamedTuple):
 
 
 class Sharings:
+    """Lower bounds of `Sharing` for the parts of a layout; remembered."""
+
     def __init__(self, space: Space, works: Works, turns: Turns):
         self.space, self.works, self.turns = space, works, turns
         self._collectives: dict[tuple[object, ...], tuple[float, float, float]] = {}

@@ -52,6 +52,8 @@ APART = "never at once"
 
 @dataclass(frozen=True)
 class Activations:
+    """Bytes of activations on one rank, at the moment in which it has most of them."""
+
     held: int  # of all stages in flight
     head: int  # of the loss on top, if this rank has it
     repeated: int  # what backward computes again on top
