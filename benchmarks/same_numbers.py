@@ -45,6 +45,10 @@ from typing import Any
 
 import numpy as np
 
+ABORTED, ATTEMPTS = "killed by SIGABRT", 3
+"""A thread of gloo aborted ranks of older commits now and then while they ended, on busy cores: such a job starts
+again, and its row says how often."""
+
 HERE = Path(__file__).resolve().parent
 TREE = HERE.parent
 RESULTS = HERE / "results" / "same_numbers.json"
@@ -392,14 +396,19 @@ def compare(item: Job, trees: dict[str, Path], folder: Path, foreign: Path | Non
     failed = []
     for side, tree in trees.items():
         home = folder / side
-        home.mkdir()
-        write_text(home / "text.jsonl")
-        if foreign is not None and "model.path=foreign" in item.model:
-            shutil.copytree(foreign, home / "foreign")
-        began = time.monotonic()
-        if problem := run(item.commands(), tree, home, deadline):
+        for attempt in range(1, ATTEMPTS + 1):
+            home.mkdir()
+            write_text(home / "text.jsonl")
+            if foreign is not None and "model.path=foreign" in item.model:
+                shutil.copytree(foreign, home / "foreign")
+            began = time.monotonic()
+            problem = run(item.commands(), tree, home, deadline)
+            row |= {f"{side}_s": round(time.monotonic() - began, 1), f"{side}_aborts": attempt - 1}
+            if ABORTED not in problem or attempt == ATTEMPTS:
+                break
+            shutil.rmtree(home)
+        if problem:
             failed.append(f"{side}: {problem}")
-        row[f"{side}_s"] = round(time.monotonic() - began, 1)
     base, here = folder / "base", folder / "here"
     plans = [chosen(base), chosen(here)]
     others = [
