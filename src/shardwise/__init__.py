@@ -6,7 +6,24 @@ Names are loaded on first use, so that `import shardwise` does not import torch.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names for editors and type checkers; a test compares them
+    from shardwise.api.callbacks import Callback as Callback
+    from shardwise.api.callbacks import StopTraining as StopTraining
+    from shardwise.api.planning import plan as plan
+    from shardwise.api.proving import verify as verify
+    from shardwise.api.trained import Run as Run
+    from shardwise.api.training import RunFailed as RunFailed
+    from shardwise.api.training import load as load
+    from shardwise.api.training import train as train
+    from shardwise.errors import UserError as UserError
+    from shardwise.parallel.any_module.parallelize import parallelize as parallelize
+    from shardwise.spec.cluster import ClusterSpec as ClusterSpec
+    from shardwise.spec.job import Job as Job
+    from shardwise.spec.model import ModelSpec as ModelSpec
+    from shardwise.spec.plan import Plan as Plan
+    from shardwise.spec.schema import Config as Config
 
 __version__ = "0.1.0"
 

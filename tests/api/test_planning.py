@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,16 @@ def test_mistakes(keys, said):
     with pytest.raises(UserError) as problem:
         shardwise.plan("llama3-8b", "8xh100", **keys)
     assert said in str(problem.value)
+
+
+def test_editors_and_type_checkers_see_the_names_that_programs_get():
+    for package in (shardwise, shardwise.plan):
+        tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+        (block,) = (node for node in tree.body if isinstance(node, ast.If))
+        shown = {alias.name: node.module for node in block.body for alias in node.names}
+        if package is shardwise:
+            assert shown.pop("plan") == "shardwise.api.planning", "the package that can be called calls it"
+        assert shown == package._EXPORTS
 
 
 def test_the_package_shows_its_names_and_loads_no_torch_for_plans():

@@ -8,7 +8,11 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.plan.layouts.search import search as search
+    from shardwise.plan.prediction.predict import predict as predict
 
 _EXPORTS = {"predict": "shardwise.plan.prediction.predict", "search": "shardwise.plan.layouts.search"}
 __all__ = [*_EXPORTS]

@@ -68,11 +68,7 @@ def fewer_devices(question: Question, result: SearchResult) -> Advice | None:
         if cluster.device.kind == "cuda"
         else f"process{'es' * (num > 1)} for your {cluster.world} cores"
     )
-    return Advice(
-        f"use {num} {here}",
-        f"{best.plan.layout}: {compared}; {_why_no_gain(all_of_them)}",
-        best,
-    )
+    return Advice(f"use {num} {here}", f"{best.plan.layout}: {compared}; {_why_no_gain(all_of_them)}", best)
 
 
 def _why_no_gain(candidate: Candidate) -> str:
