@@ -70,6 +70,12 @@ def commands_of(document: Path) -> list[Command]:
     return found
 
 
+def programs_of(document: Path) -> dict[str, str]:
+    """Every Python program that a document tells its reader to save, by the name it says."""
+    text = document.read_text(encoding="utf-8")
+    return dict(re.findall(r"^Save this as `(\S+\.py)`:\n\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
 def _plain(line: str) -> str:
     return re.sub(r" in [\d.]+ s:", "", line.rstrip())
 

@@ -1,5 +1,5 @@
-"""Every command that README.md, docs/tutorial.md and docs/planning.md show is typed here, in order, in one empty
-directory.
+"""Every command that README.md, docs/tutorial.md, docs/planning.md and docs/python.md show is typed here, in order, in
+one empty directory, in which the Python programs of the page lie under the names that it gives them.
 
 Training is made short by words appended to the command: few steps of a very small model, in one process unless the
 command says how it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train`
@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from blocks import EXIT, SHELLS, Command, commands_of, shells_without_prompt
+from blocks import EXIT, SHELLS, Command, commands_of, programs_of, shells_without_prompt
 from commands import warm_command
 
 if TYPE_CHECKING:
     from ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "tutorial.md", ROOT / "docs" / "planning.md")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("tutorial", "planning", "python")))
 TIMEOUT_S = 180
 
 FEW = 12
@@ -81,7 +81,9 @@ def environment(tmp_path_factory) -> dict[str, str]:
 def test_every_command_of_the_document_works(document, environment, ranks, tmp_path):
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = commands_of(document)
-    assert len(commands) >= 10, f"only {len(commands)} commands were found in {document}"
+    for name, program in programs_of(document).items():
+        (tmp_path / name).write_text(program)
+    assert len(commands) >= 5, f"only {len(commands)} commands were found in {document}"
     for command in commands:
         target = make_target(command.text)
         assert target is None or target in targets, f"{command.where}: the Makefile has no target `{target}`"

@@ -6,6 +6,7 @@ Errors speak of the program where they would speak of the command line.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -31,8 +32,13 @@ def for_programs() -> Iterator[None]:
         yield
     except UserError as error:
         where = PROGRAM if error.where == COMMAND_LINE else error.where
-        fix = error.fix.replace("--nproc ", "nproc=").replace("--allow ", "allow=")
-        raise UserError(error.what, why=error.why, fix=fix, where=where, code=error.code) from None
+        raise UserError(error.what, why=error.why, fix=_as_argument(error.fix), where=where, code=error.code) from None
+
+
+def _as_argument(fix: str) -> str:
+    """Returns a fix with arguments for options: `nproc=2` for `--nproc 2`, `merge_lora` for `--merge-lora`."""
+    fix = fix.replace("--nproc ", "nproc=").replace("--allow ", "allow=")
+    return re.sub(r"(?<!\S)--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), fix)
 
 
 def settings_of(

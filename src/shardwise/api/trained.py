@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.api.settings import for_programs
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
 from shardwise.run.rundir import RunDir, find_run, is_run
@@ -107,12 +108,10 @@ class Trained:
     def export(self, out: str | Path, *, merge_lora: bool = False, dtype: str | None = None) -> Path:
         """Writes a Hugging Face directory that does not exist yet, and returns its path: the model, or of a run with
         adapters the adapters, unless they are merged."""
-        from shardwise.cli.main import main
+        from shardwise.cli.export import export
 
-        words = [*(["--merge-lora"] if merge_lora else []), *(["--dtype", dtype] if dtype else [])]
-        code = main(["export", self._where, "--to", "hf", "--out", str(out), "--runs", self._runs, *words])
-        if code:
-            raise UserError(f"{out} was not written", why="the reason is printed above", fix="mend it and try again")
+        with for_programs():
+            export(self.weights, Path(out), merge_lora=merge_lora, dtype=dtype)
         return Path(out)
 
 

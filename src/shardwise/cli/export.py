@@ -31,21 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.cli.convert import convert
     from shardwise.run.weights import find_weights
 
-    weights = find_weights(args.run, args.runs)
-    if weights.adapter is None and args.merge_lora:
-        raise UserError(
-            f"{args.run} has no adapters to merge",
-            why="all of its weights were trained",
-            fix="leave --merge-lora out",
-        )
-    if weights.adapter is None or args.merge_lora:
-        convert(weights, "hf", Path(args.out), args.dtype)
-    else:
-        _export_adapter(weights, weights.adapter, Path(args.out), args.dtype)
+    export(find_weights(args.run, args.runs), Path(args.out), merge_lora=args.merge_lora, dtype=args.dtype)
     return Exit.DONE
+
+
+def export(weights: StoredWeights, out: Path, *, merge_lora: bool, dtype: str | None) -> None:
+    """Writes the whole model, or of a run with adapters the adapters alone, unless they are to be merged."""
+    from shardwise.cli.convert import convert
+
+    if weights.adapter is None and merge_lora:
+        raise UserError(
+            f"{weights.name} has no adapters to merge", why="all of its weights were trained", fix="drop --merge-lora"
+        )
+    if weights.adapter is None or merge_lora:
+        convert(weights, "hf", out, dtype)
+    else:
+        _export_adapter(weights, weights.adapter, out, dtype)
 
 
 def _export_adapter(weights: StoredWeights, adapter: AdapterConfig, out: Path, dtype_name: str | None) -> None:
