@@ -17,7 +17,6 @@ FOR_OTHERS = {
     "optimizer_state": "the public surface",
     "load_optimizer_state": "the public surface",
     "eval_losses": "the public surface",
-    "export": "the public surface",
     "proven": "the public surface",
     "REPORTS": "cli/main.py looks it up by name in the module of a verb",
     "reify": "torch's launcher calls it",
