@@ -159,7 +159,7 @@ def test_a_run_with_all_parts_stops_resumes_and_tells(tmp_path):
         run = shardwise.train(settings, data=make(), callbacks=[stop_at_2, Watch()], **own)
         # The stop is agreed on a step later, as every stop is.
         assert run.state == "stopped" and heard[0][1:] == ("first",) and heard[1][1:] == ("eval_loss",)
-        assert heard[-2:] == [(len(run.losses), "saved"), (len(run.losses), "enough")]
+        assert heard[-2:] == [(len(run.losses), "saved"), (len(run.losses), "a callback: enough")]
         assert json.loads(run.directory.own_parts.read_text())["parts"] == ["loss", "optimizer", "evaluate", "data"]
         with pytest.raises(UserError, match="its own optimizer and evaluate and data"):
             run.resume(loss=smoothed)

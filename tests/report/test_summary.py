@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.config.load import load_config
 from shardwise.report.summary import next_lines
+from shardwise.run.rundir import RunDir
 
 
 @pytest.mark.parametrize(
@@ -22,5 +23,16 @@ from shardwise.report.summary import next_lines
     ],
 )
 def test_the_prompt_fits_the_corpus(words, is_chat, typed):
-    lines = next_lines(Path("runs/one"), load_config(None, words).config, 5, is_chat)
+    lines = next_lines(RunDir(Path("runs/one")), load_config(None, words).config, 5, is_chat)
     assert shlex.split(lines[1]) == ["next", "shardwise", "generate", "runs/one", *typed]
+
+
+def test_a_run_goes_on_by_a_command_and_with_parts_of_a_program_by_that_program(tmp_path):
+    run = RunDir(tmp_path)
+    changed = run.how_to_resume("train.steps=40", allow=["train.steps"])
+    assert changed == f"shardwise resume {tmp_path} --allow train.steps train.steps=40"
+    run.own_parts.write_text('{"parts": ["loss", "data"]}')
+    assert run.how_to_resume() == f'shardwise.load("{tmp_path}").resume(loss=..., data=...) in that program'
+    assert run.how_to_resume("train.steps=40", allow=["train.steps"]).endswith(
+        '.resume({"train.steps": 40}, loss=..., data=...) in that program'
+    )

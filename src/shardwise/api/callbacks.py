@@ -4,8 +4,9 @@ torch.
     def show(step): print(step.step, step.loss)          a function hears of every step
     class Mine(Callback): ...                             an object hears of evaluations, checkpoints and the end too
 
-Whoever raises `StopTraining` ends the run after the step at hand, with a checkpoint. Any other error ends it as well
-and is raised again by `train`. Ranks in other processes send lines of JSON through a pipe: nothing is unpickled.
+Whoever raises `StopTraining` ends the run with a checkpoint, after the steps that are on their way already: results
+come a few steps late where ranks run ahead of them. Any other error ends it as well and is raised again by `train`.
+Ranks in other processes send lines of JSON through a pipe: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StopTraining(Exception):
-    """Is raised by a callback to end the run after the step at hand."""
+    """Is raised by a callback to end the run, with a checkpoint, after the steps that are on their way already."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Hearing:
             for callback in self.callbacks:
                 self._call(callback, line)
         except StopTraining as stop:
-            self._ask_to_stop(str(stop) or "a callback")
+            self._ask_to_stop(f"a callback: {stop}" if str(stop) else "a callback")
         except Exception as error:
             self.error = error
             self._ask_to_stop(f"an error in a callback: {error}")

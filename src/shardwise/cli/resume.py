@@ -51,6 +51,6 @@ def run(args: argparse.Namespace) -> int:
     last = max(found.steps(), default=0)
     if found.state() == "finished" and last >= planned.plan.num_steps and args.from_step is None:
         say(f"run      {found.path} has finished its {last} steps")
-        say(f"next     {longer_command(found.path, planned.config.train, last)}")
+        say(f"next     {longer_command(found, planned.config.train, last)}")
         return Exit.DONE
     return start(found, planned, args.from_step, verify=not args.no_verify)

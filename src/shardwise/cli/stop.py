@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
             )
         time.sleep(0.2)
     event = found.last_event() or {}
-    say(f"stopped  {found.path} at step {event.get('step', '?')}; `shardwise resume {found.path}` goes on")
+    say(f"stopped  {found.path} at step {event.get('step', '?')}; `{found.how_to_resume()}` goes on")
     return Exit.DONE

@@ -116,4 +116,4 @@ def _print_state(found: RunDir) -> None:
         for file in sorted(found.crash.glob("*.txt")):
             last = file.read_text(encoding="utf-8").strip().splitlines()[-1:]
             say(f"crash    {file}: {''.join(last)}")
-        say(f"do       shardwise resume {found.path}")
+        say(f"do       {found.how_to_resume()}")

@@ -47,7 +47,7 @@ def crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
             said = "another rank did not answer within comm.timeout" if waited else "another rank went away"
             why = "it has ended, or is stuck"
         say_error(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}")
-        say_error(f"  fix  shardwise resume {run.path}")
+        say_error(f"  fix  {run.how_to_resume()}")
     if ranks.is_first:
         _write_last_event(run, code, str(error)[:500])
     return int(code)
@@ -64,7 +64,7 @@ def ran_out_of_memory(error: BaseException, run: RunDir, ranks: Ranks, session: 
         return UserError(
             "out of memory before the run began",
             why=str(error) or "the system gave no more memory",
-            fix=f"end what else runs on this machine, then `shardwise resume {run.path}`",
+            fix=f"end what else runs on this machine, then `{run.how_to_resume()}`",
             code=Exit.OUT_OF_MEMORY,
         )
     config, plan, spec = session.config, session.plan, session.spec
@@ -79,5 +79,5 @@ def no_compiler(run: RunDir) -> UserError:
     return UserError(
         "this machine has no compiler for speed.compile",
         why="torch.compile makes C++ on CPUs and starts its GPU kernels from C; neither g++ nor gcc is found",
-        fix=f"shardwise resume {run.path} speed.compile=none   or install g++",
+        fix=f"{run.how_to_resume('speed.compile=none')}   or install g++",
     )

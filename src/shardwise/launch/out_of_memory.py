@@ -69,5 +69,4 @@ def _seen(error: OverLimit, rank: int) -> tuple[str, str]:
 def _command(run: RunDir, way: Remedy) -> str:
     """Returns the command as it is typed. What changes the run's own numbers needs to be allowed."""
     guarded = [key for key in way.change if key.partition(".")[0] not in FREE_TO_CHANGE and not key.startswith("--")]
-    allow = "".join(f" --allow {key}" for key in guarded)
-    return f"`shardwise resume {run.path}{allow} {way.what}` ({way.cost})"
+    return f"`{run.how_to_resume(*way.what.split(), allow=guarded)}` ({way.cost})"

@@ -104,7 +104,7 @@ def exit_code(run: RunDir, ended: RanksEnded) -> int:
         else f"details in {run.log}"
     )
     say_error(f"  why  {hint}")
-    say_error(f"  fix  shardwise resume {run.path}")
+    say_error(f"  fix  {run.how_to_resume()}")
     why = f"rank {first.rank} killed by {name}"
     run.append({"event": "failed", "exit": int(Exit.HARDWARE), "why": why, "wall_time": time.time()})
     return int(Exit.HARDWARE)
@@ -115,6 +115,6 @@ def _stopped_at_once(run: RunDir, number: int) -> int:
     code = Exit.INTERRUPTED if number == signal.SIGINT else Exit.STOPPED
     why = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     say(f"STOPPED  at once, by {why}; the last checkpoint, if any, is kept            exit {int(code)}, resumable")
-    say(f"  do     shardwise resume {run.path}")
+    say(f"  do     {run.how_to_resume()}")
     run.append({"event": "stopped", "exit": int(code), "why": why, "wall_time": time.time()})
     return int(code)

@@ -246,14 +246,11 @@ def continue_run(
 
 def check_own_parts(run: RunDir, own: OwnParts) -> None:
     """Refuses to go on with a run without what a Python program brought to it."""
-    if not run.own_parts.is_file():
-        return
-    missing = [name for name in json.loads(run.own_parts.read_text())["parts"] if name not in own.names]
-    if missing:
+    if missing := [name for name in run.parts_of_a_program() if name not in own.names]:
         raise UserError(
             f"run `{run.name}` was started by a Python program with its own {' and '.join(missing)}",
             why="without it the run would go on computing something else",
-            fix=f'shardwise.load("{run.path}").resume({", ".join(f"{name}=..." for name in missing)}) in that program',
+            fix=run.how_to_resume(),
         )
 
 

@@ -109,7 +109,7 @@ def run_worker(
     except (torch.OutOfMemoryError, MemoryError) as error:
         return fail(run, ranks, Exit.OUT_OF_MEMORY, str(ran_out_of_memory(error, run, ranks, session)))
     except KeyboardInterrupt:
-        text = f"STOPPED  by Ctrl-C before the first step\n  do     shardwise resume {run.path}"
+        text = f"STOPPED  by Ctrl-C before the first step\n  do     {run.how_to_resume()}"
         return fail(run, ranks, Exit.INTERRUPTED, text)
     except Exception as error:
         if lacks_compiler(error):

@@ -184,7 +184,7 @@ class Reporter(Listener):
         memory = self.comparison and self.comparison["memory"]
         about = {"event": event, "step": ending.step, "exit": int(ending.code), "why": why, "memory": memory}
         self.metrics.write({**about, "wall_time": time.time()})
-        self._say(stopped_lines(self.session.run.path, ending))
+        self._say(stopped_lines(self.session.run, ending))
 
     def finished(self, ending: Ending) -> None:
         if self.metrics is None:
@@ -217,7 +217,7 @@ class Reporter(Listener):
         if ending.is_new:
             self._report_comparison()
         is_chat = any(store.is_chat for store in session.corpus.stores)
-        self._say(next_lines(session.run.path, session.config, session.plan.num_steps, is_chat))
+        self._say(next_lines(session.run, session.config, session.plan.num_steps, is_chat))
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:

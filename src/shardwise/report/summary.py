@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from shardwise.config.units import format_bytes, format_seconds
 from shardwise.errors import Exit
@@ -13,6 +12,7 @@ from shardwise.report.memory import percent_off
 from shardwise.report.terminal import format_rate
 from shardwise.run.clock import verdict
 from shardwise.run.listener import Ending
+from shardwise.run.rundir import RunDir
 from shardwise.spec.prediction import Prediction
 from shardwise.spec.schema import Config, TrainConfig
 
@@ -37,16 +37,16 @@ def finished_lines(history: History, prediction: Prediction, unigram: float, pea
     ]
 
 
-def next_lines(run: Path, config: Config, num_steps: int, is_chat: bool) -> list[str]:
+def next_lines(run: RunDir, config: Config, num_steps: int, is_chat: bool) -> list[str]:
     """Returns what to type next with a finished run. The prompt fits what it was trained on: a question for
     conversations, Python for Python's library, else what `train.sample_prompt` has or the beginning of any text."""
     is_python, train = config.data.source == "python", config.train
     prompt = train.sample_prompt or ("class " if is_python else "The ")
     words = '--chat --prompt "Hello"' if is_chat else f"--prompt {quoted(prompt)}"
     return [
-        f"run      {run}",
-        f"next     shardwise generate {run} {words}",
-        f"         shardwise eval {run}",
+        f"run      {run.path}",
+        f"next     shardwise generate {run.path} {words}",
+        f"         shardwise eval {run.path}",
         f"         {longer_command(run, train, num_steps)}",
     ]
 
@@ -56,7 +56,7 @@ def quoted(text: str) -> str:
     return f'"{text}"' if text.isprintable() and not set(text) & set('"$`\\!') else shlex.quote(text)
 
 
-def longer_command(run: Path, train: TrainConfig, num_steps: int) -> str:
+def longer_command(run: RunDir, train: TrainConfig, num_steps: int) -> str:
     """Returns the command that trains a finished run twice as long, by the key its length was given with."""
     if train.tokens:
         key, value = "train.tokens", str(2 * train.tokens)
@@ -64,7 +64,7 @@ def longer_command(run: Path, train: TrainConfig, num_steps: int) -> str:
         key, value = "train.epochs", f"{2 * train.epochs:g}"
     else:
         key, value = "train.steps", str(2 * num_steps)
-    return f"shardwise resume {run} --allow {key} {key}={value}"
+    return run.how_to_resume(f"{key}={value}", allow=[key])
 
 
 def why_stopped(ending: Ending) -> tuple[str, str]:
@@ -74,22 +74,22 @@ def why_stopped(ending: Ending) -> tuple[str, str]:
     return ("failed", "the loss is not a number") if ending.code == Exit.DIVERGED else ("stopped", ending.why)
 
 
-def stopped_lines(run: Path, ending: Ending) -> list[str]:
+def stopped_lines(run: RunDir, ending: Ending) -> list[str]:
     step, code = ending.step, int(ending.code)
     if ending.overflow:
         what = f"STOPPED  step {step}: fp16 overflows at every loss scale; committed"
         return [
             f"{what}                exit {code}, diverged",
             f"  why    not finite first: {ending.overflow}",
-            f"  do     shardwise resume {run} memory.precision=bf16 memory.loss_scale=auto",
+            f"  do     {run.how_to_resume('memory.precision=bf16', 'memory.loss_scale=auto')}",
         ]
     if ending.code == Exit.DIVERGED:
         return [
             f"STOPPED  step {step}: the loss is not a number any more                    exit {code}, diverged",
             "  why    usually the learning rate is too high, or the data holds something extreme",
-            f"  do     shardwise resume {run} --allow optimizer.lr optimizer.lr=…   (half of it, say)",
+            f"  do     {run.how_to_resume('optimizer.lr=…', allow=['optimizer.lr'])}   (half of it, say)",
             "         or run.on_nan=skip, which passes over such steps",
         ]
     committed = "committed" if step else "nothing to commit yet"
     what = f"STOPPED  step {step}, by {ending.why}; {committed}"
-    return [f"{what}                              exit {code}, resumable", f"  do     shardwise resume {run}"]
+    return [f"{what}                              exit {code}, resumable", f"  do     {run.how_to_resume()}"]

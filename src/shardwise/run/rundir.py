@@ -14,7 +14,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -99,6 +99,19 @@ class RunDir:
         """The file that names what a Python program brought to this run, such as its loss: the command line has none of
         it."""
         return self.path / "own-parts.json"
+
+    def parts_of_a_program(self) -> list[str]:
+        """Returns the names of train's arguments that a Python program brought to this run; mostly none."""
+        return json.loads(self.own_parts.read_text())["parts"] if self.own_parts.is_file() else []
+
+    def how_to_resume(self, *changes: str, allow: Sequence[str] = ()) -> str:
+        """Returns what goes on with this run, with `changes` such as train.steps=40: a command, or the call of a Python
+        program where one brought parts of its own."""
+        if parts := self.parts_of_a_program():
+            values = ", ".join(f'"{key}": {value}' for key, _, value in (change.partition("=") for change in changes))
+            arguments = [*([f"{{{values}}}"] if changes else []), *(f"{part}=..." for part in parts)]
+            return f'shardwise.load("{self.path}").resume({", ".join(arguments)}) in that program'
+        return " ".join(["shardwise resume", str(self.path), *(f"--allow {key}" for key in allow), *changes])
 
     # --- reading -------------------------------------------------------------------------------------------------
 

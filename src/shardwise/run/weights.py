@@ -149,7 +149,7 @@ def _from_run(run: RunDir) -> StoredWeights:
         raise UserError(
             f"run `{run.name}` has no checkpoint yet",
             why=f"{run.checkpoints} is empty",
-            fix=f"`shardwise resume {run.path}` trains on; a checkpoint comes at the end, or set checkpoint.every",
+            fix=f"`{run.how_to_resume()}` trains on; a checkpoint comes at the end, or set checkpoint.every",
         )
     return _from_checkpoint(found[0], run)
 
