@@ -35,6 +35,7 @@ from shardwise.spec.prediction import StageMemory
 from shardwise.spec.schedules import SCHEDULES
 
 PROCESS_BYTES = measured("process_bytes")
+WORKSPACE_BYTES = measured("workspace_bytes")
 ALLOCATOR_SHARE = measured("allocator_share")
 
 LOSS_TEMPORARIES = {"cpu": 0, "cuda": 2}
@@ -85,7 +86,7 @@ def rank_memory(share: RankShare, groups: Groups, plan: Plan, optimizer: str, st
     passing = parts["gathered"] + parts["gradients"] + parts["activations"]  # what is not there at every moment
     moments = _moments(share, groups, plan, states, activations, parts)
     moment = max(moments, key=lambda name: moments[name])
-    parts["allocator"] = max(0, moments[moment] - passing)
+    parts["allocator"] = max(0, moments[moment] - passing) + WORKSPACE_BYTES[plan.device]
     parts[APART] = min(0, moments[moment] - passing)
     return StageMemory(stack.reserved(parts, share.spec, plan, COMPUTE_BYTES[plan.precision]), moment)
 
