@@ -137,13 +137,14 @@ def is_held_out(numbers: np.ndarray, fraction: float, seed: int) -> np.ndarray:
 
 
 def _check_out(out_dir: Path, force: bool) -> None:
-    if force and out_dir.exists() and not is_prepared(out_dir) and any(out_dir.iterdir() if out_dir.is_dir() else [0]):
+    holds_something = out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir()))
+    if force and holds_something and not is_prepared(out_dir):
         raise UserError(
             f"will not replace {out_dir}",
             why="it is not a prepared directory; --force replaces only those",
             fix="choose another --out",
         )
-    if not force and out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
+    if not force and holds_something:
         raise UserError(
             f"{out_dir} exists already",
             why="prepared data is never overwritten unasked",
