@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 ABANDONED_SECONDS = 24 * 3600.0
+TEXT_BYTES = 4 * 2**20  # a config has a few kB
 
 
 def write_atomically(path: str | Path, text: str) -> None:
@@ -66,13 +67,24 @@ def check_regular(path: Path) -> None:
     if not stat.S_ISREG(mode):
         kinds = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"))
         kind = next((name for holds, name in kinds if holds(mode)), "device")
-        raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+        code = errno.EISDIR if kind == "directory" else errno.EINVAL
+        raise OSError(code, f"it is a {kind}, not a regular file", str(path))
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file for reading in bytes; raises OSError for a pipe or a device, without waiting for it."""
     check_regular(path)
     return path.open("rb")
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file that people write, in UTF-8; raises OSError for a pipe, a device, or a file that is
+    too large to be one, without reading it to its end."""
+    with open_regular(path) as file:
+        content = file.read(TEXT_BYTES + 1)
+    if len(content) > TEXT_BYTES:
+        raise OSError(errno.EINVAL, f"it has more than {TEXT_BYTES >> 20} MiB, the limit for a file of this kind")
+    return content.decode("utf-8-sig").replace("\r\n", "\n")
 
 
 @contextmanager

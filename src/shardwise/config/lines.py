@@ -8,6 +8,7 @@ a file that `tomllib` refuses. Read next: load.py.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 Path = tuple[str, ...]
 
@@ -22,7 +23,8 @@ _BARE = re.compile(r"[^,\]}\n#]*")
 def key_lines(text: str) -> list[tuple[Path, int]]:
     """Returns every key of the file with its line (from 1), in file order; tables are listed too."""
     scanner = _Scanner(text)
-    scanner.file()
+    with suppress(RecursionError):  # nested without end: what stands before it is known
+        scanner.file()
     return [(path, text.count("\n", 0, position) + 1) for path, position in scanner.found]
 
 

@@ -27,8 +27,10 @@ from shardwise.config.keys import (
 )
 from shardwise.config.lines import key_lines
 from shardwise.config.unknown import key_without_section, unknown_key, unknown_section
+from shardwise.config.unreadable import no_such_file, not_a_file
 from shardwise.config.values import read_typed, read_value, toml_or_text
 from shardwise.errors import UserError
+from shardwise.files import read_text
 from shardwise.spec.layout import parse_layout
 from shardwise.spec.schema import Config
 
@@ -60,8 +62,8 @@ class _Given:
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loaded:
     """Reads, merges and checks; returns the config. Raises `UserError` for every mistake a person can make."""
-    from_file = _collect(_read_file(Path(path))) if path is not None else {}
     from_words = _collect((_read_word(word) for word in overrides), later_wins=True)
+    from_file = _collect(_read_file(Path(path))) if path is not None else {}
     for group in EXCLUSIVE:
         if any(name in from_words for name in group):
             for name in group:
@@ -154,15 +156,11 @@ def _read_file(path: Path) -> Iterator[_Given]:
 
 def _file_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        return read_text(path)
     except FileNotFoundError:
-        near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        fix = f"there is: {', '.join(near[:5])}" if near else "`shardwise init` writes a commented config"
-        raise UserError(f"there is no config file {path}", why="the file does not exist", fix=fix) from None
+        raise no_such_file(path) from None
     except IsADirectoryError:
-        inside = path / "config.toml"
-        fix = f"did you mean {inside}?" if inside.is_file() else "give a TOML file; `shardwise init` writes one"
-        raise UserError(f"{path} is a directory", why="a config is one TOML file", fix=fix) from None
+        raise not_a_file(path) from None
     except UnicodeDecodeError as problem:
         why = f"byte {problem.start} is not UTF-8, which TOML requires"
         raise UserError(f"{path} is not a text file", why=why, fix="save it as UTF-8, or give another file") from None
@@ -201,8 +199,10 @@ def _syntax_error(path: Path, text: str, problem: str) -> UserError:
         fix = "leave the key out" if lower in ("none", "null") else f"write `{name} = {fixed}`"
     elif re.match(r"[\w.-]+\s*=\s*(?:#.*)?$", source):
         fix = "give it a value, or put `#` before the line"
-    elif re.match(r"[\w.-]+\s*:\s*\S", source):
-        fix = "TOML writes `key = value`, not `key: value`"
+    elif text.lstrip().startswith("{"):
+        fix = "this looks like JSON: TOML writes a line `[section]`, and then lines `key = value`"
+    elif re.match(r"[\w.-]+\s*:", source):
+        fix = "this looks like YAML: TOML writes a line `[section]`, and then lines `key = value`, not `key: value`"
     return UserError(f"{path} is not valid TOML", why=f"line {line}: {plain}", fix=fix, where=where)
 
 
@@ -216,7 +216,7 @@ def _read_word(word: str) -> _Given:
         fix = f"write `{name}=VALUE`" if "." in name else "write `section.key=VALUE`, for example `train.steps=100`"
         raise UserError(f"`{word}` has no `=`", why="a setting is `section.key=value`", fix=fix, where=COMMAND_LINE)
     if not text.strip():
-        why = "a setting is `section.key=value`"
+        why = "a setting is one word, `section.key=value`, with no space around the ="
         raise UserError(f"`{word}` has no value", why=why, fix=f"write `{name}=VALUE`", where=COMMAND_LINE)
     key = find_key(name, toml_or_text(text.strip()))
     return _Given(key, read_value(key, read_typed(key, text), COMMAND_LINE), COMMAND_LINE)

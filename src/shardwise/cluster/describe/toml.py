@@ -33,6 +33,7 @@ from shardwise.cluster.describe.changes import RATES, SETTINGS, Setting, changed
 from shardwise.cluster.describe.table import known_cluster
 from shardwise.config.values import shown
 from shardwise.errors import UserError
+from shardwise.files import read_text
 from shardwise.spec.cluster import ClusterSpec, Device, Link
 
 SHARE = Setting("a share of the peak", "number", 1e-3, 1.5, "0.8")
@@ -64,7 +65,7 @@ TOP = {*SETTINGS, "schema", "name", "gpu", "device", "tier", "machine", "origins
 
 def cluster_from_toml(path: str) -> ClusterSpec:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(Path(path))
     except (OSError, UnicodeDecodeError) as problem:
         fix = "`shardwise doctor --out cluster.toml` writes one; `8xh100` needs none"
         raise UserError(
