@@ -69,7 +69,7 @@ def summary(found: RunDir) -> Row:
     """Returns a run as `--json` has it; `started` is in seconds since 1970, losses are in nats per token."""
     steps, plan = found.steps(), found.read_plan()
     last = steps[max(steps)] if steps else {}
-    begun = next((line["wall_time"] for line in found.lines() if "event" in line and "wall_time" in line), None)
+    begun = next((line["wall_time"] for line in found.lines() if "event" in line and line.get("wall_time")), None)
     return {
         "name": found.name,
         "path": str(found.path),

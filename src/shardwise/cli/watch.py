@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.errors import Exit
 from shardwise.terminal import say
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 HELP = "Follow a run in the terminal until it ends; after a failure, show the verdict."
 REPORTS = True
+Drawn = TypeVar("Drawn")
 POLL_S = 0.5
 WIDTH = 80  # characters of a pipeline's picture
 
@@ -42,7 +44,8 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
     from shardwise.report.memory import measured_memory
     from shardwise.report.step_breakdown import measured_pipeline, seconds_by_kind
 
-    steps, ran, curve = found.steps(), measured_pipeline(found), measured_memory(found)
+    steps = found.steps()
+    ran, curve = _drawn(lambda: measured_pipeline(found)), _drawn(lambda: measured_memory(found))
     return {
         **summary(found),
         "last": steps[max(steps)] if steps else None,
@@ -52,6 +55,15 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
         "compared": found.read_plan().get("measured"),
         "event": found.last_event(),
     }  # fmt: skip
+
+
+def _drawn(draw: Callable[[], Drawn]) -> Drawn | None:
+    """Returns what `draw` makes of plan.json and the events; None where they are missing or damaged: nothing depends on
+    a picture."""
+    try:
+        return draw()
+    except (AttributeError, LookupError, OSError, TypeError, ValueError):
+        return None
 
 
 def _follow(found: RunDir) -> int:
@@ -67,8 +79,8 @@ def _follow(found: RunDir) -> int:
             running = found.is_locked()
             steps = list(found.steps().values())
             if len(steps) > seen:
-                ran = measured_pipeline(found)
-                curve = curve or measured_memory(found)  # drawn once: only the first steps are watched
+                ran = _drawn(lambda: measured_pipeline(found))
+                curve = curve or _drawn(lambda: measured_memory(found))  # drawn once: only the first steps are watched
                 pictures = [part.text(WIDTH) for part in (ran, curve) if part]
                 view.below = "\n".join([bar(seconds_by_kind(steps)), *pictures])
             for line in steps[seen:]:
@@ -103,13 +115,15 @@ def _print_state(found: RunDir) -> None:
         rate = sum(line["tokens"] for line in steps[-RECENT:]) / max(where["step_s"], 1e-9)
         say(f"speed    {format_rate(rate)} tok/s; {verdict(where)}")
         say(f"where    {bar(where)}")
-    if ran := measured_pipeline(found):
-        say(ran.text(WIDTH))
-    if curve := measured_memory(found):
-        say(curve.text(WIDTH))
+    shown = _drawn(lambda: measured_pipeline(found)), _drawn(lambda: measured_memory(found))
+    for picture in shown:
+        if picture:
+            say(picture.text(WIDTH))
     event = found.last_event() or {}
-    for line in comparison_lines(plan["measured"]) if plan.get("measured") else ():
+    for line in _drawn(lambda: comparison_lines(plan["measured"])) or ():
         say(line)
+    if "dp" not in plan or not isinstance(plan["dp"], int):
+        say(f"note     {found.plan} is missing or damaged: what it would show is left out")
     if state in ("failed", "stopped", "unfinished"):
         why = event.get("why") or "it ended without a last word (killed, or the machine went down)"
         say(f"why      {why}")

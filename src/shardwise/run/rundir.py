@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardwise.errors import UserError
-from shardwise.files import cannot_write
+from shardwise.files import cannot_write, check_regular
+from shardwise.foreign_json import read_object
+from shardwise.run.clock import KINDS
 
 try:
     import fcntl
@@ -29,6 +31,12 @@ except ImportError:  # not on Windows: there the lock file only informs
 
 FREE_TO_CHANGE = ("parallel", "memory", "speed", "comm", "run", "checkpoint")
 """The sections of a config that do not change what its run computes; anything else needs `--allow KEY` on resume."""
+
+FINITE = ("tokens", "step_s", "peak_memory_bytes", "wall_time", *(f"{kind}_s" for kind in (*KINDS, "other")))
+"""What a training line of metrics.jsonl has as a finite number in any case."""
+
+NUMBERS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", *FINITE)
+"""What every training line has as numbers; null stands for one that is not finite."""
 
 LOCK_PATIENCE_S = 1.0  # somebody who only looks whether a run is locked holds the lock for an instant
 
@@ -116,16 +124,19 @@ class RunDir:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yields every complete line of metrics.jsonl, in order. A line cut short by a crash is passed over."""
-        if not self.metrics.exists():
+        """Yields every complete line of metrics.jsonl, in order. A line cut short by a crash, or damaged, is passed
+        over."""
+        try:
+            check_regular(self.metrics)
+        except OSError:  # it is not there yet
             return
         with open(self.metrics, encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     values = json.loads(line)
-                except json.JSONDecodeError:
+                except (ValueError, RecursionError):
                     continue
-                if isinstance(values, dict):
+                if isinstance(values, dict) and _is_ours(values):
                     yield values
 
     def steps(self) -> dict[int, dict[str, Any]]:
@@ -133,10 +144,8 @@ class RunDir:
         found: dict[int, dict[str, Any]] = {}
         for line in self.lines():
             if line.get("event") == "resumed":
-                found = {step: kept for step, kept in found.items() if step <= line["step"]}
-            elif (
-                "loss" in line and "step" in line and "event" not in line
-            ):  # a null was a value that is not finite: see `to_json`
+                found = {step: kept for step, kept in found.items() if step <= line.get("step", 0)}
+            elif "event" not in line and _is_step(line):  # a null was a value that is not finite: see `to_json`
                 found[line["step"]] = {key: math.nan if value is None else value for key, value in line.items()}
         return found
 
@@ -160,8 +169,8 @@ class RunDir:
         """Returns the content of plan.json. It is empty if the file is missing or cannot be read: listing runs must not
         fail for one of them."""
         try:
-            return dict(json.loads(self.plan.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+            return read_object(self.plan)
+        except (OSError, ValueError):
             return {}
 
     # --- writing -------------------------------------------------------------------------------------------------
@@ -183,6 +192,8 @@ class RunDir:
         """
         try:
             self.make_folders()
+            if self.metrics.exists():
+                check_regular(self.metrics)  # a pipe would be waited for
             file = open(self.path / "lock", "a+")  # noqa: SIM115  (held open on purpose)
         except OSError as error:
             raise cannot_write(self.path, error) from None
@@ -213,6 +224,23 @@ class RunDir:
         file = open(self.path / "lock", "a+")  # noqa: SIM115
         _flock(file, exclusive=False)
         return file
+
+
+def _is_ours(line: dict[str, Any]) -> bool:
+    """Returns whether a line of metrics.jsonl has the kinds of values that are written there; anything else is
+    damage."""
+    numbers = [line.get(key) for key in (*NUMBERS, "eval_loss")]
+    return (
+        all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in numbers)
+        and isinstance(line.get("step", 0), int)
+        and isinstance(line.get("event", ""), str)
+    )
+
+
+def _is_step(line: dict[str, Any]) -> bool:
+    """Returns whether a line is one of training, with all that readers ask it for."""
+    finite = all(math.isfinite(math.nan if (value := line.get(key)) is None else value) for key in FINITE)
+    return finite and {"step", *NUMBERS} <= line.keys()
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
