@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from shardwise import __version__
-from shardwise.cli.option_hints import check_options
+from shardwise.cli.option_hints import check_options, options_of
 from shardwise.errors import Exit, UserError
 from shardwise.run.known_warnings import known_warnings_left_out
 from shardwise.terminal import prepared, say_error
@@ -83,6 +83,8 @@ def _exit_code(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        return _dispatch(words[1], ["--help"])
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return Exit.DONE
@@ -139,7 +141,7 @@ def _dispatch(name: str, words: list[str]) -> int:
     if name not in VERBS:
         import difflib
 
-        near = difflib.get_close_matches(name, VERBS, n=1)
+        near = difflib.get_close_matches(name.lower(), VERBS, n=1)
         raise UserError(
             f"unknown command `{name}`",
             why=f"the commands are {', '.join(VERBS)}",
@@ -190,7 +192,24 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         usage = " ".join(self.format_usage().split())
-        raise UserError(message, why=usage, fix=f"`{self.prog} --help` lists every option")
+        near = self._nearest(message)
+        fix = f"did you mean `{near}`? " if near else ""
+        raise UserError(message, why=usage, fix=f"{fix}`{self.prog} --help` lists every option")
+
+    def _nearest(self, message: str) -> str | None:
+        """Returns the option or choice that is most like the word which argparse complains about."""
+        import difflib
+
+        if match := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            known = [word.strip().strip("'") for word in match[2].split(",")]
+            return next(iter(difflib.get_close_matches(match[1].lower(), known, n=1)), None)
+        word = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
+        if not word or not message.startswith("unrecognized"):
+            return None
+        close = difflib.get_close_matches(word, options_of(self), n=1, cutoff=0.7)
+        parts = word.strip("-").split("-")  # --max-new-tokens is --max-tokens, with a word too many
+        longer = [name for name in options_of(self) if len(parts) > 2 and set(name.strip("-").split("-")) < set(parts)]
+        return next(iter([*close, *longer]), None)
 
 
 def overview() -> str:

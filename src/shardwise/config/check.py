@@ -17,6 +17,8 @@ from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import Config
 
+LEAST_LIMIT = 2**20  # bytes; whoever writes less has forgotten the unit
+
 
 def check_config(config: Config, origins: Origins) -> None:
     """Checks every rule that a config can break on its own, and raises for the first that it breaks."""
@@ -29,6 +31,7 @@ def check_config(config: Config, origins: Origins) -> None:
     _data(config, origins)
     check_layout(config, origins)
     _offload(config, origins)
+    _memory_limit(config, origins)
     _results(config, origins)
     _kernels(config, origins)
     _checkpoint(config, origins)
@@ -46,6 +49,17 @@ def _one_of(config: Config, origins: Origins, section: str, names: tuple[str, ..
             why=f"each says {meaning}: {places}",
             fix=f"keep one of {', '.join(names)}",
             where=where_written(origins, *(f"{section}.{name}" for name in given)),
+        )
+
+
+def _memory_limit(config: Config, origins: Origins) -> None:
+    limit = config.memory.limit
+    if isinstance(limit, int) and limit < LEAST_LIMIT:
+        raise UserError(
+            f"`memory.limit = {limit}` is {limit:,} bytes",
+            why="a number without a unit is in bytes, and no rank runs in so few",
+            fix=f"write the unit, for example `memory.limit={min(limit, 999)}GiB`",
+            where=where_written(origins, "memory.limit"),
         )
 
 

@@ -29,7 +29,7 @@ def unknown_key(section: str, name: str, raw: Any, where: str | None) -> UserErr
         return UserError(what, why=f"`{name}` belongs to {belongs}", fix=fix, where=where)
     if answer := foreign_name(name):
         return _foreign(what, answer, raw, where)
-    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+    if close := difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6):
         return UserError(what, why=has, fix=f"did you mean `{close[0]}`?", where=where)
     return UserError(what, why=has, fix=_closest_elsewhere(name) or _REFERENCE, where=where)
 
@@ -43,7 +43,7 @@ def unknown_section(section: str, raw: Any, where: str | None) -> UserError:
     why = f"the sections are: {', '.join(sections)}"
     if ours := foreign_section(section):
         return UserError(what, why=why, fix=f"here it is called `[{ours}]`", where=where)
-    if close := difflib.get_close_matches(section, sections, n=1, cutoff=0.6):
+    if close := difflib.get_close_matches(section.lower(), sections, n=1, cutoff=0.6):
         return UserError(what, why=why, fix=f"did you mean `[{close[0]}]`?", where=where)
     if answer := foreign_name(section):
         return _foreign(what, answer, raw, where)
@@ -54,6 +54,12 @@ def key_without_section(name: str, raw: Any, where: str | None) -> UserError:
     """Returns the error for `steps = 100` at the top of a file, or `steps=100` on the command line."""
     what = f"`{name}` stands in no section"
     why = f"every key belongs to one of: {', '.join(section_classes())}"
+    if name in section_classes():
+        keys = [key.name for key in keys_of(name)]
+        fix = f"write `{name}.KEY=VALUE`, for example `{_line(f'{name}.{keys[0]}', raw, where)}`"
+        return UserError(
+            f"`{name}` is a section, not a key", why=f"its keys are: {', '.join(keys)}", fix=fix, where=where
+        )
     if sections := _sections_with(name):
         return UserError(what, why=why, fix=f"write `{_line(f'{sections[0]}.{name}', raw, where)}`", where=where)
     if answer := foreign_name(name):

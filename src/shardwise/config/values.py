@@ -12,7 +12,8 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, time
 from typing import Any, TypeVar
 
 from shardwise.config import units
@@ -83,6 +84,8 @@ def shown(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple | list):
         return f"[{', '.join(shown(entry) for entry in value)}]"
+    if isinstance(value, date | time):
+        return value.isoformat()
     if isinstance(value, dict):
         return f"{{{', '.join(f'{shown(name)} = {shown(entry)}' for name, entry in value.items())}}}"
     return repr(value) if value is not None else '"none"'
@@ -197,7 +200,7 @@ def _wrong_type(key: Key, raw: Any, where: str | None) -> UserError:
 
 
 def shown_or_repr(raw: Any) -> str:
-    return shown(raw) if isinstance(raw, bool | int | float | str | list | tuple | dict) else repr(raw)
+    return shown(raw) if isinstance(raw, bool | int | float | str | list | tuple | dict | date | time) else repr(raw)
 
 
 def _check_range(key: Key, value: Any, where: str | None) -> None:
@@ -232,13 +235,25 @@ def _check_choice(key: Key, value: Any, where: str | None) -> None:
             fix=f"{key.dotted}=eval",
             where=where,
         )
-    close = difflib.get_close_matches(str(value), key.choices, n=1, cutoff=0.5)
     raise UserError(
         f"`{key.dotted}` has no value {shown_or_repr(value)}",
         why=f"it takes: {', '.join(key.choices)}",
-        fix=f"did you mean `{close[0]}`?" if close else f"for example `{key.dotted} = {example(key)}`",
+        fix=_nearest_choice(key.choices, str(value)) or f"for example `{key.dotted} = {example(key)}`",
         where=where,
     )
+
+
+def _nearest_choice(choices: Sequence[str], typed: str) -> str | None:
+    """Returns the fix for a slip of the fingers; None where nothing is near. Two names of different numbers are not
+    near: who types fp4 does not mean fp64."""
+    for choice in choices:
+        if choice.endswith("-K") and typed.startswith(choice[:-1]):
+            return f"K is a whole number above 0, for example `{choice[:-1]}2`"
+    close = difflib.get_close_matches(typed.lower(), choices, n=1, cutoff=0.5)
+    numbers = [re.findall(r"\d+", word) for word in (typed, *close)]
+    if not close or (all(numbers) and numbers[0] != numbers[1]):
+        return None
+    return f"did you mean `{close[0]}`?"
 
 
 def _is_choice(choice: str, value: Any) -> bool:

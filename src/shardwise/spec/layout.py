@@ -45,6 +45,9 @@ def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
     """Returns the text of each config key's value, for each word of the string."""
     found: dict[str, str] = {}
     for word in text.split():
+        if any("=" in part or part in WORDS for part in word.split(",")[1:]):
+            why, fix = "its words are separated by spaces", f"`{text.replace(',', ' ')}`"
+            raise UserError(f"commas in the layout `{text}`", why=why, fix=fix, where=where)
         name, equals, value = word.partition("=")
         name = _ALSO.get(name, name)
         if not equals and name in PRECISION_WORDS:
@@ -52,8 +55,10 @@ def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
         elif not equals and name == "sp":
             value = "true"
         if name not in WORDS:
-            close = difflib.get_close_matches(name, WORDS, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(name.lower(), WORDS, n=1, cutoff=0.5)
             fix = f"did you mean `{close[0]}`?" if close else "for example `dp=2 zero=0`"
+            if name in ("micro", "micro_batch", "global_batch"):
+                fix = f"that is no part of a layout: `train.{'global' if name[0] == 'g' else 'micro'}_batch={value}`"
             why = f"a layout has the words: {', '.join(WORDS)}"
             raise UserError(f"unknown word `{word}` in the layout `{text}`", why=why, fix=fix, where=where)
         if not value:

@@ -391,7 +391,7 @@ def check_sizes(spec: ModelSpec) -> None:
         value = getattr(spec, name)
         low = 1 if name in POSITIVE else 0
         if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
-            raise impossible(f"model.{name} = {value}", f"it must be at least {low}", f"{name} = {max(low, 1)} or more")
+            raise impossible(f"model.{name} = {value}", f"it must be at least {low}", f"{name} = {low} or more")
     if spec.num_heads % spec.num_kv_heads:
         raise impossible(
             f"{spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads",
@@ -404,6 +404,11 @@ def check_sizes(spec: ModelSpec) -> None:
             "RoPE turns pairs of dimensions, so the head dimension must be even",
             "choose hidden, num_heads or head_dim so that head_dim is even",
         )
+    for name, used in (("rope_theta", spec.positions == "rope"), ("rope_factor", spec.rope_scaling != "none")):
+        if used and not getattr(spec, name):
+            raise impossible(
+                f"model.{name} = 0", "RoPE divides by powers of it", f"leave {name} out, or set it above 0"
+            )
     for name in (*(["experts"] if spec.is_moe else []), spec.feedforward_kind or "dense"):
         kind_named(FEEDFORWARD, "feedforward_kind", name).check(spec)
     if spec.rope_scaling in ("llama3", "yarn") and not spec.rope_original_max_seq_len:

@@ -216,6 +216,7 @@ class MemoryConfig:
         "number formats; bf16 computes in bf16 over fp32 weights, -true keeps the weights in it too; "
         "auto: bf16 on GPUs, fp32 on CPUs",
         choices=("auto", *PRECISIONS),
+        example='"bf16"',
     )
     loss_scale: float | Auto = setting(
         "auto",
