@@ -120,7 +120,17 @@ def _tasks(args: argparse.Namespace, weights: StoredWeights) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.tasks:
+    alone = {"--task-dir": args.task_dir, "--shots": args.shots, "--limit": args.limit}
+    given = [name for name, value in alone.items() if value is not None]
+    if args.tasks is None and given:
+        raise UserError(
+            f"`{given[0]}` needs --tasks",
+            why="it says how benchmarks are put; a loss on text has no use for it",
+            fix=f"add --tasks arc_easy, or leave {given[0]} out",
+        )
+    if args.tasks is not None:
+        if not args.tasks.strip(" ,"):
+            raise UserError("--tasks names no benchmark", why="its value is empty", fix="--tasks arc_easy")
         from shardwise.cli.eval_tasks import check_harness
 
         check_harness()

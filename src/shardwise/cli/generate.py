@@ -75,17 +75,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, bad, range_ in (
-        ("--temperature", not 0 <= args.temperature < float("inf"), "0 or more"),
-        ("--top-p", not 0 < args.top_p <= 1, "above 0, at most 1"),
-        ("--max-tokens", args.max_tokens < 1, "1 or more"),
-        ("--num", args.num < 1, "1 or more"),
-        ("--batch", args.batch < 1, "1 or more"),
-        ("--stop", "" in args.stop, "a text that is not empty"),
-        ("--seed", not 0 <= args.seed < 2**63, "0 or more, below 2^63"),
+    for name, value, bad, range_ in (
+        ("--temperature", args.temperature, not 0 <= args.temperature < float("inf"), "0 or more"),
+        ("--top-p", args.top_p, not 0 < args.top_p <= 1, "above 0, at most 1"),
+        ("--max-tokens", args.max_tokens, args.max_tokens < 1, "1 or more"),
+        ("--num", args.num, args.num < 1, "1 or more"),
+        ("--batch", args.batch, args.batch < 1, "1 or more"),
+        ("--stop", '""', "" in args.stop, "a text that is not empty"),
+        ("--seed", args.seed, not 0 <= args.seed < 2**63, "0 or more, below 2^63"),
     ):
         if bad:
-            raise UserError(f"{name} is out of range", why=f"it must be {range_}", fix="leave it out for the default")
+            fix = "leave it out for the default"
+            raise UserError(f"{name} is out of range: {value}", why=f"it must be {range_}", fix=fix)
 
 
 def _pieces(

@@ -74,6 +74,9 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.plan.answer.what_if import change, what_if
     from shardwise.plan.answer.why import why_not
 
+    for option, value in (("--as", args.framework), ("--why-not", args.why_not), ("--out", args.out)):
+        if value is not None and not value.strip():
+            raise UserError(f"{option} has no value", why="its text is empty", fix=f"give one, or leave {option} out")
     if args.framework:
         check_framework(args.framework)
     if args.top < 1:
@@ -119,11 +122,11 @@ def run(args: argparse.Namespace) -> int:
 def _inverse(args: argparse.Namespace, question: Question) -> tuple[float | None, float | None]:
     """Returns the seconds and the money that training may take. Both need to know how much is trained, one what it
     costs."""
-    from shardwise.config.units import parse_decimal, parse_seconds
+    from shardwise.config.units import parse_money, parse_seconds
     from shardwise.config.values import read_amount
 
     within = read_amount("--within", args.within, parse_seconds, "30d") if args.within else None
-    budget = read_amount("--budget", args.budget.lstrip("$€"), parse_decimal, "500k") if args.budget else None
+    budget = read_amount("--budget", args.budget.lstrip("$€"), parse_money, "500k") if args.budget else None
     for option, value in (("--within", args.within), ("--budget", args.budget)):
         if value is not None and question.job.tokens is None:
             raise UserError(

@@ -47,6 +47,11 @@ def run(args: argparse.Namespace) -> int:
     found = find_run(args.run, args.runs)
     if args.from_step:  # 0: from the beginning
         at_step(found.checkpoints, args.from_step)  # refused here, before anything is written
+    for key in args.allow:
+        if "=" in key:
+            name = key.partition("=")[0]
+            why = "--allow names a key; its value is a word of its own"
+            raise UserError(f"`--allow {key}` has a value", why=why, fix=f"--allow {name} {key}")
     planned = continue_run(found, args.overrides, args.allow, args.nproc)
     last = max(found.steps(), default=0)
     if found.state() == "finished" and last >= planned.plan.num_steps and args.from_step is None:

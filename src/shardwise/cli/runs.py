@@ -6,15 +6,17 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import Exit
+from shardwise.errors import Exit, UserError
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
 
 HELP = "List the runs of a directory with their state, progress, losses and date."
 REPORTS = True
+DEFAULT = "runs"
 
 Row = dict[str, Any]
 
@@ -35,14 +37,15 @@ SORTS: dict[str, Callable[[Row], Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", nargs="?", default="runs", help="where the runs are (default: runs)")
+    parser.add_argument("dir", nargs="?", default=DEFAULT, help="where the runs are (default: runs)")
     parser.add_argument("--sort", choices=list(SORTS), default="date", help="which comes first (default: the oldest)")
     parser.add_argument("--reverse", action="store_true", help="in the opposite order")
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.run.rundir import all_runs, to_json
+    from shardwise.run.rundir import all_runs, is_run, to_json
 
+    _check(Path(args.dir), is_run(Path(args.dir)))
     rows = sorted([summary(found) for found in all_runs(args.dir)], key=SORTS[args.sort], reverse=args.reverse)
     if args.json:
         print(to_json({"schema": 1, "runs": rows}, indent=1))
@@ -63,6 +66,18 @@ def run(args: argparse.Namespace) -> int:
         said = f"{row['state']:<10}  {step:>9}  {loss:>7}  {held_out:>8}  {rate:>7}  {date}  {row['layout']}"
         print(f"{row['name']:<{width}}  {said}")
     return Exit.DONE
+
+
+def _check(folder: Path, is_itself_one: bool) -> None:
+    if is_itself_one:
+        why, fix = (
+            "`runs` lists the runs in a directory",
+            f"shardwise watch {folder}, or shardwise runs {folder.parent}",
+        )
+        raise UserError(f"{folder} is a run itself", why=why, fix=fix)
+    if not folder.is_dir() and folder != Path(DEFAULT):
+        why = "it is a file" if folder.exists() else "it does not exist"
+        raise UserError(f"{folder} is no directory", why=why, fix="give the directory that the runs are in")
 
 
 def summary(found: RunDir) -> Row:

@@ -46,6 +46,11 @@ def parse_decimal(text: str) -> int:
     return _whole(text, _scaled(text, DECIMAL, "a number such as 5000000, 1.5M, 300B or 1T"))
 
 
+def parse_money(text: str) -> float:
+    """Returns money: `500k` is 500000, `99.50` is 99.5."""
+    return float(_scaled(text, DECIMAL, "an amount such as 250, 99.50 or 500k"))
+
+
 def parse_bytes(text: str) -> int:
     """Returns bytes from `40GiB` (powers of 1024) or `25MB` (powers of 1000)."""
     return _whole(text, _scaled(text, BYTES, "a size such as 6GiB, 512MiB or 25MB"))
@@ -120,6 +125,11 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(rest, 60)
     clock = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
     return f"{days} d {clock}" if days else clock
+
+
+def format_days(seconds: float) -> str:
+    """Returns how long a training takes: `12.5 days`, and less than one as `format_seconds` has it."""
+    return f"{seconds / 86400:.3g} days" if seconds >= 86400 else format_seconds(seconds)
 
 
 def _three_digits(value: float) -> str:

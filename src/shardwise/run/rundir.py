@@ -9,6 +9,7 @@ written; nobody else may write. No torch here: `runs`, `watch` and `compare` liv
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -329,8 +330,13 @@ def find_run(name: str, parent: str | Path = "runs") -> RunDir:
         if is_run(path):
             return RunDir(path)
     known = ", ".join(run.name for run in runs[-5:]) or "none"
+    above = next((path for path in Path(name).absolute().parents if is_run(path)), None)
+    close = difflib.get_close_matches(name, [run.name for run in runs], n=1)
+    fix = f"did you mean `{close[0]}`?" if close else "`shardwise runs` lists them; give a directory, a name, or `last`"
+    if above is not None:
+        fix = f"give the run that it belongs to: {os.path.relpath(above)}"
     raise UserError(
         f"no run `{name}`",
         why=f"neither {name} nor {Path(parent) / name} has a config.toml; runs here: {known}",
-        fix="`shardwise runs` lists them; give a directory, a name, or `last`",
+        fix=fix,
     )

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.units import format_bytes
+from shardwise.config.units import format_bytes, format_days
 from shardwise.errors import UserError
 from shardwise.plan.answer.advice import Advice, advice_for
 from shardwise.plan.answer.plan_files import row_text
 from shardwise.plan.answer.question import Question
 from shardwise.plan.layouts.inverse import Demand, cheapest, meeting
 from shardwise.plan.layouts.search import Candidate, SearchResult, explore
-from shardwise.plan.prediction.figures import DAY, Whole, binding_link, mfu, step_text, whole_training
+from shardwise.plan.prediction.figures import Whole, binding_link, mfu, step_text, whole_training
 
 
 @dataclass(frozen=True)
@@ -139,19 +139,19 @@ def _not_met(question: Question, result: SearchResult, demand: Demand) -> UserEr
         assert fastest.whole is not None
         factor = fastest.whole.seconds / within
         return UserError(
-            f"no layout here trains {question.job.tokens:,} tokens within {within / DAY:.3g} days",
+            f"no layout here trains {question.job.tokens:,} tokens within {format_days(within)}",
             why=f"the fastest, {fastest.layout} on {fastest.candidate.plan.world} GPUs, takes "
-            f"{fastest.whole.days:.3g} days",
+            f"{format_days(fastest.whole.seconds)}",
             fix=f"--within {fastest.whole.days * 1.01:.3g}d, or about {factor:.2g} times the GPUs, "
             f"or {1 / factor:.0%} of the tokens",
         )
     whole = row_of(question, found).whole
     assert whole is not None and whole.cost is not None and budget is not None
-    when = f" within {within / DAY:.3g} days" if within is not None else ""
+    when = f" within {format_days(within)}" if within is not None else ""
     return UserError(
-        f"no layout here trains {question.job.tokens:,} tokens{when} for {budget:,.0f}",
-        why=f"the cheapest, {found.plan.layout} on {found.plan.world} GPUs, costs {whole.cost:,.0f}",
-        fix=f"--budget {whole.cost * 1.01:.0f}, a lower --price, or {budget / whole.cost:.0%} of the tokens",
+        f"no layout here trains {question.job.tokens:,} tokens{when} for {budget:,.12g}",
+        why=f"the cheapest, {found.plan.layout} on {found.plan.world} GPUs, costs {whole.cost:,.2f}",
+        fix=f"--budget {whole.cost * 1.01:.2f}, a lower --price, or {budget / whole.cost:.0%} of the tokens",
     )
 
 
