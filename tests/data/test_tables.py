@@ -109,10 +109,6 @@ def test_settings_beside_the_text_are_no_rows(tmp_path):
     assert texts(tmp_path) == ["a", "b"]
 
 
-def test_addresses_are_refused_because_a_run_needs_no_network():
-    assert "copy it here first" in refusal("s3://bucket/text.jsonl").fix
-
-
 @pytest.fixture
 def saved(tmp_path, write_arrow):
     """What `DatasetDict.save_to_disk` leaves, in two splits and two files."""

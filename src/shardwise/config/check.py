@@ -13,6 +13,7 @@ from shardwise.config.check_layout import check_layout
 from shardwise.config.keys import Origins, where_written
 from shardwise.config.units import parse_seconds, parse_steps
 from shardwise.errors import UserError
+from shardwise.spec.addresses import check_address, is_address
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import Config
@@ -149,6 +150,8 @@ def _data(config: Config, origins: Origins) -> None:
             fix='name a file or directory, or `data.source = "python"`',
             where=where_written(origins, "data.source"),
         )
+    for source in filter(is_address, sources):
+        check_address(source)
     if data.mix is None:
         return
     where = where_written(origins, "data.source", "data.mix")

@@ -292,7 +292,7 @@ def _about(source: Source) -> dict[str, Any]:
         "num_files": len(source.files),
         "bytes": source.num_bytes,
         "sha256_of_listing": source.listing_digest,
-        "files": [{"file": path.relative_to(source.root).as_posix(), "bytes": size} for path, size in listed],
+        "files": [{"file": source.relative(path), "bytes": size} for path, size in listed],
     }
 
 

@@ -21,13 +21,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, NamedTuple
 
+from shardwise.data.remote import RemoteFile, find_remote
 from shardwise.data.rows import ROW_FIELDS, Document, document_of_row
 from shardwise.data.tables import TABLE_SUFFIXES, cached_dataset, is_list_of_rows, read_table, training_split
 from shardwise.errors import UserError
 from shardwise.files import check_regular
+from shardwise.spec.addresses import is_address, without_secrets
 
 MAX_TEXT_BYTES = 2**20
 MAX_ROW_BYTES = 64 * 2**20  # a row is read whole: 64 MiB are thirty thousand pages
@@ -49,10 +52,10 @@ class Source:
     """A source as the user named it, and its files in reading order."""
 
     name: str
-    files: tuple[Path, ...]
+    files: tuple[Path | RemoteFile, ...]
     sizes: tuple[int, ...]
     title: str
-    root: Path
+    root: Path | str
     is_python: bool = False
 
     @property
@@ -63,9 +66,24 @@ class Source:
     def listing_digest(self) -> str:
         """A digest that changes when a file is added, removed, resized or touched."""
         digest = sha256()
-        for path, size in zip(self.files, self.sizes, strict=True):
-            digest.update(f"{path.relative_to(self.root).as_posix()}\0{size}\0{path.stat().st_mtime_ns}\n".encode())
+        for file, size in zip(self.files, self.sizes, strict=True):
+            stamp = file.stamp if isinstance(file, RemoteFile) else file.stat().st_mtime_ns
+            digest.update(f"{self.relative(file)}\0{size}\0{stamp}\n".encode())
         return digest.hexdigest()
+
+    def relative(self, file: Path | RemoteFile) -> str:
+        """Returns the name of a file below the root that all of them have."""
+        if isinstance(file, RemoteFile):
+            return file.address.removeprefix(f"{self.root}/")
+        return file.relative_to(self.root).as_posix()
+
+
+class Place(NamedTuple):
+    """Where reading goes on: the number of a file, and how many documents and bytes of it were read."""
+
+    file: int = 0
+    documents: int = 0
+    num_bytes: int = 0
 
 
 @dataclass
@@ -86,7 +104,10 @@ def find_source(name: str) -> Source:
     read."""
     if name == "python":
         return _python_library()
-    path = Path(name).expanduser()
+    if is_address(name):
+        return _behind_address(name)
+    name_here = name.removeprefix("file://").removeprefix("local://")
+    path = Path(name_here).expanduser()
     try:
         if path.is_dir():
             path = training_split(path)
@@ -105,29 +126,37 @@ def find_source(name: str) -> Source:
         sizes = tuple(file.stat().st_size for file in files)
     except OSError as error:
         raise _unreadable(path, error) from None
-    if path.is_file() and _suffix(path) not in SUFFIXES:
-        raise UserError(
-            f"unknown kind of file: {name}",
-            why=f"readable kinds are {' '.join(SUFFIXES)}",
-            fix="rename it to .txt if it is plain text, or convert it to .jsonl",
-        )
+    if path.is_file():
+        _check_kind(name, path)
     root = path if path.is_dir() else path.parent
-    given = Path(name).expanduser()
+    given = Path(name_here).expanduser()
     title = (given.name or str(given.resolve().name)) if given.exists() else name
     return Source(name, tuple(files), sizes, title=title, root=root)
+
+
+def _behind_address(name: str) -> Source:
+    files, root = find_remote(name, lambda file: _suffix(file) in SUFFIXES)
+    if len(files) > 1:  # as in a directory: most .json files beside text are settings
+        files = [file for file in files if file.suffix != ".json" or is_list_of_rows(file)] or files
+    _check_kind(name, files[0])
+    sizes = tuple(file.num_bytes for file in files)
+    return Source(name, tuple(files), sizes, title=without_secrets(name), root=root)
 
 
 def is_pattern(name: str) -> bool:
     return any(mark in name for mark in "*?[")
 
 
-def _no_such_data(name: str) -> UserError:
-    if "://" in name:
-        return UserError(
-            f"cannot read {name}",
-            why="a run reads this machine's disks only, so that it needs no network while it trains",
-            fix="copy it here first, with the storage's own tool or fsspec.filesystem(...).get(...)",
+def _check_kind(name: str, file: Path | RemoteFile) -> None:
+    if _suffix(file) not in SUFFIXES:
+        raise UserError(
+            f"unknown kind of file: {file if isinstance(file, RemoteFile) else name}",
+            why=f"readable kinds are {' '.join(SUFFIXES)}",
+            fix="rename it to .txt if it is plain text, or convert it to .jsonl",
         )
+
+
+def _no_such_data(name: str) -> UserError:
     return UserError(
         f"no such data: {name}",
         why="it is neither a file nor a directory, and no dataset of that name is in the cache of `datasets`",
@@ -153,19 +182,39 @@ def read_documents(source: Source | str, reading: Reading | None = None) -> Iter
     """Yields every document of a source, in a stable order, in constant memory."""
     reading = reading or Reading()
     source = find_source(source) if isinstance(source, str) else source
-    for file in source.files:
+    return (document for document, _ in read_from(source, reading, Place()))
+
+
+def read_from(source: Source, reading: Reading, start: Place) -> Iterator[tuple[Document, Place]]:
+    """Yields the documents of a source from a place on, each with the place behind it."""
+    for number in range(start.file, len(source.files)):
+        file = source.files[number]
+        place = start if number == start.file else Place(number)
         try:
-            suffix = _suffix(file)
-            if suffix == ".parquet":
-                yield from _parquet_rows(file, reading)
-            elif suffix in TABLE_SUFFIXES:
-                yield from read_table(file, reading.text_field, reading.replace_invalid)
-            elif suffix in ROW_SUFFIXES:
-                yield from _json_lines(file, reading)
-            else:
-                yield from _text_pieces(file, reading, skip_invalid=source.is_python)
+            for document in _documents(file, reading, source.is_python, place):
+                place = Place(number, place.documents + 1, place.num_bytes + document.num_bytes)
+                yield document, place
         except OSError as error:
             raise _unreadable(file, error) from None
+
+
+def _documents(file: Path | RemoteFile, reading: Reading, skip_invalid: bool, start: Place) -> Iterator[Document]:
+    """Yields the documents of a file behind those that were read. Plain text and lines are entered at their byte, a
+    .parquet file at its group of rows; other kinds are read once more from their beginning."""
+    suffix = _suffix(file)
+    if suffix == ".parquet":
+        return _parquet_rows(file, reading, start.documents)
+    if suffix == ".jsonl":
+        return _json_lines(file, reading, start.documents, start.num_bytes)
+    if suffix in TABLE_SUFFIXES:
+        found = read_table(file, reading.text_field, reading.replace_invalid)
+    elif suffix in ROW_SUFFIXES:
+        found = _json_lines(file, reading)
+    elif skip_invalid:
+        found = _text_pieces(file, reading, skip_invalid=True)
+    else:
+        return _text_pieces(file, reading, skip_invalid=False, offset=start.num_bytes)
+    return islice(found, start.documents, None)
 
 
 def _python_library() -> Source:
@@ -220,15 +269,18 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _suffix(path: Path) -> str:
+def _suffix(path: Path | RemoteFile) -> str:
     whole = "".join(path.suffixes[-2:]).lower()
     return whole if whole in (".jsonl.gz", ".jsonl.zst") else path.suffix.lower()
 
 
-def _text_pieces(path: Path, reading: Reading, *, skip_invalid: bool) -> Iterator[Document]:
+def _text_pieces(
+    path: Path | RemoteFile, reading: Reading, *, skip_invalid: bool, offset: int = 0
+) -> Iterator[Document]:
     """Yields one document, or several of at most MAX_TEXT_BYTES cut at line ends when the file is longer."""
     with path.open("rb") as file:
-        offset, rest = 0, b""
+        _enter(file, offset)
+        rest = b""
         while True:
             block = file.read(MAX_TEXT_BYTES - len(rest))
             piece = rest + block
@@ -242,6 +294,14 @@ def _text_pieces(path: Path, reading: Reading, *, skip_invalid: bool) -> Iterato
             if text is not None:
                 yield Document(str(path), len(piece), text=text)
             offset += len(piece)
+
+
+def _enter(file: IO[bytes], offset: int) -> None:
+    """Goes to a byte of a file, also of one that a storage sends from its beginning only."""
+    if file.seekable():
+        file.seek(offset)
+    while not file.seekable() and offset > 0 and (passed := file.read(min(offset, MAX_TEXT_BYTES))):
+        offset -= len(passed)
 
 
 def _cut(piece: bytes) -> int:
@@ -259,7 +319,9 @@ def _cut(piece: bytes) -> int:
     return end - 1 if piece[end - 1] & 0xC0 == 0xC0 else len(piece)  # ...and over the byte that opened the character
 
 
-def _valid(piece: bytes, path: Path, offset: int, reading: Reading, skip_invalid: bool = False) -> bytes | str | None:
+def _valid(
+    piece: bytes, path: Path | RemoteFile, offset: int, reading: Reading, skip_invalid: bool = False
+) -> bytes | str | None:
     """Returns the piece if it is UTF-8, repaired with consent; None when it is to be skipped."""
     try:
         return piece.decode("utf-8")
@@ -278,10 +340,13 @@ def _valid(piece: bytes, path: Path, offset: int, reading: Reading, skip_invalid
         ) from None
 
 
-def _json_lines(path: Path, reading: Reading) -> Iterator[Document]:
+def _json_lines(path: Path | RemoteFile, reading: Reading, number: int = 0, position: int = 0) -> Iterator[Document]:
+    """Yields the rows of a file of lines, from the byte `position` on, behind `number` lines."""
     compressed = path.suffix in (".gz", ".zst")
     with path.open("rb") as file, _decompressed(file, path) as lines:
-        position, number, expanded = 0, 0, 0
+        if position:
+            _enter(file, position)
+        expanded = 0
         while True:
             try:
                 line = lines.readline(MAX_ROW_BYTES + 1)
@@ -312,7 +377,7 @@ def _json_lines(path: Path, reading: Reading) -> Iterator[Document]:
             )
 
 
-def _decompressed(file: BinaryIO, path: Path) -> AbstractContextManager[Any]:
+def _decompressed(file: IO[bytes], path: Path | RemoteFile) -> AbstractContextManager[Any]:
     """Returns the file's content as a stream of lines."""
     if path.suffix == ".gz":
         return gzip.open(file)
@@ -336,7 +401,7 @@ def _damage() -> tuple[type[Exception], ...]:
     return (EOFError, gzip.BadGzipFile, zlib.error, *([] if zstandard is None else [zstandard.ZstdError]))
 
 
-def _parse(line: bytes, path: Path, number: int, reading: Reading) -> Any:
+def _parse(line: bytes, path: Path | RemoteFile, number: int, reading: Reading) -> Any:
     try:
         return json.loads(line.decode("utf-8", errors="replace" if reading.replace_invalid else "strict"))
     except UnicodeDecodeError as error:
@@ -355,7 +420,8 @@ def _parse(line: bytes, path: Path, number: int, reading: Reading) -> Any:
         ) from None
 
 
-def _parquet_rows(path: Path, reading: Reading) -> Iterator[Document]:
+def _parquet_rows(path: Path | RemoteFile, reading: Reading, first: int) -> Iterator[Document]:
+    """Yields the rows of a file behind the first ones."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -366,12 +432,18 @@ def _parquet_rows(path: Path, reading: Reading) -> Iterator[Document]:
             fix="pip install 'shardwise[parquet]'",
         ) from None
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        per_row = path.stat().st_size / max(1, file.metadata.num_rows)
+        file = pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else pyarrow.PythonFile(path.open("rb")))
+        size = path.num_bytes if isinstance(path, RemoteFile) else path.stat().st_size
+        per_row = size / max(1, file.metadata.num_rows)
         number = 0
         columns = [name for name in file.schema_arrow.names if name == reading.text_field or name in ROW_FIELDS]
         for row_group in range(file.num_row_groups):
-            for row in _rows_of(file, row_group, columns):
+            group_start, rows_of_group = number, file.metadata.row_group(row_group).num_rows
+            if number + rows_of_group <= first:
+                number += rows_of_group
+                continue
+            number = max(number, first)
+            for row in islice(_rows_of(file, row_group, columns), number - group_start, None):
                 num_bytes = int((number + 1) * per_row) - int(number * per_row)
                 number += 1
                 if any(isinstance(value, str) and len(value) > MAX_ROW_BYTES for value in row.values()):
@@ -398,7 +470,7 @@ def _rows_of(file: Any, row_group: int, columns: list[str]) -> Iterator[dict[str
         yield from batch.to_pylist()
 
 
-def _too_large(path: Path, number: int) -> UserError:
+def _too_large(path: Path | RemoteFile, number: int) -> UserError:
     return UserError(
         f"a row of more than {MAX_ROW_BYTES >> 20} MiB",
         why="rows are read whole, and many at a time",
@@ -407,7 +479,7 @@ def _too_large(path: Path, number: int) -> UserError:
     )
 
 
-def _unreadable(path: Path, error: OSError) -> UserError:
+def _unreadable(path: Path | RemoteFile, error: OSError) -> UserError:
     return UserError(
         f"cannot read {error.filename or path}",
         why=error.strerror or str(error),

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.remote import RemoteFile
 from shardwise.data.rows import ROW_FIELDS, Document, document_of_row
 from shardwise.errors import UserError
 
@@ -22,7 +23,7 @@ BLOCK = 2**20  # characters of a .json file that are read at once
 MAX_ROW = 64 * 2**20  # characters of one row or field
 
 
-def read_table(path: Path, text_field: str, replace_invalid: bool) -> Iterator[Document]:
+def read_table(path: Path | RemoteFile, text_field: str, replace_invalid: bool) -> Iterator[Document]:
     """Yields the rows of a file as documents; what is not a table of that kind is refused with its place."""
     suffix, errors = path.suffix.lower(), "replace" if replace_invalid else "strict"
     rows = (
@@ -45,13 +46,13 @@ def read_table(path: Path, text_field: str, replace_invalid: bool) -> Iterator[D
         ) from None
 
 
-def is_list_of_rows(path: Path) -> bool:
+def is_list_of_rows(path: Path | RemoteFile) -> bool:
     """Returns whether a .json file begins as a list: beside text, most others are settings."""
     with path.open("rb") as file:
         return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
 
 
-def _json_rows(path: Path, errors: str) -> Iterator[tuple[Any, int]]:
+def _json_rows(path: Path | RemoteFile, errors: str) -> Iterator[tuple[Any, int]]:
     """Yields the entries of a list, or one object per line, decoding as few characters at once as an entry has."""
     decoder, text, at, number = json.JSONDecoder(), "", 0, 0
     with path.open(encoding="utf-8-sig", errors=errors) as file:
@@ -94,7 +95,7 @@ def _json_rows(path: Path, errors: str) -> Iterator[tuple[Any, int]]:
                 return
 
 
-def _separated_rows(path: Path, errors: str, separator: str) -> Iterator[tuple[Any, int]]:
+def _separated_rows(path: Path | RemoteFile, errors: str, separator: str) -> Iterator[tuple[Any, int]]:
     """Yields the rows of a .csv or .tsv file whose first line names the columns; an empty cell is a field that is not
     there."""
     csv.field_size_limit(MAX_ROW)
@@ -121,7 +122,7 @@ def _separated_rows(path: Path, errors: str, separator: str) -> Iterator[tuple[A
             ) from None
 
 
-def _arrow_rows(path: Path, text_field: str) -> Iterator[tuple[Any, int]]:
+def _arrow_rows(path: Path | RemoteFile, text_field: str) -> Iterator[tuple[Any, int]]:
     try:
         import pyarrow
         import pyarrow.ipc
@@ -132,7 +133,8 @@ def _arrow_rows(path: Path, text_field: str) -> Iterator[tuple[Any, int]]:
             fix="pip install 'shardwise[parquet]'",
         ) from None
     try:
-        with pyarrow.memory_map(str(path)) as file:
+        opened_file = pyarrow.memory_map(str(path)) if isinstance(path, Path) else pyarrow.PythonFile(path.open("rb"))
+        with opened_file as file:
             is_file = file.read(6) == b"ARROW1"
             file.seek(0)
             opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import metadata
 
-CORE = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "rich")
+CORE = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "fsspec", "rich")
 
 # distribution(s) that provide it, what it is for, how to get it
 OPTIONAL = (
