@@ -202,11 +202,12 @@ def _storage_of(name: str) -> tuple[Any, str]:
 def _unreachable(name: str, error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error
-    said = _said(error)
     shown = without_secrets(name)
-    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+    if isinstance(error, FileNotFoundError) and getattr(error.__cause__, "status", 404) != 404:
+        error = PermissionError(str(error.__cause__))  # the web's server answers, but not with the file
+    elif isinstance(error, FileNotFoundError) and isinstance(error.__cause__, OSError):
         error = error.__cause__  # fsspec says so of every failure of the web
-        said = _said(error)
+    said = _said(error)
     if isinstance(error, FileNotFoundError):
         return UserError(
             f"no such data: {shown}", why="the storage has nothing of that name", fix="check the address with its tool"
