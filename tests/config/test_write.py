@@ -29,6 +29,8 @@ HELD = {
     "optimizer.lr_scaling": "none",
     "data.source": ("a", 'b"\\\n\x7f'),
     "data.mix": (1.0, 2.5e-7),
+    "data.streaming": True,
+    "data.validation_fraction": 0.01,
     "checkpoint.every": "5m",
     "run.name": "x",
     "run.profile": "10:13",

@@ -85,7 +85,7 @@ class Trained:
         config = weights.config or load_config(None).config
         asked = source if isinstance(source, str) else tuple(source)
         corpus = open_corpus(
-            replace(config.data, source=asked, validation_fraction=0.0, mix=None),
+            replace(config.data, source=asked, validation_fraction=0.0, mix=None, streaming=False),
             seq_len=seq_len or config.train.seq_len,
             seed=0,
             vocab=weights.spec.vocab,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from shardwise.config.check_layout import check_layout
-from shardwise.config.keys import Origins, where_written
+from shardwise.config.keys import Origins, all_keys, where_written
 from shardwise.config.units import parse_seconds, parse_steps
 from shardwise.errors import UserError
 from shardwise.spec.addresses import check_address, is_address
@@ -152,6 +152,7 @@ def _data(config: Config, origins: Origins) -> None:
         )
     for source in filter(is_address, sources):
         check_address(source)
+    _streaming(config, origins)
     if data.mix is None:
         return
     where = where_written(origins, "data.source", "data.mix")
@@ -169,6 +170,26 @@ def _data(config: Config, origins: Origins) -> None:
             fix=f"for example `data.mix = {[1.0] * len(sources)}`",
             where=where,
         )
+
+
+def _streaming(config: Config, origins: Origins) -> None:
+    is_set = lambda key: origins.get(key, "default") != "default"  # noqa: E731
+    if config.data.streaming and config.train.epochs is not None:
+        raise UserError(
+            "`train.epochs` needs data that is counted",
+            why="`data.streaming` starts before anybody knows how long a pass is",
+            fix="train.steps or train.tokens; the stream begins again at its end",
+            where=where_written(origins, "train.epochs", "data.streaming"),
+        )
+    for key in ("data.validation_fraction",) if config.data.streaming else ("data.shuffle_buffer", "data.held_out"):
+        value = getattr(config.data, key.partition(".")[2])
+        if is_set(key) and value != all_keys()[key].default:
+            raise UserError(
+                f"`{key} = {value}` does nothing",
+                why=f"data.streaming is {str(config.data.streaming).lower()}",
+                fix="data.held_out=N sequences" if config.data.streaming else "data.streaming=true, or leave it out",
+                where=where_written(origins, key),
+            )
 
 
 def _offload(config: Config, origins: Origins) -> None:

@@ -57,6 +57,19 @@ class Corpus:
         title = self.stores[0].title if len(self.stores) == 1 else f"{len(self.stores)} sources"
         return f"{title}, {human_bytes(self.num_bytes)}"
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether there are conversations in it."""
+        return any(store.is_chat for store in self.stores)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A digest of the tokens of all sources; None where nobody knows them."""
+        if not self.stores:
+            return None
+        splits = [store.index["splits"] for store in self.stores]
+        return hashlib.sha256(json.dumps(splits, sort_keys=True).encode()).hexdigest()
+
     def about(self, num_samples: int) -> list[str]:
         """Returns lines on what `num_samples` training sequences are taken from, where there are several sources, and
         on held-out data that is too little to mean much."""
@@ -118,8 +131,20 @@ def open_corpus(
 ) -> Corpus:
     """Opens (and, the first time, prepares) every source of `data`, and returns them as one corpus. `progress` shows a
     bar and the notes on stderr. `can_mask`: whether the model can be told which tokens belong together."""
+    if data.streaming:
+        from shardwise.data.stream_corpus import open_stream
+
+        return open_stream(
+            data,
+            seq_len=seq_len,
+            seed=seed,
+            vocab=vocab,
+            model_dir=model_dir,
+            progress=progress,
+            can_mask=can_mask,
+        )
     names = (data.source,) if isinstance(data.source, str) else tuple(data.source)
-    _check_mix(names, data.mix)
+    check_mix(names, data.mix)
     prepared = {name: TokenStore(Path(name).expanduser()) for name in names if is_prepared(Path(name).expanduser())}
     tokenizer = _choose_tokenizer(data, model_dir, vocab, prepared)
     template = open_template(data.chat_template, model_dir, tokenizer)
@@ -162,7 +187,8 @@ def human_bytes(count: int) -> str:
     return f"{count} bytes"
 
 
-def _check_mix(names: tuple[str, ...], mix: tuple[float, ...] | None) -> None:
+def check_mix(names: tuple[str, ...], mix: tuple[float, ...] | None) -> None:
+    """Refuses weights that do not go with the sources."""
     if not names:
         raise UserError("no data to train on", why="data.source is an empty list", fix="data.source=python, or a path")
     if mix is None:

@@ -55,9 +55,9 @@ class PreparedInfo:
 
 
 @dataclass
-class _Encoded:
-    """One batch after tokenising: `mask` is None when every token carries loss, `text_bytes` what the tokenizer was
-    given."""
+class Encoded:
+    """Holds one batch after tokenising: `mask` is None when every token carries loss, `text_bytes` is what the
+    tokenizer was given."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -136,6 +136,11 @@ def is_held_out(numbers: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     return mix64(numbers.astype(np.uint64), seed) >> np.uint64(11) < np.uint64(int(fraction * 2**53))
 
 
+def is_blank(document: Document) -> bool:
+    """Returns whether a document has nothing to learn from: it is left out."""
+    return document.messages is None and not (document.text and document.text.strip())
+
+
 def _check_out(out_dir: Path, force: bool) -> None:
     holds_something = out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir()))
     if force and holds_something and not is_prepared(out_dir):
@@ -155,7 +160,7 @@ def _check_out(out_dir: Path, force: bool) -> None:
 def _nonempty(sources: Sequence[Source], reading: Reading, totals: _Totals) -> Iterator[Document]:
     for source in sources:
         for document in read_documents(source, reading):
-            if document.messages is None and not (document.text and document.text.strip()):
+            if is_blank(document):
                 totals.num_empty += 1
                 totals.num_bytes += document.num_bytes
             else:
@@ -188,14 +193,14 @@ def _batches(documents: Iterator[Document], batch_bytes: int) -> Iterator[list[D
 
 def _encode_in_order(
     batches: Iterator[list[Document]], tokenizer: Tokenizer, template: ChatTemplate, workers: int | None
-) -> Iterator[_Encoded]:
+) -> Iterator[Encoded]:
     # Two threads suffice: while one batch is inside the tokenizers library on all cores, another's ids are collected.
     num_threads = min(workers or 2, 2)
-    waiting: deque[Future[_Encoded]] = deque()
+    waiting: deque[Future[Encoded]] = deque()
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenise")
     try:
         for batch in batches:
-            waiting.append(pool.submit(_encode, batch, tokenizer, template))
+            waiting.append(pool.submit(encode, batch, tokenizer, template))
             if len(waiting) >= BATCHES_IN_FLIGHT:
                 yield waiting.popleft().result()
         while waiting:
@@ -204,18 +209,19 @@ def _encode_in_order(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _encode(batch: list[Document], tokenizer: Tokenizer, template: ChatTemplate) -> _Encoded:
+def encode(batch: list[Document], tokenizer: Tokenizer, template: ChatTemplate) -> Encoded:
+    """Returns the ids of documents of one kind, text or conversations."""
     num_bytes = sum(document.num_bytes for document in batch)
     if batch[0].messages is None:
         texts = [document.text or "" for document in batch]
         ids, lengths = tokenizer.encode_documents(texts)
         text_bytes = sum(len(text.encode() if isinstance(text, str) else text) for text in texts)
-        return _Encoded(ids, lengths, None, num_bytes, text_bytes)
+        return Encoded(ids, lengths, None, num_bytes, text_bytes)
     ids, mask, (lengths, num_lost, text_bytes) = encode_conversations(batch, template, tokenizer)
-    return _Encoded(ids, lengths, mask, num_bytes, text_bytes, num_lost)
+    return Encoded(ids, lengths, mask, num_bytes, text_bytes, num_lost)
 
 
-def _write(batch: _Encoded, writers: dict[str, SplitWriter], totals: _Totals, fraction: float, seed: int) -> None:
+def _write(batch: Encoded, writers: dict[str, SplitWriter], totals: _Totals, fraction: float, seed: int) -> None:
     numbers = np.arange(totals.num_documents, totals.num_documents + len(batch.lengths))
     held_out = is_held_out(numbers, fraction, seed)
     if not held_out.any():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.data.order import combine, mix64, mixture, permute, slots_of
-from shardwise.data.shards import Split
+from shardwise.data.shards import MemorySplit, Split
 
 IGNORE = -100
 
@@ -36,7 +36,7 @@ class Batch:
 class Layout:
     """How one split of one source is cut into sequences; sequence i is tokens [starts(i), ends(i)) of the stream."""
 
-    def __init__(self, split: Split, seq_len: int, packing: str, padding: int):
+    def __init__(self, split: Split | MemorySplit, seq_len: int, packing: str, padding: int):
         self.split, self.seq_len, self.packing, self.padding = split, seq_len, packing, padding
         if packing == "whole":
             self._starts: np.ndarray | None = whole_document_starts(split.documents, seq_len)
@@ -140,6 +140,11 @@ class Sequences:
         for row, (source, index) in enumerate(zip(sources, indices, strict=True)):
             self.layouts[source].fill(int(index), batch, row)
         return batch
+
+    def lengths(self, num: int) -> list[int]:
+        """Returns how long the first sequences are, without padding."""
+        ranges = [self.layouts[source].range_of(int(index)) for source, index in zip(*self.locate(np.arange(num)))]
+        return [end - start for start, end in ranges]
 
     def state_after(self, step: int) -> object:
         """Returns None: what a step reads follows from its number."""

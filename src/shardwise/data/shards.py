@@ -139,6 +139,23 @@ class Split:
         return parts
 
 
+class MemorySplit:
+    """Some documents' tokens as a stream of their own, in memory: what `sequences.py` needs of a `Split`. `mask` is
+    None where every token carries loss; `documents` are the starts of the documents, and the end."""
+
+    def __init__(self, tokens: np.ndarray, mask: np.ndarray | None, documents: np.ndarray):
+        self._tokens, self._mask, self.documents = tokens, mask, documents.astype(np.uint64)
+        self.num_tokens, self.num_documents, self.has_mask = len(tokens), len(documents) - 1, mask is not None
+
+    def tokens(self, start: int, end: int) -> np.ndarray:
+        """Returns tokens [start, end) of the stream, as int64."""
+        return self._tokens[start:end].astype(np.int64)
+
+    def mask(self, start: int, end: int) -> np.ndarray:
+        """Returns which of tokens [start, end) carry loss, as bool."""
+        return np.ones(end - start, dtype=bool) if self._mask is None else self._mask[start:end].astype(bool)
+
+
 def is_prepared(directory: Path) -> bool:
     return (directory / "index.json").is_file()
 

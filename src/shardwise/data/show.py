@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TypedDict
 
-import numpy as np
-
 from shardwise.data.sequences import IGNORE, Sequences
+from shardwise.data.streaming import TokenStream
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.terminal import make_console, shows_colour
 
@@ -27,15 +26,16 @@ class ShownRow(TypedDict):
     padding: int
 
 
-def render_rows(sequences: Sequences, tokenizer: Tokenizer, num: int) -> list[ShownRow]:
+def render_rows(sequences: Sequences | TokenStream, tokenizer: Tokenizer, num: int) -> list[ShownRow]:
     """Returns the first rows of step 1. A token carries loss when it is the target of the one before it."""
-    num = min(num, sequences.num_sequences)
+    if isinstance(sequences, TokenStream):
+        sequences = sequences.anew()
+    else:
+        num = min(num, sequences.num_sequences)
+    lengths = sequences.lengths(num)
     batch = sequences.batch(1, range(num), num)
-    sources, indices = sequences.locate(np.arange(num))
     rows: list[ShownRow] = []
-    for row, (source, index) in enumerate(zip(sources, indices, strict=True)):
-        start, end = sequences.layouts[int(source)].range_of(int(index))
-        length = end - start
+    for row, length in enumerate(lengths):
         ids = batch.tokens[row, :length].tolist()
         loss = [False, *(target != IGNORE for target in batch.targets[row, : length - 1].tolist())]
         runs: list[Stretch] = []

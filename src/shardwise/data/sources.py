@@ -71,6 +71,16 @@ class Source:
             digest.update(f"{self.relative(file)}\0{size}\0{stamp}\n".encode())
         return digest.hexdigest()
 
+    @cached_property
+    def content_digest(self) -> str:
+        """A digest that changes when a file is added, removed or resized, or when a storage says that it is another.
+        Unlike the listing's, it is the same where files were copied."""
+        digest = sha256()
+        for file, size in zip(self.files, self.sizes, strict=True):
+            stamp = file.stamp if isinstance(file, RemoteFile) else ""
+            digest.update(f"{self.relative(file)}\0{size}\0{stamp}\n".encode())
+        return digest.hexdigest()
+
     def relative(self, file: Path | RemoteFile) -> str:
         """Returns the name of a file below the root that all of them have."""
         if isinstance(file, RemoteFile):

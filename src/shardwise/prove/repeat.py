@@ -11,6 +11,7 @@ from shardwise.config.units import format_bytes, format_seconds
 from shardwise.data.corpus import Corpus
 from shardwise.data.loader import Loader
 from shardwise.data.own_rows import RowStream
+from shardwise.data.streaming import TokenStream
 from shardwise.interop.transformers.model import TransformersModel
 from shardwise.kernels.float8 import apply_float8, apply_float8_head
 from shardwise.model.dtypes import KEPT
@@ -86,7 +87,8 @@ def single_process_losses(
     scaler = plain_scaler(plan.precision, plan.loss_scale)
     rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
     rows, losses = range(plan.global_batch), []
-    with Loader(corpus.train, global_batch=plan.global_batch, rows=rows, micro_batch=plan.micro_batch) as loader:
+    source = corpus.train.anew() if isinstance(corpus.train, TokenStream) else corpus.train
+    with Loader(source, global_batch=plan.global_batch, rows=rows, micro_batch=plan.micro_batch) as loader:
         for step in range(1, num_steps + 1):
             batch = loader.next()
             micro = (part.to(device) for part in batch.microbatches)

@@ -216,8 +216,7 @@ class Reporter(Listener):
         )
         if ending.is_new:
             self._report_comparison()
-        is_chat = any(store.is_chat for store in session.corpus.stores)
-        self._say(next_lines(session.run, session.config, session.plan.num_steps, is_chat))
+        self._say(next_lines(session.run, session.config, session.plan.num_steps, session.corpus.is_chat))
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:

@@ -14,6 +14,7 @@ from shardwise.adapters.state import adapter_state, check_base
 from shardwise.checkpoint import store
 from shardwise.config.units import parse_seconds
 from shardwise.data.own_rows import RowStream
+from shardwise.data.streaming import TokenStream
 from shardwise.errors import UserError
 from shardwise.parallel.engine import Engine
 from shardwise.run.build import stored_spec
@@ -54,6 +55,8 @@ def save(session: Session, step: int, engine: Engine, optimizer: torch.optim.Opt
         state |= adapter_state(session.config, session.spec)
         if (rows := session.corpus.train.state_after(step)) is not None:
             state["data"] = rows
+        if session.corpus.fingerprint is not None:
+            state["corpus"] = session.corpus.fingerprint
         state |= {"loss_scale": engine.scaler.to_dict()} if engine.scaler.is_active else {}
         store.save(session.run.checkpoints, step, groups, state, session.config.checkpoint.keep)
 
@@ -102,6 +105,8 @@ def restore(session: Session, engine: Engine, optimizer: torch.optim.Optimizer, 
     check_base(checkpoint.path, state, session.config, session.spec)
     restore_state(engine, optimizer, checkpoint)
     engine.scaler.restore(state.get("loss_scale", {}))
-    if isinstance(session.corpus.train, RowStream) and "data" in state:
+    if isinstance(session.corpus.train, RowStream | TokenStream) and "data" in state:
         session.corpus.train.restore(state["data"], checkpoint.step + 1)
+    if state.get("corpus", session.corpus.fingerprint) != session.corpus.fingerprint:
+        say("data     the text is not the one that the checkpoint was trained on: its files or settings have changed")
     return checkpoint.step

@@ -14,6 +14,7 @@ import torch
 
 from shardwise.data.loader import Loader
 from shardwise.data.own_rows import RowStream
+from shardwise.data.streaming import TokenStream
 from shardwise.optim.offload.optimizer import OffloadedOptimizer
 from shardwise.optim.schedule import learning_rate
 from shardwise.parallel.apply import parallelize_decoder
@@ -52,6 +53,8 @@ class Setup:
         self.done = restore(session, self.engine, self.optimizer, listener.say)  # steps of earlier processes
         if self.done and isinstance(session.corpus.train, RowStream) and not session.corpus.train.has_state:
             listener.say(f"data     passing over the rows of {self.done} steps: data has no state_dict to go on from")
+        if isinstance(session.corpus.train, TokenStream):
+            session.corpus.train.say = listener.say
         self.loader = opened.enter_context(self._open_loader())
         self.fills_bubbles = plan.fill_bubbles == "eval"
         validation, num_batches = session.corpus.validation, config.train.eval_batches

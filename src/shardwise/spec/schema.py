@@ -82,8 +82,8 @@ class DataConfig:
 
     source: str | tuple[str, ...] = setting(
         "python",
-        "file(s), directories, patterns, saved datasets, prepared directories, or `python` (the standard library's "
-        "sources)",
+        "file(s), directories, patterns, addresses (s3://, hf://), datasets, prepared directories, or `python` (the "
+        "standard library's sources)",
     )
     tokenizer: str = setting(
         "auto", "`bytes`, a tokenizer.json, or `auto` (the model directory's own, bytes from scratch)"
@@ -100,6 +100,13 @@ class DataConfig:
     )
     chat_template: str | None = setting(None, "a Jinja chat template file; default: the model directory's own")
     text_field: str = setting("text", "the field of rows that holds plain text")
+    streaming: bool = setting(False, "tokenise rows while training, in their order, instead of all before the start")
+    shuffle_buffer: int = setting(
+        1000, "streaming: sequences of each source that are held and shuffled together; 0: their own order", low=0
+    )
+    held_out: int = setting(
+        128, "streaming: sequences at the beginning that are held out for evaluation, in the place of a share", low=0
+    )
 
 
 @dataclass(frozen=True)
