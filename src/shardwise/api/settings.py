@@ -17,6 +17,7 @@ from shardwise.config.check import check_config
 from shardwise.config.keys import COMMAND_LINE, DEFAULT, all_keys
 from shardwise.config.load import Loaded, load_config
 from shardwise.errors import UserError
+from shardwise.run.known_warnings import known_warnings_left_out
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import Config
@@ -27,9 +28,11 @@ PROGRAM = "this program"
 
 @contextmanager
 def for_programs() -> Iterator[None]:
-    """Raises the errors inside with a program's words: `nproc=2` where a person would type `--nproc 2`."""
+    """Raises the errors inside with a program's words: `nproc=2` where a person would type `--nproc 2`. Warnings that
+    nobody needs to read are left out, as in a command."""
     try:
-        yield
+        with known_warnings_left_out():
+            yield
     except UserError as error:
         where = PROGRAM if error.where == COMMAND_LINE else error.where
         raise UserError(error.what, why=error.why, fix=_as_argument(error.fix), where=where, code=error.code) from None

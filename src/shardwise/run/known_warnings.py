@@ -26,6 +26,7 @@ KNOWN_WARNINGS = {
 KNOWN_RECORDS = {
     ("torchao", "Failed to load "): "kernels of torchao for GPUs that are not here; none of them is used",
     ("torchao", "Skipping import of cpp extensions"): "the same on an older torch",
+    ("torch.utils._pytree", "<enum "): "advice to the authors of torchao, which others import",
     ("torch._inductor.utils", "Not enough SMs to use max_autotune_gemm mode"): "the compiler takes its usual matmuls",
 }
 """A logger, and how its record begins -> why nobody needs to read it."""
