@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 from foreign_parsers import megatron_by_table
@@ -262,7 +263,47 @@ def test_what_would_be_another_model_is_refused(framework, model, reason):
 def test_scripts_are_told_what_the_model_needs():
     for framework in ("deepspeed", "accelerate"):
         missing = said(framework, "deepseek-v3", dp=2, zero=2)[1]
-        assert "bias_update_rate" in missing and "output_router_logits" in missing and "dropout 0" in missing
+        assert "cannot move the router's biases (bias_update_rate=0.001)" in missing and "dropout 0" in missing
+        assert "cannot add the router's loss (aux_loss_coef=0.0001)" in missing
+        mixtral = said(framework, "mixtral-8x7b", dp=2, zero=2)[1]
+        assert "output_router_logits=True and router_aux_loss_coef=0.32 in" in mixtral  # 0.02 in 32 layers, 2 experts
+        assert "no model like tiny-moe" in said(framework, "tiny-moe", dp=2, zero=2)[1]
+
+
+def test_transformers_rule_for_the_routers_loss_is_exported_or_said():
+    spec = replace(preset("mixtral-8x7b"), aux_loss_rule="transformers")
+    made = {name: export_as(name, spec, JOB, plan(dp=2, zero=2), 8) for name in ("megatron", "deepspeed")}
+    by_table = megatron_by_table(made["megatron"].text, 2)
+    assert by_table.moe_router_load_balancing_type == ["global_aux_loss"] and by_table.moe_aux_loss_coeff == [0.00125]
+    assert "--moe-aux-loss-coeff 0.00125" in " ".join(made["megatron"].missing)
+    assert "router_aux_loss_coef=0.02 in" in " ".join(made["deepspeed"].missing)
+    qwen = replace(preset("qwen3-30b-a3b"), aux_loss_rule="transformers")
+    said = " ".join(export_as("torchtitan", qwen, JOB, plan(dp=2, zero=2), 8).missing)
+    assert "cannot take aux_loss_coef=0.001: its flavor has 0" in said
+
+
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_max_seq_len": 4096}
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "changes", "line"),
+    [
+        ("deepseek-v3", 4096, {}, "rope_scaling=yarn at seq_len=4096: its deepseek_v3 stretches"),
+        ("deepseek-v3", 8192, {}, ""),
+        ("deepseek-v3", 4096, {"rope_scaling": "none"}, ""),
+        ("deepseek-v3", 8192, {"rope_scaling": "none"}, "rope_scaling=none: its deepseek_v3 computes yarn"),
+        ("deepseek-v3", 8192, {"rope_attention_factor": 2.0}, "rope_attention_factor=2: its flavor has 0"),
+        ("deepseek-v3", 8192, {"bias_update_rate": 0.0}, "bias_update_rate=0: its flavor has 0.001"),
+        ("qwen3-8b", 8192, YARN, "rope_scaling=yarn at seq_len=8192: its flavor has"),
+        ("llama3.1-8b", 4096, {}, ""),
+        ("llama3.1-8b", 4096, {"rope_factor": 4.0}, "rope_factor=4: its flavor has 8"),
+    ],
+)  # fmt: skip
+def test_torchtitan_says_where_its_rotary_positions_or_routers_biases_are_others(model, seq_len, changes, line):
+    spec = replace(preset(model), **changes)
+    made = export_as("torchtitan", spec, Job(seq_len, 64), plan(dp=2, zero=2, seq_len=seq_len), 8)
+    others = [text for text in made.missing if "rope" in text or "bias_update_rate" in text]
+    assert len(others) == bool(line) and all(text.startswith(f"cannot take {line}") for text in others), made.missing
 
 
 def test_every_export_names_its_version_and_whose_times_are_predicted():

@@ -169,10 +169,17 @@ def _experts(flags: Flags, missing: list[str], spec: ModelSpec) -> None:
         flags.append(("moe-router-topk-scaling-factor", f"{spec.routed_scaling:g}"))
     if spec.num_expert_groups > 1:
         flags += [("moe-router-num-groups", spec.num_expert_groups), ("moe-router-group-topk", spec.topk_groups)]
-    if spec.aux_loss_coef:
-        flags += [("moe-router-load-balancing-type", "seq_aux_loss"), ("moe-aux-loss-coeff", f"{spec.aux_loss_coef:g}")]
-    else:
-        flags.append(("moe-router-load-balancing-type", "none"))
+    kind, coef = "seq_aux_loss", spec.aux_loss_coef
+    if spec.needs_counts_first:
+        # Per layer it is 1 where the load is even, over all layers together the experts per token.
+        kind, coef = "global_aux_loss", coef * spec.experts_per_token / sum(layer.is_moe for layer in spec.layers)
+        missing.append(
+            "cannot take aux_loss_rule=transformers, one loss over all layers of a step: each layer has its own there, "
+            f"over the step so far, which pulls as hard with --moe-aux-loss-coeff {coef:g}"
+        )
+    flags.append(("moe-router-load-balancing-type", kind if coef else "none"))
+    if coef:
+        flags.append(("moe-aux-loss-coeff", f"{coef:g}"))
     if spec.z_loss_coef:
         flags.append(("moe-z-loss-coeff", f"{spec.z_loss_coef:g}"))
 

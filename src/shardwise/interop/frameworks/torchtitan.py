@@ -124,9 +124,7 @@ def _refuses(spec: ModelSpec, job: Job) -> list[str]:
 def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
     flavor = flavor_of(spec)
     assert flavor is not None, spec.name
-    missing = differences(flavor, spec)
-    if job.seq_len > flavor.spec.rope_original_max_seq_len > 0 and spec.rope_scaling == "none":
-        missing.append(f"seq_len={job.seq_len} is beyond the length that its rotary frequencies are stretched from")
+    missing = differences(flavor, spec, job.seq_len)
     if not flavor.context:
         missing.append("cannot attend over the ends of documents: its flavor masks them with FlexAttention")
     alone = plan.zero == 0
