@@ -35,6 +35,7 @@ class AsFramework:
         """Returns the lines above the text: what is written, and what it costs against row 1."""
         plan = self.candidate.plan
         step = step_text(self.candidate.prediction.step_s)
+        name = self.framework.name
         first = (
             f"{self.framework.title}: {plan.layout}, micro-batch {plan.micro_batch}, {plan.world} GPUs, {step} per step"
         )
@@ -42,10 +43,10 @@ class AsFramework:
             return [first, f"row 1 of `shardwise plan`, also in {file}"]
         more = "" if len(self.lacks) <= FEW else f"; and {len(self.lacks) - FEW} more"
         return [
-            first,
-            f"{_compared(self.slower)} row 1 ({winner.plan.layout}, micro-batch {winner.plan.micro_batch}, "
-            f"{winner.plan.world} GPUs, {step_text(winner.prediction.step_s)}; {file}) because "
-            f"{self.framework.name} has {'; '.join(self.lacks[:FEW])}{more}",
+            f"{first}: the best that {name} runs, {_compared(self.slower)} row 1",
+            f"row 1 is what {name} does not run: {winner.plan.layout}, micro-batch {winner.plan.micro_batch}, "
+            f"{winner.plan.world} GPUs, {step_text(winner.prediction.step_s)} per step ({file}); {name} has "
+            f"{'; '.join(self.lacks[:FEW])}{more}",
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def _best(made: Answer, framework: Framework) -> Candidate | None:
 def _compared(slower: float) -> str:
     """Returns how a step compares with row 1's. Row 1 may be the slower one by little where it is the plainer one."""
     if slower >= 2:
-        return f"takes {slower:.1f} times as long as"
+        return f"{slower:.1f} times as long as"
     if abs(slower - 1) < AS_FAST:
         return "as fast as"
     if slower < 1:

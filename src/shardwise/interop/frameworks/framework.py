@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from textwrap import wrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,14 @@ class Exported:
         that nobody reads."""
         if self.kind == "json":
             return json.dumps({"_shardwise": [*title, *self.missing], **json.loads(self.text)}, indent=2)
-        return "\n".join([*(f"# {line}" for line in (*title, *self.missing)), self.text])
+        return "\n".join([*(part for line in (*title, *self.missing) for part in _comment(line)), self.text])
+
+
+def _comment(line: str) -> list[str]:
+    """Returns a line as comments that a terminal need not break; a second one is indented."""
+    return wrap(
+        line, 116, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 @dataclass(frozen=True)
