@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.interop.frameworks.export import FRAMEWORKS, export_as, framework_named
+from shardwise.interop.frameworks.framework import UpdateRule
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.spec.job import Job
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
+from shardwise.spec.schema import OptimizerConfig
 from shardwise.spec.split import even_split
 
 SPEC = preset("llama3-8b")
@@ -232,7 +234,8 @@ def test_mixtral_mistral_smollm_and_gpt():
 
 def test_torchtitan_says_what_its_flavor_computes_otherwise():
     assert "rope_scaling=none" in said("torchtitan", dp=2, zero=2)[1]
-    assert "cannot" not in said("torchtitan", "llama3.1-8b", dp=2, zero=2)[1]
+    same = said("torchtitan", "llama3.1-8b", dp=2, zero=2)[1]
+    assert same.count("cannot") == 1 and "cannot leave norms out of weight_decay" in same
     text, missing = said("torchtitan", "deepseek-v3", dp=2, zero=2)
     assert tomllib.loads(text)["model"] == {"name": "deepseek_v3", "flavor": "671B"}
     assert (
@@ -280,6 +283,30 @@ def test_transformers_rule_for_the_routers_loss_is_exported_or_said():
     qwen = replace(preset("qwen3-30b-a3b"), aux_loss_rule="transformers")
     said = " ".join(export_as("torchtitan", qwen, JOB, plan(dp=2, zero=2), 8).missing)
     assert "cannot take aux_loss_coef=0.001: its flavor has 0" in said
+
+
+def test_how_weights_move_is_exported_or_said():
+    rule = UpdateRule(OptimizerConfig(name="adam", betas=(0.8, 0.99), eps=1e-6, weight_decay=0.2), clip=None)
+    made = {name: export_as(name, SPEC, JOB, plan(dp=8, zero=2), 8, rule) for name in FRAMEWORKS}
+    args = megatron_by_table(made["megatron"].text, 8)
+    assert (args.adam_beta1, args.adam_beta2, args.adam_eps, args.weight_decay) == (0.8, 0.99, 1e-6, 0.2)
+    assert args.clip_grad == 0 and "cannot add weight decay to the gradient" in " ".join(made["megatron"].missing)
+    titan = tomllib.loads(made["torchtitan"].text)
+    assert titan["optimizer"] == {"name": "Adam", "beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.2}
+    assert titan["training"]["max_norm"] == 1e30 and "turn clipping off" in " ".join(made["torchtitan"].missing)
+    assert json.loads(made["deepspeed"].text)["gradient_clipping"] == 0
+    for text in (" ".join(made["deepspeed"].missing), made["accelerate"].text):
+        assert "adam, betas 0.8 and 0.99, eps 1e-06, weight decay 0.2 on matrices only" in text
+
+
+def test_gradients_are_summed_in_the_plans_format_or_it_is_said():
+    text, missing = said("deepspeed", dp=8, zero=2)
+    assert json.loads(text)["communication_data_type"] == json.loads(text)["data_types"]["grad_accum_dtype"] == "fp32"
+    assert "cannot add up micro-batches in fp32" in said("deepspeed", dp=8)[1] and "add up" not in missing
+    assert "cannot reduce gradients in fp32" in said("accelerate", dp=8, zero=2)[1]
+    assert "reduce" not in said("accelerate", dp=8)[1]
+    assert flags("llama3-8b", dp=8, precision="fp16").accumulate_allreduce_grads_in_fp32
+    assert flags("llama3-8b", dp=8, reduce_dtype="bf16").grad_reduce_in_bf16
 
 
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_max_seq_len": 4096}

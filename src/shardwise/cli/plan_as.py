@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.interop.frameworks.export import export_as, framework_named
-from shardwise.interop.frameworks.framework import Exported, Framework
+from shardwise.interop.frameworks.framework import Exported, Framework, UpdateRule
 from shardwise.plan.answer.answer import Answer
 from shardwise.plan.layouts.candidate import Candidate, rank_of
 from shardwise.plan.prediction.figures import step_text
@@ -76,7 +76,9 @@ def as_framework(made: Answer, name: str) -> AsFramework:
             why=f"row 1 is {winner.plan.layout}; {framework.title} has {'; '.join(lacks)}",
             fix="more GPUs, a smaller --seq, or another framework",
         )
-    exported = export_as(name, spec, job, best.plan, question.cluster.per_node)
+    config = question.loaded.config
+    rule = UpdateRule(config.optimizer, config.train.clip)
+    exported = export_as(name, spec, job, best.plan, question.cluster.per_node, rule)
     slower = best.prediction.step_s / winner.prediction.step_s
     return AsFramework(framework, best, exported, slower, lacks)
 

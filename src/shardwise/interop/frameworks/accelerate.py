@@ -6,11 +6,10 @@ only together with FSDP 2.
 
 from __future__ import annotations
 
-from shardwise.interop.frameworks.framework import WHOLE_BATCHES, Exported, Framework, Rule
+from shardwise.interop.frameworks.framework import WHOLE_BATCHES, Exported, Framework, Rule, UpdateRule
 from shardwise.interop.frameworks.script_model import model_lines
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.recompute import recompute_of
 
@@ -82,7 +81,7 @@ def _refuses(spec: ModelSpec, job: Job) -> list[str]:
     return []
 
 
-def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
+def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int, rule: UpdateRule) -> Exported:
     missing = model_lines(spec, job)
     sharded = plan.zero > 0
     machines = max(1, -(-plan.world // per_node))
@@ -125,6 +124,7 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
         "# in the script:",
         f"#   Accelerator(gradient_accumulation_steps={plan.num_microbatches}), "
         f"DataLoader(batch_size={plan.micro_batch}) of sequences of {plan.seq_len} tokens",
+        f"#   {rule.in_words}, {f'clip_grad_norm_({rule.clip:g})' if rule.clip else 'no clipping'}",
     ]
     if not mixed and plan.formats.computed != "fp32":
         missing.append(f"{plan.precision}: load the model with dtype={plan.formats.computed} in the script")
@@ -132,12 +132,12 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
         missing.append(f"tp={plan.tp}: load the model with tp_plan='auto' and the device mesh in the script")
     if plan.recomputes.every == 1 and not sharded:
         missing.append("recompute=full: model.gradient_checkpointing_enable() in the script")
-    if plan.reduce_dtype not in ("auto", plan.formats.computed):
-        missing.append(f"cannot reduce gradients in {plan.reduce_dtype} by configuration")
+    reduced = plan.formats.kept if plan.reduce_dtype == "auto" else plan.reduce_dtype
+    if reduced != (plan.formats.computed if sharded else plan.formats.kept):
+        way = "FullyShardedDataParallelPlugin(mixed_precision_policy=...)" if sharded else "a communication hook"
+        missing.append(f"cannot reduce gradients in {reduced} by configuration: {way} in the script")
     if "none" not in (plan.quantize_weights, plan.quantize_gradients) or plan.secondary_shard:
         missing.append("cannot quantize or regroup what FSDP gathers (ZeRO++)")
-    if OPTIMIZERS[job.optimizer].is_low_bit or not OPTIMIZERS[job.optimizer].is_adam:
-        missing.append(f"optimizer.name={job.optimizer}: your script builds it")
     if machines > 1:
         missing.append(
             "on every machine: accelerate launch --machine_rank N --main_process_ip HOST --main_process_port PORT"

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 
-from shardwise.interop.frameworks.framework import WHOLE_BATCHES, Exported, Framework, Rule
+from shardwise.interop.frameworks.framework import WHOLE_BATCHES, Exported, Framework, Rule, UpdateRule
 from shardwise.interop.frameworks.script_model import model_lines
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
-from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.recompute import recompute_of
 
@@ -79,7 +78,7 @@ def _refuses(spec: ModelSpec, job: Job) -> list[str]:
     return []
 
 
-def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
+def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int, rule: UpdateRule) -> Exported:
     missing = model_lines(spec, job)
     zero: dict[str, object] = {"stage": plan.zero, "overlap_comm": True, "contiguous_gradients": True}
     if plan.secondary_shard and plan.stage.drops_parameters:
@@ -99,7 +98,7 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.num_microbatches,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": rule.clip or 0.0,
         "zero_optimization": zero,
     }
     if plan.formats.deepspeed:
@@ -110,20 +109,33 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
         missing.append(
             f"cannot train in {plan.precision}: it keeps fp32 master weights, 12 more bytes per parameter and shard"
         )
-    if plan.reduce_dtype not in ("auto", plan.formats.computed):
-        config["communication_data_type"] = plan.reduce_dtype
+    _sums(config, missing, plan)
     if plan.tp > 1:
         config["tensor_parallel"] = {"autotp_size": plan.tp}
     if plan.recomputes.every == 1:
         missing.append("recompute=full: model.gradient_checkpointing_enable() in the script")
-    if OPTIMIZERS[job.optimizer].is_low_bit or not OPTIMIZERS[job.optimizer].is_adam:
-        missing.append(f"optimizer.name={job.optimizer}: give it to deepspeed.initialize in the script")
-    missing.append('you add: the script, "optimizer" and "scheduler" with your learning rate, or both in the script')
+    missing.append(
+        f"you add: the script, with {rule.in_words}, your learning rate and its schedule; its optimizer goes to "
+        "deepspeed.initialize"
+    )
     missing.append(
         f"for {plan.world} ranks, {min(per_node, plan.world)} per node: "
         "deepspeed --hostfile HOSTS SCRIPT --deepspeed_config FILE"
     )
     return Exported(json.dumps(config, indent=2), "json", tuple(missing))
+
+
+def _sums(config: dict[str, object], missing: list[str], plan: Plan) -> None:
+    """Adds the format in which gradients are summed, over ranks and over micro-batches: there it would be the model's
+    own."""
+    if plan.formats.is_mixed and plan.reduce_dtype in ("auto", "fp32"):
+        config["communication_data_type"] = "fp32"
+        if plan.zero:
+            config["data_types"] = {"grad_accum_dtype": "fp32"}
+        else:
+            missing.append(f"cannot add up micro-batches in fp32 without ZeRO: it does in {plan.formats.computed}")
+    elif plan.reduce_dtype not in ("auto", plan.formats.computed):
+        config["communication_data_type"] = plan.reduce_dtype
 
 
 DEEPSPEED = Framework("deepspeed", "DeepSpeed 0.19.8", RULES, _refuses, _write)

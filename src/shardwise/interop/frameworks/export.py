@@ -12,7 +12,7 @@ import difflib
 from shardwise.errors import UserError
 from shardwise.interop.frameworks.accelerate import ACCELERATE
 from shardwise.interop.frameworks.deepspeed import DEEPSPEED
-from shardwise.interop.frameworks.framework import Exported, Framework
+from shardwise.interop.frameworks.framework import Exported, Framework, UpdateRule
 from shardwise.interop.frameworks.megatron import MEGATRON
 from shardwise.interop.frameworks.torchtitan import TORCHTITAN
 from shardwise.spec.job import Job
@@ -24,7 +24,9 @@ FRAMEWORKS: dict[str, Framework] = {one.name: one for one in (MEGATRON, TORCHTIT
 TIMES = "predicted times and memory are of our runtime, not of this framework"
 
 
-def export_as(name: str, spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
+def export_as(
+    name: str, spec: ModelSpec, job: Job, plan: Plan, per_node: int, rule: UpdateRule | None = None
+) -> Exported:
     """Returns the plan as a framework reads it; refuses a model or a layout that it does not run."""
     framework = framework_named(name, spec, job)
     if lacks := framework.runs_in(spec, plan):
@@ -33,7 +35,7 @@ def export_as(name: str, spec: ModelSpec, job: Job, plan: Plan, per_node: int) -
             why=f"it has {'; '.join(lacks)}",
             fix=f"shardwise plan ... --as {name} searches among the layouts that it runs",
         )
-    made = framework.write(spec, job, plan, per_node)
+    made = framework.write(spec, job, plan, per_node, rule or UpdateRule())
     return Exported(made.text, made.kind, (*made.missing, TIMES))
 
 

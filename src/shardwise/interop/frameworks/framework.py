@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from textwrap import wrap
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
+from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
+from shardwise.spec.schema import OptimizerConfig
 
 PARTS = {
     "grid": ("dp", "tp", "sequence", "cp", "cp_kind", "pp", "ep"),
@@ -35,6 +37,21 @@ class Rule:
     reads: tuple[str, ...]  # the parts of a layout that must be known
     lacks: str  # what the framework has not, such as "no ring attention"
     forbids: Callable[[ModelSpec, Any], bool]
+
+
+class UpdateRule(NamedTuple):
+    """How weights move apart from the learning rate, which whoever starts the training adds with its schedule."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    clip: float | None = 1.0
+
+    @property
+    def in_words(self) -> str:
+        """Returns it for scripts that build their own optimizer."""
+        kind, (beta1, beta2) = OPTIMIZERS[self.optimizer.name], self.optimizer.betas
+        words = [self.optimizer.name]
+        words += [f"betas {beta1:g} and {beta2:g}", f"eps {self.optimizer.eps:g}"] if kind.is_adam else []
+        return ", ".join([*words, f"weight decay {self.optimizer.weight_decay:g} on matrices only"])
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,7 @@ class Framework:
     title: str  # with its version
     rules: tuple[Rule, ...]
     refuses: Callable[[ModelSpec, Job], list[str]]  # why it would train another model, or cannot train this job at all
-    write: Callable[[ModelSpec, Job, Plan, int], Exported]
+    write: Callable[[ModelSpec, Job, Plan, int, UpdateRule], Exported]
 
     def runs_in(self, spec: ModelSpec, plan: Plan) -> list[str]:
         """Returns what the framework lacks to run a plan; an empty list where it can."""

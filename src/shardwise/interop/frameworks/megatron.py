@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.interop.frameworks.framework import WHOLE_BATCHES, Exported, Framework, Rule, micro_batches
+from shardwise.interop.frameworks.framework import (
+    WHOLE_BATCHES,
+    Exported,
+    Framework,
+    Rule,
+    UpdateRule,
+    micro_batches,
+)
 from shardwise.interop.frameworks.megatron_model import Flags, model_flags, refused_model
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
@@ -124,7 +131,7 @@ def _refuses(spec: ModelSpec, job: Job) -> list[str]:
     return found
 
 
-def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
+def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int, rule: UpdateRule) -> Exported:
     flags, missing = model_flags(spec, plan.tp)
     flags += [
         ("seq-length", job.seq_len),
@@ -155,8 +162,7 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
             missing.append("cannot keep optimizer states on a disk: they go to CPU memory")
     if job.tokens:
         flags.append(("train-samples", -(-job.tokens // job.seq_len)))
-    if not OPTIMIZERS[job.optimizer].is_adam or OPTIMIZERS[job.optimizer].is_low_bit:
-        missing.append(f"cannot run optimizer.name={job.optimizer}: its Adam is left")
+    _update(flags, missing, rule)
     missing.append(_environment(plan))
     missing.append(
         "you add: data and tokenizer (--data-path --tokenizer-type --tokenizer-model), --lr and its schedule, "
@@ -234,10 +240,28 @@ def _formats(flags: Flags, missing: list[str], plan: Plan) -> None:
         missing.append(
             f"cannot train in {plan.precision}: it keeps fp32 master weights, 12 more bytes per parameter and shard"
         )
-    if plan.reduce_dtype == "bf16":
+    if matmul == "bf16" and plan.reduce_dtype == "bf16":
         flags.append(("grad-reduce-in-bf16", True))
+    elif matmul == "fp16" and plan.reduce_dtype in ("auto", "fp32"):  # which bf16 has by itself
+        flags.append(("accumulate-allreduce-grads-in-fp32", True))
+    elif plan.reduce_dtype not in ("auto", "fp32", matmul):
+        missing.append(f"cannot reduce gradients in {plan.reduce_dtype}: it reduces in {matmul}")
     if "none" not in (plan.quantize_weights, plan.quantize_gradients) or plan.secondary_shard:
         missing.append("cannot quantize or regroup what ZeRO gathers (ZeRO++): it gathers in the weights' format")
+
+
+def _update(flags: Flags, missing: list[str], rule: UpdateRule) -> None:
+    """Adds the optimizer, which is AdamW there under the name of Adam; like ours it decays matrices only."""
+    optimizer = rule.optimizer
+    flags += [
+        *(("adam-beta1", f"{optimizer.betas[0]:g}"), ("adam-beta2", f"{optimizer.betas[1]:g}")),
+        *(("adam-eps", f"{optimizer.eps:g}"), ("weight-decay", f"{optimizer.weight_decay:g}")),
+        ("clip-grad", f"{rule.clip or 0:g}"),
+    ]
+    if optimizer.name == "adam" and optimizer.weight_decay:
+        missing.append("cannot add weight decay to the gradient (optimizer.name=adam): it decays as AdamW does")
+    elif not OPTIMIZERS[optimizer.name].is_adam:
+        missing.append(f"cannot run optimizer.name={optimizer.name}: its AdamW is left")
 
 
 def _environment(plan: Plan) -> str:

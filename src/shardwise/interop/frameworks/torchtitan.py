@@ -9,7 +9,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shardwise.interop.frameworks.framework import NOT_OURS, WHOLE_BATCHES, Exported, Framework, Rule, micro_batches
+from shardwise.interop.frameworks.framework import (
+    NOT_OURS,
+    WHOLE_BATCHES,
+    Exported,
+    Framework,
+    Rule,
+    UpdateRule,
+    micro_batches,
+)
 from shardwise.interop.frameworks.torchtitan_models import differences, flavor_of, flavors
 from shardwise.spec.job import Job
 from shardwise.spec.model import ModelSpec
@@ -28,6 +36,9 @@ def _rounds(at: Any) -> bool:
     """Returns whether micro-batches fill rounds of its interleaved schedules."""
     return micro_batches(at) % max(1, micro_batches(at) // at.pp) == 0
 
+
+NEVER_CLIPS = 1e30
+"""A gradient norm for its max_norm, of which 0 would make every gradient 0."""
 
 RULES = (
     WHOLE_BATCHES,
@@ -121,7 +132,7 @@ def _refuses(spec: ModelSpec, job: Job) -> list[str]:
     return found
 
 
-def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
+def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int, rule: UpdateRule) -> Exported:
     flavor = flavor_of(spec)
     assert flavor is not None, spec.name
     missing = differences(flavor, spec, job.seq_len)
@@ -142,6 +153,7 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
         f'dtype = "{_dtype(plan.formats.kept)}"',
         f'mixed_precision_param = "{_dtype(plan.formats.computed)}"',
         'mixed_precision_reduce = "float32"',
+        f"max_norm = {rule.clip or NEVER_CLIPS}",
         f"enable_cpu_offload = {_word(plan.offload == 'all')}",
         "",
         "[parallelism]",
@@ -171,10 +183,7 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
             missing.append(f"cannot scale fp8 {plan.fp8_recipe}: it scales by rows")
     if plan.reduce_dtype not in ("auto", "fp32"):
         missing.append(f"cannot reduce gradients in {plan.reduce_dtype}: it reduces in float32")
-    if job.optimizer != "adamw":
-        known = OPTIMIZERS[job.optimizer].name == "adam"
-        lines += ["", "[optimizer]", 'name = "Adam"'] if known else []
-        missing += [] if known else [f"cannot run optimizer.name={job.optimizer}: AdamW is left"]
+    lines += _update(missing, rule)
     if "none" not in (plan.quantize_weights, plan.quantize_gradients) or plan.secondary_shard:
         missing.append("cannot quantize or regroup what FSDP gathers (ZeRO++): it gathers in mixed_precision_param")
     missing.append(
@@ -184,6 +193,22 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int) -> Exported:
         f"for torchrun --nproc-per-node {min(per_node, plan.world)} -m torchtitan.train, {plan.world} ranks in all"
     )
     return Exported("\n".join(lines), "toml", tuple(missing))
+
+
+def _update(missing: list[str], rule: UpdateRule) -> list[str]:
+    """Returns its optimizer's section."""
+    optimizer = rule.optimizer
+    if not OPTIMIZERS[optimizer.name].is_adam:
+        missing.append(f"cannot run optimizer.name={optimizer.name}: AdamW is left")
+    if optimizer.weight_decay:
+        missing.append(f"cannot leave norms out of weight_decay={optimizer.weight_decay:g}: it decays every parameter")
+    if not rule.clip:
+        missing.append(f"cannot turn clipping off: max_norm = {NEVER_CLIPS} is never reached")
+    return [
+        *("", "[optimizer]", f'name = "{"Adam" if optimizer.name == "adam" else "AdamW"}"'),
+        *(f"beta{number} = {float(beta)}" for number, beta in enumerate(optimizer.betas, 1)),
+        *(f"eps = {float(optimizer.eps)}", f"weight_decay = {float(optimizer.weight_decay)}"),
+    ]
 
 
 def _stages(plan: Plan) -> list[list[str]]:
