@@ -309,6 +309,22 @@ def test_gradients_are_summed_in_the_plans_format_or_it_is_said():
     assert flags("llama3-8b", dp=8, reduce_dtype="bf16").grad_reduce_in_bf16
 
 
+def test_what_fp8_and_other_optimizers_are_there():
+    fp8 = dict(dp=8, zero=3, precision="fp8")
+    text, _ = said("torchtitan", "qwen3-30b-a3b", **fp8)
+    assert tomllib.loads(text)["quantize"]["linear"]["float8"]["filter_fqns"] == ["output", "router.gate"]
+    text, _ = said("torchtitan", "llama3-8b", **fp8, fp8_head=True)
+    assert tomllib.loads(text)["quantize"]["linear"]["float8"]["filter_fqns"] == []
+    missing = said("megatron", "qwen3-30b-a3b", **fp8, fp8_head=True)[1]
+    assert "cannot keep experts in bf16" in missing and "cannot multiply the head in fp8" in missing
+    assert "cannot scale fp8 rowwise" in said("accelerate", **fp8)[1]
+    for name, more in (("sgd", 8), ("momentum", 4), ("adamw8bit", 6)):
+        rule = UpdateRule(OptimizerConfig(name=name))
+        for framework in ("megatron", "torchtitan"):
+            made = export_as(framework, SPEC, JOB, plan(dp=8, zero=2), 8, rule)
+            assert f"states are {more} bytes per parameter larger" in " ".join(made.missing)
+
+
 YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_max_seq_len": 4096}
 
 

@@ -74,7 +74,8 @@ def as_framework(made: Answer, name: str) -> AsFramework:
         raise UserError(
             f"no layout of {spec.name} on {question.cluster.name} fits that {framework.title} runs",
             why=f"row 1 is {winner.plan.layout}; {framework.title} has {'; '.join(lacks)}",
-            fix="more GPUs, a smaller --seq, or another framework",
+            fix=f"{f'leave out {question.fixed}, ' if job.constraints else ''}more GPUs, a smaller --seq, or another "
+            "framework",
         )
     config = question.loaded.config
     rule = UpdateRule(config.optimizer, config.train.clip)

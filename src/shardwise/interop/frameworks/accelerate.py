@@ -120,6 +120,10 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int, rule: UpdateRul
     if plan.formats.is_fp8:
         lines += ["fp8_config:", "  fp8_backend: AO"]
         missing.append("needs torchao for mixed_precision fp8")
+        missing.append(
+            f"cannot scale fp8 {plan.fp8_recipe}, nor choose the matmuls, by configuration: it scales whole tensors "
+            "and leaves the first and the last linear layer in bf16; AORecipeKwargs(config=...) in the script"
+        )
     lines += [
         "# in the script:",
         f"#   Accelerator(gradient_accumulation_steps={plan.num_microbatches}), "

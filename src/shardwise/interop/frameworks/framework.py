@@ -120,6 +120,16 @@ def micro_batches(at: Any) -> int:
     return -(-at.global_batch // (at.dp * at.micro_batch))
 
 
+def adamw_is_left(optimizer: str) -> str:
+    """Returns what is said where a framework has AdamW only: the layout was chosen for another one's memory."""
+    kind, adamw = OPTIMIZERS[optimizer], OPTIMIZERS["adamw"]
+    more = 4 * adamw.num_states - (kind.num_states if kind.is_low_bit else 4 * kind.num_states)
+    return (
+        f"cannot run optimizer.name={optimizer}: AdamW is left, whose states are {more} bytes per parameter larger; "
+        "plan with optimizer.name=adamw to see whether they fit"
+    )
+
+
 WHOLE_BATCHES = Rule(
     ("grid", "pace"),
     "no steps of an uneven number of sequences: a batch must divide by micro-batch x data-parallel ranks",

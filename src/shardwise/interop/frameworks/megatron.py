@@ -14,6 +14,7 @@ from shardwise.interop.frameworks.framework import (
     Framework,
     Rule,
     UpdateRule,
+    adamw_is_left,
     micro_batches,
 )
 from shardwise.interop.frameworks.megatron_model import Flags, model_flags, refused_model
@@ -155,7 +156,7 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int, rule: UpdateRul
     _states(flags, plan)
     _pipeline(flags, plan)
     _recompute(flags, missing, spec, plan)
-    _formats(flags, missing, plan)
+    _formats(flags, missing, spec, plan)
     if plan.offload == "optimizer":
         flags += [("optimizer-cpu-offload", True), ("use-precision-aware-optimizer", True)]
         if plan.offload_to == "nvme":
@@ -228,7 +229,7 @@ def _recompute(flags: Flags, missing: list[str], spec: ModelSpec, plan: Plan) ->
         )
 
 
-def _formats(flags: Flags, missing: list[str], plan: Plan) -> None:
+def _formats(flags: Flags, missing: list[str], spec: ModelSpec, plan: Plan) -> None:
     matmul = plan.formats.computed
     if matmul in ("bf16", "fp16"):
         flags.append((matmul, True))
@@ -236,6 +237,10 @@ def _formats(flags: Flags, missing: list[str], plan: Plan) -> None:
         flags += [("fp8-format", "hybrid"), ("fp8-recipe", "tensorwise")]
         if plan.fp8_recipe != "tensorwise":
             missing.append(f"cannot scale fp8 {plan.fp8_recipe}: it scales whole tensors by their current maximum")
+        if spec.is_moe:
+            missing.append("cannot keep experts in bf16: it multiplies them in fp8 too")
+        if plan.fp8_head:
+            missing.append("cannot multiply the head in fp8 (fp8_head): it stays in bf16")
     if matmul != "fp32" and not plan.formats.is_mixed:
         missing.append(
             f"cannot train in {plan.precision}: it keeps fp32 master weights, 12 more bytes per parameter and shard"
@@ -261,7 +266,7 @@ def _update(flags: Flags, missing: list[str], rule: UpdateRule) -> None:
     if optimizer.name == "adam" and optimizer.weight_decay:
         missing.append("cannot add weight decay to the gradient (optimizer.name=adam): it decays as AdamW does")
     elif not OPTIMIZERS[optimizer.name].is_adam:
-        missing.append(f"cannot run optimizer.name={optimizer.name}: its AdamW is left")
+        missing.append(adamw_is_left(optimizer.name))
 
 
 def _environment(plan: Plan) -> str:

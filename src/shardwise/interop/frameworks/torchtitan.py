@@ -16,6 +16,7 @@ from shardwise.interop.frameworks.framework import (
     Framework,
     Rule,
     UpdateRule,
+    adamw_is_left,
     micro_batches,
 )
 from shardwise.interop.frameworks.torchtitan_models import differences, flavor_of, flavors
@@ -178,7 +179,8 @@ def _write(spec: ModelSpec, job: Job, plan: Plan, per_node: int, rule: UpdateRul
     lines += ["", "[compile]", f"enable = {_word(plan.compile != 'none')}"]
     if plan.formats.is_fp8:
         recipe = plan.fp8_recipe if plan.fp8_recipe in ("rowwise", "tensorwise") else "rowwise"
-        lines += ["", "[quantize.linear.float8]", f'recipe_name = "{recipe}"']
+        kept = [*([] if plan.fp8_head else ["output"]), *(["router.gate"] if spec.is_moe else [])]
+        lines += ["", "[quantize.linear.float8]", f'recipe_name = "{recipe}"', f"filter_fqns = {json.dumps(kept)}"]
         if recipe != plan.fp8_recipe:
             missing.append(f"cannot scale fp8 {plan.fp8_recipe}: it scales by rows")
     if plan.reduce_dtype not in ("auto", "fp32"):
@@ -199,7 +201,7 @@ def _update(missing: list[str], rule: UpdateRule) -> list[str]:
     """Returns its optimizer's section."""
     optimizer = rule.optimizer
     if not OPTIMIZERS[optimizer.name].is_adam:
-        missing.append(f"cannot run optimizer.name={optimizer.name}: AdamW is left")
+        missing.append(adamw_is_left(optimizer.name))
     if optimizer.weight_decay:
         missing.append(f"cannot leave norms out of weight_decay={optimizer.weight_decay:g}: it decays every parameter")
     if not rule.clip:
