@@ -11,6 +11,7 @@ CORE = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "fsspec", "rich
 OPTIONAL = (
     (("pyarrow",), "reads .parquet", "pip install 'shardwise[parquet]'"),
     (("zstandard",), "reads .zst", "pip install 'shardwise[zstd]'"),
+    (("datasets",), "hub datasets", "pip install 'shardwise[datasets]'"),
     (("sentencepiece",), "reads tokenizer.model", "pip install 'shardwise[sentencepiece]'"),
     (("torchao",), "adamw8bit", "pip install 'shardwise[lowbit]'"),
     (("flash-attn-4",), "attention", "pip install 'shardwise[flash]'"),
