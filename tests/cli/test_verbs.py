@@ -67,8 +67,10 @@ def test_runs_lists_them(said, reported):
     by_name = {run["name"]: run for run in reported("runs")["runs"]}
     assert by_name["first"]["loss"] == pytest.approx(losses_of(Path("runs/first"))[4])
     assert by_name["diverged"]["state"] == "failed" and by_name["diverged"]["loss"] is None
-    assert "no runs in nowhere" in said("runs", "nowhere")
-    assert reported("runs", "nowhere")["runs"] == []
+    Path("empty").mkdir()
+    assert "no runs in empty" in said("runs", "empty")
+    assert reported("runs", "empty")["runs"] == []
+    assert main(["runs", "nowhere"]) == Exit.USER_MISTAKE
 
 
 def test_watch_shows_a_run_that_has_ended(said, reported):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.config.check import LEAST_LIMIT
 from shardwise.config.keys import Key, all_keys, keys_of, section_classes
 from shardwise.config.load import load_config
 from shardwise.config.write import commented_config, is_built, resolved_text, write_config
@@ -87,7 +88,8 @@ def configs(draw):
                 values["preset"] = "tiny"
             shapes = draw(st.dictionaries(st.sampled_from(["num_layers", "hidden", "ffn"]), st.integers(1, 99)))
             values["overrides"] = tuple(sorted(shapes.items()))
-        if section == "memory":  # rules between keys
+        if section == "memory":  # rules between keys; a limit of a few bytes is one whose unit was forgotten
+            values["limit"] = max(values["limit"], LEAST_LIMIT) if isinstance(values["limit"], int) else values["limit"]
             values["precision"] = "fp32" if sections["optimizer"].name == "adamw8bit" else values["precision"]
             values["loss_scale"] = values["loss_scale"] if values["precision"].startswith("fp16") else "auto"
         sections[section] = cls(**values)

@@ -201,7 +201,7 @@ def no_bound_is_above(space: Space, some: list[Layout]) -> None:
         assert time.of_grid(grid) <= seconds, said
         assert time.of_size(grid, pace.micro_batch) <= seconds, said
         assert time.of_saving(grid, pace.micro_batch, saving, sharing) <= seconds, said
-        room = engine.within(candidate.prediction.memory_bytes).branches
+        room = engine.within(size).branches
         place = (saving.offload, saving.activation_offload)
         assert room.size(grid, pace.micro_batch, place) <= seconds * effort(candidate.plan), said
         assert time.courses(grid, pace.micro_batch, saving.recompute)[pace].bound(sharing) <= seconds, said
