@@ -122,6 +122,22 @@ def test_what_a_step_left_behind_is_enough_to_go_on_from_it(open_rows, lines_fil
     assert len(json.dumps(states[60])) < 1000  # no tokens
 
 
+def test_several_sources_go_on_together_also_with_another_number_of_rows_per_step(open_rows, lines_file):
+    names = tuple(str(lines_file(ROWS[kind][:40], f"{kind}.jsonl")) for kind in ("text", "mixed", "pairs"))
+    settings = {"mix": (3.0, 1.0, 2.0), "shuffle_buffer": 6, "packing": "whole"}
+    train = stream(open_rows, names, **settings).train
+    expected = batches(train, range(1, 31))
+    again = stream(open_rows, names, **settings).train
+    batches(again, range(1, 11))
+    state = json.loads(json.dumps(again.state_after(10)))
+    resumed = stream(open_rows, names, **settings).train
+    resumed.restore(state, 11)
+    found = [same(resumed.batch(step, range(8), 8)) for step in range(11, 21)]
+    assert [row for step in found for row in step[0]] == [row for step in expected[10:] for row in step[0]]
+    with pytest.raises(UserError, match=r"data.mix: \[3.0, 1.0, 2.0\] there"):
+        stream(open_rows, names, **settings | {"mix": (1.0, 1.0, 2.0)}).train.restore(state, 11)
+
+
 def test_ranks_take_their_rows_of_one_order_and_another_number_of_ranks_goes_on(open_rows, lines_file):
     path = lines_file(ROWS["mixed"])
     alone = [stream(open_rows, path, shuffle_buffer=10).train.batch(1, range(8), 8)][0]

@@ -261,7 +261,7 @@ class TokenStream:
     ):
         """`settings` say what the order depends on: a checkpoint of others is refused."""
         self._make_sources, self._weights, self._cutting = make_sources, weights, cutting
-        self._seed, self._settings = seed, settings
+        self._seed, self._settings = seed, json.loads(json.dumps(settings))  # as a checkpoint gives them back
         self.say: Callable[[str], None] = lambda line: None
         self._sources: list[StreamedSource] = []
         self._next_step: int | None = None
