@@ -68,8 +68,16 @@ def test_a_recipe_is_planned(run_here, capsys):
 
 
 def test_an_unknown_recipe_is_answered_with_those_there_are(capsys):
-    assert main(["init", "--recipe", "chat"]) == 2
-    assert all(name in capsys.readouterr().err for name in ("chat-lora",)) and not Path("shardwise.toml").exists()
+    assert main(["init", "--recipe", "pretain"]) == 2
+    said = capsys.readouterr().err
+    assert all(name in said for name in recipes()) and "--recipe pretrain" in said
+    assert not Path("shardwise.toml").exists()
+
+
+def test_out_is_the_path_as_other_commands_spell_it(capsys):
+    assert main(["init", "--out", "mine.toml", "train.steps=3"]) == 0
+    assert load_config("mine.toml").config.train.steps == 3
+    assert main(["init", "a.toml", "--out", "b.toml"]) == 2 and not Path("b.toml").exists()
 
 
 def test_does_not_overwrite(capsys):

@@ -18,6 +18,7 @@ from shardwise.cli.main import main
         ("train --per_device_train_batch_size 3", "write `train.micro_batch=3`"),
         ("train --gradient-checkpointing", "set `memory.recompute` instead"),
         ("runs --lr 3", "leave it out"),
+        ("generate last --prompt-file x", "did you mean `--prompt`?"),
         ("train --bogus 3", "`shardwise train --help` lists every option"),
     ],
 )

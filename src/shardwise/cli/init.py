@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +27,9 @@ CONFIG = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", nargs="?", default="shardwise.toml", help="where to write (default: shardwise.toml)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("path", nargs="?", default="shardwise.toml", help="where to write (default: shardwise.toml)")
+    where.add_argument("--out", metavar="FILE", help="the same, as other commands spell it")
     parser.add_argument(
         "--recipe", metavar="NAME", help=f"begin with the keys of a kind of job: {', '.join(recipes())}"
     )
@@ -37,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     recipe = _recipe(args.recipe) if args.recipe else None
     loaded = load_config(None, [*_not_said_otherwise(recipe, args.overrides), *args.overrides])
-    path = Path(args.path)
+    path = Path(args.out or args.path)
     if path.is_dir():
         why = "init writes one file"
         raise UserError(f"{path} is a directory", why=why, fix=f"shardwise init {path / 'shardwise.toml'}")
@@ -62,7 +65,8 @@ def recipes() -> Mapping[str, Mapping[str, Any]]:
 def _recipe(name: str) -> Mapping[str, Any]:
     if name not in recipes():
         about = "; ".join(f"{known}: {recipe['about']}" for known, recipe in recipes().items())
-        raise UserError(f"there is no recipe `{name}`", why=about, fix=f"--recipe {next(iter(recipes()))}")
+        near = get_close_matches(name.lower(), recipes(), n=1) or list(recipes())
+        raise UserError(f"there is no recipe `{name}`", why=about, fix=f"--recipe {near[0]}")
     return recipes()[name]
 
 

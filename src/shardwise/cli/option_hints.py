@@ -33,14 +33,24 @@ def check_options(parser: argparse.ArgumentParser, words: Sequence[str], takes_c
         if not name.startswith("--") or is_value or any(option.startswith(name) for option in known):
             continue
         after = words[number + 1] if number + 1 < len(words) and not words[number + 1].startswith("--") else None
-        hint = _hint(name.lstrip("-").replace("-", "_"), value if equals else after)
+        bare = name.lstrip("-").replace("-", "_")
+        hint = _hint(bare, value if equals else after)
         if hint is None:
             continue
         what = f"`{name}` is no option of `{parser.prog}`"
         if not takes_config:
+            if not _is_key(bare):  # it is only like one: rather an option misspelt
+                continue
             fix = f"leave it out; `{parser.prog} --help` lists every option"
             raise UserError(what, why="it is a key of a run's config, and this command reads no config", fix=fix)
         raise UserError(what, why=hint.why if "is a name of" in hint.why else WHY, fix=hint.fix)
+
+
+def _is_key(name: str) -> bool:
+    """Whether a key of the config has this name, with its section or without."""
+    from shardwise.config.keys import all_keys
+
+    return any(name in (key, key.partition(".")[2]) for key in all_keys())
 
 
 def _hint(name: str, value: str | None) -> UserError | None:
