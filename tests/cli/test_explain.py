@@ -96,6 +96,10 @@ def test_aliases_lead_to_one_page_each():
     assert find_page("FSDP").word == "zero"
     assert find_page("Ring_All-Reduce").word == "collectives"
     assert find_page("hybrid").word == "zero"
+    assert find_page("Zero Redundancy Optimizer").word == "zero"
+    assert [find_page(key).word for key in ("parallel.zero", "optimizer.lr", "checkpoint.every")] == [
+        "zero", "schedule", "checkpoint",
+    ]  # fmt: skip
     assert {find_page(name).word for name in SCHEDULES} == {"pipeline-schedules"}
 
 

@@ -170,3 +170,15 @@ def test_what_transformers_cannot_run_either_is_refused_for_our_reason(tmp_path:
     (tmp_path / "model/config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"rope_scaling.*spiral"):
         read_spec(tmp_path / "model")
+
+
+def test_more_positions_are_not_offered_as_a_key_that_is_refused(tmp_path: Path) -> None:
+    """Shapes of such a model cannot be overridden."""
+    from shardwise.config.job import check_length
+    from shardwise.config.load import load_config
+
+    directory = write_model("dynamic", tmp_path / "dynamic")
+    loaded = load_config(None, [f"model.path={directory}", "train.seq_len=32"])
+    with pytest.raises(UserError, match="longer than llama was trained for") as caught:
+        check_length(loaded.config, read_spec(directory), loaded.origins)
+    assert "config.json" in caught.value.fix and "model.max_seq_len" not in caught.value.fix

@@ -66,10 +66,13 @@ def check_length(config: Config, spec: ModelSpec, origins: Origins) -> None:
     overridden = any(name.startswith("rope_") for name, _ in config.model.overrides)
     if config.model.path is None or overridden or config.train.seq_len <= spec.max_seq_len:
         return
+    longer = (
+        f"model.max_seq_len={config.train.seq_len}" if spec.is_ours else "more of them in a copy of its config.json"
+    )
     raise UserError(
         f"train.seq_len = {config.train.seq_len} is longer than {spec.name} was trained for",
         why=f"its positions end at {spec.max_seq_len}; what it does beyond them is not what it has learned",
         fix=f"train.seq_len={spec.max_seq_len}"
-        + (f", or model.max_seq_len={config.train.seq_len} if you mean it" if spec.positions != "learned" else ""),
+        + (f", or {longer} if you mean it" if spec.positions != "learned" else ""),
         where=where_written(origins, "train.seq_len"),
     )

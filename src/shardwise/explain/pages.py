@@ -62,9 +62,13 @@ def all_pages() -> dict[str, Page]:
 def find_page(word: str) -> Page:
     """Returns the page of a word or alias, also the field's words for it; `torch.compile`, `Torch Compile` and
     `torch-compile` are one word."""
-    wanted = "-".join(re.split(r"[-_ ./]+", word.lower().strip()))
+    wanted = _as_one_word(word)
     pages = all_pages()
     names = {name: page for page in pages.values() for name in page.aliases} | pages
+    about = [page for page in pages.values() if word in page.keys]
+    if about and wanted not in names:  # a config key: by its own name, or the page with the fewest others
+        wanted = _as_one_word(word.partition(".")[2])
+        names.setdefault(wanted, min(about, key=lambda page: len(page.keys)))
     names |= dict.fromkeys(SCHEDULES, pages["pipeline-schedules"])
     if wanted in names:
         return names[wanted]
@@ -74,6 +78,10 @@ def find_page(word: str) -> Page:
         why=f"the words are: {', '.join(pages)}",
         fix=f"did you mean `shardwise explain {names[close[0]].word}`?" if close else "`shardwise explain` lists them",
     )
+
+
+def _as_one_word(words: str) -> str:
+    return "-".join(re.split(r"[-_ ./]+", words.lower().strip()))
 
 
 def render_index() -> str:
