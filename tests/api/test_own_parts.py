@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import shardwise
+from shardwise.api.functions import own_evaluate, own_loss, own_optimizer
 from shardwise.data.own_rows import batch_of, own_rows
 from shardwise.errors import UserError
 from shardwise.prove.reference import Trial, train_plain
@@ -71,9 +73,12 @@ def test_rows_become_batches():
     [
         (list(range(7)), "has 7 token ids"),
         ([1], "has 1 token ids"),
-        ([1, 2, 99], "token id 99 is no id"),
-        ([-5, 2, 3], "token id -5 is no id"),
-        ("text", "holds no token ids"),
+        ([1, 2, 99], "has the token id 99"),
+        ([-5, 2, 3], "has the token id -5"),
+        ("text", "text belongs into files"),
+        ({"input_ids": [1, 2]}, "for row in data"),
+        (3, "cuts one long array into rows"),
+        (([1] * 7, [1] * 7), "takes 1 to 5 beside their targets"),
         ([0.5, 1.5], "holds no token ids"),
         (([1, 2], [3]), "each id has one target"),
     ],
@@ -177,6 +182,54 @@ def test_an_error_in_a_callback_ends_the_run_and_comes_back(tmp_path):
     assert shardwise.load("last", str(tmp_path)).state == "stopped"
 
 
+BAD_PARTS = [
+    (own_loss(lambda logits, targets: logits.missing), "loss raised AttributeError"),
+    (own_loss(lambda logits: logits), "loss raised TypeError"),
+    (own_loss(F.cross_entropy), "loss returned a tensor of shape ()"),
+    (own_loss(lambda logits, targets: None), "loss returned nothing"),
+    (own_loss(lambda logits, targets: smoothed(logits, targets).detach()), "without a gradient"),
+    (own_optimizer(lambda parameters: parameters[7]), "optimizer raised IndexError"),
+    (own_optimizer(lambda parameters: None), "optimizer returned nothing"),
+    (own_optimizer(torch.optim.LBFGS), "LBFGS"),
+    (own_evaluate(lambda score: 1 / 0), "evaluate raised ZeroDivisionError"),
+    (own_evaluate(lambda score: 0.5), "evaluate returned a float"),
+    (own_evaluate(lambda score: {"a": "b"}), "evaluate returned a str for 'a'"),
+    (own_evaluate(lambda score: {"eval_loss": 1.0}), "calls a number 'eval_loss'"),
+]
+
+
+@pytest.mark.parametrize(("part", "said"), BAD_PARTS)
+def test_what_a_function_of_a_program_does_wrong_is_said_of_it(part, said):
+    logits, targets = torch.zeros(4, 8, requires_grad=True), torch.ones(4, dtype=torch.long)
+    given = {"_loss": (logits, targets), "_optimizer": ([torch.nn.Parameter(logits)],), "_evaluate": (len,)}
+    with pytest.raises(UserError) as problem:
+        part(*given[part.func.__name__])
+    assert said in str(problem.value)
+    if "raised" in said and "TypeError" not in said:
+        assert Path(problem.value.where.rpartition(":")[0]) == Path(__file__)
+
+
+def test_numbers_of_an_evaluation_may_be_of_torch_or_numpy():
+    found = own_evaluate(lambda score: {"a": torch.tensor(1.5), "b": np.float32(2.5), "c": 3})(len)
+    assert found == {"a": 1.5, "b": 2.5, "c": 3.0} and all(type(value) is float for value in found.values())
+
+
+def test_an_error_of_ours_below_a_function_of_the_program_stays_ours():
+    def broken_score(rows):
+        return len(rows) / 0
+
+    broken_score.__code__ = broken_score.__code__.replace(co_filename=shardwise.api.__file__)
+    with pytest.raises(ZeroDivisionError):
+        own_evaluate(lambda score: {"a": score([])})(broken_score)
+
+
+def test_an_error_in_a_loss_ends_a_run_in_three_lines_and_keeps_its_traceback(tmp_path, capsys):
+    with pytest.raises(shardwise.RunFailed, match=r"loss raised KeyError: 'weights'.*exit 2") as failed:
+        shardwise.train(SMALL | {"run.dir": str(tmp_path)}, data=ROWS, loss=lambda logits, targets: {}["weights"])
+    assert "a bug of shardwise" not in capsys.readouterr().err
+    assert f'File "{__file__}"' in (failed.value.run.directory.crash / "rank0.txt").read_text()
+
+
 def test_a_generator_that_ends_is_said(tmp_path):
     with pytest.raises(shardwise.RunFailed, match="exit 2"):
         shardwise.train(SMALL | {"run.dir": str(tmp_path)}, data=iter(ROWS[:6]))
@@ -187,6 +240,9 @@ def test_a_generator_that_ends_is_said(tmp_path):
     [
         ({"data": ROWS, "config": {"data.source": "x.txt"}}, "data and data.source are both given"),
         ({"eval_data": ROWS}, "eval_data has no data beside it"),
+        ({"data": [*ROWS, [1, 2, 96]]}, "data[24] has the token id 96"),
+        ({"data": ROWS, "eval_data": [[1]]}, "eval_data[0] has 1 token ids"),
+        ({"data": {0: ROWS}.values()}, "a row of data is a list that holds no token ids"),
         ({"loss": 3}, "loss is a int"),
         ({"loss": smoothed, "config": {"speed.loss": "fused"}}, "goes with cross-entropy alone"),
         ({"optimizer": sgd, "config": {"memory.offload": "optimizer"}}, "goes with the optimizers of optimizer.name"),

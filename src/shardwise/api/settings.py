@@ -35,7 +35,9 @@ def for_programs() -> Iterator[None]:
             yield
     except UserError as error:
         where = PROGRAM if error.where == COMMAND_LINE else error.where
-        raise UserError(error.what, why=error.why, fix=_as_argument(error.fix), where=where, code=error.code) from None
+        raise UserError(
+            error.what, why=error.why, fix=_as_argument(error.fix), where=where, code=error.code
+        ) from error.__cause__
 
 
 def _as_argument(fix: str) -> str:

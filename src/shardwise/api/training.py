@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.api.callbacks import Callback, Hearing, StepInfo
+from shardwise.api.functions import Evaluate, MakeOptimizer, own_evaluate, own_loss, own_optimizer
 from shardwise.api.settings import Settings, for_programs, is_set, settings_of, words_of
 from shardwise.api.trained import Run, Trained, load_trained
 from shardwise.config.load import Loaded
@@ -20,19 +21,14 @@ from shardwise.data.corpus import Corpus
 from shardwise.data.own_rows import OwnCorpus, OwnRows, own_rows
 from shardwise.errors import Exit, UserError
 from shardwise.launch.start import PlannedRun, continue_run, join_torchrun, new_run, plan_run, start
-from shardwise.run.own_parts import Loss, OwnParts, Score
+from shardwise.run.own_parts import Loss, OwnParts
 from shardwise.run.ranks import started_by_torchrun
 from shardwise.run.rundir import RunDir, find_run
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.schema import Config
 from shardwise.terminal import is_live, prepared
 
-if TYPE_CHECKING:
-    import torch
-
 ORDERLY = (Exit.DONE, Exit.STOPPED)
-MakeOptimizer = Callable[[list["torch.nn.Parameter"]], "torch.optim.Optimizer"]
-Evaluate = Callable[[Score], Mapping[str, float]]
 
 
 class RunFailed(Exception):
@@ -40,7 +36,8 @@ class RunFailed(Exception):
 
     def __init__(self, run: Run, code: Exit):
         event = run.directory.last_event() or {}
-        super().__init__(f"{run.name}: {event.get('why', code.name.lower().replace('_', ' '))} (exit {int(code)})")
+        why = " ".join(event.get("why", code.name.lower().replace("_", " ")).removeprefix("error: ").split())
+        super().__init__(f"{run.name}: {why} (exit {int(code)})")
         self.run, self.code = run, code
 
 
@@ -142,6 +139,9 @@ def _own_parts(
     for name, part in (("loss", loss), ("optimizer", optimizer), ("evaluate", evaluate)):
         if part is not None and not callable(part):
             raise UserError(f"{name} is a {type(part).__name__}", why="it is a function", fix=f"{name}=my_function")
+    parts = OwnParts(
+        loss and own_loss(loss), optimizer and own_optimizer(optimizer), evaluate and own_evaluate(evaluate)
+    )
     if data is None:
         if eval_data is not None:
             raise UserError(
@@ -149,7 +149,7 @@ def _own_parts(
                 why="held-out rows are compared with rows that are trained on",
                 fix="data=..., or data.source and data.validation_fraction for text",
             )
-        return OwnParts(loss, optimizer, evaluate)
+        return parts
     if is_set(loaded, "train.epochs") and not hasattr(data, "__len__"):
         raise UserError("train.epochs needs rows that can be counted", why="data has no len()", fix="train.steps")
 
@@ -162,12 +162,14 @@ def _own_parts(
         tokenizer = open_tokenizer(config.data.tokenizer, directory)
         common: dict[str, Any] = {"seq_len": config.train.seq_len, "vocab": spec.vocab, "padding": 0}
         rows = own_rows(data, seed=config.train.seed, **common)
+        rows.check()
         held: OwnRows | None = None
         if eval_data is not None:
             held = own_rows(eval_data, seed=0, fixed_order=True, **common)  # type: ignore[assignment]
+            held.check()
         return OwnCorpus(tokenizer, rows, held, open_template(config.data.chat_template, directory, tokenizer))
 
-    return OwnParts(loss, optimizer, evaluate, corpus)
+    return replace(parts, corpus=corpus)
 
 
 def _with_parts(loaded: Loaded, own: OwnParts) -> Loaded:

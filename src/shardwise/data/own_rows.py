@@ -9,7 +9,7 @@ iterator is read by every rank in the same order. Read next: sequences.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from shardwise.data.corpus import Corpus
 from shardwise.data.order import combine, mix64, permute
 from shardwise.data.sequences import IGNORE, Batch
 from shardwise.data.tokenizer import Tokenizer
-from shardwise.errors import UserError
+from shardwise.errors import UserError, in_part_of_program
 
 SAMPLED_ROWS = 64  # whose tokens are counted for the unigram entropy
 
@@ -27,23 +27,35 @@ class OwnRows:
     """Rows by index, in an order drawn from (seed, epoch), as `Sequences` has them."""
 
     def __init__(self, rows: Any, *, seq_len: int, vocab: int, padding: int, seed: int, fixed_order: bool = False):
+        self.name = "eval_data" if fixed_order else "data"
         self.rows, self.seq_len, self.vocab, self.padding = rows, seq_len, vocab, padding
         self.seed, self.fixed_order = seed, fixed_order
         self.num_sequences = len(rows)
         if not self.num_sequences:
-            raise UserError("data has no rows", why="len(data) is 0", fix="give rows of token ids")
+            raise UserError(f"{self.name} has no rows", why="its len() is 0", fix="give rows of token ids")
 
     def batch(self, step: int, rows: range, global_batch: int) -> Batch:
         """Returns rows `rows` of the global batch of step `step` (the first step is 1)."""
         samples = (step - 1) * global_batch + np.arange(rows.start, rows.stop, dtype=np.int64)
         epochs, within = np.divmod(samples, self.num_sequences)
         keys = mix64((0 * epochs if self.fixed_order else epochs).astype(np.uint64), combine(self.seed, 1, 0))
-        found = [self.rows[int(index)] for index in permute(within, self.num_sequences, keys)]
-        return batch_of(found, self.seq_len, self.vocab, self.padding)
+        return self._batch([int(index) for index in permute(within, self.num_sequences, keys)])
+
+    def check(self) -> None:
+        """Looks at the first rows before anything starts."""
+        self._batch(range(min(SAMPLED_ROWS, self.num_sequences)))
+
+    def _batch(self, indices: Sequence[int]) -> Batch:
+        names = [f"{self.name}[{index}]" for index in indices]
+        return batch_of([self._row(index) for index in indices], self.seq_len, self.vocab, self.padding, names)
 
     def first_rows(self, count: int) -> list[Any]:
         """Returns at most `count` rows, as the program gave them."""
-        return [self.rows[index] for index in range(min(count, self.num_sequences))]
+        return [self._row(index) for index in range(min(count, self.num_sequences))]
+
+    def _row(self, index: int) -> Any:
+        with in_part_of_program(f"{self.name}[{index}]"):
+            return self.rows[index]
 
     def state_after(self, step: int) -> Any:
         """Returns None: what a step reads follows from its number."""
@@ -88,8 +100,9 @@ class RowStream:
         if self._iterator is None:
             self._iterator = iter(self.source)
         for _ in range(2):
-            for row in self._iterator:
-                return row
+            with in_part_of_program("data"):
+                for row in self._iterator:
+                    return row
             if isinstance(self.source, Iterator):
                 break
             self._iterator = iter(self.source)
@@ -109,6 +122,10 @@ class RowStream:
             except UserError:
                 break
         return self._first[:count]
+
+    def check(self) -> None:
+        """Looks at the first row before anything starts; an iterable with a state is left where it is."""
+        batch_of(self.first_rows(1), self.seq_len, self.vocab, self.padding)
 
     def _take_new(self) -> Any:
         kept, self._first = self._first, []
@@ -154,21 +171,25 @@ def own_rows(
     return RowStream(data, seq_len=seq_len, vocab=vocab, padding=padding)
 
 
-def batch_of(rows: Sequence[Any], seq_len: int, vocab: int, padding: int) -> Batch:
-    """Returns rows as arrays of (rows, seq_len), padded without loss."""
+def batch_of(rows: Sequence[Any], seq_len: int, vocab: int, padding: int, names: Sequence[str] | None = None) -> Batch:
+    """Returns rows as arrays of (rows, seq_len), padded without loss. Errors call rows by their names."""
     tokens = np.full((len(rows), seq_len), padding, dtype=np.int64)
     targets = np.full((len(rows), seq_len), IGNORE, dtype=np.int64)
     for number, row in enumerate(rows):
-        ids, wanted = _ids_and_targets(row)
+        name = names[number] if names else "a row of data"
+        ids, wanted = _ids_and_targets(row, name)
         if len(ids) > seq_len or len(ids) == 0:
+            more = 0 if isinstance(row, tuple) and len(row) == 2 else 1  # the last one is a target only
             raise UserError(
-                f"a row of data has {len(ids) + (wanted is not row)} token ids",
-                why=f"train.seq_len = {seq_len} takes 2 to {seq_len + 1}: every id but the first is a target",
-                fix=f"cut rows to {seq_len + 1} ids, or another train.seq_len",
+                f"{name} has {len(ids) + more} token ids",
+                why=f"train.seq_len = {seq_len} takes {1 + more} to {seq_len + more}"
+                + (": every id but the first is a target" if more else " beside their targets"),
+                fix=f"cut rows to {seq_len + more} ids, or another train.seq_len",
             )
         if ids.min() < 0 or ids.max() >= vocab or wanted.max() >= vocab:
+            bad = ids.min() if ids.min() < 0 else max(ids.max(), wanted.max())
             raise UserError(
-                f"token id {int(max(ids.max(), wanted.max(), key=abs) if ids.min() >= 0 else ids.min())} is no id",
+                f"{name} has the token id {bad}",
                 why=f"the model's vocabulary has the ids 0 to {vocab - 1}",
                 fix="another tokenizer, or model.vocab",
             )
@@ -176,28 +197,40 @@ def batch_of(rows: Sequence[Any], seq_len: int, vocab: int, padding: int) -> Bat
     return Batch(tokens, targets, None)
 
 
-def _ids_and_targets(row: Any) -> tuple[np.ndarray, np.ndarray]:
+def _ids_and_targets(row: Any, name: str = "a row of data") -> tuple[np.ndarray, np.ndarray]:
     if isinstance(row, tuple) and len(row) == 2 and not isinstance(row[0], int | np.integer):
         ids, targets = (np.asarray(part, dtype=np.int64) for part in row)
         if ids.shape != targets.shape or ids.ndim != 1:
             raise UserError(
-                f"a row of data has ids of shape {ids.shape} and targets of shape {targets.shape}",
+                f"{name} has ids of shape {ids.shape} and targets of shape {targets.shape}",
                 why="each id has one target",
                 fix="give both the same length; -100 is a target without loss",
             )
         return ids, targets
+    if isinstance(row, tuple) and len(row) == 1 and np.ndim(row[0]) == 1:
+        row = row[0]  # as torch's TensorDataset has them
     try:
         ids = np.asarray(row)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ValueError(f"it has shape {ids.shape} and type {ids.dtype}")
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"a row of data is a {type(row).__name__} that holds no token ids",
+            f"{name} is a {type(row).__name__} that holds no token ids",
             why=str(error),
-            fix="rows are lists of token ids, or pairs (ids, targets)",
+            fix=_fix_of(row),
         ) from None
     ids = ids.astype(np.int64)
     return ids[:-1], ids[1:]
+
+
+def _fix_of(row: Any) -> str:
+    if isinstance(row, str):
+        return "text belongs into files, as data.source; or give the ids of each text from a tokenizer"
+    if isinstance(row, Mapping):
+        return 'data=[row["input_ids"] for row in data], or pairs (ids, targets)'
+    if np.ndim(row) == 0:
+        return "data=ids[: n * m].reshape(n, m) with m = train.seq_len + 1 cuts one long array into rows"
+    return "rows are lists of token ids, or pairs (ids, targets)"
 
 
 class OwnCorpus(Corpus):

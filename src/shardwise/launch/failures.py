@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -34,23 +35,29 @@ def crash(run: RunDir, ranks: Ranks, error: Exception) -> int:
     line to the person."""
     lost_peer = isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error).lower()
     code = Exit.HARDWARE if lost_peer else Exit.BUG
+    file = keep_traceback(run, ranks)
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    why = "this is a bug of shardwise"
+    if lost_peer:  # in the words of gloo and NCCL it is hard to find
+        waited = "time" in said.lower() and "out" in said.lower()
+        said = "another rank did not answer within comm.timeout" if waited else "another rank went away"
+        why = "it has ended, or is stuck"
+    if ranks.is_first or not lost_peer:
+        say_error(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}")
+        say_error(f"  fix  {run.how_to_resume()}")
+    if ranks.is_first:
+        _write_last_event(run, code, said if lost_peer else str(error)[:500])
+    return int(code)
+
+
+def keep_traceback(run: RunDir, ranks: Ranks) -> Path:
+    """Writes the traceback of the error at hand to a file, and returns its path."""
     file = run.crash / f"rank{ranks.rank}.txt"
     try:
         file.write_text(traceback.format_exc(), encoding="utf-8")
     except OSError:
         traceback.print_exc()
-    if ranks.is_first or not lost_peer:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        why = "this is a bug of shardwise"
-        if lost_peer:  # in the words of gloo and NCCL it is hard to find
-            waited = "time" in said.lower() and "out" in said.lower()
-            said = "another rank did not answer within comm.timeout" if waited else "another rank went away"
-            why = "it has ended, or is stuck"
-        say_error(f"error: rank {ranks.rank}: {said}\n  why  {why}; details in {file}")
-        say_error(f"  fix  {run.how_to_resume()}")
-    if ranks.is_first:
-        _write_last_event(run, code, str(error)[:500])
-    return int(code)
+    return file
 
 
 def _write_last_event(run: RunDir, code: Exit, why: str) -> None:

@@ -21,7 +21,7 @@ from shardwise.cluster.describe.machine import this_machine
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
 from shardwise.files import refused
-from shardwise.launch.failures import crash, fail, lacks_compiler, no_compiler, ran_out_of_memory
+from shardwise.launch.failures import crash, fail, keep_traceback, lacks_compiler, no_compiler, ran_out_of_memory
 from shardwise.launch.planner import RunPlanner
 from shardwise.model.dtypes import COMPUTED
 from shardwise.plan.resolve.fit import rank_memory_limit
@@ -101,6 +101,8 @@ def run_worker(
                     say(line)
             code = _train(session, stops)
     except UserError as error:
+        if error.__cause__ is not None:  # raised by a part of the program
+            keep_traceback(run, ranks)
         return fail(run, ranks, error.code, str(error))
     except OSError as error:
         error.filename = error.filename or str(run.path)  # a failed write does not know its file
