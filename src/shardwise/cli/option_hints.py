@@ -47,7 +47,7 @@ def check_options(parser: argparse.ArgumentParser, words: Sequence[str], takes_c
 
 
 def _is_key(name: str) -> bool:
-    """Whether a key of the config has this name, with its section or without."""
+    """Returns whether a key of the config has this name, with its section or without."""
     from shardwise.config.keys import all_keys
 
     return any(name in (key, key.partition(".")[2]) for key in all_keys())
