@@ -17,6 +17,7 @@ from shardwise.spec.addresses import without_secrets
 
 NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
 ROWS_PER_STATE = 256  # the library's state is taken once for so many rows
+ANSWER_S = 10.0  # until the hub has answered that it is there
 
 
 def is_hub_name(name: str) -> bool:
@@ -69,6 +70,8 @@ def open_hub(name: str, text_field: str) -> HubDataset:
             why="it is neither a file nor a directory; datasets of the hub need `datasets`, which is not installed",
             fix="give a path, or pip install 'shardwise[datasets]'",
         ) from None
+    _be_quiet()
+    _check_hub(name, repository)
     try:
         builder = datasets.load_dataset_builder(repository, config or None)
         builder.as_streaming_dataset(split=split or "train")
@@ -81,11 +84,47 @@ def open_hub(name: str, text_field: str) -> HubDataset:
     return HubDataset(make_rows, name, f"{name} {builder.hash} {builder.config.name}", text_field)
 
 
-def _failed(name: str, error: Exception) -> UserError:
+def _be_quiet() -> None:
+    """Keeps the bars and warnings of the libraries from the terminal."""
+    import datasets
+    import huggingface_hub
+
+    for logging in (datasets.utils.logging, huggingface_hub.utils.logging):
+        logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    huggingface_hub.utils.disable_progress_bars()
+
+
+def _check_hub(name: str, repository: str) -> None:
+    """Asks the hub once whether it has a dataset: `datasets` would ask again for half a minute."""
+    import datasets
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if datasets.config.HF_HUB_OFFLINE:
+        raise UserError(
+            f"cannot read the dataset {name}",
+            why="HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids to ask the hub",
+            fix="unset it, or give a path of this machine",
+        )
+    try:
+        huggingface_hub.HfApi().dataset_info(repository, timeout=ANSWER_S)
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"no such data: {name}",
+            why=f"there is no such path, and the hub shows no dataset {repository}: it has another name or is private",
+            fix="check the name (owner/name:config:split); for a private one set HF_TOKEN",
+        ) from None
+    except Exception as error:  # the network's
+        raise _failed(name, error, Exit.HARDWARE) from None
+
+
+def _failed(name: str, error: Exception, code: Exit | None = None) -> UserError:
     said = " ".join(without_secrets(str(error)).split())[:300] or "no reason is given"
+    is_network = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
     return UserError(
         f"cannot read the dataset {name}",
         why=f"{type(error).__name__}: {said}",
         fix="check the name (owner/name:config:split), the network and HF_TOKEN; a path of this machine needs no hub",
-        code=Exit.HARDWARE if isinstance(error, OSError) else Exit.USER_MISTAKE,
+        code=code or (Exit.HARDWARE if is_network else Exit.USER_MISTAKE),
     )

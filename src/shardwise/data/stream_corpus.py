@@ -19,7 +19,7 @@ from shardwise.data.order import combine
 from shardwise.data.prepare import is_blank
 from shardwise.data.sequences import IGNORE, Batch
 from shardwise.data.shards import is_prepared
-from shardwise.data.sources import Reading, find_source
+from shardwise.data.sources import SUFFIXES, Reading, find_source
 from shardwise.data.streaming import (
     Cutting,
     Documents,
@@ -189,7 +189,7 @@ def _documents(name: str, reading: Reading) -> Documents:
             why="its tokens are read while training as they are",
             fix="leave data.streaming out",
         )
-    if is_hub_name(name) and not path.exists() and not cached_dataset(name):
+    if is_hub_name(name) and not name.endswith(SUFFIXES) and not path.exists() and not cached_dataset(name):
         return open_hub(name, reading.text_field)
     return FileDocuments(find_source(name), reading)
 
