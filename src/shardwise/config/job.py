@@ -67,7 +67,7 @@ def check_length(config: Config, spec: ModelSpec, origins: Origins) -> None:
     if config.model.path is None or overridden or config.train.seq_len <= spec.max_seq_len:
         return
     longer = (
-        f"model.max_seq_len={config.train.seq_len}" if spec.is_ours else "more of them in a copy of its config.json"
+        f"model.max_seq_len={config.train.seq_len}" if spec.is_ours else "more in a copy of its config.json"
     )
     raise UserError(
         f"train.seq_len = {config.train.seq_len} is longer than {spec.name} was trained for",
