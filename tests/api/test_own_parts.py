@@ -4,6 +4,7 @@ words."""
 from __future__ import annotations
 
 import json
+import os
 from itertools import count
 from pathlib import Path
 
@@ -256,9 +257,11 @@ def test_a_generator_that_ends_is_said(tmp_path):
     ],
 )
 def test_mistakes_are_answered_in_words_of_a_program(keys, said, tmp_path):
+    open_before = len(os.listdir("/dev/fd"))
     settings = keys.pop("config", {})
     settings = SMALL | {"run.dir": str(tmp_path)} | settings if isinstance(settings, dict) else settings
     with pytest.raises(UserError) as problem:
         shardwise.train(settings, **keys)
     assert said in str(problem.value) and "command line" not in str(problem.value)
     assert not any(path.name != ".data" for path in tmp_path.iterdir()), "nothing is left behind"
+    assert len(os.listdir("/dev/fd")) <= open_before, "no pipe either"

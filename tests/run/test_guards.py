@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,26 @@ def test_a_step_that_has_begun_is_finished(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         assert stops.check() == Exit.INTERRUPTED and stops.why == "Ctrl-C"
     assert "after this step" in said[0]
+
+
+def test_the_second_ends_the_run_and_not_the_program_that_started_it(tmp_path: Path) -> None:
+    """The process may be a notebook's, whose variables would be lost."""
+    with StopRequests(RunDir(tmp_path), None, print) as stops:
+        stops.has_begun = True
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_in_another_thread_leaves_signals_to_the_main_one(tmp_path: Path) -> None:
+    before, found = signal.getsignal(signal.SIGINT), []
+
+    def body() -> None:
+        with StopRequests(RunDir(tmp_path), None, print) as stops:
+            (tmp_path / "stop").write_text("the file")
+            found.extend([stops.check(), stops.why, signal.getsignal(signal.SIGINT) is before])
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [Exit.STOPPED, "the file", True]

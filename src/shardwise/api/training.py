@@ -8,6 +8,7 @@ of this process (fork) where they need its functions and data. Under torchrun ev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,10 @@ def train(
 
     Raises `UserError` for what can be mended, `RunFailed` for a run that broke off.
     """
-    with for_programs(), prepared():
+    with for_programs(), prepared(), closing(Hearing(callbacks)) as hearing:
         loaded = settings_of(config, changes, model)
         own = _own_parts(loaded, data, eval_data, loss, optimizer, evaluate)
         loaded = _with_parts(loaded, own)
-        hearing = Hearing(callbacks)
         own = replace(own, hear=hearing.hear) if hearing.callbacks else own
 
         def prepare(count: int | None) -> tuple[RunDir, PlannedRun]:
@@ -106,10 +106,9 @@ def resume(
     """Goes on with a run from its newest checkpoint, or from that of `from_step`, in the same or another layout, and
     returns it. What the program brought to the run is given again. `allow` names keys that may change though they
     change what is computed."""
-    with for_programs(), prepared():
+    with for_programs(), prepared(), closing(Hearing(callbacks)) as hearing:
         before = settings_of(run.directory.config)
         own = _own_parts(before, data, eval_data, loss, optimizer, evaluate)
-        hearing = Hearing(callbacks)
         hearing.run = run.directory
         own = replace(own, hear=hearing.hear) if hearing.callbacks else own
         planned = continue_run(run.directory, words_of(changes or {}), list(allow), nproc, own)
@@ -118,7 +117,6 @@ def resume(
 
 
 def _ended(run: Run, code: Exit, hearing: Hearing) -> Run:
-    hearing.close()
     if hearing.error is not None:
         raise hearing.error
     if code == Exit.INTERRUPTED:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.launch.forked_ranks import ForkedRanks
 from shardwise.launch.outcome import RanksEnded, exit_code
-from shardwise.run.guards import INTERRUPT, stop_signals
+from shardwise.run.guards import INTERRUPT, answering, stop_signals
 from shardwise.run.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def _supervise(
         asked.append(number)
         pass_on(number)
 
-    before = {number: signal.signal(number, forward) for number in stop_signals()}
-    try:
+    with answering(stop_signals(), forward):
         # On the main thread torch would set handlers of its own, which raise in the midst of starting and leave
         # orphans.
         with ThreadPoolExecutor(1) as starter:
@@ -93,9 +92,6 @@ def _supervise(
         while (result := context.wait(timeout=0)) is None:
             attend()
             time.sleep(0.1)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return asked, result
 
 

@@ -88,6 +88,7 @@ def run_worker(
     """
     say = terminal.say if ranks.is_first else lambda line: None
     session: Session | None = None
+    stops: StopRequests | None = None
     try:
         session = _set_up(run, ranks, inputs or _read_inputs(run, own or OwnParts()), from_step)
         with (
@@ -111,7 +112,12 @@ def run_worker(
     except (torch.OutOfMemoryError, MemoryError) as error:
         return fail(run, ranks, Exit.OUT_OF_MEMORY, str(ran_out_of_memory(error, run, ranks, session)))
     except KeyboardInterrupt:
-        text = f"STOPPED  by Ctrl-C before the first step\n  do     {run.how_to_resume()}"
+        when = (
+            "at once: steps since the last checkpoint are lost"
+            if stops and stops.has_begun
+            else "before the first step"
+        )
+        text = f"STOPPED  by Ctrl-C {when}\n  do     {run.how_to_resume()}"
         return fail(run, ranks, Exit.INTERRUPTED, text)
     except Exception as error:
         if lacks_compiler(error):

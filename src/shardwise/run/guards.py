@@ -1,7 +1,7 @@
 """Collects reasons to stop: signals, a `stop` file, the time limit, a parent that died. The loop asks once per step; no
 step is cut short.
 
-The first Ctrl-C (or SIGTERM) lets the step finish and commits a checkpoint; the second ends the process at once. So
+The first Ctrl-C (or SIGTERM) lets the step finish and commits a checkpoint; the second ends the run at once. So
 does the first where no step has begun: there is nothing to commit, and large weights take minutes.
 """
 
@@ -12,11 +12,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from shardwise.errors import Exit
+from shardwise.run.ranks import started_by_torchrun
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import is_live
 
@@ -38,6 +39,20 @@ def stop_signals() -> list[int]:
     return numbers
 
 
+@contextmanager
+def answering(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has signals answered by `handler`. Python lets the main thread alone do so: elsewhere they stay the program's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
 class StopRequests:
     """Remembers why this rank should stop. Used as a context: the signal handlers of before are put back at its end."""
 
@@ -53,20 +68,20 @@ class StopRequests:
         self._launcher = launcher
 
     def __enter__(self) -> StopRequests:
-        self._previous = {number: signal.signal(number, self._on_signal) for number in (*stop_signals(), INTERRUPT)}
+        self._answering = answering((*stop_signals(), INTERRUPT), self._on_signal)
+        self._answering.__enter__()
         if self._launcher is not None:
             threading.Thread(target=self._watch_launcher, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._answering.__exit__(None, None, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_ctrl_c = number in (signal.SIGINT, INTERRUPT)
-        if is_ctrl_c and not self.has_begun and self._launcher is None:
-            raise KeyboardInterrupt
+        if is_ctrl_c and self._launcher is None and (not self.has_begun or (self.code and not started_by_torchrun())):
+            raise KeyboardInterrupt  # the process may be a notebook's or a program's, which goes on
         if is_ctrl_c and (self.code is not None or not self.has_begun):
             _end_now(Exit.INTERRUPTED)  # the launcher says so
         if is_ctrl_c:
