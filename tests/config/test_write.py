@@ -31,6 +31,7 @@ HELD = {
     "data.source": ("a", 'b"\\\n\x7f'),
     "data.mix": (1.0, 2.5e-7),
     "data.streaming": True,
+    "adapter.kind": "lora",
     "data.validation_fraction": 0.01,
     "checkpoint.every": "5m",
     "run.name": "x",

@@ -7,16 +7,18 @@ and the machine allow).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import PurePath
 
 from shardwise.config.check_layout import check_layout
-from shardwise.config.keys import Origins, all_keys, where_written
+from shardwise.config.keys import DEFAULT, Origins, all_keys, where_written
 from shardwise.config.units import parse_seconds, parse_steps
+from shardwise.config.values import shown
 from shardwise.errors import UserError
 from shardwise.spec.addresses import check_address, is_address
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.precisions import PRECISIONS
-from shardwise.spec.schema import Config
+from shardwise.spec.schema import MOST_SEQUENCES, Config
 
 LEAST_LIMIT = 2**20  # bytes; whoever writes less has forgotten the unit
 
@@ -36,6 +38,7 @@ def check_config(config: Config, origins: Origins) -> None:
     _results(config, origins)
     _kernels(config, origins)
     _checkpoint(config, origins)
+    _adapter(config, origins)
     _run(config, origins)
     _profile(config, origins)
 
@@ -85,6 +88,13 @@ def _batch(config: Config, origins: Origins) -> None:
                 f"`train.global_batch_tokens = {train.global_batch_tokens}` is not a whole number of sequences",
                 why=f"a sequence has {train.seq_len} tokens (train.seq_len), {rest} would be left over",
                 fix=f"set `train.global_batch_tokens = {nearest}` ({nearest // train.seq_len} sequences)",
+                where=where_written(origins, "train.seq_len", "train.global_batch_tokens"),
+            )
+        if batch > MOST_SEQUENCES:
+            raise UserError(
+                f"`train.global_batch_tokens = {train.global_batch_tokens}` is out of range",
+                why=f"it is {batch:,} sequences of {train.seq_len} tokens, and a step has at most {MOST_SEQUENCES:,}",
+                fix=f"set `train.global_batch_tokens` to at most {MOST_SEQUENCES * train.seq_len}",
                 where=where_written(origins, "train.seq_len", "train.global_batch_tokens"),
             )
     if batch is not None and train.micro_batch != "auto" and train.micro_batch > batch:
@@ -173,7 +183,6 @@ def _data(config: Config, origins: Origins) -> None:
 
 
 def _streaming(config: Config, origins: Origins) -> None:
-    is_set = lambda key: origins.get(key, "default") != "default"  # noqa: E731
     if config.data.streaming and config.train.epochs is not None:
         raise UserError(
             "`train.epochs` needs data that is counted",
@@ -181,15 +190,27 @@ def _streaming(config: Config, origins: Origins) -> None:
             fix="train.steps or train.tokens; the stream begins again at its end",
             where=where_written(origins, "train.epochs", "data.streaming"),
         )
-    for key in ("data.validation_fraction",) if config.data.streaming else ("data.shuffle_buffer", "data.held_out"):
-        value = getattr(config.data, key.partition(".")[2])
-        if is_set(key) and value != all_keys()[key].default:
-            raise UserError(
-                f"`{key} = {value}` does nothing",
-                why=f"data.streaming is {str(config.data.streaming).lower()}",
-                fix="data.held_out=N sequences" if config.data.streaming else "data.streaming=true, or leave it out",
-                where=where_written(origins, key),
-            )
+    if config.data.streaming:
+        _idle(config, origins, ("data.validation_fraction",), "data.streaming is true", "data.held_out=N sequences")
+    else:
+        keys, fix = ("data.shuffle_buffer", "data.held_out"), "data.streaming=true, or leave it out"
+        _idle(config, origins, keys, "data.streaming is false", fix)
+
+
+def _idle(config: Config, origins: Origins, keys: Iterable[str], why: str, fix: str) -> None:
+    """Refuses the first of these keys that somebody has set to another value than its default: it would do nothing."""
+    for key in keys:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if origins.get(key, DEFAULT) != DEFAULT and value != all_keys()[key].default:
+            what = f"`{key} = {shown(value)}` does nothing"
+            raise UserError(what, why=why, fix=fix, where=where_written(origins, key))
+
+
+def _adapter(config: Config, origins: Origins) -> None:
+    if config.adapter.kind == "none":
+        keys = [key for key in all_keys() if key.startswith("adapter.")]
+        _idle(config, origins, keys, "adapter.kind is none", "adapter.kind=lora, or leave it out")
 
 
 def _offload(config: Config, origins: Origins) -> None:
@@ -267,7 +288,9 @@ def _checkpoint(config: Config, origins: Origins) -> None:
 
 def _run(config: Config, origins: Origins) -> None:
     name = config.run.name
-    if name is not None and (name in ("", ".", "..", "last") or PurePath(name).name != name or "\\" in name):
+    if name is not None and (
+        name in ("", ".", "..", "last") or PurePath(name).name != name or "\\" in name or name[0] == "-"
+    ):
         raise UserError(
             f'`run.name = "{name}"` cannot name a directory',
             why="a run's name is the name of its directory inside `run.dir`; `last` means the newest run",

@@ -64,6 +64,8 @@ def parse_steps(text: str) -> range:
     first, last = map(int, match.groups())
     if not 1 <= first <= last:
         raise ValueError("steps count from 1, and the last one is not before the first")
+    if last >= 2**63:
+        raise ValueError("no run has so many steps")
     return range(first, last + 1)
 
 

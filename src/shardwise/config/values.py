@@ -23,6 +23,9 @@ from shardwise.errors import UserError
 
 Number = TypeVar("Number", int, float)
 
+MOST_WHOLE = 2**63 - 1  # what a tensor, a file or the system can count
+MOST_SECONDS = 1e9  # thirty years
+
 _PARSE: Mapping[str, Callable[[str], float]] = {
     "binary": units.parse_binary,
     "decimal": units.parse_decimal,
@@ -206,8 +209,11 @@ def shown_or_repr(raw: Any) -> str:
 def _check_range(key: Key, value: Any, where: str | None) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
+    high = key.high
+    if high is None and (isinstance(value, int) or key.unit == "time"):
+        high = MOST_SECONDS if key.unit == "time" else MOST_WHOLE
     too_low = (key.low is not None and value < key.low) or (key.above is not None and value <= key.above)
-    too_high = key.high is not None and value > key.high
+    too_high = high is not None and value > high
     if not too_low and not too_high:
         return
     rules = []
@@ -215,11 +221,11 @@ def _check_range(key: Key, value: Any, where: str | None) -> None:
         rules.append(f"at least {key.low:g}")
     if key.above is not None:
         rules.append(f"above {key.above:g}")
-    if key.high is not None:
-        rules.append(f"at most {key.high:g}")
+    if high is not None and (too_high or key.high is not None):
+        rules.append(f"at most {high:,}" if isinstance(high, int) else f"at most {high:,.10g}")
     raise UserError(
         f"`{key.dotted} = {shown(value)}` is out of range",
-        why=f"it must be {' and '.join(rules)} ({key.help})",
+        why=f"it must be {' and '.join(rules)}" + (f" ({key.help})" if key.help else ""),
         fix=f"for example `{key.dotted} = {example(key)}`",
         where=where,
     )

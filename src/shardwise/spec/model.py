@@ -381,6 +381,8 @@ def _field_types() -> dict[str, Any]:
     return get_type_hints(ModelSpec)
 
 
+MOST_LAYERS = 10_000  # what is said about a plan goes through them one by one
+MOST = 2**40
 POSITIVE = ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_seq_len", "moe_every")
 
 
@@ -392,6 +394,9 @@ def check_sizes(spec: ModelSpec) -> None:
         low = 1 if name in POSITIVE else 0
         if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
             raise impossible(f"model.{name} = {value}", f"it must be at least {low}", f"{name} = {low} or more")
+        most = MOST_LAYERS if name == "num_layers" else MOST
+        if isinstance(value, int) and value > most:
+            raise impossible(f"model.{name} = {value}", f"it must be at most {most:,}", f"{name} = {most} or less")
     if spec.num_heads % spec.num_kv_heads:
         raise impossible(
             f"{spec.num_heads} heads cannot share {spec.num_kv_heads} key-value heads",

@@ -57,6 +57,10 @@ def setting(
     return field(default=default, metadata=about)
 
 
+MOST_SEQUENCES = 2**24
+"""That a step may have: the planner looks at every way to share them out."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """What is trained."""
@@ -116,10 +120,10 @@ class TrainConfig:
     steps: int | None = setting(None, "optimizer steps; set one of steps, tokens, epochs", low=1)
     tokens: int | None = setting(None, "training length in tokens", unit="decimal", low=1)
     epochs: float | None = setting(None, "training length in passes over the data", above=0)
-    global_batch: int | None = setting(None, "sequences per optimizer step over all ranks", low=1)
+    global_batch: int | None = setting(None, "sequences per optimizer step over all ranks", low=1, high=MOST_SEQUENCES)
     global_batch_tokens: int | None = setting(None, "the same in tokens, instead of global_batch", unit="binary", low=1)
     micro_batch: int | Auto = setting("auto", "sequences per forward pass; `auto` finds the largest that fits", low=1)
-    seq_len: int = setting(128, "tokens per sequence", unit="binary", low=2)
+    seq_len: int = setting(128, "tokens per sequence", unit="binary", low=2, high=2**27)
     seed: int = setting(0, "draws weights and the order of the data", low=0, high=2**63 - 1)
     clip: float | None = setting(1.0, "largest global gradient norm; 0 turns clipping off", low=0.0)
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", low=0)
