@@ -175,6 +175,9 @@ def _overrides(parser: argparse.ArgumentParser, words: list[str], takes_config: 
     value."""
     takes_value = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
     free = {n: word for n, word in enumerate(words) if n == 0 or words[n - 1] not in takes_value}
+    if not all(map(str.strip, free.values())) and "completion" not in parser.prog:
+        why = 'often it was a variable of the shell that is not set, as in "$CONFIG"'
+        raise UserError("an empty word", why=why, fix="leave it out, or set the variable")
     if (
         takes_config
     ):  # a key without its section, often another framework's, is one too: the loader has the answer to it
@@ -192,6 +195,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         usage = " ".join(self.format_usage().split())
+        if match := re.fullmatch(r"argument (\S+?)(?:/\S+)?: invalid (int|float) value: '(.*)'", message):
+            message = f"{match[1]} takes a {'whole ' * (match[2] == 'int')}number, not `{match[3]}`"
         near = self._nearest(message)
         fix = f"did you mean `{near}`? " if near else ""
         raise UserError(message, why=usage, fix=f"{fix}`{self.prog} --help` lists every option")
@@ -203,10 +208,12 @@ class _Parser(argparse.ArgumentParser):
         if match := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
             known = [word.strip().strip("'") for word in match[2].split(",")]
             return next(iter(difflib.get_close_matches(match[1].lower(), known, n=1)), None)
-        word = next((word for word in message.split() if word.startswith("--")), "").partition("=")[0]
+        word = next((word for word in message.split() if word.startswith("-")), "").partition("=")[0]
         if not word or not message.startswith("unrecognized"):
             return None
+        word = f"--{word.lstrip('-')}"  # a dash too few
         close = difflib.get_close_matches(word, options_of(self), n=1, cutoff=0.7)
+        close += [name for name in options_of(self) if len(word) > 2 and name.startswith(word)]
         parts = word.strip("-").split("-")  # --max-new-tokens is --max-tokens, with a word too many
         longer = [name for name in options_of(self) if len(parts) > 2 and set(name.strip("-").split("-")) < set(parts)]
         return next(iter([*close, *longer]), None)

@@ -11,6 +11,7 @@ are checked by the keys they stand for, so an axis that is not built yet is refu
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 
 from shardwise.errors import UserError
@@ -38,6 +39,7 @@ WORDS = {
     "precision": "memory.precision",
 }
 _ALSO = {"sequence": "sp"}
+_OF_OTHERS = {"ddp": "dp=2 zero=0", "fsdp": "zero=3", "hsdp": "zero=3 replicate=2", "mp": "tp=2"}
 PRECISION_WORDS: tuple[str, ...] = MemoryConfig.__dataclass_fields__["precision"].metadata["choices"]
 
 
@@ -57,7 +59,11 @@ def parse_layout(text: str, where: str | None = None) -> dict[str, str]:
         if name not in WORDS:
             close = difflib.get_close_matches(name.lower(), WORDS, n=1, cutoff=0.5)
             fix = f"did you mean `{close[0]}`?" if close else "for example `dp=2 zero=0`"
-            if name in ("micro", "micro_batch", "global_batch"):
+            if (glued := re.fullmatch(r"([a-z_]+?):?(\d+)", word.lower())) and glued[1] in WORDS:
+                fix = f"write `{glued[1]}={glued[2]}`"
+            elif name.lower() in _OF_OTHERS:
+                fix = f"write `{_OF_OTHERS[name.lower()]}`"
+            elif name in ("micro", "micro_batch", "global_batch"):
                 fix = f"that is no part of a layout: `train.{'global' if name[0] == 'g' else 'micro'}_batch={value}`"
             why = f"a layout has the words: {', '.join(WORDS)}"
             raise UserError(f"unknown word `{word}` in the layout `{text}`", why=why, fix=fix, where=where)

@@ -41,6 +41,8 @@ def _base(text: str) -> ClusterSpec:
         return measured_here()
     if text.endswith(".toml") or Path(text).is_file():
         return cluster_from_toml(text)
+    if text and Path(text).is_dir():
+        raise UserError(f"{text} is a directory", why="a cluster is a TOML file, or words", fix=EXAMPLE)
     match = SHORTHAND.fullmatch(text)
     if match is None:
         raise UserError(

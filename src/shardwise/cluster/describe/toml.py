@@ -31,6 +31,7 @@ from typing import Any
 
 from shardwise.cluster.describe.changes import RATES, SETTINGS, Setting, changed, kind_of, read_setting, unknown
 from shardwise.cluster.describe.table import known_cluster
+from shardwise.config.keys import section_classes
 from shardwise.config.values import shown
 from shardwise.errors import UserError
 from shardwise.files import read_text
@@ -83,6 +84,9 @@ def _cluster(document: Mapping[str, Any], path: str) -> ClusterSpec:
     if isinstance(document.get("link"), list):
         fix = f"`shardwise doctor --out {path} --force` writes it anew"
         raise UserError(f"{path} is of an earlier version", why="links are [[tier]] now", fix=fix)
+    if not set(document) & TOP and set(document) & set(section_classes()):
+        why = "it has sections of a run's config; a cluster file has keys such as gpu, nodes and per_node"
+        raise UserError(f"{path} is no cluster", why=why, fix="`shardwise doctor --out cluster.toml` writes one")
     _known(document, TOP, "key", path)
     if document.get("schema", 1) != 1:
         raise UserError(f"{path} has schema {document['schema']}", why="this version reads schema 1", fix="schema = 1")

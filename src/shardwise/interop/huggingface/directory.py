@@ -26,7 +26,9 @@ def find_model_dir(path_or_hub_id: str) -> Path:
         raise UserError(
             f"no model in {path}",
             why="a model directory holds config.json and .safetensors files; there is no config.json",
-            fix="give the directory that config.json is in",
+            fix=f"`shardwise export {path} --out DIR` makes one of a run"
+            if (path / "config.toml").is_file()
+            else "give the directory that config.json is in",
         )
     if not HUB_ID.fullmatch(path_or_hub_id):
         raise UserError(
