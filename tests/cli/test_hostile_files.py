@@ -173,6 +173,21 @@ def test_no_value_in_a_config_ends_in_a_traceback(model, field):
             read_spec(model)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"], ids=["ours", "transformers"])
+def test_layers_without_number_are_refused_before_one_is_built(model, refused, kind):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": kind, "num_hidden_layers": 10**9}))
+    assert "1000000000 is more than 10000" in refused("generate", model, "--prompt", "a")
+
+
+@pytest.mark.parametrize("text", ["a." * 2000 + "b = 1", "[" + '"a" . ' * 2000 + "b]", "x = " + "[" * 100_000])
+def test_a_config_or_cluster_file_that_nests_without_end_is_refused(workdir, refused, text):
+    """Two thousand are harmless; a hundred thousand, in 200 kB, took all memory."""
+    Path("odd.toml").write_text(text)
+    assert "nests too deeply" in refused("train", "odd.toml")
+    assert "is no TOML file" in refused("plan", "tiny", "--cluster", "odd.toml", "--seq", 128, "--batch", 1024)
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../hf/model.safetensors", "a/../../x", "", 3, None, ["x"]])
 def test_an_index_names_files_of_its_directory_only(model, name):
     index = {"weight_map": {"model.norm.weight": name}}

@@ -66,9 +66,7 @@ def check_length(config: Config, spec: ModelSpec, origins: Origins) -> None:
     overridden = any(name.startswith("rope_") for name, _ in config.model.overrides)
     if config.model.path is None or overridden or config.train.seq_len <= spec.max_seq_len:
         return
-    longer = (
-        f"model.max_seq_len={config.train.seq_len}" if spec.is_ours else "more in a copy of its config.json"
-    )
+    longer = f"model.max_seq_len={config.train.seq_len}" if spec.is_ours else "more in a copy of its config.json"
     raise UserError(
         f"train.seq_len = {config.train.seq_len} is longer than {spec.name} was trained for",
         why=f"its positions end at {spec.max_seq_len}; what it does beyond them is not what it has learned",

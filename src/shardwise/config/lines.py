@@ -1,4 +1,4 @@
-"""Finds where each key of a TOML file stands.
+"""Reads a TOML file within limits, and finds where each of its keys stands.
 
 `tomllib` gives values without positions. This scanner gives positions without values: it follows tables, dotted and
 quoted keys, inline tables and values that span lines. Invariant: it never raises, so it can also point at the place in
@@ -8,7 +8,9 @@ a file that `tomllib` refuses. Read next: load.py.
 from __future__ import annotations
 
 import re
+import tomllib
 from contextlib import suppress
+from typing import Any
 
 Path = tuple[str, ...]
 
@@ -18,6 +20,16 @@ _STRING = re.compile(
     r'"""(?:\\.|[^\\])*?"""+' r"|'''.*?'''+" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'", re.DOTALL
 )  # fmt: skip
 _BARE = re.compile(r"[^,\]}\n#]*")
+
+_LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){33}""")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Returns what `tomllib` reads. Raises its TOMLDecodeError, or RecursionError for what nests without end: a key of
+    very many names would take memory by the square of their number."""
+    if _LONG_KEY.search(text):
+        raise RecursionError("a key has more than 32 names")
+    return tomllib.loads(text)
 
 
 def key_lines(text: str) -> list[tuple[Path, int]]:

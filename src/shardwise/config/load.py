@@ -25,7 +25,7 @@ from shardwise.config.keys import (
     model_spec_keys,
     section_classes,
 )
-from shardwise.config.lines import key_lines
+from shardwise.config.lines import key_lines, parse_toml
 from shardwise.config.unknown import key_without_section, unknown_key, unknown_section
 from shardwise.config.unreadable import no_such_file, not_a_file
 from shardwise.config.values import read_typed, read_value, toml_or_text
@@ -129,17 +129,17 @@ def _find_key(section: str, name: str, raw: Any, where: str) -> Key:
 
 def _read_file(path: Path) -> Iterator[_Given]:
     text = _file_text(path)
-    lines: dict[tuple[str, ...], int] = {}
-    for keys, line in key_lines(text):
-        lines.setdefault(keys, line)
     try:
-        document = tomllib.loads(text)
+        document = parse_toml(text)
     except tomllib.TOMLDecodeError as problem:
         raise _syntax_error(path, text, str(problem)) from None
     except RecursionError:
         raise UserError(
             f"{path} nests too deeply", why="a config has sections and keys, no more", fix="flatten it"
         ) from None
+    lines: dict[tuple[str, ...], int] = {}
+    for keys, line in key_lines(text):
+        lines.setdefault(keys, line)
 
     def where(*keys: str) -> str:
         return f"{path}:{lines[keys]}" if keys in lines else str(path)

@@ -32,6 +32,7 @@ from typing import Any
 from shardwise.cluster.describe.changes import RATES, SETTINGS, Setting, changed, kind_of, read_setting, unknown
 from shardwise.cluster.describe.table import known_cluster
 from shardwise.config.keys import section_classes
+from shardwise.config.lines import parse_toml
 from shardwise.config.values import shown
 from shardwise.errors import UserError
 from shardwise.files import read_text
@@ -73,7 +74,7 @@ def cluster_from_toml(path: str) -> ClusterSpec:
             f"cannot read {path}", why=getattr(problem, "strerror", None) or "it is no text", fix=fix
         ) from None
     try:
-        document = tomllib.loads(text)
+        document = parse_toml(text)
     except (tomllib.TOMLDecodeError, RecursionError) as problem:
         fix = "`shardwise doctor --out` writes one that works"
         raise UserError(f"{path} is no TOML file", why=str(problem), fix=fix) from None

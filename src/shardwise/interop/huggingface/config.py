@@ -20,6 +20,8 @@ COMMON_REQUIREMENTS: dict[str, Any] = {"quantization_config": None, "partial_rot
 
 SIZES = {"num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "num_experts"}
 LARGEST_SIZE = 2**31
+MOST_MODULES = 10_000
+"""Of layers, and of experts in a layer: each is built one by one, which a damaged number would make endless."""
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -42,6 +44,9 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         for field in SIZES & values.keys():
             if type(values[field]) is not int or not 0 <= values[field] < LARGEST_SIZE:
                 raise ValueError(f"{field} = {str(values[field])[:40]} is no size")
+        for field in ("num_layers", "num_experts"):
+            if values.get(field, 0) > MOST_MODULES:
+                raise ValueError(f"{field} = {values[field]} is more than {MOST_MODULES}")
         return ModelSpec.from_dict({"name": name, **values})
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
         raise UserError(

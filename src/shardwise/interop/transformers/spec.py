@@ -9,14 +9,17 @@ refused. Read next: model.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.interop.huggingface.config import MOST_MODULES
 from shardwise.interop.huggingface.reader import refused
 from shardwise.spec.model import LayerSpec, ModelSpec
 
+COUNTED = re.compile("(^|_)(layers?|experts?|blocks?)$")
 INSTALL = 'pip install "transformers>=5.0"'
 
 
@@ -79,13 +82,14 @@ def spec_from_transformers(config: Mapping[str, Any], why_not_ours: str = "") ->
     from shardwise.interop.transformers.model import build_without_memory, find_block_list
 
     try:
+        _check_counts(config)
         model = build_without_memory(config)
     except UserError:
         raise
     except Exception as problem:  # transformers raises whatever its config classes come across
         raise UserError(
             "transformers cannot build a model from this config.json",
-            why=str(problem).splitlines()[0] if str(problem) else type(problem).__name__,
+            why=" ".join(str(problem).split())[:200] or type(problem).__name__,
             fix="take the config.json that belongs to the weights",
         ) from problem
     path, blocks = find_block_list(model)
@@ -109,6 +113,17 @@ def spec_from_transformers(config: Mapping[str, Any], why_not_ours: str = "") ->
         other_parameters=sum(p.numel() for p in model.parameters()) - sum(sizes),
         why_not_ours=why_not_ours,
     )
+
+
+def _check_counts(config: Mapping[str, Any]) -> None:
+    """Refuses more layers or experts than anybody has: transformers would build them one by one."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        elif COUNTED.search(key) and isinstance(value, int | float):
+            most = MOST_MODULES * (10 if "expert" in key else 1)  # Doge has 16,384 experts, rows of a table
+            if value > most:
+                raise ValueError(f"{key} = {value} is more than {most}")
 
 
 def spec_from_dict(values: Mapping[str, Any]) -> ModelSpec:
