@@ -57,6 +57,10 @@ class Callback:
         """Is called at the end: `why` is "finished", or why the run stopped before its last step."""
 
 
+OneCallback = Callback | Callable[[StepInfo], object]
+Callbacks = OneCallback | Iterable[OneCallback]
+
+
 class _OfFunction(Callback):
     def __init__(self, function: Callable[[StepInfo], object]):
         self.function = function
@@ -69,8 +73,9 @@ class _OfFunction(Callback):
 class Hearing:
     """Passes a run's lines on to callbacks: directly, or through a pipe from another process."""
 
-    def __init__(self, callbacks: Iterable[Callback | Callable[[StepInfo], object]]):
-        self.callbacks = [_as_callback(one) for one in callbacks]
+    def __init__(self, callbacks: Callbacks):
+        several = callbacks if isinstance(callbacks, Iterable) else [callbacks]
+        self.callbacks = [_as_callback(one) for one in several]
         self.run: RunDir | None = None
         self.error: Exception | None = None
         self._owner, (self._read, self._write) = os.getpid(), os.pipe()
@@ -132,7 +137,7 @@ class Hearing:
         self.run.stop_request.write_text(why)
 
 
-def _as_callback(given: Callback | Callable[[StepInfo], object]) -> Callback:
+def _as_callback(given: OneCallback) -> Callback:
     if isinstance(given, Callback):
         return given
     if callable(given) and not isinstance(given, type):

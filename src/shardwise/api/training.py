@@ -7,13 +7,15 @@ of this process (fork) where they need its functions and data. Under torchrun ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from shardwise.api.callbacks import Callback, Hearing, StepInfo
+from shardwise.api.callbacks import Callbacks, Hearing
 from shardwise.api.functions import Evaluate, MakeOptimizer, own_evaluate, own_loss, own_optimizer
 from shardwise.api.settings import Settings, for_programs, is_set, settings_of, words_of
 from shardwise.api.trained import Run, Trained, load_trained
@@ -52,7 +54,7 @@ def train(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     evaluate: Evaluate | None = None,
-    callbacks: Iterable[Callback | Callable[[StepInfo], object]] = (),
+    callbacks: Callbacks = (),
     nproc: int | None = None,
     verify: bool = True,
 ) -> Run:
@@ -64,12 +66,12 @@ def train(
     loss       from logits (N, V) and targets (N,) to one loss per token (N,)
     optimizer  from the list of parameters that this rank trains to a torch optimizer
     evaluate   from a function that scores rows to numbers by name; every rank calls it when the held-out loss is due
-    callbacks  functions of a step, or Callback objects, called in this process
+    callbacks  a function of a step, a Callback object, or several of them, called in this process
     nproc      processes on this machine; verify: whether a layout that was never proven here is proven first
 
     Raises `UserError` for what can be mended, `RunFailed` for a run that broke off.
     """
-    with for_programs(), prepared(), closing(Hearing(callbacks)) as hearing:
+    with memory_given_back(), for_programs(), prepared(), closing(Hearing(callbacks)) as hearing:
         loaded = settings_of(config, changes, model)
         own = _own_parts(loaded, data, eval_data, loss, optimizer, evaluate)
         loaded = _with_parts(loaded, own)
@@ -98,7 +100,7 @@ def resume(
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     evaluate: Evaluate | None = None,
-    callbacks: Iterable[Callback | Callable[[StepInfo], object]] = (),
+    callbacks: Callbacks = (),
     nproc: int | None = None,
     from_step: int | None = None,
     allow: Iterable[str] = (),
@@ -106,7 +108,7 @@ def resume(
     """Goes on with a run from its newest checkpoint, or from that of `from_step`, in the same or another layout, and
     returns it. What the program brought to the run is given again. `allow` names keys that may change though they
     change what is computed."""
-    with for_programs(), prepared(), closing(Hearing(callbacks)) as hearing:
+    with memory_given_back(), for_programs(), prepared(), closing(Hearing(callbacks)) as hearing:
         before = settings_of(run.directory.config)
         own = _own_parts(before, data, eval_data, loss, optimizer, evaluate)
         hearing.run = run.directory
@@ -114,6 +116,18 @@ def resume(
         planned = continue_run(run.directory, words_of(changes or {}), list(allow), nproc, own)
         code = start(run.directory, planned, from_step, attend=hearing.attend)
     return _ended(Run(run.directory), Exit(code), hearing)
+
+
+@contextmanager
+def memory_given_back() -> Iterator[None]:
+    """Frees at the end what a run in this process held: a model and its optimizer are in cycles, and the next run of a
+    sweep needs their memory before Python would look for them."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if "torch" in sys.modules and (cuda := sys.modules["torch"].cuda).is_initialized():
+            cuda.empty_cache()
 
 
 def _ended(run: Run, code: Exit, hearing: Hearing) -> Run:
@@ -163,7 +177,7 @@ def _own_parts(
         rows.check()
         held: OwnRows | None = None
         if eval_data is not None:
-            held = own_rows(eval_data, seed=0, fixed_order=True, **common)  # type: ignore[assignment]
+            held = cast(OwnRows, own_rows(eval_data, seed=0, fixed_order=True, **common))
             held.check()
         return OwnCorpus(tokenizer, rows, held, open_template(config.data.chat_template, directory, tokenizer))
 
