@@ -41,6 +41,8 @@ ODD: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 4, "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 256, "num_kv_shared_layers": 0,
     },
+    # a router's bias that transformers keeps in fp32 whatever is asked for
+    "ernie4_5_moe": {**HYBRID, "moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2},
     # divides its weights in place when it is not in training mode
     "rwkv": {**HYBRID, "num_hidden_layers": 7, "attention_hidden_size": 32},
     # infinity in their config, which JSON does not have

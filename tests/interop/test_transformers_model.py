@@ -182,3 +182,34 @@ def test_more_positions_are_not_offered_as_a_key_that_is_refused(tmp_path: Path)
     with pytest.raises(UserError, match="longer than llama was trained for") as caught:
         check_length(loaded.config, read_spec(directory), loaded.origins)
     assert "config.json" in caught.value.fix and "model.max_seq_len" not in caught.value.fix
+
+
+def test_every_parameter_has_the_format_that_was_asked_for(tmp_path: Path) -> None:
+    """FSDP2 shards parameters of one format together."""
+    directory = write_model("ernie4_5_moe", tmp_path / "model")
+    spec = read_spec(directory)
+    assert isinstance(spec, TransformersSpec)
+    for dtype in (torch.float64, torch.bfloat16):
+        read, drawn = TransformersModel(spec, dtype=dtype), TransformersModel(spec, dtype=dtype)
+        read.read(directory)
+        drawn.draw()
+        assert {value.dtype for model in (read, drawn) for value in model.parameters()} == {dtype}
+
+
+def test_a_config_that_transformers_itself_cannot_run_is_no_bug_of_ours(tmp_path: Path) -> None:
+    """DeepSeek-V2's config as transformers writes it does not say how many experts a token visits."""
+    from foreign_models import HYBRID
+    from transformers import CONFIG_MAPPING
+
+    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 8, "q_lora_rank": 8}
+    values = HYBRID | heads | {"num_key_value_heads": 2, "moe_intermediate_size": 16, "n_routed_experts": 4}
+    config = CONFIG_MAPPING["deepseek_v2"](**values)
+    config.save_pretrained(tmp_path)
+    model = TransformersModel(spec_from_transformers(json.loads((tmp_path / "config.json").read_text())))
+    model.draw()
+    with pytest.raises(UserError, match="transformers' own code of deepseek_v2 fails") as caught:
+        model(TOKENS, TOKENS)
+    assert "argument 'k' must be int" in caught.value.why
+    model.inner.forward = lambda **given: [][1]  # of ours, or of a hook
+    with pytest.raises(IndexError):
+        model(TOKENS, TOKENS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -68,13 +69,25 @@ class TransformersModel(nn.Module):
             raise no_document_mask(self.spec.name)
         if cache is not None:
             return self._continue(tokens_BT, cache)
-        logits_BTV = self.inner(input_ids=tokens_BT, use_cache=False).logits
+        logits_BTV = self._logits(tokens_BT)
         if targets_BT is None:
             return logits_BTV
         total = cross_entropy_sum(
             lambda logits: logits, logits_BTV.flatten(0, 1), targets_BT.flatten(), logits_BTV.shape[-1], self.losses
         )
         return Losses(total, total.new_zeros(()), total.new_zeros(()))
+
+    def _logits(self, tokens_BT: Tensor) -> Tensor:
+        try:
+            return self.inner(input_ids=tokens_BT, use_cache=False).logits
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as problem:
+            if not _is_theirs(problem):
+                raise
+            raise UserError(
+                f"transformers' own code of {self.spec.name} fails with this config.json",
+                why=f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}",
+                fix="take a config.json that transformers alone can run, or another version of transformers",
+            ) from problem
 
     # Generation -----------------------------------------------------------------------------------------------------
 
@@ -85,7 +98,7 @@ class TransformersModel(nn.Module):
         all_BT = cache.append(0, tokens_BT[..., None])[0][..., 0]
         cache.advance(num_new)
         if not self.remembers:
-            return self.inner(input_ids=all_BT, use_cache=False).logits[:, -num_new:]
+            return self._logits(all_BT)[:, -num_new:]
         found = self.inner(input_ids=tokens_BT, past_key_values=cache.theirs, use_cache=True)
         cache.theirs = found.past_key_values
         return found.logits
@@ -100,7 +113,7 @@ class TransformersModel(nn.Module):
         tokens_BT = torch.arange(8, device=next(self.parameters()).device)[None] % self.spec.vocab
         past, parts = None, []
         with torch.no_grad():
-            whole_BTV = self.inner(input_ids=tokens_BT, use_cache=False).logits
+            whole_BTV = self._logits(tokens_BT)
             try:
                 for part_BT in tokens_BT.split([5, 1, 2], 1):
                     found = self.inner(input_ids=part_BT, past_key_values=past, use_cache=True)
@@ -131,7 +144,7 @@ class TransformersModel(nn.Module):
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        self.train()
+        self._of_one_dtype()
         for what in ("missing", "mismatched"):
             if wrong := about[f"{what}_keys"]:
                 raise UserError(
@@ -144,7 +157,7 @@ class TransformersModel(nn.Module):
         """Gives the model memory with some weights in it, for a checkpoint to be put there."""
         config = self.inner.config
         self.inner = type(self.inner)._from_config(config, dtype=self.dtype, attn_implementation=self.kernel)
-        self.train()
+        self._of_one_dtype()
 
     def draw_from(self, seed: int) -> None:
         """Gives the model the same weights on every rank, none of them exactly zero or one, where a mistake could hide:
@@ -154,6 +167,14 @@ class TransformersModel(nn.Module):
             self.draw()
             for parameter in self.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+    def _of_one_dtype(self) -> None:
+        """Gives every parameter the one number format: transformers keeps some in fp32 whatever is asked for (routers'
+        biases of ERNIE 4.5), and FSDP2 shards parameters of one format together."""
+        for parameter in self.inner.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.dtype)
+        self.train()
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads a checkpoint's tensors: of a tied weight it may have one name or all."""
@@ -172,6 +193,18 @@ class TransformersModel(nn.Module):
         quiet_transformers()
         model = self.inner.to(dtype) if dtype else self.inner
         model.save_pretrained(directory, max_shard_size=max_shard_bytes)
+
+
+def _is_theirs(problem: Exception) -> bool:
+    """Whether transformers' code, or a layer of torch that it calls, raised this: not a hook of ours or of FSDP2, no
+    lack of memory, no device."""
+    trace = problem.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = str(trace.tb_frame.f_globals.get("__name__")) if trace else ""
+    if isinstance(problem, RuntimeError) and not re.search(r"\b(sizes?|shapes?|dimensions?|dtype)\b", str(problem)):
+        return False
+    return module.startswith(("transformers.", "torch.nn."))
 
 
 # Building -------------------------------------------------------------------------------------------------------------
