@@ -41,6 +41,10 @@ class UserError(Exception):
             first = f"{first}{' ' * max(2, 72 - len(first))}{self.where}"
         return f"{first}\n  why  {self.why}\n  fix  {self.fix}"
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns what IPython shows in a traceback's place: a mistake in a cell is mended in the cell."""
+        return str(self).splitlines()
+
     def __reduce__(self):  # keyword-only arguments need help to cross a process boundary
         return _rebuild, (self.what, self.why, self.fix, self.where, self.code)
 

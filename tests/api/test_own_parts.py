@@ -3,7 +3,9 @@ words."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import os
 import warnings
@@ -244,6 +246,41 @@ def test_an_error_in_a_loss_ends_a_run_in_three_lines_and_keeps_its_traceback(tm
         shardwise.train(SMALL | {"run.dir": str(tmp_path)}, data=ROWS, loss=lambda logits, targets: {}["weights"])
     assert "a bug of shardwise" not in capsys.readouterr().err
     assert f'File "{__file__}"' in (failed.value.run.directory.crash / "rank0.txt").read_text()
+
+
+def test_ranks_print_where_the_program_prints(tmp_path):
+    """As in the cell of a notebook, whose output no other process can write to."""
+    settings, heard = SMALL | {"run.dir": str(tmp_path), "parallel.dp": 2}, []
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        run = shardwise.train(settings, data=ROWS, callbacks=heard.append, verify=False)
+        with pytest.raises(shardwise.RunFailed):
+            shardwise.train(settings, data=ROWS, loss=lambda logits, targets: 1 / 0, verify=False)
+    assert [step.step for step in heard] == [1, 2, 3, 4] and len(run.losses) == 4
+    for line in ("starting 2 processes", "step 4/4", "nothing is held out", f"run      {run.path}"):
+        assert out.getvalue().count(line) == 1 + (line[:8] == "starting"), out.getvalue()
+    assert "error: loss raised ZeroDivisionError" in err.getvalue()
+
+
+def test_how_a_run_of_a_program_goes_on_is_python(tmp_path):
+    run = shardwise.train(SMALL | {"run.dir": str(tmp_path), "train.steps": 1}, data=ROWS)
+    said = run.directory.how_to_resume("train.steps=2", "memory.precision=bf16", allow=["train.steps"])
+    call = (
+        said.removesuffix(" in that program")
+        .replace("data=...", "data=ROWS")
+        .replace(', "memory.precision": "bf16"', "")
+    )
+    assert '"memory.precision": "bf16"' in said
+    with pytest.raises(UserError) as problem:
+        run.resume({"train.steps": 2}, data=ROWS)
+    assert problem.value.fix.startswith('add allow=["train.steps"] ')
+    assert len(eval(call).losses) == 2
+    assert len(run.resume({"train.steps": 3}, data=ROWS, allow="train.steps").losses) == 3
+
+
+def test_a_notebook_shows_a_mistake_in_three_lines(tmp_path):
+    with pytest.raises(UserError) as problem:
+        shardwise.load(tmp_path / "nothing")
+    assert len(problem.value._render_traceback_()) == 3
 
 
 def test_a_generator_that_ends_is_said(tmp_path):

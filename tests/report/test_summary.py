@@ -34,5 +34,5 @@ def test_a_run_goes_on_by_a_command_and_with_parts_of_a_program_by_that_program(
     run.own_parts.write_text('{"parts": ["loss", "data"]}')
     assert run.how_to_resume() == f'shardwise.load("{tmp_path}").resume(loss=..., data=...) in that program'
     assert run.how_to_resume("train.steps=40", allow=["train.steps"]).endswith(
-        '.resume({"train.steps": 40}, loss=..., data=...) in that program'
+        '.resume({"train.steps": 40}, loss=..., data=..., allow=["train.steps"]) in that program'
     )

@@ -70,12 +70,16 @@ class _OfFunction(Callback):
         self.function(step)
 
 
+OneCallback = Callback | Callable[[StepInfo], object]
+Callbacks = OneCallback | Iterable[OneCallback]
+
+
 class Hearing:
     """Passes a run's lines on to callbacks: directly, or through a pipe from another process."""
 
     def __init__(self, callbacks: Callbacks):
-        several = callbacks if isinstance(callbacks, Iterable) else [callbacks]
-        self.callbacks = [_as_callback(one) for one in several]
+        given = callbacks if isinstance(callbacks, Iterable) and not isinstance(callbacks, str) else [callbacks]
+        self.callbacks = [_as_callback(one) for one in given]
         self.run: RunDir | None = None
         self.error: Exception | None = None
         self._owner, (self._read, self._write) = os.getpid(), os.pipe()

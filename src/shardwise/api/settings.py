@@ -42,7 +42,7 @@ def for_programs() -> Iterator[None]:
 
 def _as_argument(fix: str) -> str:
     """Returns a fix with arguments for options: `nproc=2` for `--nproc 2`, `merge_lora` for `--merge-lora`."""
-    fix = fix.replace("--nproc ", "nproc=").replace("--allow ", "allow=")
+    fix = re.sub(r"--allow (\S+)", r'allow=["\1"]', fix.replace("--nproc ", "nproc="))
     return re.sub(r"(?<!\S)--([a-z]+(?:-[a-z]+)*)", lambda option: option[1].replace("-", "_"), fix)
 
 

@@ -43,6 +43,10 @@ class RunFailed(Exception):
         super().__init__(f"{run.name}: {why} (exit {int(code)})")
         self.run, self.code = run, code
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns what IPython shows: the run has said the rest above."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 def train(
     config: Settings = None,
@@ -113,7 +117,9 @@ def resume(
         own = _own_parts(before, data, eval_data, loss, optimizer, evaluate)
         hearing.run = run.directory
         own = replace(own, hear=hearing.hear) if hearing.callbacks else own
-        planned = continue_run(run.directory, words_of(changes or {}), list(allow), nproc, own)
+        planned = continue_run(
+            run.directory, words_of(changes or {}), [allow] if isinstance(allow, str) else list(allow), nproc, own
+        )
         code = start(run.directory, planned, from_step, attend=hearing.attend)
     return _ended(Run(run.directory), Exit(code), hearing)
 
@@ -177,7 +183,7 @@ def _own_parts(
         rows.check()
         held: OwnRows | None = None
         if eval_data is not None:
-            held = cast(OwnRows, own_rows(eval_data, seed=0, fixed_order=True, **common))
+            held = cast("OwnRows", own_rows(eval_data, seed=0, fixed_order=True, **common))
             held.check()
         return OwnCorpus(tokenizer, rows, held, open_template(config.data.chat_template, directory, tokenizer))
 

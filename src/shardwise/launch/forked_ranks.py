@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit
+from shardwise.launch.followed import is_file
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import RunProcsResult
@@ -28,9 +29,19 @@ GRACE_S = 30.0
 class ForkedRanks:
     """Ranks that were copied from this process."""
 
-    def __init__(self, body: Callable[[], int], environments: Mapping[int, Mapping[str, str]], log: Path):
-        attempt = 1 + len(list(log.glob("rank1.*.out")))
-        self._errors = {rank: str(log / f"rank{rank}.{attempt}.err") if rank else "" for rank in environments}
+    def __init__(
+        self,
+        body: Callable[[], int],
+        environments: Mapping[int, Mapping[str, str]],
+        log: Path,
+        attempt: int,
+        *,
+        is_followed: bool,
+    ):
+        """`is_followed`: the first rank, too, writes to files, which are shown by who started it."""
+        files = {rank: str(log / f"rank{rank}.{attempt}.err") for rank in environments}
+        self._files = {rank: file for rank, file in files.items() if rank or is_followed}
+        self._errors = files | {0: ""}
         sys.stdout.flush()
         sys.stderr.flush()
         self._running = {rank: self._fork(rank, body, environments[rank]) for rank in environments}
@@ -84,12 +95,12 @@ class ForkedRanks:
         try:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the worker's handlers take over, as in rank.py
             os.environ.update(environment)
-            if rank:  # the first one keeps the terminal
-                for ending, number, stream in (("out", 1, sys.stdout), ("err", 2, sys.stderr)):
-                    path = self._errors[rank].removesuffix("err") + ending
+            if file := self._files.get(rank):  # else it has the terminal
+                for name, number in (("stdout", 1), ("stderr", 2)):
+                    path = file.removesuffix("err") + name.removeprefix("std")
                     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-                    if stream.fileno() != number:  # a notebook's
-                        setattr(sys, "stdout" if number == 1 else "stderr", open(number, "w", closefd=False))  # noqa: SIM115
+                    if not is_file(getattr(sys, name), number):  # a notebook's
+                        setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
             code = body()
         except BaseException:
             traceback.print_exc()

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from shardwise.launch.followed import Followed
 from shardwise.launch.forked_ranks import ForkedRanks
 from shardwise.launch.outcome import RanksEnded, exit_code
 from shardwise.run.guards import INTERRUPT, answering, stop_signals
@@ -47,6 +48,7 @@ def start_ranks(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
     store, port = _loopback_store()  # lives as long as the ranks do
     arguments = ["-m", "shardwise.launch.rank", str(run.path), "--launcher", str(os.getpid()), *options]
+    followed = Followed(run.log, attempt := 1 + len(list(run.log.glob("rank1.*.out"))))  # a resume keeps earlier logs
     environments = _environments(nproc, port, threads, interface or _loopback_interface())
     start: Callable[[], PContext | ForkedRanks] = partial(
         start_processes,
@@ -54,12 +56,17 @@ def start_ranks(
         entrypoint=sys.executable,
         args=dict.fromkeys(range(nproc), tuple(arguments)),
         envs=environments,
-        logs_specs=_rank_logs(run.log, nproc),
+        logs_specs=_rank_logs(run.log, nproc, attempt, followed),
     )
     if body is not None:
-        start = partial(ForkedRanks, body, environments, run.log)
-    asked, result = _supervise(start, attend)
-    attend()
+        start = partial(ForkedRanks, body, environments, run.log, attempt, is_followed=bool(followed.out))
+
+    def look() -> None:
+        attend()
+        followed.show()
+
+    asked, result = _supervise(start, look)
+    look()
     del store
     return exit_code(run, RanksEnded.of(asked, result, first=0))
 
@@ -129,19 +136,19 @@ def _loopback_interface() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
-def _rank_logs(folder: Path, nproc: int) -> Any:
-    """Returns where ranks print to: rank 0 to the terminal, rank N to log/rankN.ATTEMPT.out and .err."""
+def _rank_logs(folder: Path, nproc: int, attempt: int, followed: Followed) -> Any:
+    """Returns where ranks print to: rank 0 to the terminal or to what is followed, rank N to log/rankN.ATTEMPT.out and
+    .err."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            attempt = 1 + len(list(folder.glob("rank1.*.out")))  # a resume does not overwrite earlier logs
+            def files(ending: str, first: str | None = None) -> dict[int, str]:
+                named = {rank: str(folder / f"rank{rank}.{attempt}.{ending}") for rank in range(nproc)}
+                return named if first is None else named | {0: first}
 
-            def files(ending: str, ranks: range) -> dict[int, str]:
-                return {r: str(folder / f"rank{r}.{attempt}.{ending}") if r in ranks else "" for r in range(nproc)}
-
-            others, none = range(1, nproc), files("", range(0))
-            return LogsDest(files("out", others), files("err", others), none, none, files("error.json", range(nproc)))
+            none = dict.fromkeys(range(nproc), "")
+            return LogsDest(files("out", followed.out), files("err", followed.err), none, none, files("error.json"))
 
         @property
         def root_log_dir(self) -> str:

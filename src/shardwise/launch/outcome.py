@@ -92,7 +92,7 @@ def exit_code(run: RunDir, ended: RanksEnded) -> int:
         if any(one.rank == 0 and one.code == first.code for one in ended.failures):
             return first.code  # the first rank has said the same on the terminal
         say_error(first.text)
-        if event.get("event") not in ("failed", "stopped"):  # the first rank was ended before it could say anything
+        if event.get("exit") != first.code:  # the first rank was ended, or has seen only that this one was gone
             why = first.text.splitlines()[0] if first.text else f"rank {first.rank} failed"
             run.append({"event": "failed", "exit": first.code, "why": why, "wall_time": time.time()})
         return first.code

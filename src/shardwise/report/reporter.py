@@ -48,6 +48,7 @@ class Reporter(Listener):
         self.unigram = session.corpus.unigram_entropy()
         self.view = view or LiveView(session.plan.num_steps, self.unigram, quiet=not session.ranks.is_first)
         self.metrics: Metrics | None = None  # of the first rank
+        self.said_nothing_held_out = False
         self.comparison: dict[str, Any] | None = None  # predicted and measured, after the first steps
         self.is_right = True  # False: the run's proof found that it computed something else than one process would
         self._opened = ExitStack()
@@ -148,7 +149,10 @@ class Reporter(Listener):
         if loss is None and own:
             return
         if loss is None:
-            self.say("eval     nothing is held out, so there is no evaluation loss (data.validation_fraction)")
+            if not self.said_nothing_held_out:
+                key = "data.validation_fraction" if self.session.own.corpus is None else "eval_data=..."
+                self.say(f"eval     nothing is held out, so there is no evaluation loss ({key})")
+            self.said_nothing_held_out = True
             return
         if self.metrics:
             self.metrics.write({"step": step, "eval_loss": loss, "wall_time": time.time()})

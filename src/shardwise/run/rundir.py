@@ -117,8 +117,10 @@ class RunDir:
         """Returns what goes on with this run, with `changes` such as train.steps=40: a command, or the call of a Python
         program where one brought parts of its own."""
         if parts := self.parts_of_a_program():
-            values = ", ".join(f'"{key}": {value}' for key, _, value in (change.partition("=") for change in changes))
-            arguments = [*([f"{{{values}}}"] if changes else []), *(f"{part}=..." for part in parts)]
+            pairs = [(key, value) for key, is_key, value in (change.partition("=") for change in changes) if is_key]
+            values = ", ".join(f'"{key}": {_in_python(value)}' for key, value in pairs)
+            arguments = [*([f"{{{values}}}"] if pairs else []), *(f"{part}=..." for part in parts)]
+            arguments += [f"allow={json.dumps(list(allow))}"] if allow else []
             return f'shardwise.load("{self.path}").resume({", ".join(arguments)}) in that program'
         return " ".join(["shardwise resume", str(self.path), *(f"--allow {key}" for key in allow), *changes])
 
@@ -340,3 +342,12 @@ def find_run(name: str, parent: str | Path = "runs") -> RunDir:
         why=f"neither {name} nor {Path(parent) / name} has a config.toml; runs here: {known}",
         fix=fix,
     )
+
+
+def _in_python(value: str) -> str:
+    """Returns a value of a config word as a program writes it: numbers as they are, `…` for one to be chosen."""
+    try:
+        float(value)
+    except ValueError:
+        return "..." if value == "…" else json.dumps(value)
+    return value
