@@ -70,10 +70,6 @@ class _OfFunction(Callback):
         self.function(step)
 
 
-OneCallback = Callback | Callable[[StepInfo], object]
-Callbacks = OneCallback | Iterable[OneCallback]
-
-
 class Hearing:
     """Passes a run's lines on to callbacks: directly, or through a pipe from another process."""
 

@@ -196,8 +196,8 @@ class TransformersModel(nn.Module):
 
 
 def _is_theirs(problem: Exception) -> bool:
-    """Whether transformers' code, or a layer of torch that it calls, raised this: not a hook of ours or of FSDP2, no
-    lack of memory, no device."""
+    """Returns whether transformers' code, or a layer of torch that it calls, raised this: not a hook of ours or of
+    FSDP2, no lack of memory, no device."""
     trace = problem.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
