@@ -59,6 +59,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def damaged(file: Path, why: str) -> UserError:
     """Returns the error for a checkpoint file that cannot be used."""
+    if (file.parent / "config.json").is_file():
+        return UserError(f"{file} is damaged", why=why, fix="fetch or write the model again")
     return UserError(
         f"checkpoint file {file} is damaged",
         why=why,

@@ -60,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.subject not in SUBJECTS:
         raise unknown("measurement", args.subject, SUBJECTS, None)
-    if args.subject != "step" and (args.overrides or args.config):
-        word = args.overrides[0] if args.overrides else "--config"
+    if args.subject != "step" and (args.overrides or args.config or args.steps != STEPS):
+        word = args.overrides[0] if args.overrides else "--config" if args.config else "--steps"
         raise UserError(
-            f"`{word}` cannot be used with `bench {args.subject}`", why="it reads no config", fix="leave it out"
+            f"`{word}` cannot be used with `bench {args.subject}`", why="it trains nothing", fix="leave it out"
         )
     if args.subject == "step" and args.out:
         raise UserError(

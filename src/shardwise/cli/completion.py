@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardwise.errors import Exit
+from shardwise.errors import Exit, UserError
 
 HELP = (
     "Print a script that makes a shell complete verbs, options, config keys, values, presets and runs.\n\n"
@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.line and args.shell != "words":
+        why = "its script asks for the command line itself"
+        raise UserError(f"`completion {args.shell}` takes no `{args.line}`", why=why, fix="leave it out")
     if args.shell == "words":
         from shardwise.cli.candidates import candidates
 

@@ -141,12 +141,13 @@ def _dispatch(name: str, words: list[str]) -> int:
     if name not in VERBS:
         import difflib
 
-        near = difflib.get_close_matches(name.lower(), VERBS, n=1)
-        raise UserError(
-            f"unknown command `{name}`",
-            why=f"the commands are {', '.join(VERBS)}",
-            fix=f"did you mean `shardwise {near[0]}`?" if near else "`shardwise --help` says what each does",
-        )
+        near = difflib.get_close_matches(name.lower(), [*VERBS, "--version", "--help"], n=1)
+        fix = f"did you mean `shardwise {near[0]}`?" if near else "`shardwise --help` says what each does"
+        if OVERRIDE.match(name):
+            fix = f"a key comes after the command: `shardwise train {name}`"
+        elif name == "shardwise":
+            fix = f"once is enough: `{' '.join(['shardwise', *words])}`"
+        raise UserError(f"unknown command `{name}`", why=f"the commands are {', '.join(VERBS)}", fix=fix)
     verb: Any = import_module(f"shardwise.cli.{name}")
     parser = parser_of(name)
     overrides = _overrides(parser, words, getattr(verb, "CONFIG", False))

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'run':<{width}}  {head}")
     for row in rows:
         step, date = (
-            f"{row['step']}/{row['num_steps']}",
+            f"{row['step']}/{row['num_steps'] or '?'}",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(row["started"])),
         )
         loss, held_out = (f"{value:.4f}" if value is not None else "-" for value in (row["loss"], row["held_out_loss"]))

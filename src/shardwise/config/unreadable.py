@@ -24,6 +24,8 @@ def no_such_file(path: Path) -> UserError:
         fix = f"write `model.preset={path}`"
     elif path.name == "last":
         fix = "`shardwise resume last` goes on with a run; or give a TOML file"
+    elif (Path("runs") / path / "config.toml").is_file():
+        fix = f"did you mean runs/{path}/config.toml?"
     elif near:
         close = difflib.get_close_matches(str(path), near, n=1, cutoff=0.75)
         fix = f"did you mean {close[0]}?" if close else f"there is: {', '.join(near[:5])}"

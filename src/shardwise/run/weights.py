@@ -125,9 +125,9 @@ def find_weights(name: str, runs_dir: str = "runs") -> StoredWeights:
     if is_run:
         return _from_run(find_run(name, runs_dir))
     if path.is_file():
-        raise UserError(
-            f"{name} is a file", why="weights are given by their directory", fix=f"{path.parent} instead of {name}"
-        )
+        inside = any((path.parent / mark).is_file() for mark in ("config.toml", "manifest.json", "config.json"))
+        fix = f"{path.parent} instead of {name}" if inside else "`shardwise runs` lists runs"
+        raise UserError(f"{name} is a file", why="weights are given by their directory", fix=fix)
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(
             f"{name} holds no model",
@@ -148,7 +148,7 @@ def _from_run(run: RunDir) -> StoredWeights:
     if not found:
         raise UserError(
             f"run `{run.name}` has no checkpoint yet",
-            why=f"{run.checkpoints} is empty",
+            why=f"{run.checkpoints} holds no complete one",
             fix=f"`{run.how_to_resume()}` trains on; a checkpoint comes at the end, or set checkpoint.every",
         )
     return _from_checkpoint(found[0], run)

@@ -19,6 +19,7 @@ COMMON_REQUIREMENTS: dict[str, Any] = {"quantization_config": None, "partial_rot
 
 
 SIZES = {"num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "num_experts"}
+THEIR_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 LARGEST_SIZE = 2**31
 MOST_MODULES = 10_000
 """Of layers, and of experts in a layer: each is built one by one, which a damaged number would make endless."""
@@ -49,8 +50,12 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
                 raise ValueError(f"{field} = {values[field]} is more than {MOST_MODULES}")
         return ModelSpec.from_dict({"name": name, **values})
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+        odd = [
+            field for field in THEIR_SIZES if field in config and (type(config[field]) is not int or config[field] < 1)
+        ]
+        what = f"{odd[0]} = {config[odd[0]]!r:.40} is no size" if odd else problem
         raise UserError(
             "config.json cannot be understood",
-            why=f"a {kind} config with a missing or malformed value: {problem}",
+            why=f"a {kind} config with a missing or malformed value: {what}",
             fix="take the config.json that belongs to the weights",
         ) from problem
