@@ -141,11 +141,11 @@ def be_no_rank() -> None:
 
 
 @contextmanager
-def caught(descriptor: int, stream: Any) -> Iterator[list[str]]:
+def caught(descriptor: int, stream: Any, encoding: str = "utf-8") -> Iterator[list[str]]:
     """What this process and those that it starts write there."""
     said: list[str] = []
     with ExitStack() as held:
-        file = held.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))
+        file = held.enter_context(tempfile.TemporaryFile("w+", encoding=encoding))
         before = os.dup(descriptor)
         held.callback(os.close, before)
         os.dup2(file.fileno(), descriptor)
