@@ -277,6 +277,26 @@ def test_how_a_run_of_a_program_goes_on_is_python(tmp_path):
     assert len(run.resume({"train.steps": 3}, data=ROWS, allow="train.steps").losses) == 3
 
 
+def test_what_came_out_is_asked_in_words_of_a_program(tmp_path):
+    run = shardwise.train(SMALL | {"run.dir": str(tmp_path), "train.steps": 1}, data=ROWS, eval_data=ROWS[:6])
+    assert run.evaluate(ROWS[:6]) == pytest.approx(run.eval_losses[1], abs=1e-6)
+    (tmp_path / "text.txt").write_text("no row")
+    for ask, said in (
+        (lambda: run.evaluate(tmp_path / "no.txt"), "no such data"),
+        (lambda: run.evaluate([tmp_path / "text.txt"]), "beyond the model's vocabulary"),
+        (lambda: run.evaluate(3), "eval_data is a int"),
+        (lambda: run.generate("a"), "prompt has the token id 97"),
+        (lambda: run.generate("A", temperature=-1), "temperature=0.8"),
+        (lambda: run.generate("A", top_p=3), "top_p=0.95"),
+        (lambda: run.export(tmp_path / "out", dtype="fp3"), "dtype = 'fp3' is not written"),
+        (lambda: run.resume(data=ROWS, from_step=7), "no checkpoint of step 7"),
+    ):
+        with pytest.raises(UserError) as problem:
+            ask()
+        assert said in str(problem.value)
+    assert run.state == "finished", "asking for what is not there leaves it what it is"
+
+
 def test_a_notebook_shows_a_mistake_in_three_lines(tmp_path):
     with pytest.raises(UserError) as problem:
         shardwise.load(tmp_path / "nothing")
@@ -300,6 +320,11 @@ def test_a_generator_that_ends_is_said(tmp_path):
         ({"loss": smoothed, "config": {"speed.loss": "fused"}}, "goes with cross-entropy alone"),
         ({"optimizer": sgd, "config": {"memory.offload": "optimizer"}}, "goes with the optimizers of optimizer.name"),
         ({"callbacks": ["print"]}, "a callback is a str"),
+        ({"callbacks": "print"}, "a callback is a str"),
+        ({"changes": ["train.steps=3"]}, "settings are a list"),
+        ({"nproc": 0}, "nproc = 0 is no number"),
+        ({"nproc": "2"}, "nproc = '2' is no number"),
+        ({"config": {"train.steps": 2, "train.tokens": 64}}, "`train.steps` (this program)"),
         ({"config": {"train.stpes": 3}}, "did you mean"),
         ({"config": {"train.steps": "many"}}, "this program"),
         ({"config": {"train.steps": sgd}}, "a setting is a function"),

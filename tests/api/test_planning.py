@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.api.settings import for_programs, settings_of
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
 from shardwise.plan.answer.answer import answer
@@ -45,12 +47,44 @@ def test_models_and_clusters_are_objects():
         ({"budget": 5e5}, "need tokens"),
         ({"budget": 5e5, "tokens": "1T"}, "price=2.50"),
         ({"constraints": {"parallel.tp": 7}}, "cannot be cut over tp=7"),
+        ({"constraints": ["parallel.tp=7"]}, "settings are a list"),
+        ({"cluster": 8}, "cluster is a int"),
+        ({"cluster": Path("no.toml")}, "`shardwise doctor --out cluster.toml` writes one"),
+        ({"seq": "x"}, '`seq="x"` cannot be read'),
+        ({"batch": 3, "seq": 8192}, "batch=8192"),
+        ({"top": 0}, "top = 0 shows nothing"),
+        ({"tokens": "1T", "within_s": 1}, "within_s=1"),
     ],
 )
 def test_mistakes(keys, said):
     with pytest.raises(UserError) as problem:
-        shardwise.plan("llama3-8b", "8xh100", **keys)
-    assert said in str(problem.value)
+        shardwise.plan("llama3-8b", keys.pop("cluster", "8xh100"), **keys)
+    assert said in str(problem.value) and not re.search(r"(?<!doctor )--[a-z]", str(problem.value))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("drop --merge-lora, or --nproc 2", "drop merge_lora, or nproc=2"),
+        ("--within 2h, or --budget 5.5, a lower price", "within_s=7200, or budget=5.5, a lower price"),
+        ("add --allow optimizer.lr if you mean it", 'add allow=["optimizer.lr"] if you mean it'),
+        ("shardwise resume r --nproc 2", "shardwise resume r --nproc 2"),
+        ("CUDA_VISIBLE_DEVICES= shardwise resume r --nproc 2", "CUDA_VISIBLE_DEVICES= shardwise resume r --nproc 2"),
+        ("--out DIR; `shardwise plan a --cluster b` plans", "out=DIR; `shardwise plan a --cluster b` plans"),
+        ("`train.steps` (command line)", "`train.steps` (this program)"),
+    ],
+)
+def test_errors_have_arguments_for_options_and_leave_commands_as_they_are(text, said):
+    with pytest.raises(UserError) as problem, for_programs():
+        raise UserError(text, why=text, fix=text, where="--why-not")
+    assert (problem.value.what, problem.value.why, problem.value.fix) == (said,) * 3
+    assert problem.value.where == "this program"
+
+
+def test_a_planned_layout_is_a_config():
+    best = shardwise.plan("tiny", "this", seq=64, batch=512, top=1)[0]
+    assert settings_of(best, {"train.steps": 3}).config.train.steps == 3
+    assert settings_of(best).config == best.config
 
 
 def test_editors_and_type_checkers_see_the_names_that_programs_get():

@@ -138,7 +138,7 @@ class Plans(Sequence[PlannedLayout]):
 
 def plan(
     model: ModelSpec | str,
-    cluster: ClusterSpec | str = "this",
+    cluster: ClusterSpec | str | Path = "this",
     constraints: Mapping[str, Any] | None = None,
     *,
     seq: int | str | None = None,
@@ -156,7 +156,13 @@ def plan(
     from shardwise.plan.answer.question import ask
 
     with for_programs():
-        words = words_of(constraints or {})
+        if top < 1:
+            raise UserError(f"top = {top} shows nothing", why="it is the number of layouts", fix="top=5")
+        if not isinstance(cluster, str | Path | ClusterSpec):
+            why = "it is a name such as 8xh100, a cluster file, or a ClusterSpec"
+            raise UserError(f"cluster is a {type(cluster).__name__}", why=why, fix='cluster="8xh100"')
+        cluster = str(cluster) if isinstance(cluster, Path) else cluster
+        words = words_of({} if constraints is None else constraints)
         name = model.name if isinstance(model, ModelSpec) else str(model)
         if isinstance(model, ModelSpec):
             words = [*model_words(model)[1:], *words]

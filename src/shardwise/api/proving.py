@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.api.planning import PlannedLayout
-from shardwise.api.settings import Settings, for_programs, settings_of
+from shardwise.api.settings import Settings, check_nproc, for_programs, settings_of
+from shardwise.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Proven:
 
 
 def verify(
-    config: Settings | PlannedLayout = None,
+    config: Settings = None,
     changes: Mapping[str, Any] | None = None,
     *,
     steps: int = 8,
@@ -42,7 +42,10 @@ def verify(
     from shardwise.run.build import model_spec
 
     with for_programs():
-        loaded = settings_of(config.config if isinstance(config, PlannedLayout) else config, changes)
+        check_nproc(nproc)
+        if steps < 1:
+            raise UserError(f"steps = {steps} compares nothing", why="a proof needs a step", fix="steps=8")
+        loaded = settings_of(config, changes)
         spec = model_spec(loaded.config.model)
         resolved = plan_to_prove(loaded, spec, nproc)
         small = shrink_plan(resolved.plan)

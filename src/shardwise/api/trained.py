@@ -17,6 +17,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
 if TYPE_CHECKING:
+    from shardwise.data.corpus import Corpus
     from shardwise.data.tokenizer import Tokenizer
     from shardwise.model.decoder import Decoder
     from shardwise.run.weights import StoredWeights
@@ -65,54 +66,83 @@ class Trained:
         """Returns the model's continuation of a text, without the text."""
         from shardwise.run.generate import Sampling, generate
 
-        tokenizer = self.tokenizer
-        ids = tokenizer.encode(prompt)
-        if not ids:
-            raise UserError("prompt is empty", why="the model continues at least one token", fix='prompt="def "')
-        sampling = Sampling(temperature, top_p, seed)
-        return tokenizer.decode(
-            list(generate(self.model(), ids, max_tokens, sampling, frozenset({tokenizer.separator})))
-        )
+        with for_programs():
+            sampling, tokenizer, vocab = Sampling(temperature, top_p, seed), self.tokenizer, self.spec.vocab
+            ids = tokenizer.encode(prompt)
+            if not ids:
+                raise UserError("prompt is empty", why="the model continues at least one token", fix='prompt="def "')
+            if max(ids) >= vocab:
+                raise UserError(
+                    f"prompt has the token id {max(ids)}",
+                    why=f"the model has the ids 0 to {vocab - 1}, and the run's tokenizer is {tokenizer.name}",
+                    fix="rows of your own have no text: model() computes logits from their ids",
+                )
+            stop = frozenset({tokenizer.separator})
+            return tokenizer.decode(list(generate(self.model(), ids, max_tokens, sampling, stop)))
 
-    def evaluate(self, source: str | Sequence[str], seq_len: int | None = None) -> float:
-        """Returns the mean loss on the text of `source`, in nats per token."""
-        from shardwise.data.corpus import open_corpus
-        from shardwise.run.build import CACHE
+    def evaluate(self, source: str | Path | Sequence[str | Path] | Any, seq_len: int | None = None) -> float:
+        """Returns the mean loss in nats per token on the text of `source`, or on rows of token ids as `eval_data` of
+        `shardwise.train` has them."""
+        from shardwise.data.own_rows import held_rows
         from shardwise.run.device import best_device
         from shardwise.run.evaluate import evaluate, plain_sums
 
-        weights = self.weights
-        config = weights.config or load_config(None).config
-        asked = source if isinstance(source, str) else tuple(source)
-        corpus = open_corpus(
+        with for_programs():
+            weights = self.weights
+            config = weights.config or load_config(None).config
+            length = seq_len or config.train.seq_len
+            held: Any  # text or rows, which are asked for batches in one way
+            if texts := _texts(source):
+                held = self._corpus_of(texts, config, length).train
+            else:
+                held = held_rows(source, seq_len=length, vocab=weights.spec.vocab, padding=0)
+            batch = min(8, held.num_sequences)
+            found = evaluate(
+                plain_sums(self.model()),
+                held,
+                global_batch=batch,
+                rows=range(batch),
+                micro_batch=batch,
+                device=best_device(),
+            )
+        assert found is not None, "training rows are never empty"
+        return found
+
+    def _corpus_of(self, texts: tuple[str, ...], config: Config, seq_len: int) -> Corpus:
+        from shardwise.data.corpus import open_corpus
+        from shardwise.run.build import CACHE
+
+        weights, asked = self.weights, texts if len(texts) > 1 else texts[0]
+        return open_corpus(
             replace(config.data, source=asked, validation_fraction=0.0, mix=None, streaming=False),
-            seq_len=seq_len or config.train.seq_len,
+            seq_len=seq_len,
             seed=0,
             vocab=weights.spec.vocab,
             model_dir=weights.tokenizer_dir,
             cache_dir=(weights.run.path.parent if weights.run else Path(config.run.dir)) / CACHE,
             progress=False,
         )
-        batch = min(8, corpus.train.num_sequences)
-        found = evaluate(
-            plain_sums(self.model()),
-            corpus.train,
-            global_batch=batch,
-            rows=range(batch),
-            micro_batch=batch,
-            device=best_device(),
-        )
-        assert found is not None, "training rows are never empty"
-        return found
 
     def export(self, out: str | Path, *, merge_lora: bool = False, dtype: str | None = None) -> Path:
         """Writes a Hugging Face directory that does not exist yet, and returns its path: the model, or of a run with
         adapters the adapters, unless they are merged."""
-        from shardwise.cli.export import export
+        from shardwise.cli.export import DTYPES, export
 
         with for_programs():
+            if dtype not in (None, *DTYPES):
+                raise UserError(
+                    f"dtype = {dtype!r} is not written", why=f"it is {', '.join(DTYPES)}", fix='dtype="bf16"'
+                )
             export(self.weights, Path(out), merge_lora=merge_lora, dtype=dtype)
         return Path(out)
+
+
+def _texts(source: Any) -> tuple[str, ...]:
+    """Returns the names of text that a source is made of; none where it has rows."""
+    if isinstance(source, str | Path):
+        return (str(source),)
+    is_names = isinstance(source, list | tuple) and all(isinstance(one, str | Path) for one in source)
+    return tuple(map(str, source)) if is_names else ()
 
 
 class Run(Trained):

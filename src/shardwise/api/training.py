@@ -13,15 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from shardwise.api.callbacks import Callbacks, Hearing
 from shardwise.api.functions import Evaluate, MakeOptimizer, own_evaluate, own_loss, own_optimizer
-from shardwise.api.settings import Settings, for_programs, is_set, settings_of, words_of
+from shardwise.api.settings import Settings, check_nproc, for_programs, is_set, settings_of, words_of
 from shardwise.api.trained import Run, Trained, load_trained
 from shardwise.config.load import Loaded
 from shardwise.data.corpus import Corpus
-from shardwise.data.own_rows import OwnCorpus, OwnRows, own_rows
+from shardwise.data.own_rows import OwnCorpus, held_rows, own_rows
 from shardwise.errors import Exit, UserError
 from shardwise.launch.start import PlannedRun, continue_run, join_torchrun, new_run, plan_run, start
 from shardwise.run.own_parts import Loss, OwnParts
@@ -76,6 +76,7 @@ def train(
     Raises `UserError` for what can be mended, `RunFailed` for a run that broke off.
     """
     with memory_given_back(), for_programs(), prepared(), closing(Hearing(callbacks)) as hearing:
+        check_nproc(nproc)
         loaded = settings_of(config, changes, model)
         own = _own_parts(loaded, data, eval_data, loss, optimizer, evaluate)
         loaded = _with_parts(loaded, own)
@@ -113,6 +114,7 @@ def resume(
     returns it. What the program brought to the run is given again. `allow` names keys that may change though they
     change what is computed."""
     with memory_given_back(), for_programs(), prepared(), closing(Hearing(callbacks)) as hearing:
+        check_nproc(nproc)
         before = settings_of(run.directory.config)
         own = _own_parts(before, data, eval_data, loss, optimizer, evaluate)
         hearing.run = run.directory
@@ -181,10 +183,7 @@ def _own_parts(
         common: dict[str, Any] = {"seq_len": config.train.seq_len, "vocab": spec.vocab, "padding": 0}
         rows = own_rows(data, seed=config.train.seed, **common)
         rows.check()
-        held: OwnRows | None = None
-        if eval_data is not None:
-            held = cast("OwnRows", own_rows(eval_data, seed=0, fixed_order=True, **common))
-            held.check()
+        held = None if eval_data is None else held_rows(eval_data, **common)
         return OwnCorpus(tokenizer, rows, held, open_template(config.data.chat_template, directory, tokenizer))
 
     return replace(parts, corpus=corpus)

@@ -154,21 +154,34 @@ class RowStream:
         self._iterator, self._next_step, self._first = None, next_step, []
 
 
-def own_rows(
-    data: Any, *, seq_len: int, vocab: int, padding: int, seed: int, fixed_order: bool = False
-) -> OwnRows | RowStream:
+def own_rows(data: Any, *, seq_len: int, vocab: int, padding: int, seed: int) -> OwnRows | RowStream:
     """Returns rows that a run can train on, from what a program gave as `data`."""
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str | bytes | dict):
-        return OwnRows(data, seq_len=seq_len, vocab=vocab, padding=padding, seed=seed, fixed_order=fixed_order)
-    if fixed_order or not isinstance(data, Iterable) or isinstance(data, str | bytes | dict):
-        what = "eval_data" if fixed_order else "data"
-        raise UserError(
-            f"{what} is a {type(data).__name__}",
-            why="rows of token ids are needed, by index" + ("" if fixed_order else " or one after the other"),
-            fix=f"{what}=[[1, 2, 3], ...], a numpy array, a torch dataset"
-            + ("" if fixed_order else "; text files belong into data.source"),
-        )
+    if _has_rows_by_index(data):
+        return OwnRows(data, seq_len=seq_len, vocab=vocab, padding=padding, seed=seed)
+    if not isinstance(data, Iterable) or isinstance(data, str | bytes | dict):
+        raise _no_rows("data", data, " or one after the other", "; text files belong into data.source")
     return RowStream(data, seq_len=seq_len, vocab=vocab, padding=padding)
+
+
+def held_rows(data: Any, *, seq_len: int, vocab: int, padding: int) -> OwnRows:
+    """Returns rows that are evaluated, in one order for ever, from what a program gave as `eval_data`."""
+    if not _has_rows_by_index(data):
+        raise _no_rows("eval_data", data)
+    rows = OwnRows(data, seq_len=seq_len, vocab=vocab, padding=padding, seed=0, fixed_order=True)
+    rows.check()
+    return rows
+
+
+def _has_rows_by_index(data: Any) -> bool:
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str | bytes | dict)
+
+
+def _no_rows(name: str, data: Any, or_how: str = "", or_what: str = "") -> UserError:
+    return UserError(
+        f"{name} is a {type(data).__name__}",
+        why=f"rows of token ids are needed, by index{or_how}",
+        fix=f"{name}=[[1, 2, 3], ...], a numpy array, a torch dataset{or_what}",
+    )
 
 
 def batch_of(rows: Sequence[Any], seq_len: int, vocab: int, padding: int, names: Sequence[str] | None = None) -> Batch:

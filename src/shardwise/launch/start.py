@@ -157,6 +157,7 @@ def start(
     """Holds the run, brings its files up to date, trains and returns the exit code. A run of one process is trained in
     this one, which reads nothing again. `attend` is called again and again while other processes train."""
     had_torch = "torch" in sys.modules  # loaded by whose program this is
+    run.check_step(from_step)
     say(starting_line(planned.plan.world))  # before torch is loaded, which takes seconds
     if planned.plan.device == "cuda":
         set_allocator(planned.plan.allocator, os.environ)

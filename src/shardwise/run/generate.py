@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.data.corpus import Corpus
+from shardwise.errors import UserError
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.engine import Engine
@@ -29,6 +30,14 @@ class Sampling:
     temperature: float = 0.8  # 0: always the likeliest token
     top_p: float = 0.95  # sample among the likeliest tokens that together have this probability
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            why = "logits are divided by it; 0 takes the likeliest token"
+            raise UserError(f"temperature = {self.temperature:g} is out of range", why=why, fix="--temperature 0.8")
+        if not 0 < self.top_p <= 1:
+            why = "it is the probability of the tokens that are sampled from, more than 0 and at most 1"
+            raise UserError(f"top_p = {self.top_p:g} is out of range", why=why, fix="--top-p 0.95")
 
 
 @torch.inference_mode()

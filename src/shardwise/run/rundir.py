@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from shardwise.checkpoint.listing import at_step
 from shardwise.errors import UserError
 from shardwise.files import cannot_write, check_regular
 from shardwise.foreign_json import read_object
@@ -123,6 +124,11 @@ class RunDir:
             arguments += [f"allow={json.dumps(list(allow))}"] if allow else []
             return f'shardwise.load("{self.path}").resume({", ".join(arguments)}) in that program'
         return " ".join(["shardwise resume", str(self.path), *(f"--allow {key}" for key in allow), *changes])
+
+    def check_step(self, step: int | None) -> None:
+        """Refuses to go on from a checkpoint that is not there; step 0 is the beginning, None the newest."""
+        if step:
+            at_step(self.checkpoints, step)
 
     # --- reading -------------------------------------------------------------------------------------------------
 
