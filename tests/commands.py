@@ -76,13 +76,13 @@ def run_command(*words: object, cwd: Path, timeout: float = 180.0) -> subprocess
 
 
 def warm_command(
-    ranks: RankPool, *words: object, cwd: Path, nproc: int = 1, timeout: float = 180.0
+    ranks: RankPool, *words: object, cwd: Path, nproc: int = 1, timeout: float = 180.0, encoding: str = "utf-8"
 ) -> subprocess.CompletedProcess[str]:
     """Run a verb in a fresh process of the pool, which is the launcher if the verb wants several ranks: it forks them.
     With `nproc` the pool stands for torchrun: every process of it runs the verb as one rank, and what rank 0 said comes
-    back."""
+    back. `encoding` is that of its output."""
     listed = [str(word) for word in words]
-    code, out, err = ranks.run(be_command, nproc, listed, str(cwd), timeout=timeout, fresh=nproc == 1)[0]
+    code, out, err = ranks.run(be_command, nproc, listed, str(cwd), encoding, timeout=timeout, fresh=nproc == 1)[0]
     return subprocess.CompletedProcess(["shardwise", *listed], code, out, err)
 
 
@@ -111,7 +111,7 @@ class WarmProcess:
         return out + err, None
 
 
-def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
+def be_command(words: list[str], cwd: str, encoding: str = "utf-8") -> tuple[int, str, str]:
     """A job of the pool. Exit code, output and errors."""
     import torch.distributed as dist
     from forked_python import forked_ranks
@@ -123,7 +123,10 @@ def be_command(words: list[str], cwd: str) -> tuple[int, str, str]:
         os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     else:
         be_no_rank()
-    with caught(1, sys.stdout) as out, caught(2, sys.stderr) as err, forked_ranks():
+    os.environ["PYTHONIOENCODING"] = encoding  # what it starts has the same
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding=encoding)  # type: ignore[union-attr]
+    with caught(1, sys.stdout, encoding) as out, caught(2, sys.stderr, encoding) as err, forked_ranks():
         try:
             code = main(words)
         except SystemExit as ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,7 +16,7 @@ RAW = (
     r"^[WEF]\d{4} ",
     r"\b\w*Warning: ",
     r"this is a bug of shardwise",
-    r"�|\?{3,}",
+    r"\?{3,}",
 )
 
 
@@ -35,7 +36,12 @@ def type_in(words: Sequence[str], encoding: str = "utf-8") -> tuple[int, str, st
     Python, by torch or by ranks, is heard too."""
     from shardwise.cli.main import main
 
-    with _streams(encoding) as (stdout, stderr), caught(1, stdout, encoding) as out, caught(2, stderr, encoding) as err:
+    with (
+        _streams(encoding) as (stdout, stderr),
+        caught(1, stdout, encoding) as out,
+        caught(2, stderr, encoding) as err,
+        _warnings_shown(),
+    ):
         try:
             code = int(main(words))
         except SystemExit as ended:  # --help
@@ -53,3 +59,14 @@ def _streams(encoding: str) -> Iterator[list]:
         yield streams
     finally:
         sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def _warnings_shown() -> Iterator[None]:
+    """Python's warnings go to standard error, as they do without pytest: those that a user would see."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda *about: sys.stderr.write(warnings.formatwarning(*about[:4]))
+        warnings.simplefilter("default")
+        for unseen in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", unseen)
+        yield
