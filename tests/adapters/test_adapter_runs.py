@@ -127,7 +127,7 @@ def test_adapters_learn_answers_only(run_here, workdir: Path):
     "words, what",
     [
         (["adapter.kind=lora", "adapter.targets=qq"], "adapter.targets: `qq` matches no linear layer"),
-        (["adapter.path=somewhere"], "adapter.path is set, but adapter.kind = none"),
+        (["adapter.path=somewhere"], '`adapter.path = "somewhere"` does nothing'),
         (["adapter.kind=lora", "adapter.path=nowhere"], "no adapter in nowhere"),
         (["adapter.kind=lora", "adapter.dropout=1"], "adapter.dropout"),
     ],

@@ -37,15 +37,18 @@ class Step(NamedTuple):
 
 
 def walk(steps: Sequence[Step], encoding: str, place: Path, ranks: RankPool, words: Mapping[str, str]) -> None:
-    """Takes every step, in this order. `words`: what stands for several, such as TINY."""
+    """Takes every step, in this order, and shows each answer that is not as it should be. `words`: what stands for
+    several, such as TINY."""
+    wrong = []
     for step in steps:
         listed = [part for word in shlex.split(step.words) for part in shlex.split(words.get(word, "")) or [word]]
         code, out, err = take(step, listed, encoding, place, ranks)
         said = out + err
-        assert code == step.code, f"shardwise {step.words}\n{said}"
-        assert step.looked_for in said, f"shardwise {step.words}: no {step.looked_for!r} in\n{said}"
+        if code != step.code or step.looked_for not in said:
+            wrong.append(f"shardwise {step.words}: {code} and no {step.looked_for!r}:\n{said}")
         check_plain(said, err, code)
         said.encode(encoding)
+    assert not wrong, "\n\n".join(wrong)
 
 
 def take(step: Step, words: list[str], encoding: str, place: Path, ranks: RankPool) -> tuple[int, str, str]:

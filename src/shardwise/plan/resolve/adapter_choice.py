@@ -21,7 +21,6 @@ def settle_adapter(config: Config, spec: ModelSpec, origins: Origins) -> Config:
     """Returns the config with what `adapter.path` says filled in; raises where the model has no such layers."""
     adapter = config.adapter
     if adapter.kind == "none":
-        _refuse_idle(config, origins)
         return config
     if adapter.dropout and not spec.is_ours:
         raise UserError(
@@ -58,17 +57,6 @@ def settle_adapter(config: Config, spec: ModelSpec, origins: Origins) -> Config:
         find_targets(adapter, linears_of(spec), theirs, spec.name)
         find_trained(adapter, modules_of(spec), theirs, spec.name)
     return config
-
-
-def _refuse_idle(config: Config, origins: Origins) -> None:
-    """Raises on a key of a section that does nothing: a mistake that nobody would notice."""
-    if config.adapter.path:
-        raise UserError(
-            "adapter.path is set, but adapter.kind = none",
-            why="all weights would be trained, without the adapter",
-            fix="adapter.kind=lora",
-            where=where_written(origins, "adapter.path"),
-        )
 
 
 def _shown(value: object) -> str:
