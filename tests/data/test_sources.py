@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shardwise.data import sources
+from shardwise.data import columns, sources
 from shardwise.data.sources import Reading, find_source, read_documents
 from shardwise.errors import UserError
 
@@ -215,7 +215,7 @@ def test_a_compressed_file_that_expands_without_end_is_refused(tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_row_has_a_largest_size_and_is_not_read_beyond_it(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(columns, "MAX_ROW", 1000)
     with gzip.open(tmp_path / name, "wb") if name.endswith("gz") else (tmp_path / name).open("wb") as file:
         file.write(b'{"text": "' + b"a" * 900 + b'"}\n{"text": "' + b"a" * 1000 + b'"}\n')
     assert "a row of more than" in refusal(tmp_path / name)
@@ -227,7 +227,7 @@ def test_a_value_that_is_stored_once_and_stands_in_every_row_is_read_few_rows_at
     import pyarrow
     import pyarrow.parquet
 
-    monkeypatch.setattr(sources, "BATCH_BYTES", 4 * 2**20)
+    monkeypatch.setattr(columns, "PLAIN_BYTES", 4 * 2**20)
     once = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), pyarrow.array(["a" * 2**20]))
     pyarrow.parquet.write_table(pyarrow.table({"text": once}), tmp_path / "bomb.parquet", compression="zstd")
     assert (tmp_path / "bomb.parquet").stat().st_size < 5000
@@ -237,5 +237,5 @@ def test_a_value_that_is_stored_once_and_stands_in_every_row_is_read_few_rows_at
     for _ in range(20):
         assert next(documents).num_bytes >= 0
         assert pool.bytes_allocated() - before < 32 * 2**20
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(columns, "MAX_ROW", 1000)
     assert "a row of more than" in refusal(tmp_path / "bomb.parquet")

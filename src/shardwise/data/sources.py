@@ -25,18 +25,18 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from shardwise.data import columns
+from shardwise.data.columns import Row, parquet_rows, too_large
 from shardwise.data.remote import RemoteFile, find_remote
-from shardwise.data.rows import ROW_FIELDS, Document, document_of_row
+from shardwise.data.rows import Document, document_of_row
 from shardwise.data.tables import TABLE_SUFFIXES, cached_dataset, is_list_of_rows, read_table, training_split
 from shardwise.errors import UserError
 from shardwise.files import check_regular
 from shardwise.spec.addresses import is_address, without_secrets
 
 MAX_TEXT_BYTES = 2**20
-MAX_ROW_BYTES = 64 * 2**20  # a row is read whole: 64 MiB are thirty thousand pages
 MAX_EXPANSION = 250  # gzip makes at most 1,032 bytes of one, text 3 to 30
 EXPANDED_UNSEEN = 64 * 2**20  # bytes of a compressed file before its expansion is looked at
-BATCH_BYTES = 256 * 2**20  # of a column of .parquet, if every value were as large as all of them together
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", *TABLE_SUFFIXES)
 SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
@@ -213,7 +213,7 @@ def _documents(file: Path | RemoteFile, reading: Reading, skip_invalid: bool, st
     .parquet file at its group of rows; other kinds are read once more from their beginning."""
     suffix = _suffix(file)
     if suffix == ".parquet":
-        return _parquet_rows(file, reading, start.documents)
+        return _documents_of(parquet_rows(file, reading.text_field, start.documents), file, reading, start.documents)
     if suffix == ".jsonl":
         return _json_lines(file, reading, start.documents, start.num_bytes)
     if suffix in TABLE_SUFFIXES:
@@ -225,6 +225,11 @@ def _documents(file: Path | RemoteFile, reading: Reading, skip_invalid: bool, st
     else:
         return _text_pieces(file, reading, skip_invalid=False, offset=start.num_bytes)
     return islice(found, start.documents, None)
+
+
+def _documents_of(rows: Iterator[Row], file: Path | RemoteFile, reading: Reading, before: int) -> Iterator[Document]:
+    for number, (row, num_bytes) in enumerate(rows, before + 1):
+        yield document_of_row(row, text_field=reading.text_field, origin=f"{file}:{number}", num_bytes=num_bytes)
 
 
 def _python_library() -> Source:
@@ -359,7 +364,7 @@ def _json_lines(path: Path | RemoteFile, reading: Reading, number: int = 0, posi
         expanded = 0
         while True:
             try:
-                line = lines.readline(MAX_ROW_BYTES + 1)
+                line = lines.readline(columns.MAX_ROW + 1)
             except _damage() as error:
                 raise UserError(
                     f"{path} is damaged", why=str(error), fix="fetch or compress it again", where=f"{path}:{number + 1}"
@@ -368,8 +373,8 @@ def _json_lines(path: Path | RemoteFile, reading: Reading, number: int = 0, posi
                 return
             number += 1
             expanded += len(line)
-            if len(line) > MAX_ROW_BYTES:
-                raise _too_large(path, number)
+            if len(line) > columns.MAX_ROW:
+                raise too_large(path, number)
             if compressed and expanded > max(EXPANDED_UNSEEN, MAX_EXPANSION * file.tell()):
                 raise UserError(
                     f"{path} expands without end",
@@ -428,65 +433,6 @@ def _parse(line: bytes, path: Path | RemoteFile, number: int, reading: Reading) 
             fix="each line of a .jsonl file is one JSON object; repair or delete the line",
             where=f"{path}:{number}",
         ) from None
-
-
-def _parquet_rows(path: Path | RemoteFile, reading: Reading, first: int) -> Iterator[Document]:
-    """Yields the rows of a file behind the first ones."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            f"cannot read {path}",
-            why="parquet files need pyarrow, which is not installed",
-            fix="pip install 'shardwise[parquet]'",
-        ) from None
-    try:
-        file = pyarrow.parquet.ParquetFile(path if isinstance(path, Path) else pyarrow.PythonFile(path.open("rb")))
-        size = path.num_bytes if isinstance(path, RemoteFile) else path.stat().st_size
-        per_row = size / max(1, file.metadata.num_rows)
-        number = 0
-        columns = [name for name in file.schema_arrow.names if name == reading.text_field or name in ROW_FIELDS]
-        for row_group in range(file.num_row_groups):
-            group_start, rows_of_group = number, file.metadata.row_group(row_group).num_rows
-            if number + rows_of_group <= first:
-                number += rows_of_group
-                continue
-            number = max(number, first)
-            for row in islice(_rows_of(file, row_group, columns), number - group_start, None):
-                num_bytes = int((number + 1) * per_row) - int(number * per_row)
-                number += 1
-                if any(isinstance(value, str) and len(value) > MAX_ROW_BYTES for value in row.values()):
-                    raise _too_large(path, number)
-                yield document_of_row(
-                    row, text_field=reading.text_field, origin=f"{path}:{number}", num_bytes=num_bytes
-                )
-    except (pyarrow.ArrowException, MemoryError) as error:
-        raise UserError(
-            f"{path} is not a readable parquet file",
-            why=next(iter(str(error).splitlines()), "it does not fit into memory"),
-            fix="write it again, or fetch it again",
-        ) from None
-
-
-def _rows_of(file: Any, row_group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of one group, so few at a time that they fit into memory even if each has the largest value: a
-    value that is stored once may stand in every row."""
-    about = file.metadata.row_group(row_group)
-    chunks = [about.column(number) for number in range(about.num_columns)]
-    sizes = [chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
-    batch_size = max(1, min(256, BATCH_BYTES // max([1, *sizes])))
-    for batch in file.iter_batches(batch_size=batch_size, row_groups=[row_group], columns=columns or None):
-        yield from batch.to_pylist()
-
-
-def _too_large(path: Path | RemoteFile, number: int) -> UserError:
-    return UserError(
-        f"a row of more than {MAX_ROW_BYTES >> 20} MiB",
-        why="rows are read whole, and many at a time",
-        fix="cut it into several rows, or write long documents as .txt files, which have no limit",
-        where=f"{path}:{number}",
-    )
 
 
 def _unreadable(path: Path | RemoteFile, error: OSError) -> UserError:

@@ -1,5 +1,5 @@
-"""Reads rows out of .json, .csv, .tsv and .arrow files, and finds the .arrow files of Hugging Face datasets on this
-disk.
+"""Reads rows out of .json, .csv and .tsv files (of .arrow: `columns.py`), and finds the .arrow files of Hugging Face
+datasets on this disk.
 
 Invariant: memory does not grow with a file; rows come in the file's own order, each with about the bytes it takes on
 disk. Rows are understood in `rows.py`.
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.columns import arrow_rows
 from shardwise.data.remote import RemoteFile
-from shardwise.data.rows import ROW_FIELDS, Document, document_of_row
+from shardwise.data.rows import Document, document_of_row
 from shardwise.errors import UserError
 
 TABLE_SUFFIXES = (".json", ".csv", ".tsv", ".arrow")
@@ -27,7 +28,7 @@ def read_table(path: Path | RemoteFile, text_field: str, replace_invalid: bool) 
     """Yields the rows of a file as documents; what is not a table of that kind is refused with its place."""
     suffix, errors = path.suffix.lower(), "replace" if replace_invalid else "strict"
     rows = (
-        _arrow_rows(path, text_field)
+        arrow_rows(path, text_field)
         if suffix == ".arrow"
         else _json_rows(path, errors)
         if suffix == ".json"
@@ -120,38 +121,6 @@ def _separated_rows(path: Path | RemoteFile, errors: str, separator: str) -> Ite
             raise UserError(
                 f"{path} is not a table", why=str(error), fix=fix, where=f"{path}:{rows.line_num}"
             ) from None
-
-
-def _arrow_rows(path: Path | RemoteFile, text_field: str) -> Iterator[tuple[Any, int]]:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError:
-        raise UserError(
-            f"cannot read {path}",
-            why="arrow files need pyarrow, which is not installed",
-            fix="pip install 'shardwise[parquet]'",
-        ) from None
-    try:
-        opened_file = pyarrow.memory_map(str(path)) if isinstance(path, Path) else pyarrow.PythonFile(path.open("rb"))
-        with opened_file as file:
-            is_file = file.read(6) == b"ARROW1"
-            file.seek(0)
-            opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-            batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
-            kept = [name for name in opened.schema.names if name == text_field or name in ROW_FIELDS]
-            for batch in batches:
-                chosen = batch.select(kept or opened.schema.names)
-                for start in range(0, chosen.num_rows, 256):
-                    part = chosen.slice(start, 256)
-                    each = part.nbytes // max(1, part.num_rows)
-                    yield from ((row, each) for row in part.to_pylist())
-    except pyarrow.ArrowException as error:
-        raise UserError(
-            f"{path} is not a readable arrow file",
-            why=str(error).splitlines()[0],
-            fix="write it again, or fetch it again",
-        ) from None
 
 
 # Datasets of Hugging Face ---------------------------------------------------------------------------------------------
