@@ -42,6 +42,20 @@ def test_damaged_json_names_the_row(tmp_path, damage):
     assert "is not a list of rows" in error.what and "a.json:" in str(error)
 
 
+def test_rows_of_text_tables_have_a_largest_size_and_are_not_read_beyond_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardwise.data.tables.MAX_ROW", 1000)
+    monkeypatch.setattr("shardwise.data.tables.BLOCK", 100)
+    (tmp_path / "line.csv").write_text("text\n" + "a" * 900 + "\n" + "a," * 600 + "\n")
+    (tmp_path / "lines.csv").write_text("text\n" + "a" * 900 + "\n" + '"\n",' * 600 + "\n")
+    (tmp_path / "names.csv").write_text("a," * 600)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a" * 900}, {"text": "a" * 5000}]))
+    for name in ("line.csv", "lines.csv", "names.csv", "a.json"):
+        error = refusal(tmp_path / name)
+        assert "a row of more than" in error.what and f"{name}:" in str(error)
+    (tmp_path / "blank.json").write_text("[" + " ," * 5000 + "]")
+    assert texts(tmp_path / "blank.json") == []
+
+
 def test_separated_values_are_rows_by_the_names_in_the_first_line(tmp_path):
     (tmp_path / "a.csv").write_text('text,label\n"one, two\nthree",x\nfour,\n', encoding="utf-8-sig")
     assert texts(tmp_path / "a.csv") == ["one, two\nthree", "four"]

@@ -10,18 +10,19 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.columns import arrow_rows
+from shardwise.data.columns import MAX_ROW, arrow_rows, too_large
 from shardwise.data.remote import RemoteFile
 from shardwise.data.rows import Document, document_of_row
 from shardwise.errors import UserError
 
 TABLE_SUFFIXES = (".json", ".csv", ".tsv", ".arrow")
 BLOCK = 2**20  # characters of a .json file that are read at once
-MAX_ROW = 64 * 2**20  # characters of one row or field
+BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 
 
 def read_table(path: Path | RemoteFile, text_field: str, replace_invalid: bool) -> Iterator[Document]:
@@ -62,8 +63,7 @@ def _json_rows(path: Path | RemoteFile, errors: str) -> Iterator[tuple[Any, int]
             text = file.read(BLOCK)
             at = text.index("[") + 1
         while True:
-            while at < len(text) and text[at] in " \t\r\n,":
-                at += 1
+            at = BETWEEN_ROWS.match(text, at).end()  # type: ignore[union-attr]
             if is_list and text[at : at + 1] == "]":
                 return
             try:
@@ -85,6 +85,8 @@ def _json_rows(path: Path | RemoteFile, errors: str) -> Iterator[tuple[Any, int]
             elif problem is None:
                 yield row, end - at
                 text, at, number = text[end:], 0, number + 1
+            elif len(text) - at > MAX_ROW and str(problem).startswith("Unterminated string"):
+                raise too_large(path, number + 1)
             elif text[at:].strip() or is_list:
                 raise UserError(
                     f"{path} is not a list of rows",
@@ -101,10 +103,21 @@ def _separated_rows(path: Path | RemoteFile, errors: str, separator: str) -> Ite
     there."""
     csv.field_size_limit(MAX_ROW)
     with path.open(encoding="utf-8-sig", errors=errors, newline="") as file:
-        rows = csv.reader(file, delimiter=separator, strict=True)
+        taken = 0  # characters of the row at hand, which may have many lines
+
+        def lines() -> Iterator[str]:
+            nonlocal taken
+            while line := file.readline(MAX_ROW + 1):
+                taken += len(line)
+                if taken > MAX_ROW:
+                    raise too_large(path, rows.line_num + 1)
+                yield line
+
+        rows = csv.reader(lines(), delimiter=separator, strict=True)
         try:
             names = next(rows, [])
             for row in rows:
+                taken = 0
                 if not row:
                     continue
                 if len(row) != len(names):
