@@ -238,7 +238,12 @@ def test_a_row_of_the_wrong_type_in_the_middle_is_named_when_it_is_reached(open_
 
 @pytest.mark.parametrize(
     ("change", "key"),
-    [({"shuffle_buffer": 3}, "data.shuffle_buffer"), ({"seed": 1}, "train.seed"), ({"vocab": 512}, "data.source")],
+    [
+        ({"shuffle_buffer": 3}, "data.shuffle_buffer"),
+        ({"held_out": 3}, "data.held_out"),
+        ({"seed": 1}, "train.seed"),
+        ({"vocab": 512}, "data.source"),
+    ],
 )
 def test_the_state_of_another_stream_is_refused(open_rows, lines_file, change, key):
     train = stream(open_rows, lines_file(ROWS["text"])).train
@@ -248,6 +253,7 @@ def test_the_state_of_another_stream_is_refused(open_rows, lines_file, change, k
     with pytest.raises(UserError) as caught:
         stream(open_rows, path, **change).train.restore(state, 2)
     assert key in caught.value.why
+    assert caught.value.fix.startswith("restore it" if key == "data.source" else f"shardwise resume RUN --allow {key} ")
 
 
 def test_files_behind_an_address_stream_like_those_of_a_disk(open_rows, lines_file):

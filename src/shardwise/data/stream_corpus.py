@@ -171,6 +171,7 @@ def open_stream(
         "data.tokenizer": tokenizer.digest,
         "data.mix": weights,
         "data.shuffle_buffer": data.shuffle_buffer,
+        "data.held_out": data.held_out,
         "train.seed": seed,
     }
     train = TokenStream(make_sources, weights, cutting, seed=seed, settings=settings)

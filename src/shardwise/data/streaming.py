@@ -325,11 +325,15 @@ class TokenStream:
         before = state.get("settings", {}) if isinstance(state, dict) else {}
         differing = [key for key, value in self._settings.items() if before.get(key) != value]
         if differing:
-            key = differing[0]
+            key, was = differing[0], before.get(differing[0])
+            is_digest = key in ("data.source", "data.tokenizer")
+            changed = "the names or sizes of its files" if key == "data.source" else "its content"
+            back = f"shardwise resume RUN --allow {key} {key}={was}".replace(", ", ",")
             raise UserError(
                 "the stream is not the one that this run began with",
-                why=f"{key}: {_short(before.get(key))} there, {_short(self._settings[key])} now",
-                fix="give it what it began with, or begin anew: shardwise resume RUN --from 0",
+                why=f"{key}: {changed if is_digest else was} "
+                f"{'changed' if is_digest else f'there, {self._settings[key]} now'}",
+                fix=f"{'restore it' if is_digest else back}, or begin anew: shardwise resume RUN --from 0",
             )
         self._open()
         for source, about in zip(self._sources, state["sources"], strict=True):
@@ -354,8 +358,3 @@ def _padding(rows: int, cutting: Cutting) -> tuple[np.ndarray, np.ndarray, np.nd
         np.full(shape, IGNORE, dtype=np.int64),
         np.zeros(shape, dtype=np.int32) if cutting.document_mask else None,
     )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
