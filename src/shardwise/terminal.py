@@ -38,10 +38,18 @@ ASCII = {
 COLOURS = {"SAME": "bold green", "WRONG": "bold red", "STOPPED": "bold yellow", "better": "green", "worse": "red"}
 """Labels that are coloured; all others are dim."""
 
+BARS = {
+    **dict.fromkeys(("bar.complete", "bar.finished", "bar.pulse"), "green"),
+    **dict.fromkeys(("bar.back", "progress.remaining", "progress.elapsed", "progress.data.speed"), "dim"),
+    **dict.fromkeys(("progress.percentage", "progress.download"), "bold"),
+}
+"""Styles of rich's progress bars, which have colours of their own."""
+
 COPIED = ("next", "do", "fix", "prove", "run", "wrote")
 """Labels of lines that people copy: they are not broken, so that what is pasted is one command."""
 
-LABELLED = re.compile(r"#\d+ \w+|[^\s#]+")
+LABELLED = re.compile(r"#\d+ \w+|held out|[^\s#]+")
+WHERE = re.compile(r" {2,}(?=\S[^`]*$)")
 INDENTED = re.compile(r"( {2,})(why|fix|do)? *")
 UNIT = r"(?:%|s|ms|us|min|h|days|[KMGT]iB|[kMGT]?B|[GTP]FLOP/s|[kMGT]?B/s|k?tok/s|nats)(?![\w/])"
 VALUE = re.compile(rf"(?<![\w./=,-])[+-]?\d(?:[\d.,:]*\d)?(?:e[+-]?\d+)?[kMGBTx]?(?: ?{UNIT})?(?![\w/=-]|\.\w)")
@@ -101,8 +109,10 @@ def shows_colour(stream: IO[str] | None = None) -> bool:
 def make_console(stream: IO[str] | None = None, **options: Any) -> Console:
     """Returns rich's console on a stream (default: standard output); it adds no colours of its own."""
     from rich.console import Console
+    from rich.theme import Theme
 
-    return Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False, **options)
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    return Console(file=stream or sys.stdout, theme=Theme(BARS), **plain, **options)  # type: ignore[arg-type]
 
 
 def say(line: str = "", *, error: bool = False) -> None:
@@ -154,6 +164,10 @@ def rows_of(line: str, console: Console) -> list[Text]:
         return [text]
     from rich.text import Text
 
+    if label == "error" and (where := WHERE.search(line)):  # the place of a mistake gets a row of its own
+        place = Text(" " * start + line[where.end() :], style="dim")
+        return [*rows_of(line[: where.start()], console), place]
+
     head, body = text[:start], text[start:]
     breaks, begin = [], 0
     for word in WORD.finditer(body.plain):
@@ -186,6 +200,6 @@ def styled(line: str) -> tuple[Text, int, str]:
     if line[start:].startswith("shardwise "):
         text.stylize("bold cyan", start)
         return text, start, "do"
-    for value in VALUE.finditer(line, start):
+    for value in VALUE.finditer(line, start) if label != "sample" else ():  # there, figures are what a model wrote
         text.stylize("bold", *value.span())
     return text, start, label

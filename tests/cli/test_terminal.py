@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO
 
 import pytest
 from commands import SMALL
 
 from shardwise.cli.main import main
-from shardwise.terminal import ASCII, make_console, prepared, rows_of, say, styled
+from shardwise.errors import UserError
+from shardwise.terminal import ASCII, COPIED, make_console, prepared, rows_of, say, styled
 
 ENCODINGS = ("ascii", "latin-1", "utf-8")
 
@@ -146,6 +149,7 @@ def test_a_long_line_breaks_between_words_and_hangs_behind_its_label():
         ("plan     dp=2 fp32", "plan"),
         ("measured 1.18 s per step", "measured"),
         ("#1 step  compute", "#1 step"),
+        ("held out 20 sequences", "held out"),
         ("  why    it is so", "why"),
         ("  fix  do this", "fix"),
         ("         342 ms", ""),
@@ -163,3 +167,35 @@ def test_labels_are_dim_values_bold_and_verdicts_coloured():
     ) for span in styled(line)[0].spans}  # fmt: skip
     assert styles["step"] == "dim" and styles["12"] == "bold" and styles["1.18 s"] == "bold"
     assert "green" in styles["SAME"] and "yellow" in styles["STOPPED"]
+
+
+def test_the_place_of_a_mistake_is_not_broken_in_a_narrow_terminal():
+    console = make_console(Terminal("utf-8", True), width=60, force_terminal=True)
+    said = str(UserError("`optimizer.lr` must be a number, got `a  b`", why="w", fix="f", where="command line"))
+    assert [row.plain for row in rows_of(said.splitlines()[0], console)] == [
+        "error: `optimizer.lr` must be a number, got `a  b`", "       command line",
+    ]  # fmt: skip
+
+
+def test_what_a_model_wrote_is_not_styled():
+    assert [str(span.style) for span in styled("sample   there were 3 of 7 s")[0].spans] == ["dim"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_line_of_these_verbs_is_wider_than_the_terminal(odd_run, on_terminal, monkeypatch, columns):
+    """Else the terminal breaks it inside a word, or inside a picture."""
+    for words in (["watch", odd_run, "--once"], ["explain", "zero"], ["explain"]):
+        stream = on_terminal("utf-8", is_terminal=True)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(words) == 0
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.said())
+        lines = [line for line in plain.splitlines() if not line.startswith(COPIED)]
+        assert [line for line in lines if len(line.rstrip()) > columns] == [], words
+
+
+def test_runs_keep_their_layout_on_a_row_below_where_there_is_no_room(odd_run, on_terminal, monkeypatch):
+    stream = on_terminal("utf-8", is_terminal=True)
+    monkeypatch.setenv("COLUMNS", "72")
+    assert main(["runs", str(Path(odd_run).parent)]) == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", stream.said()).splitlines()
+    assert max(map(len, lines)) <= 72 and lines[3].strip() == "dp=1"

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 from dataclasses import asdict
 
 from shardwise.demo import DEMOS
 from shardwise.errors import Exit, UserError
-from shardwise.explain.pages import all_pages, find_page, key_lines, preset_rows, render_index, render_page
+from shardwise.explain.pages import WIDTH, all_pages, find_page, key_lines, preset_rows, render_index, render_page
+from shardwise.terminal import is_live, shows_colour
 
 HELP = "Half a page on a technique: what it splits, sends and saves. Without a word: the list of words."
 REPORTS = True
@@ -27,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         if args.demo:
             raise _no_demo("a demo needs a word", "zero")
         index = {word: page.line for word, page in all_pages().items()}
-        print(json.dumps({"schema": 1, "words": index}, indent=2) if args.json else render_index())
+        print(json.dumps({"schema": 1, "words": index}, indent=2) if args.json else render_index(_width()))
         return Exit.DONE
     page = find_page(" ".join(args.word))
     if args.demo:
@@ -42,8 +45,21 @@ def run(args: argparse.Namespace) -> int:
             report["table"] = "\n".join(preset_rows())
         print(json.dumps(report, indent=2))
     else:
-        print(render_page(page))
+        print(_in_our_look(render_page(page, _width())))
     return Exit.DONE
+
+
+def _width() -> int:
+    return min(WIDTH, shutil.get_terminal_size().columns) if is_live() else WIDTH
+
+
+def _in_our_look(text: str) -> str:
+    """Returns a page with its word bold and its labels dim where colours are seen: without rich, which takes longer to
+    load than a page to print."""
+    if not shows_colour():
+        return text
+    text = re.sub(r"\A\S+:", "\x1b[1m\\g<0>\x1b[0m", text)
+    return re.sub(r"^(?=\S).{10}(?=  \S)", "\x1b[2m\\g<0>\x1b[0m", text, flags=re.MULTILINE)
 
 
 def _no_demo(what: str, word: str) -> UserError:

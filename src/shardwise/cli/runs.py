@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
+from shardwise.terminal import is_live, make_console
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 HELP = "List the runs of a directory with their state, progress, losses and date."
 REPORTS = True
 DEFAULT = "runs"
+
+STATES = {"failed": "red", "unfinished": "yellow", "stopped": "yellow", "running": "green"}
+"""Colours of rows by the state of their run; finished ones have none."""
 
 Row = dict[str, Any]
 
@@ -54,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"no runs in {args.dir}; `shardwise train` starts one")
         return Exit.DONE
     width = max(len("run"), *(len(row["name"]) for row in rows))
-    head = f"{'state':<10}  {'step':>9}  {'loss':>7}  {'held-out':>8}  {'tok/s':>7}  {'date':<16}  layout"
-    print(f"{'run':<{width}}  {head}")
+    head = f"{'state':<10}  {'step':>9}  {'loss':>7}  {'held-out':>8}  {'tok/s':>7}  {'date':<16}"
+    _say_row(f"{'run':<{width}}", head, "layout", "dim")
     for row in rows:
         step, date = (
             f"{row['step']}/{row['num_steps'] or '?'}",
@@ -63,9 +68,28 @@ def run(args: argparse.Namespace) -> int:
         )
         loss, held_out = (f"{value:.4f}" if value is not None else "-" for value in (row["loss"], row["held_out_loss"]))
         rate = f"{row['tokens_per_s']:.0f}" if row["tokens_per_s"] is not None else "-"
-        said = f"{row['state']:<10}  {step:>9}  {loss:>7}  {held_out:>8}  {rate:>7}  {date}  {row['layout']}"
-        print(f"{row['name']:<{width}}  {said}")
+        said = f"{row['state']:<10}  {step:>9}  {loss:>7}  {held_out:>8}  {rate:>7}  {date}"
+        _say_row(f"{row['name']:<{width}}", said, row["layout"], STATES.get(row["state"], ""))
     return Exit.DONE
+
+
+def _say_row(name: str, cells: str, layout: str, style: str) -> None:
+    """Prints a row; on a terminal where the layout has no room beside it, it stands below, broken between words."""
+    if not is_live():
+        print(f"{name}  {cells}  {layout}")
+        return
+    from rich.text import Text
+
+    console, indent = make_console(), " " * (len(name) + 2)
+    row = Text.assemble(name, "  ", (cells, style))
+    room = max(20, console.width - len(indent))
+    if len(row) + 2 + len(layout) <= console.width:
+        row.append(f"  {layout}", style if cells.startswith("state") else "")
+        console.print(row, soft_wrap=True)
+        return
+    console.print(row, soft_wrap=True)
+    for line in textwrap.wrap(layout, room, break_long_words=False, break_on_hyphens=False):
+        console.print(Text(indent + line, style="dim"), soft_wrap=True)
 
 
 def _check(folder: Path, is_itself_one: bool) -> None:

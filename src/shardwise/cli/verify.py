@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: dict[str, Any], layout: str) -> None:
-    say(f"trained  {found['steps']} steps in fp64, in {layout} and in one process; {found['seconds']:.1f} s")
+    steps = f"{found['steps']} step{'s' if found['steps'] != 1 else ''}"
+    say(f"trained  {steps} in fp64, in {layout} and in one process; {found['seconds']:.1f} s")
     for key in ("losses", "norms", "gradients", "parameters"):
         say(f"         {key:<11} largest difference {found[key]:.1e}")
     if found["same"]:

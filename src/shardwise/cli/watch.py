@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.errors import Exit
-from shardwise.terminal import say
+from shardwise.terminal import is_live, say
 
 if TYPE_CHECKING:
     from shardwise.run.rundir import RunDir
@@ -17,7 +18,8 @@ HELP = "Follow a run in the terminal until it ends; after a failure, show the ve
 REPORTS = True
 Drawn = TypeVar("Drawn")
 POLL_S = 0.5
-WIDTH = 80  # characters of a pipeline's picture
+WIDTH = 80  # characters of a picture, without what stands beside it
+BESIDE = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +59,11 @@ def _snapshot(found: RunDir) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _width() -> int:
+    """Returns the width of pictures: on a terminal their lines are not broken."""
+    return min(WIDTH, max(20, shutil.get_terminal_size().columns - BESIDE)) if is_live() else WIDTH
+
+
 def _drawn(draw: Callable[[], Drawn]) -> Drawn | None:
     """Returns what `draw` makes of plan.json and the events; None where they are missing or damaged: nothing depends on
     a picture."""
@@ -81,7 +88,7 @@ def _follow(found: RunDir) -> int:
             if len(steps) > seen:
                 ran = _drawn(lambda: measured_pipeline(found))
                 curve = curve or _drawn(lambda: measured_memory(found))  # drawn once: only the first steps are watched
-                pictures = [part.text(WIDTH) for part in (ran, curve) if part]
+                pictures = [part.text(_width()) for part in (ran, curve) if part]
                 view.below = "\n".join([bar(seconds_by_kind(steps)), *pictures])
             for line in steps[seen:]:
                 view.step(line)
@@ -118,7 +125,7 @@ def _print_state(found: RunDir) -> None:
     shown = _drawn(lambda: measured_pipeline(found)), _drawn(lambda: measured_memory(found))
     for picture in shown:
         if picture:
-            say(picture.text(WIDTH))
+            say(picture.text(_width()))
     event = found.last_event() or {}
     for line in _drawn(lambda: comparison_lines(plan["measured"])) or ():
         say(line)

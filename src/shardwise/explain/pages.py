@@ -12,7 +12,8 @@ import re
 import textwrap
 import tomllib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 from shardwise.config.keys import Key, all_keys
@@ -84,31 +85,32 @@ def _as_one_word(words: str) -> str:
     return "-".join(re.split(r"[-_ ./]+", words.lower().strip()))
 
 
-def render_index() -> str:
+def render_index(width: int = WIDTH) -> str:
     pages = all_pages()
-    width = max(map(len, pages))
-    lines = [f"  {page.word:<{width}}  {page.line}" for page in pages.values()]
-    return "\n".join(["shardwise explain WORD", "", *lines])
+    column = max(map(len, pages))
+    lines = [_part(f"  {page.word:<{column}}", page.line, width) for page in pages.values()]
+    return "\n".join(["shardwise explain WORD", "", *chain.from_iterable(lines)])
 
 
-def render_page(page: Page) -> str:
-    lines = [f"{page.word}: {page.line}", ""]
+def render_page(page: Page, width: int = WIDTH) -> str:
+    part = partial(_part, width=width)
+    lines = [*textwrap.wrap(f"{page.word}: {page.line}", width, subsequent_indent=" " * 12), ""]
     for label, text in (("splits", page.splits), ("sends", page.sends), ("saves", page.saves)):
-        lines += _part(label, text)
+        lines += part(label, text)
         if text.endswith(":") and page.table:
             lines += [f"{'':12}{row}" for row in page.table.strip("\n").splitlines()]
         if label == "saves" and page.lists:
             lines += [f"{'':12}{row}" for row in LISTS[page.lists]()]
     if page.note:
-        lines += _part("note", page.note)
-    lines += _part("best link", page.link)
+        lines += part("note", page.note)
+    lines += part("best link", page.link)
     for index, text in enumerate(key_lines(page) or ["none: it is always so"]):
-        lines += _part("config" if index == 0 else "", text)
-    lines += _part("cost", page.cost)
-    lines += _part("paper", page.paper)
+        lines += part("config" if index == 0 else "", text)
+    lines += part("cost", page.cost)
+    lines += part("paper", page.paper)
     if page.word in DEMOS:
-        lines += _part("demo", f"shardwise explain {page.word} --demo: a few processes act it out and count the bytes")
-    lines += _part("code", ", ".join(f"shardwise/{path}" for path in page.code) or NOT_YET)
+        lines += part("demo", f"shardwise explain {page.word} --demo: a few processes act it out and count the bytes")
+    lines += part("code", ", ".join(f"shardwise/{path}" for path in page.code) or NOT_YET)
     return "\n".join(lines)
 
 
@@ -170,12 +172,13 @@ def _about(key: Key) -> str:
     return f"{key.help} (default {default})"
 
 
-def _part(label: str, text: str) -> list[str]:
+def _part(label: str, text: str, width: int) -> list[str]:
+    head = f"{label:<10}  "
     return textwrap.wrap(
         text,
-        WIDTH,
-        initial_indent=f"{label:<10}  ",
-        subsequent_indent=" " * 12,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
         break_long_words=False,
         break_on_hyphens=False,
     )

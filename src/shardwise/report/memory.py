@@ -76,7 +76,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 
 
 def percent_off(measured: float, predicted: float) -> str:
-    return f"{100 * (measured / predicted - 1):+.0f} %" if predicted else "n/a"
+    return f"{100 * (measured / predicted - 1):+.0f} %".replace("-0 %", "+0 %") if predicted else "n/a"
 
 
 # Memory in the course of a step --------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def comparison_lines(found: dict[str, Any]) -> list[str]:
     """Returns the comparison as lines: one table of time, one of memory."""
     lines = []
     if found["step"]:
-        title = f"rank {found['rank']}, {found['steps']} steps"
+        title = f"rank {found['rank']}, {found['steps']} step{'s' if found['steps'] != 1 else ''}"
         lines.append(f"time     {title:<22}{'predicted':>12}{'measured':>12}")
         for name, row in found["step"].items():
             if max(row.values()) >= 0.005 * found["step"]["step"]["measured"]:

@@ -15,6 +15,7 @@ from shardwise.data.own_rows import batch_of
 from shardwise.data.sequences import IGNORE
 from shardwise.model.decoder import Decoder
 from shardwise.parallel.engine import Engine
+from shardwise.terminal import make_console
 
 if TYPE_CHECKING:
     from shardwise.data.corpus import Sequences
@@ -59,7 +60,8 @@ def evaluate(
     """
     num_rows = num_held_out(sequences, max_rows)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for number in track(range(-(-num_rows // global_batch)), "evaluating", disable=not progress, transient=True):
+    numbers = range(-(-num_rows // global_batch))
+    for number in track(numbers, "evaluating", disable=not progress, transient=True, console=make_console()):
         batch = held_out_batch(sequences, number, rows, global_batch, num_rows)
         micro = cut_microbatches(to_tensors(batch), micro_batch, num_microbatches, same_shape)
         sums[0] += loss_sums([part.to(device) for part in micro])[0]
