@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for editors and type checkers; a test compares them
     from shardwise.api.callbacks import Callback as Callback
+    from shardwise.api.callbacks import StepInfo as StepInfo
     from shardwise.api.callbacks import StopTraining as StopTraining
+    from shardwise.api.planning import PlannedLayout as PlannedLayout
+    from shardwise.api.planning import Plans as Plans
     from shardwise.api.planning import plan as plan
+    from shardwise.api.proving import Proven as Proven
     from shardwise.api.proving import verify as verify
     from shardwise.api.trained import Run as Run
+    from shardwise.api.trained import Trained as Trained
     from shardwise.api.training import RunFailed as RunFailed
     from shardwise.api.training import load as load
     from shardwise.api.training import train as train
@@ -34,9 +39,14 @@ _EXPORTS = {
     "Job": "shardwise.spec.job",
     "ModelSpec": "shardwise.spec.model",
     "Plan": "shardwise.spec.plan",
+    "PlannedLayout": "shardwise.api.planning",
+    "Plans": "shardwise.api.planning",
+    "Proven": "shardwise.api.proving",
     "Run": "shardwise.api.trained",
     "RunFailed": "shardwise.api.training",
+    "StepInfo": "shardwise.api.callbacks",
     "StopTraining": "shardwise.api.callbacks",
+    "Trained": "shardwise.api.trained",
     "UserError": "shardwise.errors",
     "load": "shardwise.api.training",
     "parallelize": "shardwise.parallel.any_module.parallelize",
@@ -46,12 +56,14 @@ _EXPORTS = {
 __all__ = [*_EXPORTS, "__version__", "plan"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
-    if name == "plan":  # the package of the planner, which can be called
-        return import_module("shardwise.plan")
-    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+if not TYPE_CHECKING:  # or every name would be known to type checkers, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name in _EXPORTS:
+            return getattr(import_module(_EXPORTS[name]), name)
+        if name == "plan":  # the package of the planner, which can be called
+            return import_module("shardwise.plan")
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

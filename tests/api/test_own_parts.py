@@ -22,6 +22,7 @@ import shardwise
 from shardwise.api.functions import own_evaluate, own_loss, own_optimizer
 from shardwise.data.own_rows import batch_of, own_rows
 from shardwise.errors import UserError
+from shardwise.optim.build import set_learning_rate
 from shardwise.prove.reference import Trial, train_plain
 from shardwise.prove.trial import build_trial, trial_batch, trial_plan
 from shardwise.run.build import use_losses
@@ -225,6 +226,21 @@ def test_what_a_function_of_a_program_does_wrong_is_said_of_it(part, said):
     assert said in str(problem.value)
     if "raised" in said and "TypeError" not in said:
         assert Path(problem.value.where.rpartition(":")[0]) == Path(__file__)
+
+
+def test_groups_of_an_own_optimizer_keep_their_share_of_the_learning_rate(tmp_path, capsys):
+    def two_groups(parameters):
+        return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02}], lr=0.1)
+
+    seen = own_optimizer(two_groups)([torch.nn.Parameter(torch.zeros(2)) for _ in range(4)])
+    set_learning_rate(seen, 3.0)
+    assert [group["lr"] for group in seen.param_groups] == pytest.approx([3.0, 0.6])
+    settings = SMALL | {"run.dir": str(tmp_path), "train.steps": 3}
+    grouped = shardwise.train(settings, {"optimizer.lr": 0.1}, data=ROWS, optimizer=two_groups)
+    assert "not its own" not in capsys.readouterr().out
+    single = shardwise.train(settings, data=ROWS, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert "goes for the program's optimizer, not its own 0.1" in capsys.readouterr().out
+    assert grouped.losses[0] == single.losses[0] and grouped.losses[2] != single.losses[2]
 
 
 def test_numbers_of_an_evaluation_may_be_of_torch_or_numpy():

@@ -90,7 +90,7 @@ def test_a_planned_layout_is_a_config():
 def test_editors_and_type_checkers_see_the_names_that_programs_get():
     for package in (shardwise, shardwise.plan):
         tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
-        (block,) = (node for node in tree.body if isinstance(node, ast.If))
+        block = next(node for node in tree.body if isinstance(node, ast.If))
         shown = {alias.name: node.module for node in block.body for alias in node.names}
         if package is shardwise:
             assert shown.pop("plan") == "shardwise.api.planning", "the package that can be called calls it"

@@ -48,7 +48,8 @@ def _loss(function: Loss, logits: torch.Tensor, targets: torch.Tensor) -> torch.
 
 
 def own_optimizer(function: MakeOptimizer) -> MakeOptimizer:
-    """Returns a function that makes the program's optimizer and answers for itself."""
+    """Returns a function that makes the program's optimizer and answers for itself. The learning rate is the config's;
+    groups of parameters with smaller ones keep their share of it."""
     return partial(_optimizer, function)
 
 
@@ -69,6 +70,10 @@ def _optimizer(function: MakeOptimizer, parameters: list[torch.nn.Parameter]) ->
             why="a step has computed its loss and gradients, over all ranks, before the optimizer is called",
             fix="an optimizer whose step() takes no closure",
         )
+    rates = [float(group["lr"]) for group in found.param_groups]
+    for group, rate in zip(found.param_groups, rates, strict=True):
+        if rate != max(rates):
+            group["lr_scale"] = rate / max(rates)
     return found
 
 

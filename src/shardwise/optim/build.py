@@ -70,9 +70,11 @@ BUILDERS: dict[str, Builder] = {
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the same learning rate for all groups of parameters, from the next update on."""
+    """Sets the learning rate of all groups of parameters, from the next update on: the same one, but for groups of a
+    program's own optimizer that have an `lr_scale`."""
     for group in optimizer.param_groups:
+        rate = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)  # torchao's kernels are compiled around the tensor
+            group["lr"].fill_(rate)  # torchao's kernels are compiled around the tensor
         else:
-            group["lr"] = lr
+            group["lr"] = rate

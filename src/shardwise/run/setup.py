@@ -44,6 +44,9 @@ class Setup:
         measured = measured_cluster(spec, plan, config, device, self.engine.bucket_bytes)
         self.forecast = planner.forecast(plan, *measured)
         self.optimizer = self.engine.optimizer(config.optimizer, session.own.optimizer)
+        peak, given = config.optimizer.peak_lr, max(float(group["lr"]) for group in self.optimizer.param_groups)
+        if session.own.optimizer is not None and given != peak:
+            listener.say(f"lr       {peak:g} of optimizer.lr goes for the program's optimizer, not its own {given:g}")
         if isinstance(self.optimizer, OffloadedOptimizer):
             listener.say(self.optimizer.about())
         self.learning_rate = learning_rate(config.optimizer, plan.num_steps, plan.global_batch)
