@@ -277,6 +277,18 @@ def test_ranks_print_where_the_program_prints(tmp_path):
     assert "error: loss raised ZeroDivisionError" in err.getvalue()
 
 
+def test_ranks_end_with_the_program_that_leaves_a_callback(tmp_path):
+    def leave(step):
+        raise SystemExit(3)
+
+    settings = SMALL | {"run.dir": str(tmp_path), "parallel.dp": 2, "train.steps": 100_000}
+    with pytest.raises(SystemExit):
+        shardwise.train(settings, data=ROWS, callbacks=leave, verify=False)
+    run = shardwise.load("last", str(tmp_path))
+    assert run.state == "stopped" and list(run.directory.checkpoints.iterdir())
+    assert not run.directory.is_locked(), "its ranks have ended"
+
+
 def test_how_a_run_of_a_program_goes_on_is_python(tmp_path):
     run = shardwise.train(SMALL | {"run.dir": str(tmp_path), "train.steps": 1}, data=ROWS)
     said = run.directory.how_to_resume("train.steps=2", "memory.precision=bf16", allow=["train.steps"])

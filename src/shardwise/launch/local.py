@@ -96,9 +96,15 @@ def _supervise(
         pids += context.pids().values()
         for number in asked[:1]:  # it came while they were being started
             pass_on(number)
-        while (result := context.wait(timeout=0)) is None:
-            attend()
-            time.sleep(0.1)
+        try:
+            while (result := context.wait(timeout=0)) is None:
+                attend()
+                time.sleep(0.1)
+        except BaseException:  # of the program that is told of the steps: its ranks do not outlive the call
+            pass_on(signal.SIGTERM)
+            while context.wait(timeout=0) is None:
+                time.sleep(0.1)
+            raise
     return asked, result
 
 
