@@ -112,7 +112,7 @@ def make_console(stream: IO[str] | None = None, **options: Any) -> Console:
     from rich.theme import Theme
 
     plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
-    return Console(file=stream or sys.stdout, theme=Theme(BARS), **plain, **options)  # type: ignore[arg-type]
+    return Console(file=stream or sys.stdout, theme=Theme(BARS), **plain, **options)
 
 
 def say(line: str = "", *, error: bool = False) -> None:

@@ -23,7 +23,6 @@ FOR_OTHERS = {
     "reify": "torch's launcher calls it",
     "root_log_dir": "torch's launcher reads it",
     "_should_skip_dynamo": "torch calls it",
-    "_render_traceback_": "IPython calls it",
     "_fields_": "ctypes reads it",
     "transform_rows": "makes the table of docs/transforms.md, which tests/docs/test_transforms.py compares with it",
     "replaces": "a column of the table of docs/transforms.md",
