@@ -313,6 +313,7 @@ def test_what_came_out_is_asked_in_words_of_a_program(tmp_path):
         (lambda: run.evaluate(tmp_path / "no.txt"), "no such data"),
         (lambda: run.evaluate([tmp_path / "text.txt"]), "beyond the model's vocabulary"),
         (lambda: run.evaluate(3), "eval_data is a int"),
+        (lambda: shardwise.load("mine", str(tmp_path)), f"{tmp_path} has {run.name}"),
         (lambda: run.generate("a"), "prompt has the token id 97"),
         (lambda: run.generate("A", temperature=-1), "temperature=0.8"),
         (lambda: run.generate("A", top_p=3), "top_p=0.95"),

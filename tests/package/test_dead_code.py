@@ -18,7 +18,6 @@ FOR_OTHERS = {
     "load_optimizer_state": "the public surface",
     "eval_losses": "the public surface",
     "proven": "the public surface",
-    "_render_traceback_": "IPython calls it",
     "REPORTS": "cli/main.py looks it up by name in the module of a verb",
     "reify": "torch's launcher calls it",
     "root_log_dir": "torch's launcher reads it",

@@ -90,7 +90,7 @@ class PlannedLayout:
 
 
 class Plans(Sequence[PlannedLayout]):
-    """Layouts that fit, the fastest first."""
+    """Layouts that fit, the best first: the fastest, unless a plainer one is hardly slower."""
 
     def __init__(self, answer: Answer):
         self._answer = answer

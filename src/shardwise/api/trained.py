@@ -215,6 +215,14 @@ def load_trained(name: str, runs: str) -> Trained:
     path = Path(name)
     if name == "last" or is_run(path) or is_run(Path(runs) / name):
         return Run(find_run(name, runs))
+    if name and not path.exists() and "/" not in name:
+        here = sorted((one.name for one in Path(runs).glob("*") if is_run(one)), reverse=True)
+        some = ", ".join([*here[:5], *(["..."] if len(here) > 5 else [])]) or "no run"
+        raise UserError(
+            f"there is no run and no model `{name}`",
+            why=f"no directory has this name, and {runs} has {some}",
+            fix='the path of a run, a checkpoint or a Hugging Face directory, or "last"',
+        )
     found = Trained(name, runs)
     _ = found.weights  # refused here, not at the first use
     return found
