@@ -38,7 +38,6 @@ import transformers  # noqa: E402
 import transformers.models.auto.modeling_auto as auto  # noqa: E402
 from foreign_models import KINDS, ODD, OTHERS, UNKNOWN_TO_OURS  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
 STEPS, BATCH, LIMIT, PATIENCE_S = 3, 4, 1e-5, 120.0
 WORDS = [
     f"data.source={ROOT / 'tests/golden/stories.jsonl'}", "data.tokenizer=bytes", "train.seq_len=32",
@@ -73,6 +72,15 @@ SMALL: dict[str, Any] = {
     "swa_num_key_value_heads": 2, "swa_head_dim": 8, "global_head_dim": 8, "attention_head_dim": 8,
     "adapter_rank": 4, "num_nextn_predict_layers": 0, "type_vocab_size": 1, "linear_head_dim": 8, "linear_num_heads": 4,
 }  # fmt: skip
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "zamba": {"layer_types": ["mamba", "hybrid"], "num_hidden_layers": 2},
+    "zaya": {"num_experts_per_tok": 1, "moe_router_topk": 1},
+    "reformer": {"axial_pos_embds": False, "is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
+"""What else these need to be small and whole."""
+
 ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 NOT_A_DECODER_BY_DEFAULT = {"is_decoder": True, "is_causal": True}
 
@@ -85,7 +93,7 @@ def values_of(name: str) -> tuple[str, dict[str, Any]]:
     if name in KINDS | OTHERS | ODD:
         return name, (KINDS | OTHERS | ODD)[name]
     known = transformers.CONFIG_MAPPING[name]().to_dict()
-    values = {key: value for key, value in SMALL.items() if isinstance(known.get(key), int)}
+    values = {key: value for key, value in SMALL.items() if key in known and isinstance(known[key], int | None)}
     if (
         "kv_lora_rank" in values and "num_key_value_heads" in values
     ):  # every head has keys of its own in latent attention
@@ -97,7 +105,7 @@ def values_of(name: str) -> tuple[str, dict[str, Any]]:
         for key in ("num_hidden_layers", "num_layers", "n_layer"):
             if key in values:
                 values[key] = len(values["layer_types"])
-    return name, values
+    return name, values | SPECIAL.get(name, {})
 
 
 def write(name: str, directory: Path) -> dict[str, Any]:

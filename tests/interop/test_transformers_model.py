@@ -213,3 +213,20 @@ def test_a_config_that_transformers_itself_cannot_run_is_no_bug_of_ours(tmp_path
     model.inner.forward = lambda **given: [][1]  # of ours, or of a hook
     with pytest.raises(IndexError):
         model(TOKENS, TOKENS)
+
+
+def test_a_model_whose_backward_draws_at_random_is_refused_where_it_is_trained() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "attention_head_size": 8, "feed_forward_size": 40}
+    config = {"model_type": "reformer", "vocab_size": 256, "axial_pos_embds": False, "is_decoder": True, **sizes}
+    model = TransformersModel(spec_from_transformers(config | {"attn_layers": ["local"], "num_hidden_layers": 1}))
+    model.draw()
+    with pytest.raises(UserError, match="cannot be trained here"):
+        model(TOKENS, TOKENS)
+    with torch.no_grad():
+        assert model(TOKENS).shape == (2, 10, 256)
+
+
+def test_no_end_of_positions_is_no_bound() -> None:
+    """XLNet's config writes -1."""
+    config = {"model_type": "xlnet", "vocab_size": 256, "d_model": 32, "n_head": 4, "d_head": 8, "n_layer": 1}
+    assert spec_from_transformers(config).max_seq_len == 2**30

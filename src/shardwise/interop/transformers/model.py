@@ -25,6 +25,7 @@ from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Losses
 from shardwise.model.loss import TokenLosses, cross_entropy_sum
 
+RANDOM_BACKWARD = {"reformer"}
 KERNELS = {"auto": None, "sdpa": "sdpa", "math": "eager", "flex": "flex_attention"}
 
 
@@ -69,6 +70,13 @@ class TransformersModel(nn.Module):
             raise no_document_mask(self.spec.name)
         if cache is not None:
             return self._continue(tokens_BT, cache)
+        if targets_BT is not None and torch.is_grad_enabled() and self.inner.config.model_type in RANDOM_BACKWARD:
+            raise UserError(
+                f"{self.spec.name} cannot be trained here",
+                why="transformers computes its backward in training mode only, where hashes and dropout are drawn at "
+                "random: no two layouts would agree",
+                fix="another architecture; eval and generate take this one",
+            )
         logits_BTV = self._logits(tokens_BT)
         if targets_BT is None:
             return logits_BTV

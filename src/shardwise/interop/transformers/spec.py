@@ -105,7 +105,7 @@ def spec_from_transformers(config: Mapping[str, Any], why_not_ours: str = "") ->
         ffn=_size(about, "intermediate_size") or _size(about, "ffn_dim") or 4 * hidden,
         vocab=_size(about, "vocab_size"),
         tied=True,
-        max_seq_len=_size(about, "max_position_embeddings") or 2**30,
+        max_seq_len=longest if (longest := _size(about, "max_position_embeddings")) > 0 else 2**30,
         positions="learned" if _learns_positions(model) else "rope",
         config_json=json.dumps({key: value for key, value in config.items() if key != "auto_map"}),
         blocks=path,
