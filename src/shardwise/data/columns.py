@@ -23,7 +23,8 @@ ROWS_AT_ONCE = 256
 MAX_ROW = 64 * 2**20  # bytes of a row, which is read whole: 64 MiB are thirty thousand pages
 VALUE_BYTES = 64  # that a value of Python takes beside its content
 PLAIN_BYTES = 256 * 2**20  # of a column of .parquet, if every value were as large as all of them together
-MAX_PAGES = 512 * 2**20  # bytes of one column of one group of rows, beyond which its expansion is looked at
+MAX_HELD = 64 * 2**20  # bytes of the values of one column in lists, in one group of rows
+MAX_PAGES = 64 * 2**20  # bytes of one column of one group of rows, beyond which its expansion is looked at
 PAGES_EXPANSION = 250  # text becomes 3 to 30 bytes of one
 EXPANDED_UNSEEN = 2**30  # bytes of rows before the expansion of the whole file is looked at
 FILE_EXPANSION = 10_000  # more than of a page: an instruction that stands in every row is stored once
@@ -41,10 +42,13 @@ def parquet_rows(path: Path | RemoteFile, text_field: str, first: int = 0) -> It
         columns = _wanted(file.schema_arrow.names, text_field)
         leaves = [file.schema.column(number) for number in range(about.num_columns)]
         # What stands in lists is left as it is stored, or a value that is stored once would be written out in each.
+        # The values of a group are then held, and copied with each batch: of large groups few rows are read at once.
+        large = {chunk.path_in_schema for chunk in _chunks(about, columns) if chunk.total_uncompressed_size > MAX_HELD}
         in_lists = [
             leaf.path
             for leaf in leaves
             if leaf.max_repetition_level and leaf.physical_type == "BYTE_ARRAY" and leaf.converted_type != "DECIMAL"
+            if leaf.path not in large
         ]
         file = pyarrow.parquet.ParquetFile(source, metadata=about, read_dictionary=in_lists)
         count = _Expansion(path, size)
@@ -59,7 +63,7 @@ def parquet_rows(path: Path | RemoteFile, text_field: str, first: int = 0) -> It
             read = list(_chunks(about, columns, group))
             _check_pages(path, begin, read)
             plain = [chunk.total_uncompressed_size for chunk in read if chunk.path_in_schema not in in_lists]
-            at_once = max(1, min(ROWS_AT_ONCE, PLAIN_BYTES // max([1, *plain])))
+            at_once = max(1, min(ROWS_AT_ONCE, PLAIN_BYTES // max(1, *plain))) if plain else 16 * ROWS_AT_ONCE
             batches = file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns or None)
             for row, _ in _rows_of(batches, count, begin, first):
                 number = max(number, first)
@@ -80,8 +84,7 @@ def arrow_rows(path: Path | RemoteFile, text_field: str) -> Iterator[Row]:
             opened = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
             batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
             kept = _wanted(opened.schema.names, text_field)
-            chosen = (batch.select(kept) if kept else batch for batch in batches)
-            yield from _rows_of(chosen, _Expansion(path, _size_of(path)))
+            yield from _rows_of((_valid(batch, kept) for batch in batches), _Expansion(path, _size_of(path)))
 
 
 def too_large(path: Path | RemoteFile, number: int) -> UserError:
@@ -100,7 +103,6 @@ def _rows_of(batches: Iterator[Any], count: _Expansion, number: int = 0, first: 
             number += batch.num_rows
             continue
         count.check(batch.num_rows * VALUE_BYTES)
-        batch.validate(full=True)
         at = max(0, first - number)
         number += at
         while at < batch.num_rows:
@@ -114,6 +116,14 @@ def _rows_of(batches: Iterator[Any], count: _Expansion, number: int = 0, first: 
             each = part.nbytes // part.num_rows
             yield from ((row, each) for row in part.to_pylist())
             at, number = at + part.num_rows, number + part.num_rows
+
+
+def _valid(batch: Any, kept: list[str]) -> Any:
+    """Returns the wanted columns of a batch of .arrow, whose offsets nobody has looked at; those of .parquet pyarrow
+    makes itself."""
+    chosen = batch.select(kept) if kept else batch
+    chosen.validate(full=True)
+    return chosen
 
 
 def _weight(array: Any) -> int:
