@@ -19,7 +19,9 @@ import pytest
 
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption("--lane", type=int, metavar="NUMBER", help="share the files with other lanes; which one this is")
-    parser.addoption("--lanes-at", type=Path, metavar="FOLDER", help="the folder in which lanes note what they take")
+    # Absolute, because a file of tests may work in a directory of its own.
+    at, about = Path.cwd(), "the folder in which lanes note what they take"
+    parser.addoption("--lanes-at", type=at.joinpath, metavar="FOLDER", help=about)
 
 
 def run(session: pytest.Session) -> bool | None:

@@ -20,8 +20,8 @@ def shared(request):
     print("END", request.module.__name__)
 """
 FILE = """
-import time
-def test_one(shared): time.sleep({pause})
+import os, time
+def test_one(shared): time.sleep({pause}); os.chdir("/")
 def test_two(shared): assert {holds}
 """
 
