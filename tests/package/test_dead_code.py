@@ -29,6 +29,7 @@ FOR_OTHERS = {
     "run_step": "one whole step for a hand-written loop; the trainer starts a step and reads its results later",
     "MEASURED": "the order of the bytes that run/measured_steps.py holds",
     **dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), "lm-evaluation-harness calls them"),
+    "_render_traceback_": "IPython calls it",
     "local_world": "of torchrun's environment, which is read in one place",
 }
 """Names that somebody else uses, and who."""
