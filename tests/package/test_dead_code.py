@@ -30,7 +30,7 @@ FOR_OTHERS = {
     "MEASURED": "the order of the bytes that run/measured_steps.py holds",
     **dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), "lm-evaluation-harness calls them"),
     "_render_traceback_": "IPython calls it",
-    "local_world": "of torchrun's environment, which is read in one place",
+    **dict.fromkeys(("own_place", "ends_at", "secret_file"), "what starts the ranks of a node asks for it"),
 }
 """Names that somebody else uses, and who."""
 
