@@ -148,6 +148,21 @@ def test_bounds_know_that_states_in_cpu_memory_have_no_copies():
     no_bound_is_above(space, layouts(space) or [])
 
 
+def test_whole_weights_may_take_less_than_shards() -> None:
+    """Two frozen layers on two ranks: ZeRO-3 holds half of them and gathers both."""
+    model = ModelSpec(num_layers=2, hidden=4096, num_heads=4, num_kv_heads=2, ffn=12288, vocab=500)
+    job = Job(seq_len=512, global_batch=2, adapter=AdapterConfig(kind="lora", targets=("all-linear",)))
+    fixed = {"memory.recompute": "none", "memory.offload": "none"}
+    space = Space(model, read_cluster("1x2xh100"), job, fixed | {"parallel.dp": 2})
+    every = layouts(space) or []
+    no_bound_is_above(space, every)
+    least = min(all_predicted(space, every), key=lambda candidate: candidate.prediction.memory_bytes)
+    assert least.plan.zero == 0
+    limit = least.prediction.memory_bytes + 1
+    assert [found.plan for found in BestFirst(space, limit).best(5)] == [least.plan]
+    assert BestFirst(space, 0).smallest([2]).plan == least.plan
+
+
 def test_bounds_do_not_depend_on_what_was_asked_before():
     """One rank has wider gradients where it adds up several micro-batches."""
     model = ModelSpec(num_layers=2, hidden=4096, num_heads=4, num_kv_heads=2, ffn=12288, vocab=500)

@@ -221,7 +221,7 @@ class BestFirst:
                 size, states = self.space.sizes(grid)[-1], self.branches.least_states(grid)
                 for place in self.branches.places:
                     if self.space.go_together(grid, states, *place):
-                        least.append((self.memory.of_grid(grid, size, states, place[0]).beside(0.0), grid))
+                        least.append((self.branches.least_weights(grid, size, place[0]).beside(0.0), grid))
         least.sort(key=lambda entry: (entry[0], entry[1]))
         best: tuple[int, Plan] | None = None
         for grid in list(dict.fromkeys(grid for _, grid in least))[:FEW]:
@@ -234,7 +234,7 @@ class BestFirst:
         return self.layouts.predicted(best[1]) if best else None
 
     def _small_plans(self, grid: Grid, accept: Accept) -> Iterator[Plan]:
-        """Yields layouts with the least of all open axes: the smallest micro-batch, most shards, most offload."""
+        """Yields layouts with the least of all open axes: smallest micro-batch, most shards or none, most offload."""
         sizes = [
             n
             for n in reversed(self.space.sizes(grid))
@@ -246,7 +246,8 @@ class BestFirst:
             for size in self.space.sizes(grid)[-1:] + sizes[:1]
         ]
         every = sorted(self.space.states(grid), key=lambda states: (-states.zero, states.replicate))
-        states = [one for one in every if accept(grid, None, one, None)][:1]
+        accepted = [one for one in every if accept(grid, None, one, None)]
+        states = dict.fromkeys(accepted[:1] + accepted[-1:])
         for pace in dict.fromkeys(paces):
             for one in states:
                 for saving in self.space.savings:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shardwise.plan.layouts.effort import effort, effort_of
-from shardwise.plan.layouts.memory_bounds import JUST_BELOW, MemoryBounds
+from shardwise.plan.layouts.memory_bounds import JUST_BELOW, MemoryBounds, Weights
 from shardwise.plan.layouts.parts import Grid, Pace, Saving, States
 from shardwise.plan.layouts.priced import Layouts
 from shardwise.plan.layouts.state_bounds import Sharing
@@ -57,13 +57,20 @@ class Branches:
         """Returns the same branches with another limit in bytes; what does not depend on it is shared."""
         other = Branches(self.layouts, limit, self.time, self.memory)
         other.paces, other.plan, other.bound = self.paces, self.plan, self.bound
-        other.kept, other.least_states = self.kept, self.least_states
+        other.kept, other.least_states, other.least_weights = self.kept, self.least_states, self.least_weights
         return other
 
     @remembered
     def least_states(self, grid: Grid) -> States:
-        """Returns the states that take the fewest bytes: the highest stage with the most shards."""
+        """Returns the states with the most shards of the highest stage."""
         return max(self.space.states(grid), key=lambda states: (states.zero, -states.replicate))
+
+    @remembered
+    def least_weights(self, grid: Grid, size: int, offload: str) -> Weights:
+        """Returns the lower bounds of a rank's bytes with any states: shards are the least where there are many, whole
+        weights where gathering a few frozen blocks takes more than they do."""
+        ends = self.least_states(grid), self.space.states(grid)[0]
+        return Weights(*map(min, *(self.memory.of_grid(grid, size, states, offload) for states in ends)))
 
     @remembered
     def kept(self, grid: Grid, size: int) -> list[float]:
@@ -80,7 +87,7 @@ class Branches:
         for size in sizes:
             held, fitting, host = min(self.kept(grid, size)), [], self.space.cluster.host_room(grid.gpus)
             for place in places:
-                weights = self.memory.of_grid(grid, size, least, place[0])
+                weights = self.least_weights(grid, size, place[0])
                 if weights.beside(0.0 if place[1] else held) <= self.limit and JUST_BELOW * weights.host <= host:
                     fitting.append(place)
             self.counts.too_large += each * (len(places) - len(fitting))
@@ -92,9 +99,8 @@ class Branches:
     @remembered
     def size(self, grid: Grid, size: int, place: Place) -> float:
         """Returns a closer lower bound of a size, in seconds: by the quickest recomputation that may fit."""
-        least = self.least_states(grid)
-        weights = self.memory.of_grid(grid, size, least, place[0])
-        modes = self._modes
+        least, modes = self.least_states(grid), self._modes
+        weights = self.least_weights(grid, size, place[0])
         if not place[1]:
             kept = zip(modes, self.kept(grid, size), strict=True)
             modes = [mode for mode, held in kept if weights.beside(held) <= self.limit]
