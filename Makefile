@@ -1,6 +1,7 @@
 # make train   set up .venv and run the default job          make test    set up and run the tests
 # make setup   only .venv       make lint    ruff and mypy   make bench   the CPU benchmarks
 # make test-gpu  the tests that need a CUDA GPU, with the python that has a torch for it (PYTHON=...), in any order
+# make test-cluster  the tests on nodes of their own, as root: SLURM, ssh, Ray; `make cluster-tools` installs these where it can
 # make explore what tests hold for random examples, for new ones: eight rounds
 # make parity  every layout against one process: the whole same-loss matrix, half an hour; writes benchmarks/results/parity.md
 # make pages   pages that are made from the code: the house, the reference, the planner's rules of thumb and misprints
@@ -9,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 
-.PHONY: setup train test test-gpu explore parity pages lint bench clean
+.PHONY: setup train test test-gpu test-cluster cluster-tools explore parity pages lint bench clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.installed
@@ -59,6 +60,14 @@ GPU_LANES ?= 4
 
 test-gpu:
 	$(call in_lanes,$(GPU_LANES),build/gpu-lanes,PYTHONPATH=$(CURDIR)/src $(PYTHON) -m pytest tests -m "cuda or triton" --shuffle 0,$(PYTHON) tests/costs.py build/gpu-lanes)
+
+# What is not there is named at the end, with how to get it.
+test-cluster: export PYTHONDONTWRITEBYTECODE :=
+test-cluster: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest tests/nodes -rs --durations 5
+
+cluster-tools: $(VENV)/.installed-dev
+	@tests/nodes/install.sh $(VENV)
 
 explore: $(VENV)/.installed-dev
 	@for round in 1 2 3 4 5 6 7 8; do $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=explore --hypothesis-seed=random || exit 1; done

@@ -13,7 +13,7 @@ from import_graph import ROOMS, ROOT
 
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.rglob("*.py"))
-BESIDE_ROOMS = {"docs", "package", "parity", "walks"}
+BESIDE_ROOMS = {"docs", "nodes", "package", "parity", "walks"}
 """Folders that are about more than one room."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,22 @@ def test_a_failure_in_any_lane_fails_the_whole(fails: int, tmp_path: Path):
     ]
 
 
-def test_lint_and_test_are_what_ci_runs():
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert "make lint" in script and "make test" in script
+def test_lint_and_tests_are_what_ci_runs():
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("make")] == [
+        "make lint",
+        "make test",
+        "make cluster-tools",
+        "make test-cluster",
+    ]
+
+
+def test_tests_on_nodes_are_no_part_of_the_others():
+    [test] = [line for line in recipe("test", "LANES=1") if "pytest" in line]
+    assert "tests/nodes" not in test and "pytest tests/nodes" in recipe("test-cluster")[-1]
+    collected = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/nodes"]
+    found = subprocess.run(collected, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "tests/nodes/test_acted_nodes.py" in found, "asked for by name"
 
 
 def test_setup_installs_what_an_optimizer_of_the_config_needs():
