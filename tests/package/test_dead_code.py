@@ -31,6 +31,7 @@ FOR_OTHERS = {
     **dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), "lm-evaluation-harness calls them"),
     "_render_traceback_": "IPython calls it",
     **dict.fromkeys(("own_place", "ends_at", "secret_file"), "what starts the ranks of a node asks for it"),
+    "reads_network": "what a manifest of Kubernetes lets through",
 }
 """Names that somebody else uses, and who."""
 

@@ -40,6 +40,7 @@ VERBS = {
     "export": "write a run's weights in another format",
     "convert": "turn weights of one format into another",
     "data": "prepare text into tokens, look inside",
+    "launch": "jobs of several nodes: SLURM, Kubernetes, Ray, ssh",
     "doctor": "what this machine is and how fast",
     "bench": "measure layers, collectives or whole steps here",
     "explain": "half a page on a technique",
@@ -174,7 +175,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 def _overrides(parser: argparse.ArgumentParser, words: list[str], takes_config: bool) -> dict[int, str]:
     """Returns the `section.key=value` words by where they stand. A word after an option that takes a value is that
     value."""
-    takes_value = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
+    takes_value = {name for name, action in options_of(parser).items() if action.nargs is None}
     free = {n: word for n, word in enumerate(words) if n == 0 or words[n - 1] not in takes_value}
     if not all(map(str.strip, free.values())) and "completion" not in parser.prog:
         why = 'often it was a variable of the shell that is not set, as in "$CONFIG"'

@@ -1,0 +1,187 @@
+"""`shardwise launch` writes, submits and follows jobs of several nodes; `shardwise launch explain` reads a script of
+somebody's and names its mistakes.
+
+Nothing is queued or started unless it is asked for: without --submit the script is printed. The scripts themselves are
+written in launch/schedulers/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.errors import Exit, UserError
+from shardwise.terminal import say, say_error
+
+if TYPE_CHECKING:
+    from shardwise.launch.planned_job import Wanted
+    from shardwise.launch.spec import LaunchSpec
+
+HELP = "jobs of several nodes: write the script, submit it, follow it; `explain` names the mistakes of a script"
+CONFIG = True
+PREPARED = "a line of shell before the job starts, such as 'module load cuda'; repeatable"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|explain")
+    slurm = verbs.add_parser("slurm", help="a batch script for sbatch")
+    _add_job(slurm, "PLAN", several=True)
+    slurm.add_argument("--partition", help="the queue; checked against `sinfo` where there is one")
+    slurm.add_argument("--account", help="who pays")
+    slurm.add_argument("--qos", help="quality of service")
+    slurm.add_argument("--constraint", help="features that nodes must have")
+    slurm.add_argument("--reservation", help="nodes that are kept for you")
+    slurm.add_argument("--switches", metavar="N[@TIME]", help="leaf switches to span at most")
+    slurm.add_argument("--nodelist", metavar="NODES", help="nodes to use")
+    slurm.add_argument("--exclude", metavar="NODES", help="nodes to leave out")
+    slurm.add_argument("--exclusive", action="store_true", help="nodes for this job alone, with all their memory")
+    slurm.add_argument(
+        "--gres", nargs="?", const="gpu", metavar="NAME", help="ask for --gres=NAME:N in place of --gpus-per-node"
+    )
+    slurm.add_argument("--no-kill", action="store_true", help="a lost node does not end the job on the others")
+    slurm.add_argument("--container", metavar="IMAGE", help="an image that the job runs in")
+    slurm.add_argument("--runtime", choices=("pyxis", "apptainer"), default="pyxis", help="who runs the image")
+    slurm.add_argument("--mount", action="append", default=[], metavar="FROM:TO", help="seen in the container, too")
+    slurm.add_argument("--prepare", action="append", default=[], metavar="LINE", help=PREPARED)
+    slurm.add_argument("--at-once", type=int, metavar="N", help="parts of a job array (several PLANs) at a time")
+
+
+def _add_job(parser: argparse.ArgumentParser, what: str, several: bool) -> None:
+    """Adds the options that all schedulers have."""
+    parser.add_argument("plan", nargs="+" if several else 1, metavar=what, help="a config file, as `plan` writes them")
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", help="4x8xh100 or a file; default: what the file was planned for"
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="refuse unless the plan takes so many")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="refuse unless the plan has so many")
+    parser.add_argument("--cpus-per-node", type=int, metavar="N", help="cores of a node")
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="CPU memory of a node, such as 512GiB; default: the plan's need"
+    )
+    parser.add_argument("--time", metavar="TIME", help="how long the job may run, such as 12h; default: as predicted")
+    parser.add_argument("--grace", metavar="TIME", help="notice before the end, to save; default: as predicted")
+    parser.add_argument("--name", help="name of the job and the run; default: the file's")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="a variable that ranks see, too")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it there; nothing is printed")
+    parser.add_argument("--submit", action="store_true", help="hand it to the scheduler")
+    parser.add_argument("--follow", action="store_true", help="show the logs of all ranks until the job ends")
+
+
+def run(args: argparse.Namespace) -> int:
+    return {"slurm": _slurm}[args.scheduler](args)
+
+
+def _wanted(args: argparse.Namespace) -> Wanted:
+    from shardwise.config.units import parse_bytes
+    from shardwise.config.values import read_amount
+    from shardwise.launch.planned_job import Wanted
+
+    for option in ("nodes", "gpus_per_node", "cpus_per_node"):
+        if (count := getattr(args, option)) is not None and count < 1:
+            name = f"--{option.replace('_', '-')}"
+            raise UserError(f"{name} {count} asks for nothing", why="a job needs one at least", fix=f"{name} 1")
+    for name in args.env:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(
+                f"--env {name.partition('=')[0]} is not the name of a variable",
+                why="only names are written: values stay in your shell, out of scripts",
+                fix=f"export it, then --env {re.sub(r'[^A-Za-z0-9_]', '', name.partition('=')[0]) or 'NAME'}",
+            )
+    return Wanted(
+        cluster=args.cluster,
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        cpus_per_node=args.cpus_per_node,
+        memory_bytes=read_amount("--memory", args.memory, parse_bytes, "512GiB") if args.memory else None,
+        time=args.time,
+        grace=args.grace,
+        name=args.name,
+        env=tuple(args.env),
+    )
+
+
+def _spec(args: argparse.Namespace) -> LaunchSpec:
+    from shardwise.launch.planned_job import launch_spec
+
+    return launch_spec(args.plan, args.overrides, _wanted(args))
+
+
+def _origin(args: argparse.Namespace) -> str:
+    """Returns the command line that makes this script again, for its second line."""
+    from shardwise.launch.spec import in_shell
+
+    return f"shardwise launch {args.scheduler} {in_shell((*args.plan, *args.overrides))}"
+
+
+def _slurm(args: argparse.Namespace) -> int:
+    from shardwise.launch.schedulers.slurm_partition import fitted
+    from shardwise.launch.schedulers.slurm_script import PASSED_ON, SlurmOptions, script
+    from shardwise.launch.submit import submit
+
+    options = SlurmOptions(
+        passed_on=tuple((name, value) for name in PASSED_ON if (value := getattr(args, name))),
+        exclusive=args.exclusive,
+        gres=args.gres,
+        no_kill=args.no_kill,
+        container=args.container,
+        runtime=args.runtime,
+        mounts=tuple(args.mount),
+        prepare=tuple(args.prepare),
+        at_once=args.at_once,
+    )
+    spec = fitted(_spec(args), args.partition, args.time is not None, os.environ)
+    text = script(spec, options, _origin(args))
+    if not args.submit:
+        return _show(args, text, "sbatch")
+    _keep(args, text)
+    Path(spec.run_dir).mkdir(parents=True, exist_ok=True)
+    job = submit(["sbatch", "--parsable"], text).partition(";")[0]
+    say(f"queued   job {job}, {spec.nodes} node{'s' if spec.nodes > 1 else ''}, run {spec.run_of(spec.parts[0])}")
+
+    def is_queued() -> bool:
+        asked = subprocess.run(["squeue", "--noheader", "--jobs", job], capture_output=True, text=True)
+        return asked.returncode == 0 and bool(asked.stdout.strip())
+
+    return _follow(args, spec, is_queued)
+
+
+def _keep(args: argparse.Namespace, text: str) -> None:
+    from shardwise.launch.submit import write_script
+
+    if args.out is not None:
+        write_script(args.out, text, is_program=text.startswith("#!"))
+
+
+def _show(args: argparse.Namespace, text: str, command: str) -> int:
+    """Prints a script, or writes it where --out says."""
+    if args.follow:
+        raise UserError("--follow follows what --submit has queued", why="nothing is queued", fix="--submit --follow")
+    if args.out is None:
+        sys.stdout.write(text)
+        return Exit.DONE
+    _keep(args, text)
+    say(f"wrote    {args.out}")
+    say(f"next     {command} {args.out}")
+    return Exit.DONE
+
+
+def _follow(args: argparse.Namespace, spec: LaunchSpec, is_queued: object) -> int:
+    """Shows the logs of the first part of a job until it ends; Ctrl-C leaves the job as it is."""
+    from collections.abc import Callable
+    from typing import cast
+
+    from shardwise.launch.follow import follow
+    from shardwise.run.rundir import RunDir
+
+    run = RunDir(spec.run_of(spec.parts[0]))
+    if not args.follow:
+        say(f"follow   shardwise watch {run.path}")
+        return Exit.DONE
+    state = follow(run, cast(Callable[[], bool], is_queued), say)
+    say_error(f"ended    {state}: {run.path}")
+    return Exit.DONE if state == "finished" else Exit.STOPPED if state == "stopped" else Exit.FOUND_WRONG

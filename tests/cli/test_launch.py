@@ -1,0 +1,122 @@
+"""`shardwise launch`: prints by default, writes where --out says, submits only when told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PLAN = """
+[model]
+preset = "llama3-70b"
+[train]
+steps = 1000
+global_batch = 512
+seq_len = 8192
+micro_batch = 1
+[parallel]
+dp = 16
+zero = 1
+tp = 4
+pp = 8
+cp = 1
+ep = 1
+schedule = "1f1b"
+[memory]
+precision = "bf16"
+recompute = "selective"
+"""
+
+
+@pytest.fixture
+def plan(workdir: Path) -> str:
+    (workdir / "big.toml").write_text(f"# row 1 of 1, question 0123456789ab: dp=16 on 512 of 64x8xh100\n{PLAN}")
+    return "big.toml"
+
+
+def stub(folder: Path, name: str, body: str) -> None:
+    """A command of a scheduler that notes what it is given."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_script_for_512_ranks_is_printed_within_a_second_and_without_torch(plan, workdir):
+    program = (
+        "import sys\nfrom shardwise.cli.main import main\nmain(sys.argv[1:])\nprint('LOADED', 'torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", program, "launch", "slurm", plan]
+    seconds = []
+    for _ in range(3):  # the machine may be busy with other things
+        begin = time.process_time(), time.monotonic()
+        done = subprocess.run(words, cwd=workdir, capture_output=True, text=True)
+        seconds.append(time.monotonic() - begin[1])
+    assert "#SBATCH --nodes=64" in done.stdout
+    assert done.stdout.splitlines()[-1] == "LOADED False", done.stderr
+    assert min(seconds) < 1.0, seconds
+
+
+def test_out_writes_for_its_owner_alone_and_prints_what_comes_next(plan, run_here, workdir, capsys):
+    assert run_here("launch", "slurm", plan, "--out", "job.sbatch") == 0
+    assert (workdir / "job.sbatch").stat().st_mode & 0o777 == 0o700
+    assert "next     sbatch job.sbatch" in capsys.readouterr().out
+    assert subprocess.run(["bash", "-n", "job.sbatch"], cwd=workdir).returncode == 0
+
+
+def test_submit_hands_over_what_would_be_printed(plan, run_here, workdir, capsys, monkeypatch):
+    assert run_here("launch", "slurm", plan) == 0
+    printed = capsys.readouterr().out
+    stub(workdir / "bin", "sbatch", 'echo "$@" >words; cat >script; echo "4711;cluster"')
+    monkeypatch.setenv("PATH", f"{workdir}/bin:/usr/bin:/bin")
+    assert run_here("launch", "slurm", plan, "--submit") == 0
+    assert (workdir / "script").read_text() == printed
+    assert (workdir / "words").read_text().strip() == "--parsable"
+    assert "job 4711, 64 nodes" in capsys.readouterr().out
+
+
+def test_follow_shows_the_logs_of_all_ranks_until_the_job_is_gone(plan, run_here, workdir, capsys, monkeypatch):
+    log = workdir / "runs" / "big" / "log"
+    log.mkdir(parents=True)
+    (log / "rank3.1.out").write_text("loaded\nstep 1\n")
+    (log / "rank10.1.err").write_text("a warning without an end")
+    stub(workdir / "bin", "sbatch", "cat >/dev/null; echo 4711")
+    stub(workdir / "bin", "squeue", 'if [ -e asked ]; then exit 1; fi; touch asked; echo "4711 gpu big"')
+    monkeypatch.setenv("PATH", f"{workdir}/bin:/usr/bin:/bin")
+    assert run_here("launch", "slurm", plan, "--submit", "--follow") == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-3:] == [
+        "rank   3 | loaded",
+        "rank   3 | step 1",
+        "rank  10 | a warning without an end",
+    ]
+    assert "never started" in said.err
+
+
+@pytest.mark.parametrize(
+    "words, what",
+    [
+        (["--submit"], "there is no `sbatch` here"),
+        (["--follow"], "--follow follows what --submit has queued"),
+        (["--env", "KEY=value"], "--env KEY is not the name of a variable"),
+        (["--nodes", "65"], "--nodes 65 is more than the plan has"),
+        (["--gpus-per-node", "4"], "--gpus-per-node 4 is not what the plan is for"),
+        (["--time", "1m"], "--time 1m is too short for one step"),
+        (["--memory", "lots"], "`--memory lots` cannot be read"),
+        (["--cpus-per-node", "0"], "--cpus-per-node 0 asks for nothing"),
+    ],
+)
+def test_mistakes_are_answered_in_three_lines(plan, run_here, workdir, capsys, monkeypatch, words, what):
+    monkeypatch.setenv("PATH", str(workdir))
+    assert run_here("launch", "slurm", plan, *words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and what in lines[0], lines
+
+
+def test_what_sbatch_complains_about_is_passed_on(plan, run_here, workdir, capsys, monkeypatch):
+    stub(workdir / "bin", "sbatch", 'cat >/dev/null; echo "sbatch: error: invalid account" >&2; exit 1')
+    monkeypatch.setenv("PATH", f"{workdir}/bin:/usr/bin:/bin")
+    assert run_here("launch", "slurm", plan, "--submit") == 2
+    assert "sbatch: error: invalid account" in capsys.readouterr().err
