@@ -75,7 +75,7 @@ def ran_out_of_memory(error: BaseException, run: RunDir, ranks: Ranks, session: 
             code=Exit.OUT_OF_MEMORY,
         )
     config, plan, spec = session.config, session.plan, session.spec
-    return out_of_memory(error, run, ranks.rank, config, plan, spec, session.memory_limit)
+    return out_of_memory(error, run, ranks, config, plan, spec, session.memory_limit)
 
 
 def lacks_compiler(error: Exception) -> bool:

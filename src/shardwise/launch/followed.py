@@ -17,8 +17,9 @@ from typing import IO
 class Followed:
     """The first rank's two files; both empty names where it has the terminal for itself."""
 
-    def __init__(self, log: Path, attempt: int):
-        is_own = is_file(sys.stdout, 1) and is_file(sys.stderr, 2)
+    def __init__(self, log: Path, attempt: int, has_first: bool = True):
+        """`has_first`: the first rank is one of this node's; else nothing is shown."""
+        is_own = not has_first or (is_file(sys.stdout, 1) and is_file(sys.stderr, 2))
         self.out, self.err = ("", "") if is_own else (str(log / f"rank0.{attempt}.{end}") for end in ("out", "err"))
         self._read = {path: 0 for path in (self.out, self.err) if path}
         decoder = codecs.getincrementaldecoder("utf-8")

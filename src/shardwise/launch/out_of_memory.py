@@ -16,6 +16,7 @@ from shardwise.plan.prediction.memory import predict_memory
 from shardwise.plan.resolve.fit import needed_memory, ways_to_fit
 from shardwise.plan.resolve.refusal import Asked
 from shardwise.plan.resolve.usual import plan_of
+from shardwise.run.ranks import Ranks
 from shardwise.run.rundir import FREE_TO_CHANGE, RunDir
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.plan import Plan
@@ -27,22 +28,22 @@ NOTHING_FITS = (
 
 
 def out_of_memory(
-    error: BaseException, run: RunDir, rank: int, config: Config, plan: Plan, spec: ModelSpec, limit: int
+    error: BaseException, run: RunDir, ranks: Ranks, config: Config, plan: Plan, spec: ModelSpec, limit: int
 ) -> UserError:
     """Returns the error to show. `error` is what the account of memory raised (OverLimit), or the system where no
     account was open; `limit` is in bytes."""
     predicted = predict_memory(spec, plan, config.optimizer.name, config.adapter)
     if isinstance(error, OverLimit):
-        what, why, scale = *_seen(error, rank), error.needed / max(1, sum(predicted.values()))
+        what, why, scale = *_seen(error, ranks.rank), error.needed / max(1, sum(predicted.values()))
         why += f"; a whole step was predicted to need {format_bytes(sum(predicted.values()))}"
     else:
         said = str(error).splitlines()[0] if str(error) else "the system gave no more memory"
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in predicted.items() if size)
-        what, why, scale = f"out of memory on rank {rank}: {said}", f"predicted were {parts}", 1.1
+        what, why, scale = f"out of memory on rank {ranks.rank}: {said}", f"predicted were {parts}", 1.1
     needed = needed_memory(spec, plan, config)
     scale = max(1.0, scale, 1.01 * limit / needed if needed < limit else 1.0)  # it did not fit, whatever was predicted
     saved = ("optimizer.name",) if any(run.checkpoints.glob("step-*")) else ()  # whose state is in the checkpoints
-    asked = Asked(config, spec, this_machine(), None)
+    asked = Asked(config, spec, this_machine().times(ranks.nodes), None)
     found = ways_to_fit(asked, plan, lambda other: plan_of(other, plan.num_steps), scale=scale, without=saved)
     return UserError(
         what,
@@ -63,7 +64,7 @@ def _seen(error: OverLimit, rank: int) -> tuple[str, str]:
     rest = error.needed - error.at.total
     held += f", process {format_bytes(rest)}" if rest > 0 else ""
     largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in error.largest)
-    return f"out of memory on rank {rank}{where}: {over}", f"it held {held}; largest: {largest}"
+    return f"out of memory on rank {ranks.rank}{where}: {over}", f"it held {held}; largest: {largest}"
 
 
 def _command(run: RunDir, way: Remedy) -> str:

@@ -7,14 +7,11 @@ and corpus are read once: a run of one process gets what was read here, the rank
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +22,7 @@ from shardwise.config.job import check_length, settle_job
 from shardwise.config.load import Loaded, find_key, load_config
 from shardwise.config.reopen import planner_origins, reopen
 from shardwise.config.write import write_config
-from shardwise.errors import Exit, UserError
+from shardwise.errors import UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.optim.offload.disk import check_directory
@@ -44,12 +41,7 @@ from shardwise.spec.schema import Config
 from shardwise.terminal import is_live, patience, say, say_error
 
 if TYPE_CHECKING:
-    import torch
-
     from shardwise.spec.model import ModelSpec
-
-TIME_TO_REPORT_S = 1.0  # seconds; torchrun ends all ranks when one exits: the first one gets time to say why
-
 
 @dataclass
 class PlannedRun(RunInputs):
@@ -66,12 +58,14 @@ def plan_run(
     cluster: str | None = None,
     is_new: bool = True,
     own: OwnParts | None = None,
+    machine: Machine | None = None,
 ) -> PlannedRun:
     """Resolves every `auto` and returns the run that is ready to start. Raw text is tokenised here, once, so that the
     ranks only map the result. `cluster` is a file with what was measured of this machine. A run that has begun
-    (`is_new` false) goes on with the sequences it had. `own` is what a Python program brings."""
+    (`is_new` false) goes on with the sequences it had. `own` is what a Python program brings. `machine`: what all
+    nodes of a job have together; None: this one alone."""
     own = own or OwnParts()
-    machine = this_machine()
+    machine = machine or this_machine()
     if machine.gpu_problem:
         say_error(f"gpu      {machine.gpu_problem}; this run is on CPUs")
     measured = None if cluster is None else measured_file(cluster, machine)
@@ -210,7 +204,12 @@ def _start_forked(
 
 
 def continue_run(
-    run: RunDir, overrides: Sequence[str], allow: Sequence[str], nproc: int | None, own: OwnParts | None = None
+    run: RunDir,
+    overrides: Sequence[str],
+    allow: Sequence[str],
+    nproc: int | None,
+    own: OwnParts | None = None,
+    machine: Machine | None = None,
 ) -> PlannedRun:
     """Returns an existing run that is ready to start once more, with what may change changed."""
     check_own_parts(run, own or OwnParts())
@@ -242,7 +241,7 @@ def continue_run(
         )
     # The run stays where it is, wherever it was started from.
     moved = replace(loaded.config, run=replace(loaded.config.run, dir=str(run.path.parent), name=run.name))
-    return plan_run(replace(loaded, config=moved), nproc, is_live(), is_new=False, own=own)
+    return plan_run(replace(loaded, config=moved), nproc, is_live(), is_new=False, own=own, machine=machine)
 
 
 def check_own_parts(run: RunDir, own: OwnParts) -> None:
@@ -253,91 +252,3 @@ def check_own_parts(run: RunDir, own: OwnParts) -> None:
             why="without it the run would go on computing something else",
             fix=run.how_to_resume(),
         )
-
-
-def join_torchrun(
-    prepare: Callable[[int], tuple[RunDir, PlannedRun]],
-    loaded: Loaded,
-    *,
-    verify: bool = True,
-    own: OwnParts | None = None,
-) -> int:
-    """Trains as one rank of a job that torchrun started, and returns the exit code: rank 0 prepares, all agree on the
-    run directory."""
-    if (first := ranks_from_environment()).is_first:
-        say(starting_line(first.world))
-    set_allocator(loaded.config.speed.allocator, os.environ)
-    import torch
-
-    check_private_names()
-    from shardwise.launch.worker import run_worker, start_process_group
-    from shardwise.spec.schema import CommConfig
-
-    ranks = ranks_from_environment()
-    use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", ranks.local_rank) if use_cuda else torch.device("cpu")
-    if ranks.world > 1:
-        start_process_group(CommConfig(), device)
-    error: UserError | None = None
-    planned: PlannedRun | None = None
-    path = ""
-    with ExitStack() as held:
-        odd = _odd_ranks(loaded, ranks.world, device)
-        if ranks.is_first:
-            try:
-                if odd:
-                    raise _other_config(odd)
-                run, planned = prepare(ranks.world)
-                held.enter_context(run.lock())
-                write_run(run, planned)
-                path = str(run.path.resolve())
-            except UserError as problem:
-                error = problem
-        if ranks.world > 1:
-            path = _share_text(path, device)
-        if error is not None:
-            raise error
-        if path:
-            return run_worker(RunDir(Path(path)), ranks, planned, verify=verify, own=own)
-        time.sleep(TIME_TO_REPORT_S)
-        return int(Exit.USER_MISTAKE)
-
-
-def _odd_ranks(loaded: Loaded, world: int, device: torch.device) -> list[int]:
-    """Collective. Returns the ranks whose config is not rank 0's."""
-    import torch
-    import torch.distributed as dist
-
-    if world == 1:
-        return []
-    digest = hashlib.sha256(repr(loaded.config).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    all_digests = [torch.empty_like(own) for _ in range(world)]
-    dist.all_gather(all_digests, own)
-    return [rank for rank, other in enumerate(all_digests) if not torch.equal(other, all_digests[0])]
-
-
-def _other_config(odd: list[int]) -> UserError:
-    names = ", ".join(str(rank) for rank in odd[:8]) + (" …" if len(odd) > 8 else "")
-    return UserError(
-        f"rank{'s' if len(odd) > 1 else ''} {names} started with another config than rank 0",
-        why="all ranks of a job execute one plan; their config files or `section.key=value` words differ",
-        fix="start every rank with the same command and the same file",
-    )
-
-
-def _share_text(text: str, device: torch.device) -> str:
-    """Collective. Returns rank 0's text on every rank, sent as plain bytes: nothing is unpickled."""
-    import torch
-    import torch.distributed as dist
-
-    data = text.encode()
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, 0)
-    if int(size) == 0:
-        return ""
-    body = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if data:
-        body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(body, 0)
-    return bytes(body.tolist()).decode()

@@ -171,7 +171,7 @@ def _set_up(run: RunDir, ranks: Ranks, inputs: RunInputs, from_step: int | None)
         torch.use_deterministic_algorithms(True)
     if ranks.world > 1:
         start_process_group(plan, device)
-    limit = rank_memory_limit(config, this_machine(), plan)
+    limit = rank_memory_limit(config, this_machine().times(ranks.nodes), plan)
     return Session(run, inputs, ranks, device, limit, from_step)
 
 

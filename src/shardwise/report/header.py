@@ -40,13 +40,14 @@ def header_lines(setup: Setup) -> list[str]:
     session, engine, prediction = setup.session, setup.engine, setup.forecast.prediction
     config, plan, spec, corpus, machine = session.config, session.plan, session.spec, session.corpus, this_machine()
     gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
+    nodes = f"{session.ranks.nodes} nodes, each " if session.ranks.nodes > 1 else ""
     backend = "one process" if plan.world == 1 else ("nccl" if plan.device == "cuda" else "gloo")
     active = f" ({format_count(spec.num_active_parameters)} active)" if spec.num_experts else ""
     times = session.memory_limit / max(prediction.memory_bytes, 1)
     fits = f"fits {times:.0f} times over" if times >= 2 else f"{100 / times:.0f} % of memory"
     expected = f"{format_seconds(prediction.step_s)} per step, {format_bytes(prediction.memory_bytes)} per rank"
     lines = [
-        f"machine  {machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus} -> {backend}",
+        f"machine  {nodes}{machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus} -> {backend}",
         f"corpus   {corpus.description}; tokenizer {corpus.tokenizer.name}",
         *corpus.about(plan.num_steps * plan.global_batch),
         f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers",

@@ -20,6 +20,11 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def nodes(self) -> int:
+        """The number of machines, each with as many ranks as this one."""
+        return -(-self.world // self.local_world)
+
 
 def ranks_from_environment() -> Ranks:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

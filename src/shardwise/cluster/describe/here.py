@@ -43,6 +43,7 @@ def this_cluster(machine: Machine, rates: Sequence[DeviceRates] = (), link: Link
 def _cores(machine: Machine, rates: DeviceRates | None, link: LinkFit | None) -> ClusterSpec:
     origins = table_origins("cpu") | {"memory": f"the machine's, over {machine.cores} cores"}
     device = replace(table_device("cpu"), memory=machine.memory_bytes // machine.cores)
+    nodes, per_node = machine.nodes, machine.cores // machine.nodes
     if rates is not None and rates.flops_per_s:
         each = {name: rate / machine.cores for name, rate in rates.flops_per_s.items()}
         device = replace(device, flops=MappingProxyType(each), achievable=1.0)
@@ -51,11 +52,11 @@ def _cores(machine: Machine, rates: DeviceRates | None, link: LinkFit | None) ->
         rate = rates.copy_bytes_per_s / machine.cores
         device = replace(device, bandwidth=rate, bandwidth_share=1.0, host=rate)
         origins |= dict.fromkeys(("bandwidth", "host"), "measured")
-    tier = known_cluster("cpu", 1, machine.cores).tiers[0]
+    tiers = known_cluster("cpu", nodes, per_node).tiers
     if link is not None and link.beta_s_per_byte > 0:
-        tier = Link("loopback", machine.cores, link.bytes_per_s, link.alpha_s, 1.0, 0.0)
+        tiers = (Link("loopback", per_node, link.bytes_per_s, link.alpha_s, 1.0, 0.0), *tiers[1:])
         origins["link"] = "measured"
-    return ClusterSpec("this", 1, machine.cores, device, (tier,), origins)
+    return ClusterSpec("this", nodes, per_node, device, tiers, origins)
 
 
 def _gpus(machine: Machine, rates: Sequence[DeviceRates]) -> ClusterSpec:
@@ -68,23 +69,24 @@ def _gpus(machine: Machine, rates: Sequence[DeviceRates]) -> ClusterSpec:
         names = ", ".join(sorted({gpu.name for gpu in machine.gpus}))
         origins["device"] = f"unequal cards ({names}): the smallest memory and the slowest rates count for all"
     device, origins = _with_rates(device, origins, rates)
-    tier, origin = _link(machine, device.name)
+    tiers, origin = _links(machine, device.name)
     if origin:
         origins["link"] = origin
     share = machine.memory_bytes // len(machine.gpus)
-    return ClusterSpec("this", 1, len(machine.gpus), device, (tier,), origins, host_memory=share)
+    per_node = len(machine.gpus) // machine.nodes
+    return ClusterSpec("this", machine.nodes, per_node, device, tiers, origins, host_memory=share)
 
 
-def _link(machine: Machine, kind: str) -> tuple[Link, str]:
-    """Returns the link between the cards and where it is known from: the table's for a card that is in it; what the
+def _links(machine: Machine, kind: str) -> tuple[tuple[Link, ...], str]:
+    """Returns the links between the cards and where they are known from: the table's for a card that is in it; what the
     driver says on peer access comes first."""
-    count = len(machine.gpus)
-    if count > 1 and any(gpu.peers == 0 for gpu in machine.gpus):
+    nodes, per_node = machine.nodes, len(machine.gpus) // machine.nodes
+    if per_node > 1 and any(gpu.peers == 0 for gpu in machine.gpus):
         said = "PCIe, no peer access, says the driver: transfers pass through CPU memory; the rate is assumed"
-        return known_cluster("rtx4090", 1, count).tiers[0], said
+        return known_cluster("rtx4090", nodes, per_node).tiers, said
     if kind not in known_devices():
-        return known_cluster("l40s", 1, count).tiers[0], "assumed: PCIe"
-    return known_cluster(kind, 1, count).tiers[0], ""
+        return known_cluster("l40s", nodes, per_node).tiers, "assumed: PCIe"
+    return known_cluster(kind, nodes, per_node).tiers, ""
 
 
 def _with_rates(device: Device, origins: dict[str, str], rates: Sequence[DeviceRates]) -> tuple[Device, dict[str, str]]:

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.cluster.describe.usable import TorchBuild, torch_build, why_unusable
@@ -42,6 +42,12 @@ class Machine:
     gpus: tuple[Gpu, ...]
     platform: str
     gpu_problem: str = ""  # why GPUs that are here are not in `gpus`
+    nodes: int = 1  # more than one: everything above is what equal nodes have together
+
+    def times(self, nodes: int) -> Machine:
+        """Returns so many machines like this one as one."""
+        memory, gpus = nodes * self.memory_bytes, nodes * self.gpus
+        return replace(self, cores=nodes * self.cores, memory_bytes=memory, gpus=gpus, nodes=nodes)
 
 
 def this_machine() -> Machine:

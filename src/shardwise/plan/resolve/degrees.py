@@ -116,10 +116,12 @@ def _usual_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[
     if parallel.dp != "auto":
         return int(parallel.dp), "as asked"
     on_gpus = asked.device == "cuda"
-    devices = len(machine.gpus) if on_gpus else min(machine.cores, MAX_DEFAULT_CPU_RANKS)
+    devices = len(machine.gpus) if on_gpus else default_cpu_ranks(machine)
     replicas, global_batch = degree(parallel.replicate), global_batch_of(asked.config.train)
     most = replicas if parallel.zero == 0 and parallel.replicate != "auto" else devices // per_replica
-    dp = max((n for n in range(replicas, most + 1, replicas) if global_batch % n == 0), default=replicas)
+    even = [n for n in range(replicas, most + 1, replicas) if global_batch % n == 0]
+    even = [n for n in even if n * per_replica % machine.nodes == 0] or even  # as many ranks on every node
+    dp = max(even, default=replicas)
     if not on_gpus and dp * per_replica > machine.cores:
         cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
         return dp, f"the degrees need {dp * per_replica} processes, which share {cores}"
@@ -129,6 +131,11 @@ def _usual_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[
         return dp, f"one process, as {odd}" if odd else "one device: nothing to split"
     each = f"{per_replica} {unit}s" if per_replica > 1 else unit
     return dp, f"one replica per {each}, {dp} in all{odd and f', as {odd}'}"
+
+
+def default_cpu_ranks(machine: Machine) -> int:
+    """Returns how many ranks are started on CPUs where nobody says."""
+    return machine.nodes * min(machine.cores // machine.nodes, MAX_DEFAULT_CPU_RANKS)
 
 
 def _check_gpus(asked: Asked, dp: int, cp: int, tp: int, pp: int) -> None:

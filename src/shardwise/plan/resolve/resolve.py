@@ -23,7 +23,7 @@ from shardwise.plan.layouts.search import fastest
 from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.prediction.predict import predict
 from shardwise.plan.resolve.adapter_choice import settle_adapter
-from shardwise.plan.resolve.degrees import MAX_DEFAULT_CPU_RANKS
+from shardwise.plan.resolve.degrees import default_cpu_ranks
 from shardwise.plan.resolve.fit import does_not_fit, needed_memory, rank_memory_limit
 from shardwise.plan.resolve.refusal import Asked
 from shardwise.plan.resolve.usual import completed, constraints_of, fits_on_host, job_of_run, plan_of
@@ -183,10 +183,14 @@ def _cluster(asked: Asked, usual: Plan, limit: int) -> ClusterSpec:
     found = asked.cluster
     world = asked.nproc or len(asked.machine.gpus) or usual.world
     if asked.device == "cpu" and not asked.nproc and asked.config.memory.limit != "auto":  # more ranks have more memory
-        world = max(world, min(asked.machine.cores, MAX_DEFAULT_CPU_RANKS))
-    tier = replace(found.tiers[-1], span=max(world, found.tiers[-1].span))
+        world = max(world, default_cpu_ranks(asked.machine))
     device, host = replace(found.device, memory=limit), asked.machine.memory_bytes // world
-    return replace(found, per_node=world, device=device, tiers=(tier,), host_memory=host)
+    nodes, last = asked.machine.nodes, found.tiers[-1]
+    per_node = -(-world // nodes)
+    tiers = (replace(last, span=max(per_node * nodes, last.span)),)
+    if nodes > 1:
+        tiers = (replace(found.tiers[0], span=per_node), *tiers)
+    return replace(found, nodes=nodes, per_node=per_node, device=device, tiers=tiers, host_memory=host)
 
 
 def _why(

@@ -1,0 +1,147 @@
+"""A run directory on nodes that do not share a file system: the first node's is the truth.
+
+Each other node has a mirror of it at the same place: before the start it fetches what ranks read (config, plan,
+tokenizer, the newest good checkpoint), and while they train it sends what they write (events, logs, traces, reports of
+crashes) to the first node, piece by piece. Invariant: a mirror never replaces a directory that is not one, and nothing
+but those files of a run can be fetched or written through here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.listing import MANIFEST
+from shardwise.checkpoint.store import newest_good
+from shardwise.errors import UserError
+from shardwise.files import cannot_write
+from shardwise.run.rundir import RunDir
+
+SHARED_SIGN = ".nodes"  # a file of the first node with a random text, by which others know a shared directory
+MIRROR_SIGN = ".mirror"  # marks a directory that is a mirror, and says of what
+PIECE = 4 * 2**20  # bytes that travel at once
+READ = ("config.toml", "plan.json", "own-parts.json")
+WRITTEN = re.compile(r"events/rank\d+\.jsonl|log/rank\d+\.\d+\.(out|err)|crash/rank\d+\.txt|trace/rank-\d+\.json\.gz")
+
+GROWING = ("events/", "log/")  # lines are added to these; the others are written once, and anew
+
+Files = Mapping[str, int]  # path in the run directory -> bytes
+
+
+def files_to_read(run: RunDir, from_step: int | None) -> dict[str, int]:
+    """Returns the files that ranks on another node read. Of the checkpoints it is the one to go on from, as the first
+    node finds it good."""
+    found = [run.path / name for name in READ if (run.path / name).is_file()]
+    if run.tokenizer.is_dir():
+        found += [file for file in run.tokenizer.iterdir() if file.is_file()]
+    if from_step != 0 and run.checkpoints.is_dir():
+        checkpoint, _ = newest_good(run.checkpoints, at_step=from_step)
+        if checkpoint is not None:
+            found += [checkpoint.path / MANIFEST, *(checkpoint.path / name for name in checkpoint.manifest()["files"])]
+    return {str(file.relative_to(run.path)): file.stat().st_size for file in found}
+
+
+def piece_of(run: RunDir, files: Files, name: str, offset: int) -> bytes:
+    """Returns a piece of a file that another node asks for; nothing of any other file."""
+    if name not in files or offset < 0:
+        return b""
+    with open(run.path / name, "rb") as file:
+        file.seek(offset)
+        return file.read(PIECE)
+
+
+def open_mirror(path: Path, of: str, files: Files) -> list[str]:
+    """Makes the mirror of a run at `path`, or renews the one that is there; returns the files to fetch. `of` says
+    whose mirror it is: host and path. A checkpoint that the first node no longer has is removed."""
+    sign = path / MIRROR_SIGN
+    if path.exists() and any(path.iterdir()) and not sign.is_file():
+        raise UserError(
+            f"{path} is there already, and is not a mirror of {of}",
+            why="this node does not share the run's directory with the first one, and a run is never overwritten",
+            fix="another run.dir or run.name, or a directory on a shared file system",
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        sign.write_text(f"{of}\n", encoding="utf-8")
+        (path / "checkpoints").mkdir(exist_ok=True)
+        for folder in ("crash", "trace"):  # sent by an earlier start
+            shutil.rmtree(path / folder, ignore_errors=True)
+        RunDir(path).make_folders()
+        for old in (path / "checkpoints").iterdir():
+            if not any(name.startswith(f"checkpoints/{old.name}/") for name in files):
+                shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    is_kept = {name for name, size in files.items() if "checkpoints/" in name and _has(path / name, size)}
+    return [name for name in files if name not in is_kept]  # a checkpoint's files never change
+
+
+def fetch(path: Path, files: Files, names: list[str], ask: Callable[[str, int], bytes]) -> None:
+    """Fetches files of a run into its mirror. `ask`: from a name and an offset to the next piece."""
+    for name in names:
+        target = path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch, offset = target.with_name(f".{target.name}.part"), 0
+        with open(scratch, "wb") as out:
+            while offset < files[name]:
+                piece = ask(name, offset)
+                if not piece:
+                    raise OSError(f"{name} ended after {offset} of {files[name]} bytes")
+                out.write(piece)
+                offset += len(piece)
+        scratch.replace(target)
+
+
+class Outbox:
+    """What the ranks of this node have written into the mirror and the first node does not have yet."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._sent: dict[str, int] = {name: size for name, size in _written(path)}  # of earlier starts
+
+    def pieces(self, is_last: bool = False) -> Iterator[tuple[str, int, bytes]]:
+        """Yields name, offset and content of what is new. What is written at once travels at the end."""
+        for name, size in _written(self.path):
+            if not is_last and not name.startswith(GROWING):
+                continue
+            while (offset := self._sent.get(name, 0)) < size:
+                with open(self.path / name, "rb") as file:
+                    file.seek(offset)
+                    piece = file.read(min(PIECE, size - offset))
+                if not piece:
+                    break
+                self._sent[name] = offset + len(piece)
+                yield name, offset, piece
+
+
+def take_in(run: RunDir, words: Mapping[str, Any], data: bytes) -> None:
+    """Writes a piece of a file that ranks of another node have written; a name that is none of theirs is left out."""
+    name, offset = words.get("name"), words.get("offset")
+    if not isinstance(name, str) or not isinstance(offset, int) or not WRITTEN.fullmatch(name) or offset < 0:
+        return
+    target = run.path / name
+    target.parent.mkdir(exist_ok=True)
+    with open(target, "wb" if offset == 0 and not name.startswith(GROWING) else "ab") as out:
+        out.write(data)
+
+
+def digest_of(run: RunDir) -> str:
+    """Returns a digest of what this node's ranks will execute: the config and the plan."""
+    found = hashlib.sha256()
+    for name in READ[:2]:
+        found.update((run.path / name).read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _written(path: Path) -> list[tuple[str, int]]:
+    files = [file for folder in ("events", "log", "crash", "trace") for file in sorted((path / folder).glob("*"))]
+    named = ((str(file.relative_to(path)), file.stat().st_size) for file in files if file.is_file())
+    return [(name, size) for name, size in named if WRITTEN.fullmatch(name)]
+
+
+def _has(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size
