@@ -19,13 +19,14 @@ from shardwise.api.callbacks import Callbacks, Hearing
 from shardwise.api.functions import Evaluate, MakeOptimizer, own_evaluate, own_loss, own_optimizer
 from shardwise.api.settings import Settings, check_nproc, for_programs, is_set, settings_of, words_of
 from shardwise.api.trained import Run, Trained, load_trained
+from shardwise.cluster.describe.machine import Machine
 from shardwise.config.load import Loaded
 from shardwise.data.corpus import Corpus
 from shardwise.data.own_rows import OwnCorpus, held_rows, own_rows
 from shardwise.errors import Exit, UserError
-from shardwise.launch.start import PlannedRun, continue_run, join_torchrun, new_run, plan_run, start
+from shardwise.launch.join import as_rank, join
+from shardwise.launch.start import PlannedRun, continue_run, new_run, plan_run, start
 from shardwise.run.own_parts import Loss, OwnParts
-from shardwise.run.ranks import started_by_torchrun
 from shardwise.run.rundir import RunDir, find_run
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.schema import Config
@@ -82,13 +83,13 @@ def train(
         loaded = _with_parts(loaded, own)
         own = replace(own, hear=hearing.hear) if hearing.callbacks else own
 
-        def prepare(count: int | None) -> tuple[RunDir, PlannedRun]:
-            planned = plan_run(loaded, count, is_live(), own=own)
+        def prepare(count: int | None, machine: Machine | None = None) -> tuple[RunDir, PlannedRun]:
+            planned = plan_run(loaded, count, is_live(), own=own, machine=machine)
             hearing.run = new_run(planned)
             return hearing.run, planned
 
-        if started_by_torchrun():
-            code = join_torchrun(prepare, loaded, verify=verify, own=own)
+        if as_rank():
+            code = join(prepare, loaded, verify=verify, own=own)
             found = hearing.run or find_run("last", loaded.config.run.dir)
         else:
             found, planned = prepare(nproc)

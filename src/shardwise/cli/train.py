@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from shardwise.errors import Exit, UserError
 from shardwise.terminal import is_live, patience, say
 
 if TYPE_CHECKING:
+    from shardwise.cluster.describe.machine import Machine
     from shardwise.launch.start import PlannedRun
     from shardwise.run.rundir import RunDir
 
@@ -33,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with patience("loading  ...", 0.5):
         from shardwise.config.load import load_config
-        from shardwise.launch.start import join_torchrun, new_run, plan_run, start
-        from shardwise.run.ranks import started_by_torchrun
+        from shardwise.launch.place import RankPlace, own_place
+        from shardwise.launch.start import continue_run, new_run, plan_run, start
 
     if args.nproc is not None:
         check_nproc(args.nproc)
@@ -43,18 +45,36 @@ def run(args: argparse.Namespace) -> int:
         name = Path(args.config).stem if args.config else "default"
         loaded = replace(loaded, config=replace(loaded.config, run=replace(loaded.config.run, name=name)))
 
-    def prepare(nproc: int | None) -> tuple[RunDir, PlannedRun]:
+    def prepare(nproc: int | None, machine: Machine | None = None) -> tuple[RunDir, PlannedRun]:
         if args.resume:
             found = _existing(loaded.config.run.dir, loaded.config.run.name or "")
             if found:
-                return found, _continue(found, args, nproc)
-        planned = plan_run(loaded, nproc, is_live(), args.cluster)
+                return found, continue_run(found, args.overrides, allow=(), nproc=nproc, machine=machine)
+        planned = plan_run(loaded, nproc, is_live(), args.cluster, machine=machine)
         return new_run(planned), planned
 
-    if started_by_torchrun():
-        return join_torchrun(prepare, loaded, verify=not args.no_verify)
+    place = own_place(os.environ)
+    if isinstance(place, RankPlace):
+        from shardwise.launch.join import join, take_place
+
+        take_place(place)
+        return join(prepare, loaded, verify=not args.no_verify)
     if args.dry_run:
         return _dry_run(plan_run(loaded, args.nproc, is_live(), args.cluster))
+    if place is not None and place.count > 1:
+        from shardwise.launch.nodes.agent import NodeJob, work_on_node
+        from shardwise.launch.nodes.hello import config_digest
+
+        return work_on_node(
+            NodeJob(
+                place,
+                asked=config_digest(loaded.config),
+                interface=loaded.config.comm.interface,
+                runs=Path(loaded.config.run.dir),
+                prepare=lambda machine: prepare(args.nproc and args.nproc * machine.nodes, machine),
+                options=("--no-verify",) if args.no_verify else (),
+            )
+        )
     found, planned = prepare(args.nproc)
     if found.state() == "finished":
         say(f"run      {found.path} is finished; nothing to do")
@@ -72,12 +92,6 @@ def _existing(parent: str, name: str) -> RunDir | None:
 
     run = RunDir(Path(parent) / name)
     return run if run.config.is_file() else None
-
-
-def _continue(found: RunDir, args: argparse.Namespace, nproc: int | None) -> PlannedRun:
-    from shardwise.launch.start import continue_run
-
-    return continue_run(found, args.overrides, allow=(), nproc=nproc)
 
 
 def _dry_run(planned: PlannedRun) -> int:

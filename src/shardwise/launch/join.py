@@ -25,7 +25,14 @@ from shardwise.launch.local import sockets_at
 from shardwise.launch.nodes.follower import Follower
 from shardwise.launch.nodes.head import Head
 from shardwise.launch.nodes.hello import check_same, config_digest, hello
-from shardwise.launch.nodes.interfaces import choose_interface, is_routable, numbers_of, own_address
+from shardwise.launch.nodes.interfaces import (
+    choose_interface,
+    interfaces,
+    is_routable,
+    numbers_of,
+    own_address,
+    reachable,
+)
 from shardwise.launch.nodes.mirror import (
     SHARED_SIGN,
     Outbox,
@@ -35,6 +42,7 @@ from shardwise.launch.nodes.mirror import (
     piece_of,
     take_in,
 )
+from shardwise.launch.place import NodePlace, RankPlace, own_place
 from shardwise.launch.start import PlannedRun, starting_line, write_run
 from shardwise.private_names import check_private_names
 from shardwise.run.own_parts import OwnParts
@@ -44,8 +52,6 @@ from shardwise.terminal import say
 
 if TYPE_CHECKING:
     import torch
-
-    from shardwise.launch.place import RankPlace
 
 TIME_TO_REPORT_S = 1.0  # seconds; torchrun ends all ranks when one exits: the first one gets time to say why
 FETCH_S = 60.0  # seconds for one piece of a file
@@ -65,6 +71,21 @@ def take_place(place: RankPlace) -> None:
         MASTER_ADDR=place.master,
         MASTER_PORT=str(place.port),
     )
+
+
+def as_rank() -> bool:
+    """Returns whether somebody has started this process, a Python program, as one rank of several, and takes its
+    place. One process per node of several is refused: a program's functions cannot be sent to other nodes."""
+    place = own_place(os.environ)
+    if isinstance(place, NodePlace) and place.count > 1:
+        raise UserError(
+            f"{place.scheduler} started this program once on each of {place.count} nodes",
+            why="a program has functions and data of its own, so each rank must run it; this is one process per node",
+            fix="one task per GPU (srun --ntasks-per-node=8), or torchrun --nnodes in front of the program",
+        )
+    if isinstance(place, RankPlace):
+        take_place(place)
+    return isinstance(place, RankPlace)
 
 
 def join(prepare: Prepare, loaded: Loaded, *, verify: bool = True, own: OwnParts | None = None) -> int:
@@ -99,7 +120,7 @@ def join(prepare: Prepare, loaded: Loaded, *, verify: bool = True, own: OwnParts
             except UserError as problem:
                 error = problem
         if ranks.world > 1:
-            told = json.loads(_share_text(json.dumps(told), device))
+            told = json.loads(_share_text(json.dumps(told) if ranks.is_first else "", device))
         if error is not None:
             raise error
         if told:
@@ -117,10 +138,23 @@ def _sockets(interface: str | None, ranks: Ranks) -> dict[str, str]:
     name, which often means 127.0.1.1, or nothing."""
     master = os.environ.get("MASTER_ADDR", "")
     if ranks.nodes > 1:
+        if not reachable([master]):
+            raise _meets_itself(master)
         return sockets_at(choose_interface(interface, [master] if master else []).name)
     if interface is None and not any(is_routable(number) for number in numbers_of(master)):
         return {}
     return sockets_at(choose_interface(interface, [master]).name)
+
+
+def _meets_itself(master: str) -> UserError:
+    numbers = ", ".join(numbers_of(master)) or "an unknown name"
+    own = next((found.address for found in interfaces() if is_routable(found.address)), "ADDRESS")
+    return UserError(
+        f"the ranks of this job were told to meet at {master or 'no address'} ({numbers})",
+        why="that is another machine on each node: the first node does not know its own name, and torchrun believed it",
+        fix=f"on each node torchrun --local-addr with its own address (here {own}); or --master-addr and --node-rank",
+        code=Exit.HARDWARE,
+    )
 
 
 def _see_run(
@@ -142,7 +176,7 @@ def _see_run(
         head = held.enter_context(Head(address, 0, ranks.nodes, secret))
         held.enter_context(_Serving(head, run, told["files"], len(mirrors)))
         way = {"address": address, "port": head.port, "secret": secret.hex()}
-    way = json.loads(_share_text(json.dumps(way), device))
+    way = json.loads(_share_text(json.dumps(way) if ranks.is_first else "", device))
     problem = ""
     if ranks.local_rank == 0 and not shares:
         try:

@@ -11,6 +11,7 @@ Invariant: every process of a job ends with the same code, and none outlives the
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
@@ -75,6 +76,7 @@ class NodeJob:
 def work_on_node(job: NodeJob) -> int:
     """Does this node's part of a job and returns the exit code, which is the same on all nodes."""
     place = job.place
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's store warns of every address without a name
     with ExitStack() as opened:
         if place.secret_file:
             secret = read_secret(Path(place.secret_file))
@@ -129,8 +131,6 @@ class _Leader:
             sign = secrets.token_hex(8)
             write_atomically(run.path / SHARED_SIGN, sign)
             if plan.device == "cuda":
-                import os
-
                 set_allocator(plan.allocator, os.environ)
             share = Share(local, plan.world, interface=self.own.name, attempt=next_attempt(run))
             options = [*self.job.options, *([] if self.job.from_step is None else ["--from-step", str(self.job.from_step)])]
@@ -313,8 +313,6 @@ class _Member:
         if frame is None or frame.words["kind"] != "go":
             return self._left(frame)
         if words["device"] == "cuda":
-            import os
-
             set_allocator(words["allocator"], os.environ)
         given = words["share"]
         share = Share(
