@@ -127,8 +127,8 @@ def test_one_rank_with_another_config_stops_the_job(tmp_path: Path) -> None:
     each = "if rank == 1: sys.argv.append('train.seed=7')"
     done = torchrun(2, "train", *SMALL, "train.steps=2", cwd=tmp_path, each=each)
     assert done.returncode != 0
-    assert "rank 1 started with another config than rank 0" in done.stderr
-    assert done.stderr.count("started with another config") == 1
+    assert "has another config than rank 0" in done.stderr
+    assert done.stderr.count("has another config than") == 1
     assert not (tmp_path / "runs").exists()
 
 

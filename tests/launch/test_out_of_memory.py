@@ -79,10 +79,10 @@ def test_one_full_rank_ends_the_others_too(workdir: Path, ranks: RankPool) -> No
 def test_an_error_of_the_system_is_a_verdict_too(workdir: Path) -> None:
     job = plan_run(load_config(None, [*WORDS, "parallel.dp=1"]), None, progress=False)
     run, config = new_run(job), job.config
-    plain = out_of_memory(MemoryError(), run, 1, config, job.plan, job.spec, 400 * 2**20)
+    plain = out_of_memory(MemoryError(), run, Ranks(1, 2, 1, 2), config, job.plan, job.spec, 400 * 2**20)
     assert plain.code == Exit.OUT_OF_MEMORY and len(str(plain).splitlines()) == 3
     assert plain.what == "out of memory on rank 1: the system gave no more memory" and "predicted were" in plain.why
     held = Point(0.0, (100, 0, 100, 200, 2**20, 0), None)
     seen = OverLimit(held.total, held.total, held, [("head.weight", 100)], "CUDA out of memory")
-    told = out_of_memory(seen, run, 0, config, job.plan, job.spec, 400 * 2**20)
+    told = out_of_memory(seen, run, Ranks(0, 2, 0, 2), config, job.plan, job.spec, 400 * 2**20)
     assert "CUDA out of memory" in told.what and "activations 1.0 MiB" in told.why and "head.weight" in told.why

@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(plan_run(loaded, args.nproc, is_live(), args.cluster))
     if place is not None and place.count > 1:
-        from shardwise.launch.nodes.agent import NodeJob, work_on_node
+        from shardwise.launch.nodes.agent import work_on_node
         from shardwise.launch.nodes.hello import config_digest
+        from shardwise.launch.nodes.job import NodeJob
 
         return work_on_node(
             NodeJob(

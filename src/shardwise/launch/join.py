@@ -23,7 +23,7 @@ from shardwise.files import write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.local import sockets_at
 from shardwise.launch.nodes.follower import Follower
-from shardwise.launch.nodes.head import Head
+from shardwise.launch.nodes.head import JobHead
 from shardwise.launch.nodes.hello import check_same, config_digest, hello
 from shardwise.launch.nodes.interfaces import (
     choose_interface,
@@ -63,6 +63,8 @@ Prepare = Callable[[int, Machine], tuple[RunDir, PlannedRun]]
 
 def take_place(place: RankPlace) -> None:
     """Says where this process stands in torchrun's variables, which torch and run/ranks.py read."""
+    if {"RANK", "LOCAL_RANK"} <= os.environ.keys():  # torchrun has
+        return
     os.environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.world),
@@ -106,7 +108,7 @@ def join(prepare: Prepare, loaded: Loaded, *, verify: bool = True, own: OwnParts
         start_process_group(loaded.config.comm, device)
     error: UserError | None = None
     planned: PlannedRun | None = None
-    told: dict[str, Any] = {}
+    announced: dict[str, Any] = {}
     with ExitStack() as held:
         hellos = _said_by_all(hello(ranks.rank, config_digest(loaded.config), 0), ranks, device)
         if ranks.is_first:
@@ -115,18 +117,22 @@ def join(prepare: Prepare, loaded: Loaded, *, verify: bool = True, own: OwnParts
                 run, planned = prepare(ranks.world, this_machine().times(ranks.nodes))
                 held.enter_context(run.lock())
                 write_run(run, planned)
-                told = {"path": str(run.path.resolve()), "sign": secrets.token_hex(8), "files": files_to_read(run, None)}
-                write_atomically(run.path / SHARED_SIGN, told["sign"])
+                announced = {
+                    "path": str(run.path.resolve()),
+                    "sign": secrets.token_hex(8),
+                    "files": files_to_read(run, None),
+                }
+                write_atomically(run.path / SHARED_SIGN, announced["sign"])
             except UserError as problem:
                 error = problem
         if ranks.world > 1:
-            told = json.loads(_share_text(json.dumps(told) if ranks.is_first else "", device))
+            announced = json.loads(_share_text(json.dumps(announced) if ranks.is_first else "", device))
         if error is not None:
             raise error
-        if told:
-            here = RunDir(Path(told["path"]))
+        if announced:
+            here = RunDir(Path(announced["path"]))
             if ranks.nodes > 1:
-                _see_run(here, told, ranks, device, loaded.config.comm.interface, held)
+                _see_run(here, announced, ranks, device, loaded.config.comm.interface, held)
             return run_worker(here, ranks, planned, verify=verify, own=own)
         time.sleep(TIME_TO_REPORT_S)
         return int(Exit.USER_MISTAKE)
@@ -158,12 +164,12 @@ def _meets_itself(master: str) -> UserError:
 
 
 def _see_run(
-    run: RunDir, told: dict[str, Any], ranks: Ranks, device: torch.device, interface: str | None, held: ExitStack
+    run: RunDir, announced: dict[str, Any], ranks: Ranks, device: torch.device, interface: str | None, held: ExitStack
 ) -> None:
     """Collective. Makes sure that every node has the run directory: the shared one, or a mirror of it."""
     shares = False
     with suppress(OSError):
-        shares = (run.path / SHARED_SIGN).read_text() == told["sign"]
+        shares = (run.path / SHARED_SIGN).read_text() == announced["sign"]
     answers = _said_by_all({"shares": shares, "node": ranks.rank // ranks.local_world}, ranks, device)
     mirrors = sorted({said["node"] for said in answers.values() if not said["shares"]})
     if not mirrors:
@@ -173,8 +179,8 @@ def _see_run(
         say(f"nodes    {run.path} is not shared with node {', '.join(map(str, mirrors))}: mirrored there")
         address = own_address(interface, [os.environ.get("MASTER_ADDR", "")]).address
         secret = secrets.token_bytes(16)
-        head = held.enter_context(Head(address, 0, ranks.nodes, secret))
-        held.enter_context(_Serving(head, run, told["files"], len(mirrors)))
+        head = held.enter_context(JobHead(address, 0, ranks.nodes, secret))
+        held.enter_context(_Serving(head, run, announced["files"], len(mirrors)))
         way = {"address": address, "port": head.port, "secret": secret.hex()}
     way = json.loads(_share_text(json.dumps(way) if ranks.is_first else "", device))
     problem = ""
@@ -184,7 +190,9 @@ def _see_run(
             found = held.enter_context(
                 Follower([way["address"]], way["port"], bytes.fromhex(way["secret"]), said, FETCH_S)
             )
-            fetch(run.path, told["files"], open_mirror(run.path, way["address"], told["files"]), _asking(found))
+            fetch(
+                run.path, announced["files"], open_mirror(run.path, way["address"], announced["files"]), _asking(found)
+            )
             held.enter_context(_Sending(found, Outbox(run.path)))
         except (UserError, OSError) as error:
             problem = str(error)
@@ -209,7 +217,7 @@ def _asking(follower: Follower) -> Callable[[str, int], bytes]:
 class _Serving:
     """Rank 0's thread that hands out files of the run and takes in what ranks of other nodes write."""
 
-    def __init__(self, head: Head, run: RunDir, files: dict[str, int], num_mirrors: int):
+    def __init__(self, head: JobHead, run: RunDir, files: dict[str, int], num_mirrors: int):
         self.head, self.run, self.files, self.num_mirrors = head, run, files, num_mirrors
         self._left: set[int] = set()
         self._over = threading.Event()

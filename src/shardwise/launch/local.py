@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LAST_WORDS_S = 5.0  # seconds in which ranks that have lost a peer say so and end by themselves
 
 
-class JobEnds(Exception):  # noqa: N818  (no error of this node)
+class JobEnds(Exception):
     """Is raised by who attends to the ranks when they must end, because those of another node have ended."""
 
 

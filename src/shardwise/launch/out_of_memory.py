@@ -64,7 +64,7 @@ def _seen(error: OverLimit, rank: int) -> tuple[str, str]:
     rest = error.needed - error.at.total
     held += f", process {format_bytes(rest)}" if rest > 0 else ""
     largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in error.largest)
-    return f"out of memory on rank {ranks.rank}{where}: {over}", f"it held {held}; largest: {largest}"
+    return f"out of memory on rank {rank}{where}: {over}", f"it held {held}; largest: {largest}"
 
 
 def _command(run: RunDir, way: Remedy) -> str:

@@ -43,6 +43,7 @@ from shardwise.terminal import is_live, patience, say, say_error
 if TYPE_CHECKING:
     from shardwise.spec.model import ModelSpec
 
+
 @dataclass
 class PlannedRun(RunInputs):
     """A run that is ready to start: its config has every `auto` resolved."""

@@ -121,11 +121,11 @@ def framed(words: dict[str, Any], data: bytes = b"") -> bytes:
     return struct.pack("!I", len(text)) + text + data
 
 
-class Link:
+class NodeLink:
     """The connection between the head and another node, as the program's own thread uses it: frames wait in `inbox`."""
 
-    def __init__(self, background: Background, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._loop, self._reader, self._writer = background.loop, reader, writer
+    def __init__(self, thread: Background, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._loop, self._reader, self._writer = thread.loop, reader, writer
         self.inbox: queue.Queue[Frame] = queue.Queue()
         self.heard_at = time.monotonic()
         self.closed = ""  # why nothing more will come

@@ -1,4 +1,5 @@
-"""A node's way to the head: a connection for what the two agents say to each other, and a tunnel for ranks to the store.
+"""A node's way to the head: a connection for what the two agents say to each other, and a tunnel from ranks to the
+store.
 
 The tunnel listens on this node's loopback interface only and passes bytes on through a connection that has shown the
 job's secret; ranks use it as if the store were here.
@@ -13,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardwise.errors import Exit, UserError
-from shardwise.launch.nodes.connection import Background, Link, Stranger, framed, greet, pump
+from shardwise.launch.nodes.connection import Background, NodeLink, Stranger, framed, greet, pump
 from shardwise.launch.nodes.interfaces import reachable
 
 LOOPBACK = "127.0.0.1"
@@ -27,15 +28,15 @@ class Follower:
     def __init__(self, heads: Sequence[str], port: int, secret: bytes, hello: dict[str, Any], patience_s: float):
         """Tries the head's addresses in turn for `patience_s` seconds: it may not have started yet."""
         self.secret, self.port = secret, port
-        self.background = Background()
+        self.thread = Background()
         try:
             self.address, reader, writer = self._reach(heads, patience_s)
         except BaseException:
-            self.background.close()
+            self.thread.close()
             raise
-        self.link = Link(self.background, reader, writer)
+        self.link = NodeLink(self.thread, reader, writer)
         self.link.send("node", **hello)
-        asyncio.run_coroutine_threadsafe(self.link.listen(), self.background.loop)
+        asyncio.run_coroutine_threadsafe(self.link.listen(), self.thread.loop)
         self._tunnel: asyncio.Server | None = None
 
     def __enter__(self) -> Follower:
@@ -43,16 +44,14 @@ class Follower:
 
     def __exit__(self, *error: object) -> None:
         self.link.flush()
-        self.background.close()
+        self.thread.close()
 
-    def _reach(
-        self, heads: Sequence[str], patience_s: float
-    ) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
+    def _reach(self, heads: Sequence[str], patience_s: float) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
         began, said, stranger = time.monotonic(), "nobody knows a name of it", ""
         while True:
             for address in reachable(heads):
                 try:
-                    return address, *self.background.call(self._connect(address))
+                    return address, *self.thread.call(self._connect(address))
                 except Stranger as error:  # perhaps the head of an earlier attempt, which is about to end
                     stranger, said = address, str(error)
                 except (OSError, TimeoutError) as error:
@@ -81,7 +80,7 @@ class Follower:
 
     def open_tunnel(self) -> int:
         """Returns a port of this node's loopback interface behind which the head's store is."""
-        self._tunnel = self.background.call(asyncio.start_server(self._pass_on, LOOPBACK, 0))
+        self._tunnel = self.thread.call(asyncio.start_server(self._pass_on, LOOPBACK, 0))
         return int(self._tunnel.sockets[0].getsockname()[1])
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

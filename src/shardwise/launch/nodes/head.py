@@ -14,34 +14,34 @@ from contextlib import suppress
 from typing import Any
 
 from shardwise.errors import Exit, UserError
-from shardwise.launch.nodes.connection import Background, Link, Stranger, framed, let_in, pump, read_frame
+from shardwise.launch.nodes.connection import Background, NodeLink, Stranger, framed, let_in, pump, read_frame
 
 BACKLOG = 4096  # ranks of many nodes come at once
 LOOPBACK = "127.0.0.1"
 
 
-class Head:
+class JobHead:
     """Listens for the other nodes of a job. Used as a context: at its end nothing listens any more."""
 
     def __init__(self, address: str, port: int, count: int, secret: bytes):
         """`port` 0 takes any that is free."""
         self.count, self.secret = count, secret
         self.store_port = 0  # where this node's store listens, once there is one
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, NodeLink] = {}
         self.hellos: dict[int, dict[str, Any]] = {}
         self.strangers: list[str] = []  # who tried without the secret
         self._listener = _listen(address, port)
         self.address, self.port = self._listener.getsockname()[:2]
-        self.background = Background()
-        self._server = self.background.call(self._serve())
+        self.thread = Background()
+        self._server = self.thread.call(self._serve())
 
-    def __enter__(self) -> Head:
+    def __enter__(self) -> JobHead:
         return self
 
     def __exit__(self, *error: object) -> None:
         for link in self.links.values():
             link.flush()
-        self.background.close()
+        self.thread.close()
         with suppress(OSError):
             self._listener.close()
 
@@ -59,12 +59,14 @@ class Head:
             return
         if first.get("kind") == "store":
             await self._join_store(reader, writer)
-        elif first.get("kind") == "node" and (index := first.get("index")) in range(1, self.count):
+            return
+        index = first.get("index")
+        if first.get("kind") == "node" and isinstance(index, int) and 0 < index < self.count:
             if (before := self.links.get(index)) is not None and not before.lost:
                 writer.write(framed({"kind": "refuse", "text": _twice(index, self.hellos[index], first)}))
                 writer.close()
                 return
-            link = Link(self.background, reader, writer)
+            link = NodeLink(self.thread, reader, writer)
             self.hellos[index], self.links[index] = first, link
             await link.listen()
         else:

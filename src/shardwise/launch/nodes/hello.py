@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import shardwise
+from shardwise import __version__
 from shardwise.cluster.describe.machine import Gpu, Machine, this_machine
 from shardwise.errors import Exit, UserError
 from shardwise.spec.schema import Config
@@ -29,7 +29,7 @@ SAME = {"code": "code of shardwise", "torch": "torch", "python": "Python", "aske
 @cache
 def code_digest() -> str:
     """Returns a digest of the code of this package as it lies here."""
-    root, digest = Path(shardwise.__file__).parent, hashlib.sha256()
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
     for file in sorted(root.rglob("*")):
         if file.suffix in (".py", ".toml", ".json") and file.is_file():
             digest.update(f"{file.relative_to(root)}\n".encode())
@@ -44,7 +44,7 @@ def versions() -> dict[str, str]:
     except PackageNotFoundError:
         torch = "none"
     return {
-        "code": f"{shardwise.__version__} ({code_digest()})",
+        "code": f"{__version__} ({code_digest()})",
         "torch": torch,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }

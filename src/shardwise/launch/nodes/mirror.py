@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.listing import MANIFEST
-from shardwise.checkpoint.store import newest_good
 from shardwise.errors import UserError
 from shardwise.files import cannot_write
 from shardwise.run.rundir import RunDir
@@ -39,6 +38,8 @@ def files_to_read(run: RunDir, from_step: int | None) -> dict[str, int]:
     if run.tokenizer.is_dir():
         found += [file for file in run.tokenizer.iterdir() if file.is_file()]
     if from_step != 0 and run.checkpoints.is_dir():
+        from shardwise.checkpoint.store import newest_good  # it loads torch
+
         checkpoint, _ = newest_good(run.checkpoints, at_step=from_step)
         if checkpoint is not None:
             found += [checkpoint.path / MANIFEST, *(checkpoint.path / name for name in checkpoint.manifest()["files"])]

@@ -1,7 +1,7 @@
 """Holds the secret of a job: 128 random bits that every node must show before anything it says is read.
 
-Without one anybody on the network could join a job, or put values into the store at which its ranks meet. Invariant: the
-secret itself never travels on the job's connections, stands in no script and is in no file that others may read.
+Without one anybody on the network could join a job, or put values into the store at which its ranks meet. Invariant:
+the secret itself never travels on the job's connections, stands in no script and is in no file that others may read.
 """
 
 from __future__ import annotations

@@ -24,5 +24,5 @@ def detect(environ: Mapping[str, str]) -> RankPlace | None:
         local_rank=whole_number(environ, "LOCAL_RANK", rank),
         local_world=whole_number(environ, "LOCAL_WORLD_SIZE", world),
         master=environ.get("MASTER_ADDR", ""),
-        port=whole_number(environ, "MASTER_PORT"),
+        port=whole_number(environ, "MASTER_PORT", 0),
     )

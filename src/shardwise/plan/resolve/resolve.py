@@ -187,9 +187,8 @@ def _cluster(asked: Asked, usual: Plan, limit: int) -> ClusterSpec:
     device, host = replace(found.device, memory=limit), asked.machine.memory_bytes // world
     nodes, last = asked.machine.nodes, found.tiers[-1]
     per_node = -(-world // nodes)
-    tiers = (replace(last, span=max(per_node * nodes, last.span)),)
-    if nodes > 1:
-        tiers = (replace(found.tiers[0], span=per_node), *tiers)
+    inside = (replace(found.tiers[0], span=per_node),) if nodes > 1 else ()
+    tiers = (*inside, replace(last, span=max(per_node * nodes, last.span)))
     return replace(found, nodes=nodes, per_node=per_node, device=device, tiers=tiers, host_memory=host)
 
 

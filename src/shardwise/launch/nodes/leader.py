@@ -1,0 +1,227 @@
+"""The head's part of a job of several nodes: it waits for the others, plans, hands out the run, and says how it ended.
+
+The other side is member.py. Invariant: whatever ends the head's part, the other nodes are told and end too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from shardwise.errors import Exit, UserError
+from shardwise.files import write_atomically
+from shardwise.launch.allocator import set_allocator
+from shardwise.launch.local import JobEnds, Share, loopback_store, next_attempt, ranks_ended
+from shardwise.launch.nodes.connection import Frame
+from shardwise.launch.nodes.head import JobHead
+from shardwise.launch.nodes.hello import check_nodes, hello, machine_of, named
+from shardwise.launch.nodes.interfaces import own_address
+from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
+from shardwise.launch.nodes.mirror import SHARED_SIGN, digest_of, files_to_read, piece_of, take_in
+from shardwise.launch.outcome import Failure, RanksEnded, exit_code
+from shardwise.launch.start import PlannedRun, write_run
+from shardwise.private_names import check_private_names
+from shardwise.run.rundir import RunDir
+from shardwise.terminal import patience, say, say_error
+
+
+class Leader:
+    """The head's part."""
+
+    def __init__(self, job: NodeJob, secret: bytes):
+        self.job, self.place = job, job.place
+        self.own = own_address(job.interface, job.place.heads)
+        self.head = JobHead(self.own.address, job.place.port, job.place.count, secret)
+        self.ended: dict[int, dict[str, Any]] = {}  # how ranks of other nodes have ended
+        self.lost: tuple[int, str] | None = None  # the node that was lost first, and how
+
+    def work(self) -> int:
+        with self.head:
+            try:
+                return self._work()
+            except BaseException as error:  # the others must not wait
+                code = error.code if isinstance(error, UserError) else Exit.INTERRUPTED
+                self.head.tell("refuse", text=str(error) if isinstance(error, UserError) else "", exit=int(code))
+                raise
+
+    def _work(self) -> int:
+        self._meet()
+        hellos = {0: hello(0, self.job.asked, self.place.attempt), **self.head.hellos}
+        run, planned = self.job.prepare(machine_of(hellos))
+        if run.state() == "finished":
+            say(f"run      {run.path} is finished; nothing to do")
+            self.head.tell("exit", code=int(Exit.DONE))
+            return Exit.DONE
+        self._check_ranks(planned)
+        with run.lock():
+            write_run(run, planned)
+            check_private_names()
+            code = self._train(run, planned)
+        self.head.tell("exit", code=code)
+        return code
+
+    def _check_ranks(self, planned: PlannedRun) -> None:
+        plan, count = planned.plan, self.place.count
+        if plan.world % count:
+            raise UserError(
+                f"{plan.layout} has {plan.world} rank{'s' if plan.world > 1 else ''}, this job has {count} nodes",
+                why="every node of a job starts as many ranks as the others",
+                fix=f"--nproc {max(1, plan.world // count)}, or a job of another number of nodes",
+            )
+
+    def _train(self, run: RunDir, planned: PlannedRun) -> int:
+        """Has all nodes start their ranks and returns the exit code of the whole."""
+        plan, from_step = planned.plan, self.job.from_step
+        files, sign = files_to_read(run, from_step), secrets.token_hex(8)
+        write_atomically(run.path / SHARED_SIGN, sign)
+        if plan.device == "cuda":
+            set_allocator(plan.allocator, os.environ)
+        count = plan.world // self.place.count
+        share = Share(count, plan.world, interface=self.own.name, attempt=next_attempt(run))
+        options = [*self.job.options, *([] if from_step is None else ["--from-step", str(from_step)])]
+        self.head.tell(
+            "run",
+            path=str(run.path.resolve()),
+            sign=sign,
+            files=files,
+            digest=digest_of(run),
+            text=planned.corpus.fingerprint,
+            options=options,
+            threads=plan.threads_per_rank,
+            device=plan.device,
+            allocator=plan.allocator,
+            share=asdict(share),
+        )
+        self._wait_until_ready(run, files)
+        store, self.head.store_port = loopback_store()  # lives as long as the ranks of all nodes do
+        self.head.tell("go")
+        share = replace(share, store_port=self.head.store_port)
+        ended = ranks_ended(run, share, plan.threads_per_rank, options, attend=lambda: self._attend(run))
+        code = self._settle(run, ended)
+        del store
+        return code
+
+    def _meet(self) -> None:
+        """Waits for all other nodes and compares what they say."""
+        place, began = self.place, time.monotonic()
+        say(f"nodes    {place.count} by {place.scheduler}, job {place.job}; this is node 0, at {self.own}")
+        with patience(f"waiting  for {place.count - 1} other node{'s' if place.count > 2 else ''} ...", 3.0):
+            while len(self.head.hellos) < place.count - 1:
+                if time.monotonic() - began > JOIN_S:
+                    raise self._missing()
+                time.sleep(0.05)
+        check_nodes({0: hello(0, self.job.asked, place.attempt), **self.head.hellos})
+
+    def _missing(self) -> UserError:
+        place = self.place
+        missing = [str(index) for index in range(1, place.count) if index not in self.head.hellos]
+        strangers = f"; turned away: {'; '.join(self.head.strangers[-3:])}" if self.head.strangers else ""
+        return UserError(
+            f"{len(missing)} of {place.count} nodes did not come within {JOIN_S:.0f} s: node {', '.join(missing[:8])}",
+            why=f"this is node 0, listening at {self.own} port {self.head.port}{strangers}",
+            fix="look at what these nodes printed; a firewall between the nodes may close the port",
+            code=Exit.HARDWARE,
+        )
+
+    def _wait_until_ready(self, run: RunDir, files: dict[str, int]) -> None:
+        """Serves the files of the run to nodes that do not share them, until all are ready."""
+        ready: dict[int, bool] = {}
+        deadline = time.monotonic() + READY_S
+        with patience("waiting  for the other nodes to read the run ...", 3.0):
+            while len(ready) < self.place.count - 1:
+                for index, link in self.head.links.items():
+                    frame = link.receive("get", "ready", "refuse", timeout=0.02)
+                    if frame is None:
+                        if index not in ready and (link.lost or time.monotonic() > deadline):
+                            raise self._gone(index, link.lost or f"it was not ready within {READY_S:.0f} s")
+                    elif frame.words["kind"] == "get":
+                        name, offset = str(frame.words.get("name")), int(frame.words.get("offset", 0))
+                        link.send("piece", piece_of(run, files, name, offset))
+                    elif frame.words["kind"] == "ready":
+                        ready[index] = bool(frame.words.get("mirrors"))
+                    else:
+                        raise _refused_by(named(index, self.head.hellos[index]), frame)
+        if mirrors := [index for index, is_mirror in sorted(ready.items()) if is_mirror]:
+            nodes = ", ".join(map(str, mirrors[:8])) + (" ..." if len(mirrors) > 8 else "")
+            say(f"nodes    {run.path} is not shared with node {nodes}: mirrored there, logs and events come here")
+
+    def _gone(self, index: int, why: str) -> UserError:
+        return UserError(
+            f"{named(index, self.head.hellos[index])} is gone",
+            why=why,
+            fix="look at what it printed, and at the scheduler's word on that node",
+            code=Exit.HARDWARE,
+        )
+
+    def _attend(self, run: RunDir) -> None:
+        self._hear(run)
+        failed = [index for index, words in self.ended.items() if words["failures"]]
+        if failed or self.lost:
+            self.head.tell("end")
+            raise JobEnds
+
+    def _hear(self, run: RunDir) -> None:
+        """Takes in what the other nodes have sent."""
+        for index, link in self.head.links.items():
+            while not link.inbox.empty():
+                frame = link.inbox.get()
+                if frame.words.get("kind") == "written":
+                    take_in(run, frame.words, frame.data)
+                elif frame.words.get("kind") == "ended":
+                    self.ended[index] = frame.words
+            if index not in self.ended and link.lost and self.lost is None:
+                self.lost = (index, link.lost)
+
+    def _settle(self, run: RunDir, own: RanksEnded) -> int:
+        """Waits for the other nodes and returns the exit code of the whole."""
+        if own.failures:
+            self.head.tell("end")
+        deadline = time.monotonic() + END_S
+        while len(self.ended) < self.place.count - 1 and self.lost is None and time.monotonic() < deadline:
+            self._hear(run)
+            time.sleep(0.02)
+        late = [index for index in self.head.links if index not in self.ended]
+        if self.lost is None and late:
+            self.lost = (late[0], f"it did not say within {END_S:.0f} s how its ranks ended")
+        if self.lost is not None:
+            index, why = self.lost
+            self.head.tell("end")
+            problem, event = self._gone(index, why), run.last_event() or {}
+            if not own.failures and event.get("event") in ("finished", "stopped"):  # all ranks had come to their end
+                say_error(f"nodes    {problem.what}, after the end: {why}")
+                return int(event.get("exit", Exit.DONE))
+            say_error(f"error: {problem.what}\n  why  {why}\n  fix  {run.how_to_resume()}")
+            run.append({"event": "failed", "exit": int(problem.code), "why": problem.what, "wall_time": time.time()})
+            return int(problem.code)
+        return exit_code(run, _together(own, self.ended.values(), was_ended=bool(self._failed_first())))
+
+    def _failed_first(self) -> list[int]:
+        return [index for index, words in self.ended.items() if words["failures"] and not words["was_ended"]]
+
+
+def _together(own: RanksEnded, others: Iterable[Mapping[str, Any]], was_ended: bool) -> RanksEnded:
+    """Returns how the ranks of all nodes ended. Where ranks failed by themselves, those that were ended because of them
+    have no say."""
+    found = [(own.signals, own.failures, was_ended)]
+    for words in others:
+        failures = [Failure(**failure) for failure in words["failures"]]
+        found.append((tuple(words["signals"]), tuple(failures), bool(words["was_ended"])))
+    signals = tuple(signal for node in found for signal in node[0])
+    first = [failure for _, failures, ended in found if not ended for failure in failures]
+    return RanksEnded(signals, tuple(first or [failure for _, failures, _ in found for failure in failures]))
+
+
+def _refused_by(node: str, frame: Frame) -> UserError:
+    """Returns the error that a node has reported, with its name in front."""
+    lines = [line.strip() for line in str(frame.words.get("text", "")).splitlines()]
+    what, why, fix = [*lines, "it gave no reason", "", ""][:3] if len(lines) != 3 else lines
+    return UserError(
+        f"{node}: {what.removeprefix('error:').strip()}",
+        why=why.removeprefix("why").strip(),
+        fix=fix.removeprefix("fix").strip(),
+        code=Exit(int(frame.words.get("exit", Exit.USER_MISTAKE))),
+    )
