@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
+import shlex
 import sys
 import threading
 import time
@@ -55,6 +56,19 @@ UNIT = r"(?:%|s|ms|us|min|h|days|[KMGT]iB|[kMGT]?B|[GTP]FLOP/s|[kMGT]?B/s|k?tok/
 VALUE = re.compile(rf"(?<![\w./=,-])[+-]?\d(?:[\d.,:]*\d)?(?:e[+-]?\d+)?[kMGBTx]?(?: ?{UNIT})?(?![\w/=-]|\.\w)")
 WORD = re.compile(rf"[+-]?\d\S* {UNIT}\S*|\S+")
 """What is not broken: a word, and a figure with its unit."""
+
+
+def counted(number: int, what: str) -> str:
+    """Returns how many there are of something: `1 step`, `1,000 steps`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def shell_word(text: object) -> str:
+    """Returns a text, such as a path, as one word of a shell: as it is, or in double quotes where they are enough."""
+    said = str(text)
+    if re.fullmatch(r"[\w@%+=:,./-]+", said):
+        return said
+    return f'"{said}"' if said.isprintable() and not set(said) & set('"$`\\!') else shlex.quote(said)
 
 
 def _replace(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -1,4 +1,4 @@
-"""Tab: which words may follow, and what the bash script makes of them in a real bash."""
+"""Tab: which words may follow, and what the scripts make of them in a real bash, zsh and fish."""
 
 from __future__ import annotations
 
@@ -68,18 +68,62 @@ done
 """
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-def test_bash_completes(workdir: Path):
-    """bash has broken `optimizer.schedule=w` at `=`, and takes what follows."""
+# zsh has its builtins for completion only while it completes: here they say what they are told.
+ZSH = """
+shardwise() { "$PYTHON" -m shardwise "$@" }
+compdef() { print -r -- "$@" }
+compadd() { print -r -- "$@" }
+compset() { print -r -- "$@" }
+_files() { print files }
+eval "$(shardwise completion zsh)"
+for line in 'shardwise ver' 'shardwise train optimizer.l' 'shardwise train data.source=o'
+do
+  words=(${(z)line})
+  CURRENT=$#words
+  _shardwise
+done
+"""
+
+FISH = """
+function shardwise; $PYTHON -m shardwise $argv; end
+shardwise completion fish | source
+for words in ver 'train optimizer.l' 'train data.source=o' 'train ow'
+  complete -C "shardwise $words"
+end
+"""
+
+
+def completed(shell: list[str], script: str, workdir: Path) -> list[str]:
+    """Returns the lines of a real shell, in a directory with a run and a file."""
+    if shutil.which(shell[0]) is None:
+        pytest.skip(f"{shell[0]} is not installed")
     (workdir / "runs/one").mkdir(parents=True)
     (workdir / "runs/one/config.toml").write_text("")
-    command = ["bash", "--norc", "--noprofile", "-c", BASH]
+    (workdir / "own.toml").write_text("")
     environment = {"PYTHON": sys.executable, "PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, cwd=workdir, env=environment, capture_output=True, text=True)
+    environment |= {"HOME": str(workdir / "runs")}
+    done = subprocess.run([*shell, "-c", script], cwd=workdir, env=environment, capture_output=True, text=True)
     assert done.stderr == ""
-    spec, *words = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_bash_completes(workdir: Path):
+    """bash has broken `optimizer.schedule=w` at `=`, and takes what follows."""
+    spec, *words = completed(["bash", "--norc", "--noprofile"], BASH, workdir)
     assert spec == "complete -o default -F _shardwise shardwise"
     assert words == ["verify", "wsd", "optimizer.lr=", "optimizer.lr_scaling=", "one"]
+
+
+def test_zsh_completes(workdir: Path):
+    """Keys get no space behind them, and a path may stand behind the `=` of one."""
+    keys = "-S  -- optimizer.lr= optimizer.lr_scaling="
+    assert completed(["zsh", "-f"], ZSH, workdir) == ["_shardwise shardwise", "-- verify", keys, "-P *=", "files"]
+
+
+def test_fish_completes(workdir: Path):
+    """Paths are offered where there is no word of ours, behind the `=` of a key too."""
+    words = ["verify", "optimizer.lr=", "optimizer.lr_scaling=", "data.source=own.toml", "own.toml"]
+    assert completed(["fish", "--no-config"], FISH, workdir) == words
 
 
 def test_no_torch_is_imported():

@@ -128,7 +128,7 @@ def test_seed_changes_the_order_and_nothing_else(open_rows, rows_file):
 
 
 def test_mix_of_wrong_length_or_sign(open_rows, rows_file):
-    assert "2 weight(s) for 1 source(s)" in refusal(open_rows, rows_file, mix=(1.0, 2.0))
+    assert "2 weights for 1 source" in refusal(open_rows, rows_file, mix=(1.0, 2.0))
     assert "not above zero" in refusal(open_rows, (str(rows_file), str(rows_file)), mix=(1.0, 0.0))
     assert "not above zero" in refusal(open_rows, (str(rows_file), str(rows_file)), mix=(1.0, float("nan")))
 

@@ -27,6 +27,15 @@ def test_the_prompt_fits_the_corpus(words, is_chat, typed):
     assert shlex.split(lines[1]) == ["next", "shardwise", "generate", "runs/one", *typed]
 
 
+@pytest.mark.parametrize("name", ["my first run", "5$", "it's", "été", "a&b"])
+def test_a_name_is_one_word_of_what_is_typed_next(name):
+    run = RunDir(Path("runs") / name)
+    lines = next_lines(run, load_config(None, ["data.source=a.txt"]).config, 5, False)
+    assert shlex.split(lines[1])[3] == f"runs/{name}"
+    assert shlex.split(lines[2]) == ["shardwise", "eval", f"runs/{name}"]
+    assert shlex.split(lines[3])[:3] == ["shardwise", "resume", f"runs/{name}"]
+
+
 def test_a_run_goes_on_by_a_command_and_with_parts_of_a_program_by_that_program(tmp_path):
     run = RunDir(tmp_path)
     changed = run.how_to_resume("train.steps=40", allow=["train.steps"])

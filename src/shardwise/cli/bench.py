@@ -30,7 +30,7 @@ from shardwise.config.units import format_bytes, format_count
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
 from shardwise.spec.cluster import ClusterSpec
-from shardwise.terminal import say_error
+from shardwise.terminal import counted, say_error
 
 HELP = """Measure parts of a training step on this machine.
 
@@ -200,7 +200,7 @@ def _store(
 
 
 def _count(devices: tuple[str, ...]) -> str:
-    return f"{len(devices)} cores" if devices[0] == "cpu" else f"{len(devices)} GPU{'s' * (len(devices) > 1)}"
+    return f"{len(devices)} cores" if devices[0] == "cpu" else counted(len(devices), "GPU")
 
 
 def _progress(what: str) -> None:

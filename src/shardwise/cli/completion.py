@@ -19,7 +19,8 @@ HELP = (
     "fish   shardwise completion fish | source             in ~/.config/fish/config.fish"
 )
 
-# bash breaks words at `=` and `:` and expects only what follows; without a candidate it completes files.
+# Without a candidate a shell completes files, also behind the `=` of a key: bash breaks words there (and at `:`) and
+# expects only what follows, the two others are told to.
 BASH = r"""_shardwise() {
   local line="${COMP_LINE:0:COMP_POINT}" found
   local last="${line##*[[:space:]]}"
@@ -39,7 +40,7 @@ ZSH = r"""_shardwise() {
   found=(${found:#})
   open=(${(M)found:#*[=.]})
   found=(${found:#*[=.]})
-  if (( ! $#found && ! $#open )); then _files; return; fi
+  if (( ! $#found && ! $#open )); then compset -P '*='; _files; return; fi
   (( $#found )) && compadd -- $found
   (( $#open )) && compadd -S '' -- $open
 }
@@ -50,7 +51,9 @@ FISH = r"""function __shardwise_words
   if test (count $found) -gt 0
     printf '%s\n' $found
   else
-    __fish_complete_path (commandline -ct)
+    set -l token (commandline -ct | string collect)
+    set -l key (string match -r '^[^=/]*=' -- $token)
+    string replace -r '^' -- "$key" (__fish_complete_path (string replace -- "$key" '' $token))
   end
 end
 complete -c shardwise -f -a '(__shardwise_words)'"""
@@ -70,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if args.shell == "words":
         from shardwise.cli.candidates import candidates
 
-        print("\n".join(candidates(args.line)))
+        for word in candidates(args.line):
+            print(word)
     else:
         print(SCRIPTS[args.shell])
     return Exit.DONE

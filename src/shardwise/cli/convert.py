@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import say
+from shardwise.terminal import say, shell_word
 
 if TYPE_CHECKING:
     from shardwise.run.weights import StoredWeights
@@ -67,4 +67,4 @@ def convert(weights: StoredWeights, to: str, out: Path, dtype_name: str | None) 
     )
     if not folder:
         say("note     the model reads bytes, so there is no tokenizer to write")
-    say(f'next     shardwise generate {out} --prompt "..."')
+    say(f'next     shardwise generate {shell_word(out)} --prompt "..."')

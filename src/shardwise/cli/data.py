@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import say
+from shardwise.terminal import counted, say, shell_word
 
 if TYPE_CHECKING:
     from shardwise.data.shards import TokenStore
@@ -87,8 +87,8 @@ def _prepare(args: argparse.Namespace) -> int:
         print(json.dumps({"schema": 1, "directory": str(info.directory), **_summary(info.index)}))
         return Exit.DONE
     _print_summary(args.out, info.index)
-    say(f"next     shardwise train data.source={args.out}")
-    say(f"         shardwise data show {args.out} --rendered")
+    say(f"next     shardwise train data.source={shell_word(args.out)}")
+    say(f"         shardwise data show {shell_word(args.out)} --rendered")
     return Exit.DONE
 
 
@@ -174,12 +174,12 @@ def _print_summary(directory: Path, index: dict[str, Any]) -> None:
 
     about = _summary(index)
     for source in about["sources"]:
-        say(f"source   {source['name']}: {source['num_files']:,} file(s), {human_bytes(source['bytes'])}")
+        say(f"source   {source['name']}: {counted(source['num_files'], 'file')}, {human_bytes(source['bytes'])}")
     for name, split in about["splits"].items():
         trained = "" if split["trained_tokens"] == split["tokens"] else f", {split['trained_tokens']:,} with loss"
         say(
-            f"{'train' if name == 'train' else 'held out':<8} {split['documents']:,} documents, {split['tokens']:,} "
-            f"tokens{trained}"
+            f"{'train' if name == 'train' else 'held out':<8} {counted(split['documents'], 'document')}, "
+            f"{split['tokens']:,} tokens{trained}"
         )
     per_token = about["text_bytes"] / max(1, sum(split["tokens"] for split in about["splits"].values()))
     tokenizer = about["tokenizer"]
@@ -187,7 +187,8 @@ def _print_summary(directory: Path, index: dict[str, Any]) -> None:
         f"tokens   {tokenizer['name']}, {tokenizer['vocab_size']:,} ids (largest used {about['max_token']:,}), "
         f"{per_token:.2f} bytes of text per token"
     )
-    say(f"files    {directory}: {about['shards']} shard(s) of {about['dtype']}, {human_bytes(about['token_bytes'])}")
+    shards = f"{counted(about['shards'], 'shard')} of {about['dtype']}"
+    say(f"files    {directory}: {shards}, {human_bytes(about['token_bytes'])}")
     for note in about["notes"]:
         say(f"note     {note}")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import say
+from shardwise.terminal import say, shell_word
 
 if TYPE_CHECKING:
     from shardwise.run.weights import StoredWeights
@@ -66,4 +66,5 @@ def _export_adapter(weights: StoredWeights, adapter: AdapterConfig, out: Path, d
     count = format_count(sum(value.numel() for value in tensors.values()))
     size = format_bytes(sum(file.stat().st_size for file in out.rglob("*") if file.is_file()))
     say(f"wrote    {out}: adapters of {weights.spec.name} in PEFT's format, {count} parameters, {size}")
-    say(f"next     adapter.kind=lora adapter.path={out} starts a run from them; --merge-lora writes the whole model")
+    words = f"adapter.kind=lora adapter.path={shell_word(out)}"
+    say(f"next     {words} starts a run from them; --merge-lora writes the whole model")

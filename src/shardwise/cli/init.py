@@ -17,7 +17,7 @@ from shardwise.config.load import EXCLUSIVE, load_config
 from shardwise.config.write import commented_config
 from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
-from shardwise.terminal import say
+from shardwise.terminal import say, shell_word
 
 HELP = (
     "Write a commented config file with the keys given as section.key=value and those of a recipe; every key where "
@@ -43,16 +43,17 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.out or args.path)
     if path.is_dir():
         why = "init writes one file"
-        raise UserError(f"{path} is a directory", why=why, fix=f"shardwise init {path / 'shardwise.toml'}")
+        raise UserError(f"{path} is a directory", why=why, fix=f"shardwise init {shell_word(path / 'shardwise.toml')}")
     if path.exists() and not args.force:
         why = "init does not overwrite what you may have edited"
-        raise UserError(f"{path} already exists", why=why, fix=f"give another name, or `shardwise init {path} --force`")
+        fix = f"give another name, or `shardwise init {shell_word(path)} --force`"
+        raise UserError(f"{path} already exists", why=why, fix=fix)
     asked = {key for key, origin in loaded.origins.items() if origin == COMMAND_LINE}
     text = commented_config(loaded.config, None if args.all or not asked else asked)
     if recipe:
         text = f"# {recipe['about']}\n# yours: {recipe['yours']}\n{text}"
     write_atomically(path, text)
-    say(f"wrote {path}     next:  shardwise train {path} --dry-run")
+    say(f"wrote {path}     next:  shardwise train {shell_word(path)} --dry-run")
     return Exit.DONE
 
 

@@ -1,13 +1,22 @@
-"""Answers an option that no verb has, such as `--lr 3`, with the config key that is meant: `optimizer.lr=3`."""
+"""Answers an option that no verb has, such as `--lr 3`, and a setting in other signs, such as `optimizer.lr: 3`, with
+the setting that is meant: `optimizer.lr=3`."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Mapping, Sequence
 
 from shardwise.errors import UserError
 
 WHY = "what a run does is set by config keys, written section.key=value without dashes"
+
+
+FILES = ("--config", "--config-file", "--cfg", "-c")
+SETTERS = ("--set", "--override", "--overrides", "-o")
+"""What other commands have before a config file and before a setting."""
+ALMOST = re.compile(r"(\w+\.\w+)\s*(\+=|:=|=|:|)\s*(.*)")
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -30,6 +39,8 @@ def check_options(parser: argparse.ArgumentParser, words: Sequence[str], takes_c
         name, equals, value = word.partition("=")
         before = known.get(words[number - 1]) if number else None
         is_value = before is not None and before.nargs is None
+        if takes_config and not is_value:
+            _check_setting(parser, words[number:])
         if not name.startswith("--") or is_value or any(option.startswith(name) for option in known):
             continue
         after = words[number + 1] if number + 1 < len(words) and not words[number + 1].startswith("--") else None
@@ -44,6 +55,32 @@ def check_options(parser: argparse.ArgumentParser, words: Sequence[str], takes_c
             fix = f"leave it out; `{parser.prog} --help` lists every option"
             raise UserError(what, why="it is a key of a run's config, and this command reads no config", fix=fix)
         raise UserError(what, why=hint.why if "is a name of" in hint.why else WHY, fix=hint.fix)
+
+
+def _check_setting(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Refuses a first word that is meant as a setting, or stands before a setting or a config file, and is neither."""
+    from shardwise.config.keys import all_keys
+
+    name, equals, value = words[0].partition("=")
+    value = value if equals else next(iter(words[1:]), "")
+    is_option = name in options_of(parser)
+    if name in FILES and not is_option and any(action.dest == "config" for action in parser._actions):
+        why = "a config file stands by itself"
+        raise UserError(f"`{name}` is no option of `{parser.prog}`", why=why, fix=f"`{parser.prog} {value or 'FILE'}`")
+    if name in SETTERS and not is_option:
+        raise UserError(f"`{name}` is no option of `{parser.prog}`", why=WHY, fix=f"leave out `{name}`")
+    meant = ALMOST.fullmatch(words[0].strip())
+    if not meant or meant[1] not in all_keys() or words[0].startswith(f"{meant[1]}=") or os.path.exists(words[0]):
+        return
+    key, sign, value = meant.groups()
+    after = "".join(words[1:3])[1:] if words[1:2] == ["="] else "".join(words[1:2]).removeprefix("=")
+    if not sign and not after.startswith("-") and "=" not in after and not os.path.exists(after):
+        value = after
+    raise UserError(
+        f"`{words[0]}` sets nothing",
+        why="a setting is one word, section.key=value, without blanks around the `=`",
+        fix=f"write `{key}={value if value and sign != '+=' else 'VALUE'}`",
+    )
 
 
 def _is_key(name: str) -> bool:

@@ -6,7 +6,6 @@ Invariant: nothing is said by colour alone, and everything printed is in `--json
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from shardwise.plan.answer.why import WhyNot, why_not_lines
 from shardwise.plan.prediction.collectives import PARTS_OF_AXES, placement
 from shardwise.plan.prediction.figures import DAY, step_text
 from shardwise.spec.plan import Plan
+from shardwise.terminal import counted, shell_word
 
 BAR = 30
 MAX_REGIONS, MAX_COUNTS = 8, 5
@@ -59,7 +59,7 @@ def show(
         view.gap()
     _assumed(view, made.question)
     view.line("wrote", f"{files[0]}" + (f" ... {files[-1].name}" if len(files) > 1 else ""))
-    first = shlex.quote(str(files[0]))
+    first = shell_word(files[0])
     view.line("next", f"shardwise train {first}")
     view.line("prove", f"shardwise verify {first}")
     if made.rows[0].candidate.plan.world > made.question.cluster.per_node:
@@ -80,7 +80,7 @@ def _header(view: View, made: Answer) -> None:
     cards = f"{cluster.world:,} x {format_bytes(cluster.device.memory)}"
     view.line("cluster", f"{cluster.name}: {cards}" + (f"; {links}" if links else ""))
     adapter = f", {job.adapter.kind}" if job.adapter.kind != "none" else ""
-    batch = f"{job.tokens_per_step:,} tokens per step = {job.global_batch:,} sequences x {job.seq_len:,}"
+    batch = f"{job.tokens_per_step:,} tokens per step = {counted(job.global_batch, 'sequence')} x {job.seq_len:,}"
     view.line("job", f"{batch}; {job.precision}, {job.optimizer}{adapter}")
     if job.constraints:
         view.line("fixed", question.fixed)
@@ -187,9 +187,7 @@ def _winner(view: View, made: Answer) -> None:
         f"{axis.name}={axis.ranks} on {axis.link.name} ({axis.link.bandwidth / 1e9:.3g} GB/s)" for axis in axes
     )
     view.line("links", said or "none: one device")
-    rows = f"{plan.global_batch:,} sequences = {plan.micro_batch} micro x {plan.num_microbatches:,} accumulated"
-    rows += f" x {plan.dp:,} ranks"
-    view.line("batch", rows)
+    view.line("batch", plan.batch_in_words)
     _simpler(view, made)
     _leaner(view, made)
 
@@ -287,7 +285,8 @@ def _training(view: View, made: Answer) -> None:
         return
     steps = -(-job.tokens // job.tokens_per_step)
     length = _duration(whole.seconds)
-    words = [f"#1: {format_count(job.tokens)} tokens in {steps:,} steps, {length}, {_count(whole.gpu_hours)} GPU-hours"]
+    tokens = f"#1: {format_count(job.tokens)} tokens in {counted(steps, 'step')}"
+    words = [f"{tokens}, {length}, {_count(whole.gpu_hours)} GPU-hours"]
     if whole.cost is not None:
         words.append(f"cost {_count(whole.cost)}")
     if whole.kwh is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import say
+from shardwise.terminal import counted, say
 
 HELP = (
     "Go on from the newest good checkpoint. parallel, memory, speed, comm, run and checkpoint keys may change freely."
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     planned = continue_run(found, args.overrides, args.allow, args.nproc)
     last = max(found.steps(), default=0)
     if found.state() == "finished" and last >= planned.plan.num_steps and args.from_step is None:
-        say(f"run      {found.path} has finished its {last} steps")
+        say(f"run      {found.path} has finished its {counted(last, 'step')}")
         say(f"next     {longer_command(found, planned.config.train, last)}")
         return Exit.DONE
     return start(found, planned, args.from_step, verify=not args.no_verify)

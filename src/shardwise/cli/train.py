@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import is_live, patience, say
+from shardwise.terminal import counted, is_live, patience, say
 
 if TYPE_CHECKING:
     from shardwise.cluster.describe.machine import Machine
@@ -109,7 +109,7 @@ def _dry_run(planned: PlannedRun) -> int:
     limit = rank_memory_limit(config, planned.machine, plan)
     say(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {spec.num_layers} layers")
     say(f"plan     {plan.layout} {plan.precision}: {plan.reason}")
-    say(f"batch    {plan.batch_in_words}; {plan.num_steps} steps")
+    say(f"batch    {plan.batch_in_words}; {counted(plan.num_steps, 'step')}")
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
     say(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
     say(f"corpus   {planned.corpus.description}")

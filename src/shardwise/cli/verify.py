@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import patience, say
+from shardwise.terminal import counted, patience, say
 
 HELP = (
     "Train a small model of the config's kind in its layout and in one process, in fp64, and compare losses, gradients "
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: dict[str, Any], layout: str) -> None:
-    steps = f"{found['steps']} step{'s' if found['steps'] != 1 else ''}"
+    steps = counted(found["steps"], "step")
     say(f"trained  {steps} in fp64, in {layout} and in one process; {found['seconds']:.1f} s")
     for key in ("losses", "norms", "gradients", "parameters"):
         say(f"         {key:<11} largest difference {found[key]:.1e}")

@@ -13,6 +13,7 @@ from shardwise.config.values import shown
 from shardwise.errors import UserError
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.schema import Config, ParallelConfig
+from shardwise.terminal import counted
 
 WITHOUT_PIPELINE = {"schedule": ("1f1b",), "virtual_stages": ("auto", 1), "split": ("auto",), "fill_bubbles": ("none",)}
 """Keys that mean nothing when pp is 1, and the values they may still have."""
@@ -73,8 +74,7 @@ def check_replicas(dp: int, replicate: int, zero: int | str, origins: Origins) -
     if zero == 0 and replicate != dp:
         raise UserError(
             f"`parallel.replicate = {replicate}` leaves shards, but `parallel.zero = 0` shards nothing",
-            why=f"dp={dp} over {replicate} replica{'s' if replicate > 1 else ''} makes {dp // replicate} shards of "
-            f"each",
+            why=f"dp={dp} over {counted(replicate, 'replica')} makes {dp // replicate} shards of each",
             fix=f"parallel.zero=1 or parallel.replicate={dp}",
             where=where,
         )

@@ -24,7 +24,7 @@ from shardwise.data.sources import MAX_TEXT_BYTES, ROW_SUFFIXES, Source, find_so
 from shardwise.data.tokenizer import Tokenizer, open_tokenizer
 from shardwise.errors import UserError
 from shardwise.spec.schema import DataConfig
-from shardwise.terminal import say_error
+from shardwise.terminal import counted, say_error
 
 UNIGRAM_SAMPLE = 8_000_000
 UNIGRAM_BLOCK = 2**16
@@ -79,12 +79,12 @@ class Corpus:
         if len(self.stores) > 1:
             for store, share, layout in zip(self.stores, self.train.shares, self.train.layouts, strict=True):
                 epochs = share * num_samples / max(1, layout.count)
-                size = f"{layout.count:,} sequences, {layout.num_tokens:,} tokens"
+                size = f"{counted(layout.count, 'sequence')}, {layout.num_tokens:,} tokens"
                 lines.append(f"mix      {share:.1%} from {store.title}: {size}, read {epochs:.2g} times")
         held = self.validation.layouts
         count, tokens = sum(layout.count for layout in held), sum(layout.num_tokens for layout in held)
         if count and (count < MEANINGFUL_SEQUENCES or tokens < MEANINGFUL_TOKENS):
-            few = f"held out {count:,} sequence{'s' if count > 1 else ''}, {tokens:,} tokens"
+            few = f"held out {counted(count, 'sequence')}, {tokens:,} tokens"
             lines.append(f"{few}: their loss is a coarse measure; a larger data.validation_fraction holds out more")
         return lines
 
@@ -195,7 +195,7 @@ def check_mix(names: tuple[str, ...], mix: tuple[float, ...] | None) -> None:
         return
     if len(mix) != len(names):
         raise UserError(
-            f"data.mix has {len(mix)} weight(s) for {len(names)} source(s)",
+            f"data.mix has {counted(len(mix), 'weight')} for {counted(len(names), 'source')}",
             why=f"the sources are {', '.join(names)}",
             fix="give one weight per source, or leave data.mix out to mix by size",
         )
@@ -317,7 +317,9 @@ def _cut(
     if packing == "whole":
         num_split = sum(int((np.diff(store.train.documents.astype(np.int64)) > seq_len).sum()) for store in stores)
         if num_split:
-            notes.append(f"{num_split:,} documents are longer than {seq_len:,} tokens: split over several sequences")
+            notes.append(
+                f"{counted(num_split, 'document')} longer than {seq_len:,} tokens: split over several sequences"
+            )
     return train, validation
 
 
@@ -331,9 +333,8 @@ def _hold_out_sequences(train: list[Layout], fraction: float, notes: list[str]) 
         held.append(layout.part(layout.count - count, count))
     num_held = sum(layout.count for layout in held)
     if num_held:
-        notes.append(
-            f"too few documents to hold one out for validation: the last {num_held} sequence(s) are held out instead"
-        )
+        last = f"the last {counted(num_held, 'sequence')} held out instead"
+        notes.append(f"too few documents to hold one out for validation: {last}")
     else:
         notes.append("too little data to hold any out: no validation")
     return kept, held

@@ -31,6 +31,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.data.writer import SHARD_BYTES, SplitWriter, write_index
 from shardwise.errors import UserError
 from shardwise.files import appearing_at_once
+from shardwise.terminal import counted
 
 BATCHES_IN_FLIGHT = 3
 MAX_BATCH_DOCUMENTS = 4096
@@ -241,11 +242,11 @@ def _write(batch: Encoded, writers: dict[str, SplitWriter], totals: _Totals, fra
 
 def _check_something_to_learn(sources: Sequence[Source], totals: _Totals, writers: dict[str, SplitWriter]) -> None:
     names = ", ".join(source.name for source in sources)
+    num_files = sum(len(source.files) for source in sources)
     if totals.num_documents == 0:
         raise UserError(
             f"no text in {names}",
-            why=f"{sum(len(source.files) for source in sources)} file(s), {totals.num_bytes:,} bytes, all of it empty "
-            "or blank",
+            why=f"{counted(num_files, 'file')}, {totals.num_bytes:,} bytes, all of it empty or blank",
             fix="give data that has some text in it",
         )
     if not any(writer.num_trained for writer in writers.values()):

@@ -23,6 +23,7 @@ import numpy as np
 from shardwise.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from shardwise.errors import UserError
 from shardwise.foreign_json import read_object
+from shardwise.terminal import shell_word
 
 SCHEMA = 1
 FORMAT = "shardwise-tokens"
@@ -114,7 +115,8 @@ class Split:
             raise UserError(
                 f"the tokens in {self._directory} are damaged",
                 why=f"they hold the id {out.max()}, the index says that the largest is {self._max_token}",
-                fix=f"`shardwise data show {self._directory} --verify` names the file; prepare the data again",
+                fix=f"`shardwise data show {shell_word(self._directory)} --verify` names the file; "
+                "prepare the data again",
             )
         return out
 

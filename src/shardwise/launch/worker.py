@@ -38,7 +38,7 @@ from shardwise.run.rundir import RunDir
 from shardwise.run.session import RunInputs, Session
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import CommConfig
-from shardwise.terminal import patience
+from shardwise.terminal import patience, shell_word
 
 OLDEST_TORCH = (2, 11)
 
@@ -201,7 +201,8 @@ def check_cuda(run: RunDir) -> None:
     raise UserError(
         "this run was planned for a GPU that torch cannot use",
         why=why,
-        fix=f"`shardwise doctor` looks closer; CUDA_VISIBLE_DEVICES= shardwise resume {run.path}   trains on CPUs",
+        fix="`shardwise doctor` looks closer; "
+        f"CUDA_VISIBLE_DEVICES= shardwise resume {shell_word(run.path)}   trains on CPUs",
         code=Exit.HARDWARE,
     )
 

@@ -14,6 +14,7 @@ from shardwise.report.memory import ROWS as MEMORY_ROWS
 from shardwise.report.memory import percent_off, report_lines
 from shardwise.run.clock import KINDS
 from shardwise.spec.prediction import Prediction
+from shardwise.terminal import counted
 
 ROWS = {
     "compute": ("in the model", ("compute", "recompute", "launch")),
@@ -79,7 +80,7 @@ def comparison_lines(found: dict[str, Any]) -> list[str]:
     """Returns the comparison as lines: one table of time, one of memory."""
     lines = []
     if found["step"]:
-        title = f"rank {found['rank']}, {found['steps']} step{'s' if found['steps'] != 1 else ''}"
+        title = f"rank {found['rank']}, {counted(found['steps'], 'step')}"
         lines.append(f"time     {title:<22}{'predicted':>12}{'measured':>12}")
         for name, row in found["step"].items():
             if max(row.values()) >= 0.005 * found["step"]["step"]["measured"]:

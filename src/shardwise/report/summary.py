@@ -3,8 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import shlex
-
 from shardwise.config.units import format_bytes, format_seconds
 from shardwise.errors import Exit
 from shardwise.report.history import History
@@ -15,6 +13,7 @@ from shardwise.run.listener import Ending
 from shardwise.run.rundir import RunDir
 from shardwise.spec.prediction import Prediction
 from shardwise.spec.schema import Config, TrainConfig
+from shardwise.terminal import shell_word
 
 
 def finished_lines(history: History, prediction: Prediction, unigram: float, peak_bytes: int) -> list[str]:
@@ -42,18 +41,13 @@ def next_lines(run: RunDir, config: Config, num_steps: int, is_chat: bool) -> li
     conversations, Python for Python's library, else what `train.sample_prompt` has or the beginning of any text."""
     is_python, train = config.data.source == "python", config.train
     prompt = train.sample_prompt or ("class " if is_python else "The ")
-    words = '--chat --prompt "Hello"' if is_chat else f"--prompt {quoted(prompt)}"
+    words = '--chat --prompt "Hello"' if is_chat else f"--prompt {shell_word(prompt)}"
     return [
         f"run      {run.path}",
-        f"next     shardwise generate {run.path} {words}",
-        f"         shardwise eval {run.path}",
+        f"next     shardwise generate {shell_word(run.path)} {words}",
+        f"         shardwise eval {shell_word(run.path)}",
         f"         {longer_command(run, train, num_steps)}",
     ]
-
-
-def quoted(text: str) -> str:
-    """Returns a text as one word of a shell, in double quotes where they are enough."""
-    return f'"{text}"' if text.isprintable() and not set(text) & set('"$`\\!') else shlex.quote(text)
 
 
 def longer_command(run: RunDir, train: TrainConfig, num_steps: int) -> str:

@@ -25,6 +25,7 @@ from shardwise.errors import UserError
 from shardwise.files import cannot_write, check_regular
 from shardwise.foreign_json import read_object
 from shardwise.run.clock import KINDS
+from shardwise.terminal import shell_word
 
 try:
     import fcntl
@@ -122,8 +123,8 @@ class RunDir:
             values = ", ".join(f'"{key}": {_in_python(value)}' for key, value in pairs)
             arguments = [*([f"{{{values}}}"] if pairs else []), *(f"{part}=..." for part in parts)]
             arguments += [f"allow={json.dumps(list(allow))}"] if allow else []
-            return f'shardwise.load("{self.path}").resume({", ".join(arguments)}) in that program'
-        return " ".join(["shardwise resume", str(self.path), *(f"--allow {key}" for key in allow), *changes])
+            return f"shardwise.load({json.dumps(str(self.path))}).resume({', '.join(arguments)}) in that program"
+        return " ".join(["shardwise resume", shell_word(self.path), *(f"--allow {key}" for key in allow), *changes])
 
     def check_step(self, step: int | None) -> None:
         """Refuses to go on from a checkpoint that is not there; step 0 is the beginning, None the newest."""
@@ -210,10 +211,11 @@ class RunDir:
             file.seek(0)
             holder = file.read().strip() or "another process"
             file.close()
+            named = shell_word(self.path)
             raise UserError(
                 f"run `{self.name}` is already in use",
                 why=f"{holder} is training in {self.path}",
-                fix=f"`shardwise watch {self.path}` follows it, `shardwise stop {self.path}` ends it; "
+                fix=f"`shardwise watch {named}` follows it, `shardwise stop {named}` ends it; "
                 "or choose another run.name",
             )
         file.seek(0)
@@ -295,7 +297,7 @@ def create_run_dir(parent: str | Path, name: str | None, model_name: str) -> Run
         raise UserError(
             f"run directory {parent / (name or '')} is already in use",
             why="a run is never overwritten",
-            fix=f"`shardwise resume {parent / (name or '')}` goes on with it; or choose another run.name",
+            fix=f"`shardwise resume {shell_word(parent / (name or ''))}` goes on with it; or choose another run.name",
         ) from None
     except OSError as error:
         raise cannot_write(parent, error) from None
@@ -342,7 +344,7 @@ def find_run(name: str, parent: str | Path = "runs") -> RunDir:
     close = difflib.get_close_matches(name, [run.name for run in runs], n=1)
     fix = f"did you mean `{close[0]}`?" if close else "`shardwise runs` lists them; give a directory, a name, or `last`"
     if above is not None:
-        fix = f"give the run that it belongs to: {os.path.relpath(above)}"
+        fix = f"give the run that it belongs to: {shell_word(os.path.relpath(above))}"
     raise UserError(
         f"no run `{name}`",
         why=f"neither {name} nor {Path(parent) / name} has a config.toml; runs here: {known}",

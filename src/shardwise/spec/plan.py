@@ -22,6 +22,7 @@ from shardwise.spec.recompute import Recompute, recompute_of
 from shardwise.spec.schema import Axes, CommConfig, Config, MemoryConfig, ParallelConfig, SpeedConfig
 from shardwise.spec.split import even_split
 from shardwise.spec.zero import ZERO, ZeroStage
+from shardwise.terminal import counted
 
 SECTIONS: Mapping[str, type] = {"parallel": Axes, "memory": MemoryConfig, "speed": SpeedConfig, "comm": CommConfig}
 """The sections of a config that a plan resolves."""
@@ -232,11 +233,13 @@ class Plan(Axes, MemoryConfig, SpeedConfig, CommConfig):
     @property
     def batch_in_words(self) -> str:
         """The batch as a product, and where the product is more than the batch, what the rest is."""
-        word = ("rank" if self.world == self.dp else "replica") + ("s" if self.dp > 1 else "")
-        parts = f"{self.micro_batch} micro x {self.num_microbatches} accumulated x {self.dp} {word}"
+        ranks = counted(self.dp, "rank" if self.world == self.dp else "replica")
+        parts = f"{self.micro_batch} micro x {self.num_microbatches:,} accumulated x {ranks}"
         places = self.micro_batch * self.num_microbatches * self.dp
-        batch, empty = f"{self.global_batch} sequences x {self.seq_len} tokens", places - self.global_batch
-        return f"{batch} in {parts}: {places} places, {empty} empty, without loss" if empty else f"{batch} = {parts}"
+        batch, empty = f"{counted(self.global_batch, 'sequence')} x {self.seq_len:,} tokens", places - self.global_batch
+        if empty:
+            return f"{batch} in {parts}: {places:,} places, {empty:,} empty, without loss"
+        return f"{batch} = {parts}"
 
     @property
     def tokens_per_step(self) -> int:

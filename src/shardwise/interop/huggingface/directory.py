@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.errors import UserError
 from shardwise.foreign_json import read_object
+from shardwise.terminal import shell_word
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -26,7 +27,7 @@ def find_model_dir(path_or_hub_id: str) -> Path:
         raise UserError(
             f"no model in {path}",
             why="a model directory holds config.json and .safetensors files; there is no config.json",
-            fix=f"`shardwise export {path} --out DIR` makes one of a run"
+            fix=f"`shardwise export {shell_word(path)} --out DIR` makes one of a run"
             if (path / "config.toml").is_file()
             else "give the directory that config.json is in",
         )

@@ -28,6 +28,7 @@ from shardwise.interop.transformers.model import TransformersModel
 from shardwise.model.decoder import Decoder
 from shardwise.model.experts import moe_layers
 from shardwise.spec.model import ModelSpec
+from shardwise.terminal import counted
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GIB = 2**30
@@ -153,7 +154,7 @@ def match_table(
     for problems, what in ((missing, "missing"), (extra, "unexpected"), (misfit, "wrongly shaped")):
         if problems:
             raise UserError(
-                f"{len(problems)} {what} tensor{'s' if len(problems) > 1 else ''} in {directory}",
+                f"{counted(len(problems), f'{what} tensor')} in {directory}",
                 why=shorten(problems),
                 fix="check that config.json (and [model] overrides) belong to these weights",
             )

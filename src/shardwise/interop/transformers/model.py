@@ -24,6 +24,7 @@ from shardwise.interop.transformers.spec import TransformersSpec, no_document_ma
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Losses
 from shardwise.model.loss import TokenLosses, cross_entropy_sum
+from shardwise.terminal import counted
 
 RANDOM_BACKWARD = {"reformer"}
 KERNELS = {"auto": None, "sdpa": "sdpa", "math": "eager", "flex": "flex_attention"}
@@ -156,7 +157,7 @@ class TransformersModel(nn.Module):
         for what in ("missing", "mismatched"):
             if wrong := about[f"{what}_keys"]:
                 raise UserError(
-                    f"{len(wrong)} {what} tensor{'s' if len(wrong) > 1 else ''} in {directory}",
+                    f"{counted(len(wrong), f'{what} tensor')} in {directory}",
                     why=shorten([str(name) for name in sorted(wrong)]),
                     fix="check that config.json belongs to these weights",
                 )

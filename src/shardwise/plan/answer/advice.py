@@ -15,6 +15,7 @@ from shardwise.plan.answer.question import Question
 from shardwise.plan.layouts.search import Candidate, SearchResult, explore
 from shardwise.plan.prediction.figures import step_text, whole_training
 from shardwise.spec.schema import AdapterConfig
+from shardwise.terminal import counted
 
 START_UP_SECONDS = 60.0
 PER_NODE_SECONDS = 2.0
@@ -124,9 +125,7 @@ def too_short(question: Question, result: SearchResult) -> Advice | None:
     alone = whole_training(question.job, one.plan, one.prediction, question.cluster)
     assert alone is not None
     other = (
-        f"; {fewest} GPU{'s' * (fewest > 1)} would train {format_seconds(alone.seconds)}"
-        if fewest < best.plan.world
-        else ""
+        f"; {counted(fewest, 'GPU')} would train {format_seconds(alone.seconds)}" if fewest < best.plan.world else ""
     )
     return Advice(
         "this training is shorter than its own start-up",

@@ -26,6 +26,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.schedules import SCHEDULES
 from shardwise.spec.schema import Config, TrainConfig
 from shardwise.spec.split import even_split
+from shardwise.terminal import counted
 
 DEFAULT_GLOBAL_BATCH = 8
 MAX_DEFAULT_CPU_RANKS = 4  # beyond this, ranks on one CPU mostly wait for its memory
@@ -123,7 +124,7 @@ def _usual_dp(asked: Asked, origins: Origins, per_stage: int, pp: int) -> tuple[
     even = [n for n in even if n * per_replica % machine.nodes == 0] or even  # as many ranks on every node
     dp = max(even, default=replicas)
     if not on_gpus and dp * per_replica > machine.cores:
-        cores = f"{machine.cores} core{'s' if machine.cores > 1 else ''}"
+        cores = counted(machine.cores, "core")
         return dp, f"the degrees need {dp * per_replica} processes, which share {cores}"
     unit, full = "GPU" if on_gpus else "core", most // replicas * replicas
     odd = f"a batch of {global_batch} does not divide by {full}" if dp < full else ""
@@ -297,7 +298,7 @@ def _check_stages(asked: Asked, pp: int, stages: int) -> None:
     fixes += [_shorter_pipeline(asked, n) for n in range(longest, 0, -1)]
     raise Refusal(
         f"{_said(pp=pp, virtual_stages=stages)} makes more stages than {asked.spec.name} has layers",
-        why=f"{pp * stages} stages of at least one layer each, {num_layers} layer{'s' if num_layers > 1 else ''}",
+        why=f"{pp * stages} stages of at least one layer each, {counted(num_layers, 'layer')}",
         keys=("parallel.virtual_stages", "parallel.pp"),
         fixes=[other for fix in fixes for other in _with_nproc(asked, fix)],
     )

@@ -33,6 +33,7 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.prediction import Prediction
 from shardwise.spec.recompute import check_activation_offload
 from shardwise.spec.schema import Config
+from shardwise.terminal import counted
 
 WORTH = 1.05
 """A layout must be predicted so much faster than the usual one, or it is not worth leaving it."""
@@ -106,7 +107,7 @@ def _no_room_on_host(asked: Asked, plan: Plan, origins: Origins) -> UserError:
     return UserError(
         f"memory.activation_offload needs {format_bytes(away)} of CPU memory, this machine has "
         f"{format_bytes(asked.machine.memory_bytes)}",
-        why=f"all activations of {plan.world} rank{'s' if plan.world > 1 else ''} with micro-batch "
+        why=f"all activations of {counted(plan.world, 'rank')} with micro-batch "
         f"{plan.micro_batch} wait there, and {HOST_HEADROOM:.0%} of it may be used",
         fix="memory.activation_offload=false memory.recompute=full"
         + (" or train.micro_batch=1" if plan.micro_batch > 1 else ""),
