@@ -18,6 +18,8 @@ from shardwise.spec.timeline import peak_in_flight, simulate
 
 PACKAGE = Path(shardwise.__file__).parent
 PROMISED = [
+    "loss",
+    "optimizer",
     "attention",
     "rope",
     "weight-tying",
@@ -125,6 +127,10 @@ def test_words_in_several_parts(capsys):
         "dropout": "lora",
         "NVLink": "links",
         "gqa": "attention",
+        "Adam": "optimizer",
+        "perplexity": "loss",
+        "loss spike": "loss",
+        "lora vs qlora": "lora",
         "MLA": "attention",
     }.items(),
 )
@@ -212,6 +218,8 @@ def test_json(words, capsys):
 def test_mistakes(capsys):
     assert main(["explain", "pipelin"]) == 2
     assert "fix  did you mean `shardwise explain pipeline`?" in capsys.readouterr().err
+    assert main(["explain", "pipeline", "or", "tensor"]) == 2
+    assert "did you mean `shardwise explain pipeline` or `shardwise explain tensor`?" in capsys.readouterr().err
     for word in ("lora", "seeds"):
         assert main(["explain", word, "--demo"]) == 2
         refusal = capsys.readouterr().err

@@ -16,7 +16,7 @@ WHY = "what a run does is set by config keys, written section.key=value without 
 FILES = ("--config", "--config-file", "--cfg", "-c")
 SETTERS = ("--set", "--override", "--overrides", "-o")
 """What other commands have before a config file and before a setting."""
-ALMOST = re.compile(r"(\w+\.\w+)\s*(\+=|:=|=|:|)\s*(.*)")
+ALMOST = re.compile(r"(\w+\.\w+)\s*(\+=|:=|=|:|$)\s*(.*)")
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

@@ -97,6 +97,7 @@ def _existing(parent: str, name: str) -> RunDir | None:
 
 def _dry_run(planned: PlannedRun) -> int:
     """Prints everything that would happen, without torch: resolved config, plan, predicted memory, the first sample."""
+    from shardwise.config.job import warmup_lines
     from shardwise.config.units import format_bytes, format_count
     from shardwise.config.write import resolved_text
     from shardwise.data.show import about_row, print_row, render_rows
@@ -113,7 +114,10 @@ def _dry_run(planned: PlannedRun) -> int:
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)
     say(f"memory   {format_bytes(sum(memory.values()))} of {format_bytes(limit)} per rank predicted: {parts}")
     say(f"corpus   {planned.corpus.description}")
-    for line in planned.corpus.about(plan.num_steps * plan.global_batch):
+    for line in (
+        *planned.corpus.about(plan.num_steps * plan.global_batch),
+        *warmup_lines(config.optimizer.warmup, plan.num_steps),
+    ):
         say(line)
     for row in render_rows(planned.corpus.train, planned.corpus.tokenizer, 1):
         say(f"sample   the first sequence of step 1: {about_row(row)}")

@@ -53,6 +53,12 @@ def usual_rate(config: Config, spec: ModelSpec) -> tuple[float, str]:
     return rate, f"usual for {size} parameters from scratch"
 
 
+def warmup_lines(warmup: float, num_steps: int) -> list[str]:
+    """Returns a line where the warm-up is longer than the run, which then ends with it."""
+    short = f"a warm-up of {warmup:.0f} steps is cut to this run's {num_steps:,}: its rate rises to the end"
+    return [f"lr       {short}; optimizer.warmup=0.1 is a tenth of any run"] if warmup > max(1, num_steps) else []
+
+
 def rate_line(lr: float, written: Mapping[str, str]) -> str | None:
     """Returns a line on a learning rate that follows from the job; None where somebody has set it. `written`: the
     origins of a run's config."""

@@ -8,6 +8,7 @@ tables are read in `tables.py`, rows understood in `rows.py`; who consumes docum
 
 from __future__ import annotations
 
+import difflib
 import glob
 import gzip
 import io
@@ -27,18 +28,21 @@ from typing import IO, Any, NamedTuple
 
 from shardwise.data import columns
 from shardwise.data.columns import Row, parquet_rows, too_large
+from shardwise.data.hub import is_hub_name
 from shardwise.data.remote import RemoteFile, find_remote
 from shardwise.data.rows import Document, document_of_row
 from shardwise.data.tables import TABLE_SUFFIXES, cached_dataset, is_list_of_rows, read_table, training_split
 from shardwise.errors import UserError
 from shardwise.files import check_regular
 from shardwise.spec.addresses import is_address, without_secrets
+from shardwise.terminal import shell_word
 
 MAX_TEXT_BYTES = 2**20
 MAX_EXPANSION = 250  # gzip makes at most 1,032 bytes of one, text 3 to 30
 EXPANDED_UNSEEN = 64 * 2**20  # bytes of a compressed file before its expansion is looked at
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", *TABLE_SUFFIXES)
+MOST_BESIDE = 1000  # files whose names are compared with one that is not there
 SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
 
 # Left out of the `python` corpus: other people's packages, tests, and tables that are data rather than code.
@@ -167,10 +171,19 @@ def _check_kind(name: str, file: Path | RemoteFile) -> None:
 
 
 def _no_such_data(name: str) -> UserError:
+    path = Path(name).expanduser()
+    beside = islice(os.scandir(path.parent), MOST_BESIDE) if path.parent.is_dir() else ()
+    names = {spelling: file.name for file in beside for spelling in (Path(file.name).stem, file.name)}
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    fix = "give a path, a pattern such as 'text/*.jsonl', a prepared directory, or `python` for its own library"
+    if near:
+        fix = f"did you mean {shell_word(path.with_name(names[near[0]]))}?"
+    elif is_hub_name(name) and not path.parent.is_dir():
+        fix = "data.streaming=true reads a dataset of that name from the hub; a file or directory needs its path"
     return UserError(
         f"no such data: {name}",
         why="it is neither a file nor a directory, and no dataset of that name is in the cache of `datasets`",
-        fix="give a path, a pattern such as 'text/*.jsonl', a prepared directory, or `python` for its own library",
+        fix=fix,
     )
 
 

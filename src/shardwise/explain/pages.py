@@ -73,11 +73,15 @@ def find_page(word: str) -> Page:
     names |= dict.fromkeys(SCHEDULES, pages["pipeline-schedules"])
     if wanted in names:
         return names[wanted]
-    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)
+    within = {names[part].word for part in wanted.split("-") if part in names}  # `lora vs qlora`
+    if len(within) == 1:
+        return pages[within.pop()]
+    close = [names[name].word for name in difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)]
+    meant = " or ".join(f"`shardwise explain {name}`" for name in sorted(within) or close)
     raise UserError(
         f"nothing is written about `{word}`",
         why=f"the words are: {', '.join(pages)}",
-        fix=f"did you mean `shardwise explain {names[close[0]].word}`?" if close else "`shardwise explain` lists them",
+        fix=f"did you mean {meant}?" if meant else "`shardwise explain` lists them",
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.cluster.describe.machine import this_machine
-from shardwise.config.job import rate_line
+from shardwise.config.job import rate_line, warmup_lines
 from shardwise.config.reopen import written_origins
 from shardwise.config.units import format_bytes, format_count, format_seconds
 from shardwise.interop.peft.targets import count_trained, same_kinds
@@ -65,7 +65,9 @@ def header_lines(setup: Setup) -> list[str]:
     if written is None:
         written = written_origins(session.run.config.read_text(encoding="utf-8"))
     chosen = rate_line(config.optimizer.peak_lr, written)
-    return [*lines, *([chosen] if chosen else []), *_learning_rate_lines(config.optimizer, plan.global_batch)]
+    lines += [chosen] if chosen else []
+    lines += warmup_lines(config.optimizer.warmup, plan.num_steps)
+    return [*lines, *_learning_rate_lines(config.optimizer, plan.global_batch)]
 
 
 def builder_lines(spec: ModelSpec) -> list[str]:

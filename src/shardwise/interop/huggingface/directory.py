@@ -24,14 +24,24 @@ def find_model_dir(path_or_hub_id: str) -> Path:
     if path.is_dir():
         if (path / "config.json").is_file():
             return path
+        fix = "give the directory that config.json is in"
+        if (path / "config.toml").is_file():
+            fix = f"`shardwise export {shell_word(path)} --out DIR` makes one of a run"
+        elif (path / "manifest.json").is_file():
+            fix = f"`shardwise convert {shell_word(path)} --to hf --out DIR` makes one of these weights"
         raise UserError(
             f"no model in {path}",
             why="a model directory holds config.json and .safetensors files; there is no config.json",
-            fix=f"`shardwise export {shell_word(path)} --out DIR` makes one of a run"
-            if (path / "config.toml").is_file()
-            else "give the directory that config.json is in",
+            fix=fix,
         )
-    if not HUB_ID.fullmatch(path_or_hub_id):
+    if path.is_file():
+        beside = (path.parent / "config.json").is_file()
+        raise UserError(
+            f"no model at {path}",
+            why="it is a file; a model is a directory of config.json and .safetensors files",
+            fix=f"give its directory: {shell_word(path.parent)}" if beside else "check the path",
+        )
+    if not HUB_ID.fullmatch(path_or_hub_id) or path.parent.is_dir():
         raise UserError(
             f"no model at {path_or_hub_id}",
             why="it is neither a directory here nor a hub id such as HuggingFaceTB/SmolLM2-135M",
