@@ -130,7 +130,7 @@ def truth(directory: Path) -> dict[str, Any]:
     quiet()
     config = load_config(None, WORDS).config
     corpus = open_corpus(config.data, seq_len=config.train.seq_len, seed=config.train.seed, vocab=256, model_dir=None,
-                         cache_dir=directory.parent / "data", progress=False, can_mask=False)  # fmt: skip
+                         cache_dir=directory.parent / "data", progress=False)  # fmt: skip
     about = transformers.AutoConfig.from_pretrained(directory)
     if getattr(about, "rescale_every", 0):
         about.rescale_every = 0

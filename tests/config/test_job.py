@@ -40,9 +40,9 @@ def test_trained_weights_and_adapters_have_rates_of_their_own(words, name, expec
 def test_what_somebody_has_set_stays_and_what_was_open_has_its_reason():
     spec = preset("tiny")
     loaded = load_config(None, ["optimizer.lr=0.1", "data.document_mask=false"])
-    assert settle_job(loaded.config, spec, document_mask=True) == (loaded.config, {})
+    assert settle_job(loaded.config, spec, document_mask=True, packing="whole") == (loaded.config, {})
     loaded = load_config(None, ["model.path=x"])
-    config, origins = settle_job(loaded.config, spec, document_mask=True)
+    config, origins = settle_job(loaded.config, spec, document_mask=True, packing="whole")
     assert (config.optimizer.lr, config.data.document_mask) == (2e-5, True)
     written = written_origins(resolved_text(config, {**loaded.origins, **origins}))
     line = rate_line(config.optimizer.peak_lr, written)

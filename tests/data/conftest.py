@@ -128,7 +128,7 @@ def open_rows(tmp_path: Path) -> Callable[..., Corpus]:
             model_dir=None,
             cache_dir=tmp_path / "cache",
             progress=False,
-            can_mask=can_mask,
+            can_mask=lambda: can_mask,
         )
 
     return opened

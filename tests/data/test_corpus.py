@@ -185,12 +185,24 @@ def test_conversations_in_one_row_do_not_see_each_other_unless_asked(open_rows, 
     assert open_rows(path, seq_len=64, document_mask=False).train.batch(1, range(1), 1).documents is None
 
 
-def test_plain_text_is_one_stream_by_default_and_a_model_without_masks_is_told_so(open_rows, rows_file, lines_file):
+def test_plain_text_is_one_stream_by_default_and_a_model_without_masks_has_a_row_for_each(
+    open_rows, rows_file, lines_file
+):
     assert not open_rows(rows_file).train.document_mask
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    corpus = open_rows(lines_file([{"messages": talk}] * 40, "talk.jsonl"), seq_len=64, can_mask=False)
-    assert not corpus.train.document_mask
-    assert any("conversations in one row see each other" in note for note in corpus.notes)
+    path = lines_file([{"messages": talk}] * 40, "talk.jsonl")
+    corpus = open_rows(path, seq_len=64, can_mask=False)
+    assert (corpus.packing, corpus.train.document_mask) == ("single", False)
+    assert any("each conversation has a row of its own" in note for note in corpus.notes)
+    split = corpus.stores[0].train
+    assert corpus.train.num_sequences + corpus.validation.num_sequences == split.num_documents
+    one = corpus.train.batch(1, range(1), 1)  # all conversations are alike
+    ids = split.tokens(0, int(split.documents[1])).tolist()
+    assert one.tokens[0].tolist() == ids + [corpus.tokenizer.separator] * (64 - len(ids))
+    packed = open_rows(path, seq_len=64, can_mask=False, packing="whole")
+    assert any("conversations in one row see each other" in note for note in packed.notes)
+    asked = open_rows(path, seq_len=64, can_mask=False, document_mask=False)
+    assert asked.packing == "whole" and not asked.train.document_mask
 
 
 def test_held_out_data_that_is_too_little_to_mean_anything_is_announced(open_rows, rows_file):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from shardwise.errors import UserError
 from shardwise.interop.huggingface.load_save import read_spec
 from shardwise.interop.transformers.model import TransformersModel, find_block_list
-from shardwise.interop.transformers.spec import TransformersSpec, spec_from_transformers
+from shardwise.interop.transformers.spec import TransformersSpec, can_mask, spec_from_transformers
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import IGNORE, Losses
 from shardwise.report.header import builder_lines
@@ -101,8 +101,23 @@ def test_a_checkpoint_may_name_a_tied_weight_once(tmp_path: Path) -> None:
         model.load_tensors({**once, "more": torch.zeros(1)})
 
 
-def test_documents_are_refused(tmp_path: Path) -> None:
-    model = load(write_model("bloom", tmp_path / "bloom"))
+@pytest.mark.parametrize("kind", ["gpt_neox", "dynamic"])
+def test_documents_of_a_row_are_kept_apart(kind: str, tmp_path: Path) -> None:
+    """Each has the logits that it has alone."""
+    model = load(write_model(kind, tmp_path / kind))
+    documents_BT = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [0] * 10])[:, : TOKENS.shape[1]]
+    packed_BTV = model(TOKENS, documents_BT=documents_BT)
+    for row, (first, last) in [(0, (0, 3)), (0, (3, 5)), (0, (5, TOKENS.shape[1])), (1, (0, TOKENS.shape[1]))]:
+        alone_BTV = model(TOKENS[row : row + 1, first:last])
+        assert (packed_BTV[row : row + 1, first:last] - alone_BTV).abs().max() < 1e-5
+
+
+def test_documents_are_refused_where_an_architecture_cannot_keep_them_apart(model_dir: Path) -> None:
+    model = load(model_dir)
+    if model.spec.name == "gpt_neox":
+        assert can_mask(model.spec)
+        return
+    assert not can_mask(model.spec)
     with pytest.raises(UserError, match="document_mask"):
         model(TOKENS, TOKENS, documents_BT=torch.zeros_like(TOKENS))
 

@@ -27,9 +27,9 @@ LARGE = 10e9
 FINE_TUNE, ADAPTERS = (2e-5, 1e-5), (2e-4, 1e-4)
 
 
-def settle_job(config: Config, spec: ModelSpec, document_mask: bool) -> tuple[Config, dict[str, str]]:
+def settle_job(config: Config, spec: ModelSpec, document_mask: bool, packing: str) -> tuple[Config, dict[str, str]]:
     """Returns the config with what follows from the job in place of `auto`, and the origin of each such key.
-    `document_mask`: what the corpus has decided."""
+    `document_mask` and `packing`: what the corpus has decided."""
     origins = {}
     if config.optimizer.lr == "auto":
         rate, why = usual_rate(config, spec)
@@ -37,8 +37,11 @@ def settle_job(config: Config, spec: ModelSpec, document_mask: bool) -> tuple[Co
         origins["optimizer.lr"] = f"{AUTO}: {why}"
     if config.data.document_mask == "auto":
         config = replace(config, data=replace(config.data, document_mask=document_mask))
-        why = "conversations that share a row" if document_mask else "no conversations to keep apart"
+        why = "conversations that share a row" if document_mask else "no conversations share a row"
         origins["data.document_mask"] = f"{AUTO}: {why}"
+    if config.data.packing == "auto" and packing == "single":  # the others follow from the text again
+        config = replace(config, data=replace(config.data, packing=packing))
+        origins["data.packing"] = f"{AUTO}: this model cannot keep conversations of one row apart"
     return config, origins
 
 

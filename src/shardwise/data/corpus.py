@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,10 +128,11 @@ def open_corpus(
     model_dir: Path | None,
     cache_dir: Path,
     progress: bool,
-    can_mask: bool = True,
+    can_mask: Callable[[], bool] = lambda: True,
 ) -> Corpus:
     """Opens (and, the first time, prepares) every source of `data`, and returns them as one corpus. `progress` shows a
-    bar and the notes on stderr. `can_mask`: whether the model can be told which tokens belong together."""
+    bar and the notes on stderr. `can_mask`: says whether the model can be told which tokens of a row
+    belong together, where that is asked."""
     if data.streaming:
         from shardwise.data.stream_corpus import open_stream
 
@@ -155,12 +157,7 @@ def open_corpus(
         _check_fits(store, name, tokenizer, vocab)
         stores.append(store)
     has_chat = any(store.is_chat for store in stores)
-    packing = data.packing
-    if packing == "auto":
-        packing = "whole" if has_chat else "stream"
-    document_mask = has_chat and can_mask if data.document_mask == "auto" else data.document_mask is True
-    if has_chat and not can_mask and data.document_mask == "auto":
-        notes.append("conversations in one row see each other: this model cannot be told which tokens belong together")
+    packing, document_mask = choose_packing(data, has_chat, can_mask, notes)
     train, validation = _cut(stores, names, data, seq_len, packing, tokenizer.separator, notes)
     corpus = Corpus(
         tokenizer=tokenizer,
@@ -239,6 +236,23 @@ def _check_fits(store: TokenStore, name: str, tokenizer: Tokenizer, vocab: int) 
         )
 
 
+def choose_packing(
+    data: DataConfig, has_chat: bool, can_mask: Callable[[], bool], notes: list[str]
+) -> tuple[str, bool]:
+    """Returns how rows are packed, and whether the documents of a row are kept apart: conversations are. Where the
+    model cannot do it, each has a row of its own, unless the packing is set."""
+    if data.document_mask != "auto" or not has_chat:
+        packing = data.packing if data.packing != "auto" else "whole" if has_chat else "stream"
+        return packing, data.document_mask is True
+    if can_mask():
+        return "whole" if data.packing == "auto" else data.packing, True
+    if data.packing in ("auto", "single"):
+        notes.append("each conversation has a row of its own: this model cannot be told which tokens belong together")
+        return "single", False
+    notes.append("conversations in one row see each other: this model cannot be told which tokens belong together")
+    return data.packing, False
+
+
 def _cached(
     source: Source,
     data: DataConfig,
@@ -314,7 +328,7 @@ def _cut(
                 f"{seq_len + 1:,}",
                 fix=f"more text, or train.seq_len={max(2, layout.split.num_tokens // 4)}",
             )
-    if packing == "whole":
+    if packing != "stream":
         num_split = sum(int((np.diff(store.train.documents.astype(np.int64)) > seq_len).sum()) for store in stores)
         if num_split:
             notes.append(

@@ -1,9 +1,9 @@
 """Cuts token streams into training rows, and deals rows into batches.
 
 `stream` packing cuts the stream every seq_len tokens. `whole` packing starts a sequence at a document and takes as many
-whole documents as fit, padding the rest; a document longer than a sequence is split over several (nothing is dropped).
-Either way a row is one contiguous range of the stream. Invariant: row r of step s is a pure function of (seed, s, r),
-the same for every number of ranks, workers and micro-batches; `order.py` has the arithmetic.
+whole documents as fit, padding the rest; `single` takes one. A document longer than a sequence is split over several
+(nothing is dropped). Either way a row is one contiguous range of the stream. Invariant: row r of step s is a pure
+function of (seed, s, r), the same for every number of ranks, workers and micro-batches; `order.py` has the arithmetic.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Layout:
 
     def __init__(self, split: Split | MemorySplit, seq_len: int, packing: str, padding: int):
         self.split, self.seq_len, self.packing, self.padding = split, seq_len, packing, padding
-        if packing == "whole":
-            self._starts: np.ndarray | None = whole_document_starts(split.documents, seq_len)
+        if packing != "stream":
+            starts = whole_document_starts if packing == "whole" else single_document_starts
+            self._starts: np.ndarray | None = starts(split.documents, seq_len)
             self.first, self.count = 0, len(self._starts) - 1
         else:
             self._starts = None
@@ -78,7 +79,7 @@ class Layout:
         if self.split.has_mask:
             targets = np.where(self.split.mask(start + 1, last), targets, IGNORE)
         batch.targets[row, : len(targets)] = targets
-        if self.packing == "whole" or batch.documents is not None:
+        if self.packing != "stream" or batch.documents is not None:
             begins = self._document_starts(start, last)
             # A document's first token is not predicted from the document before it.
             batch.targets[row, begins - 1] = IGNORE
@@ -187,3 +188,11 @@ def whole_document_starts(documents: np.ndarray, seq_len: int) -> np.ndarray:
         position = boundary if boundary > position else position + seq_len
         starts.append(position)
     return np.array(starts, dtype=np.int64)
+
+
+def single_document_starts(documents: np.ndarray, seq_len: int) -> np.ndarray:
+    """Returns where each sequence starts when each has one document; one that is longer is cut at every seq_len."""
+    boundaries = np.asarray(documents, dtype=np.int64)
+    parts = -(-np.diff(boundaries) // seq_len)  # of each document
+    number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    return np.append(np.repeat(boundaries[:-1], parts) + number * seq_len, boundaries[-1])

@@ -6,6 +6,7 @@ Invariant: what is held out is never trained on: each pass over a source begins 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.chat import BUILT_IN, open_template
-from shardwise.data.corpus import Corpus, check_mix, human_bytes
+from shardwise.data.corpus import Corpus, check_mix, choose_packing, human_bytes
 from shardwise.data.hub import is_hub_name, open_hub
 from shardwise.data.order import combine
 from shardwise.data.prepare import is_blank
@@ -132,7 +133,14 @@ class StreamCorpus(Corpus):
 
 
 def open_stream(
-    data: DataConfig, *, seq_len: int, seed: int, vocab: int, model_dir: Path | None, progress: bool, can_mask: bool
+    data: DataConfig,
+    *,
+    seq_len: int,
+    seed: int,
+    vocab: int,
+    model_dir: Path | None,
+    progress: bool,
+    can_mask: Callable[[], bool],
 ) -> StreamCorpus:
     """Opens every source of `data` for reading while training, and returns them as one corpus."""
     names = (data.source,) if isinstance(data.source, str) else tuple(data.source)
@@ -142,8 +150,8 @@ def open_stream(
     reading = Reading(text_field=data.text_field, raw_bytes=tokenizer.name == "bytes")
     sources = [_documents(name, reading) for name in names]
     is_chat = any([_begins_with_chat(documents) for documents in sources])
-    packing = data.packing if data.packing != "auto" else "whole" if is_chat else "stream"
-    document_mask = is_chat and can_mask if data.document_mask == "auto" else data.document_mask is True
+    notes: list[str] = []
+    packing, document_mask = choose_packing(data, is_chat, can_mask, notes)
     cutting = Cutting(tokenizer, template, seq_len, packing, document_mask, vocab)
     weights = _weights(sources, data.mix)
     counts = _held_out_counts(data.held_out, weights)
@@ -175,7 +183,7 @@ def open_stream(
         "train.seed": seed,
     }
     train = TokenStream(make_sources, weights, cutting, seed=seed, settings=settings)
-    notes = _notes(heads, cutting, reading, is_chat, is_chat and not can_mask and data.document_mask == "auto")
+    notes += _notes(heads, cutting, reading, is_chat)
     if progress:
         for note in notes:
             say_error(f"data     {note}")
@@ -253,10 +261,8 @@ def _next_rows(reader: SequenceReader, count: int) -> list[StreamedRow]:
     return rows
 
 
-def _notes(heads: list[_Head], cutting: Cutting, reading: Reading, is_chat: bool, cannot_mask: bool) -> list[str]:
+def _notes(heads: list[_Head], cutting: Cutting, reading: Reading, is_chat: bool) -> list[str]:
     notes = [f"{count:,} {what}, in what was read so far" for what, count in reading.notes.items()]
-    if cannot_mask:
-        notes.append("conversations in one row see each other: this model cannot be told which tokens belong together")
     if lost := sum(head.num_lost_answers for head in heads):
         notes.append(f"{lost:,} answers without loss so far: the template does not render them in a stable place")
     if is_chat and cutting.template.origin == BUILT_IN:

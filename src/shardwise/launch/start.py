@@ -76,7 +76,7 @@ def plan_run(
         check_length(loaded.config, spec, loaded.origins)
     with patience("reading  the text ..."):
         corpus = own.corpus(loaded.config, spec) if own.corpus else corpus_of(loaded.config, spec, progress=progress)
-    config, of_job = settle_job(loaded.config, spec, corpus.document_mask)
+    config, of_job = settle_job(loaded.config, spec, corpus.document_mask, corpus.packing)
     with patience("planning what is left open ..."):
         resolved = resolve(config, spec, machine, nproc, corpus.train.num_sequences, loaded.origins, measured)
     check_offload_dir(resolved.config, resolved.plan, spec)

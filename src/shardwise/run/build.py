@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardwise.checkpoint.listing import MANIFEST, damaged
 from shardwise.data.corpus import Corpus, open_corpus
 from shardwise.errors import UserError
-from shardwise.interop.transformers.spec import TransformersSpec, spec_from_dict
+from shardwise.interop.transformers.spec import TransformersSpec, can_mask, spec_from_dict
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset
 from shardwise.spec.schema import Config, ModelConfig
@@ -75,7 +76,7 @@ def corpus_of(config: Config, spec: ModelSpec, progress: bool) -> Corpus:
         seq_len=config.train.seq_len,
         seed=config.train.seed,
         vocab=spec.vocab,
-        can_mask=spec.is_ours,
+        can_mask=partial(can_mask, spec),
         model_dir=model_dir(config.model),
         cache_dir=Path(config.run.dir) / CACHE,
         progress=progress,

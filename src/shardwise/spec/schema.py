@@ -96,8 +96,9 @@ class DataConfig:
     validation_fraction: float = setting(0.01, "share of documents held out for evaluation", low=0.0, high=0.5)
     packing: str = setting(
         "auto",
-        "`stream` cuts the token stream into sequences, `whole` keeps documents whole and pads; auto: whole for chat",
-        choices=("auto", "stream", "whole"),
+        "`stream` cuts the token stream into sequences, `whole` keeps documents whole and pads, `single` has one "
+        "document per sequence; auto: whole for chat, or single where a model cannot keep documents apart",
+        choices=("auto", "stream", "whole", "single"),
     )
     document_mask: bool | Auto = setting(
         "auto", "documents packed into one sequence do not attend to each other; auto: on for chat"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UserError
+from shardwise.interop.transformers.apart import keeps_apart
 from shardwise.interop.transformers.spec import TransformersSpec, no_document_mask
 from shardwise.model.cache import KeyValueCache
 from shardwise.model.decoder import Losses
@@ -67,7 +68,7 @@ class TransformersModel(nn.Module):
     ) -> Tensor | Losses:
         """Returns logits, or with targets the summed losses, as `Decoder.forward` returns them."""
         assert positions_BT is None and x_BTD is None, "a model of transformers is whole"
-        if documents_BT is not None:
+        if documents_BT is not None and not keeps_apart(self.spec):
             raise no_document_mask(self.spec.name)
         if cache is not None:
             return self._continue(tokens_BT, cache)
@@ -78,7 +79,7 @@ class TransformersModel(nn.Module):
                 "random: no two layouts would agree",
                 fix="another architecture; eval and generate take this one",
             )
-        logits_BTV = self._logits(tokens_BT)
+        logits_BTV = self.logits(tokens_BT, documents_BT)
         if targets_BT is None:
             return logits_BTV
         total = cross_entropy_sum(
@@ -86,9 +87,12 @@ class TransformersModel(nn.Module):
         )
         return Losses(total, total.new_zeros(()), total.new_zeros(()))
 
-    def _logits(self, tokens_BT: Tensor) -> Tensor:
+    def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Returns the logits of whole rows. Where the documents of a row are numbered, positions begin anew with each,
+        which tells transformers that they do not see each other."""
+        positions = {} if documents_BT is None else {"position_ids": _positions_within(documents_BT)}
         try:
-            return self.inner(input_ids=tokens_BT, use_cache=False).logits
+            return self.inner(input_ids=tokens_BT, use_cache=False, **positions).logits
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as problem:
             if not _is_theirs(problem):
                 raise
@@ -107,7 +111,7 @@ class TransformersModel(nn.Module):
         all_BT = cache.append(0, tokens_BT[..., None])[0][..., 0]
         cache.advance(num_new)
         if not self.remembers:
-            return self._logits(all_BT)[:, -num_new:]
+            return self.logits(all_BT)[:, -num_new:]
         found = self.inner(input_ids=tokens_BT, past_key_values=cache.theirs, use_cache=True)
         cache.theirs = found.past_key_values
         return found.logits
@@ -122,7 +126,7 @@ class TransformersModel(nn.Module):
         tokens_BT = torch.arange(8, device=next(self.parameters()).device)[None] % self.spec.vocab
         past, parts = None, []
         with torch.no_grad():
-            whole_BTV = self._logits(tokens_BT)
+            whole_BTV = self.logits(tokens_BT)
             try:
                 for part_BT in tokens_BT.split([5, 1, 2], 1):
                     found = self.inner(input_ids=part_BT, past_key_values=past, use_cache=True)
@@ -202,6 +206,14 @@ class TransformersModel(nn.Module):
         quiet_transformers()
         model = self.inner.to(dtype) if dtype else self.inner
         model.save_pretrained(directory, max_shard_size=max_shard_bytes)
+
+
+def _positions_within(documents_BT: Tensor) -> Tensor:
+    """Returns the position of every token within its own document."""
+    places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = torch.zeros_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return places_T - (places_T * begins_BT).cummax(1).values
 
 
 def _is_theirs(problem: Exception) -> bool:

@@ -161,11 +161,21 @@ def check_native(config: Mapping[str, Any]) -> None:
     )
 
 
+def can_mask(spec: ModelSpec) -> bool:
+    """Returns whether a model can be told which tokens of a row belong together. Of a model of transformers a small one
+    is asked, which takes a second or two."""
+    if not isinstance(spec, TransformersSpec):
+        return True
+    from shardwise.interop.transformers.apart import keeps_apart
+
+    return keeps_apart(spec)
+
+
 def no_document_mask(name: str, where: str | None = None) -> UserError:
     return UserError(
         f"data.document_mask does not work with {name}",
-        why="transformers builds this model, and not all of its models can be told which tokens belong together",
-        fix="data.document_mask=false",
+        why="transformers builds this model and cannot tell it which tokens of a row belong together",
+        fix="data.document_mask=false, or data.packing=single, which gives every document a row of its own",
         where=where,
     )
 

@@ -18,7 +18,7 @@ from shardwise.config.filled import fill
 from shardwise.config.keys import DEFAULT, Origins, where_written
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
-from shardwise.interop.transformers.spec import no_document_mask
+from shardwise.interop.transformers.spec import can_mask, no_document_mask
 from shardwise.plan.layouts.search import fastest
 from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.prediction.predict import predict
@@ -82,7 +82,7 @@ def resolve(
             fix=f"train.seq_len={spec.max_seq_len}",
             where=where_written(origins, "train.seq_len"),
         )
-    if config.data.document_mask is True and not spec.is_ours:
+    if config.data.document_mask is True and not can_mask(spec):
         raise no_document_mask(spec.name, where_written(origins, "data.document_mask"))
     config = settle_adapter(config, spec, origins)
     asked = Asked(config, spec, machine, nproc, measured)
