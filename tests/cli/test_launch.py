@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -120,3 +121,40 @@ def test_what_sbatch_complains_about_is_passed_on(plan, run_here, workdir, capsy
     monkeypatch.setenv("PATH", f"{workdir}/bin:/usr/bin:/bin")
     assert run_here("launch", "slurm", plan, "--submit") == 2
     assert "sbatch: error: invalid account" in capsys.readouterr().err
+
+
+K8S = ["--image", "registry/shardwise:1"]
+
+
+def test_a_manifest_is_printed_and_kubectl_gets_secrets_on_its_standard_input_alone(
+    plan, run_here, workdir, capsys, monkeypatch
+):
+    assert run_here("launch", "k8s", plan, *K8S) == 0
+    printed = capsys.readouterr().out
+    assert "kind: Job" in printed
+    stub(workdir / "bin", "kubectl", 'echo "$@" >>words; cat >>given; echo applied')
+    monkeypatch.setenv("PATH", f"{workdir}/bin:/usr/bin:/bin")
+    assert run_here("launch", "k8s", plan, *K8S, "--namespace", "ml", "--submit") == 0
+    given, words = (workdir / "given").read_text(), (workdir / "words").read_text()
+    secret = re.search('"stringData": {"secret": "([0-9a-f]{32})"}', given)
+    assert secret is not None and secret[1] not in words + capsys.readouterr().out
+    assert set(words.splitlines()) == {"--namespace ml apply -f -"}
+    assert printed.split("---\n")[2].replace("  labels", "  namespace: ml\n  labels", 1) in given
+
+
+@pytest.mark.parametrize(
+    "words, what",
+    [
+        ([], "no image is named"),
+        ([*K8S, "--pvc", "runs:data"], "`--pvc runs:data` cannot be read"),
+        ([*K8S, "--pvc", "runs", "--pvc", "text"], "`--pvc text without a path` cannot be read"),
+        ([*K8S, "--node-selector", "gpu"], "`--node-selector gpu` cannot be read"),
+        ([*K8S, "--kind", "mpijob"], "invalid choice: 'mpijob'"),
+        ([*K8S, "--submit"], "there is no `kubectl` here"),
+    ],
+)
+def test_mistakes_about_pods_are_answered_in_three_lines(plan, run_here, workdir, capsys, monkeypatch, words, what):
+    monkeypatch.setenv("PATH", str(workdir))
+    assert run_here("launch", "k8s", plan, *words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and what in lines[0], lines

@@ -30,7 +30,6 @@ FOR_OTHERS = {
     "MEASURED": "the order of the bytes that run/measured_steps.py holds",
     **dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), "lm-evaluation-harness calls them"),
     "_render_traceback_": "IPython calls it",
-    "reads_network": "what a manifest of Kubernetes lets through",
     "ends_at": "a time limit that a scheduler sets; scripts of `launch` have it sent as a signal",
 }
 """Names that somebody else uses, and who."""

@@ -20,6 +20,7 @@ from shardwise.terminal import say, say_error
 
 if TYPE_CHECKING:
     from shardwise.launch.planned_job import Wanted
+    from shardwise.launch.schedulers.kubernetes_manifest import PodOptions
     from shardwise.launch.spec import LaunchSpec
 
 HELP = "jobs of several nodes: write the script, submit it, follow it; `explain` names the mistakes of a script"
@@ -28,7 +29,7 @@ PREPARED = "a line of shell before the job starts, such as 'module load cuda'; r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|explain")
+    verbs = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|k8s")
     slurm = verbs.add_parser("slurm", help="a batch script for sbatch")
     _add_job(slurm, "PLAN", several=True)
     slurm.add_argument("--partition", help="the queue; checked against `sinfo` where there is one")
@@ -49,6 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slurm.add_argument("--mount", action="append", default=[], metavar="FROM:TO", help="seen in the container, too")
     slurm.add_argument("--prepare", action="append", default=[], metavar="LINE", help=PREPARED)
     slurm.add_argument("--at-once", type=int, metavar="N", help="parts of a job array (several PLANs) at a time")
+    k8s = verbs.add_parser("k8s", help="a manifest for kubectl")
+    _add_job(k8s, "PLAN", several=False)
+    k8s.add_argument("--image", help="what pods run: an image with shardwise in it")
+    k8s.add_argument(
+        "--kind",
+        choices=("indexed-job", "jobset", "trainjob", "pytorchjob"),
+        default="indexed-job",
+        help="indexed-job needs no operator; the others are JobSet's and Kubeflow's",
+    )
+    k8s.add_argument("--namespace", help="where the job is")
+    k8s.add_argument(
+        "--pvc", action="append", default=[], metavar="CLAIM[:PATH]", help="a volume; runs go to the first; repeatable"
+    )
+    k8s.add_argument("--queue", help="the queue of Kueue that starts the job")
+    k8s.add_argument("--user", type=int, default=1000, metavar="UID", help="whom pods run as (default: 1000)")
+    k8s.add_argument("--node-selector", action="append", default=[], metavar="LABEL:VALUE", help="machines to use")
 
 
 def _add_job(parser: argparse.ArgumentParser, what: str, several: bool) -> None:
@@ -73,7 +90,7 @@ def _add_job(parser: argparse.ArgumentParser, what: str, several: bool) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"slurm": _slurm}[args.scheduler](args)
+    return {"slurm": _slurm, "k8s": _k8s}[args.scheduler](args)
 
 
 def _wanted(args: argparse.Namespace) -> Wanted:
@@ -148,6 +165,58 @@ def _slurm(args: argparse.Namespace) -> int:
         return asked.returncode == 0 and bool(asked.stdout.strip())
 
     return _follow(args, spec, is_queued)
+
+
+def _k8s(args: argparse.Namespace) -> int:
+    import json
+    import secrets
+
+    from shardwise.launch.schedulers.kubernetes_manifest import in_pods, manifest, secrets_of
+    from shardwise.launch.submit import command_of, submit
+
+    options, spec = _pods(args), _spec(args)
+    text = manifest(spec, options, _origin(args))
+    if not args.submit:
+        return _show(args, text, "kubectl apply -f")
+    _keep(args, text)
+    kubectl = ["kubectl", *(["--namespace", options.namespace] if options.namespace else [])]
+    for one in secrets_of(in_pods(spec, options), options, secrets.token_hex(16), dict(os.environ)):
+        submit([*kubectl, "apply", "-f", "-"], json.dumps(one))
+    print(submit([*kubectl, "apply", "-f", "-"], text))
+    logs = ["logs", "--follow", "--prefix", f"--selector=app.kubernetes.io/instance={spec.name}"]
+    logs += [f"--max-log-requests={spec.nodes}", "--pod-running-timeout=24h"]
+    if not args.follow:
+        say(f"follow   {' '.join([*kubectl, *logs])}")
+        return Exit.DONE
+    return subprocess.run([command_of("kubectl"), *kubectl[1:], *logs]).returncode
+
+
+def _pods(args: argparse.Namespace) -> PodOptions:
+    from shardwise.launch.schedulers.kubernetes_manifest import PodOptions
+
+    if not args.image:
+        raise UserError(
+            "no image is named", why="pods start from an image with shardwise in it", fix="--image REGISTRY/NAME:TAG"
+        )
+    claims = [claim.partition(":") for claim in args.pvc]
+    selectors = [word.partition(":") for word in args.node_selector]
+    wrong = [f"--pvc {''.join(parts)}" for parts in claims if not parts[0] or (parts[1] and parts[2][:1] != "/")]
+    wrong += [f"--node-selector {''.join(parts)}" for parts in selectors if not parts[0] or not parts[2]]
+    if len(claims) > 1:
+        wrong += [f"--pvc {parts[0]} without a path" for parts in claims[1:] if not parts[2]]
+    if wrong:
+        raise UserError(
+            f"`{wrong[0]}` cannot be read", why="a claim and a path, a label and a value", fix="--pvc my-claim:/data"
+        )
+    return PodOptions(
+        image=args.image,
+        kind=args.kind,
+        namespace=args.namespace,
+        claims=tuple((name, path or "/runs") for name, _, path in claims) or PodOptions.claims,
+        queue=args.queue,
+        user=args.user,
+        node_selector=tuple((name, value) for name, _, value in selectors),
+    )
 
 
 def _keep(args: argparse.Namespace, text: str) -> None:

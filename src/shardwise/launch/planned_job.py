@@ -127,6 +127,7 @@ def launch_spec(files: Sequence[str], words: Sequence[str], wanted: Wanted) -> L
             "grace": why_grace,
         },
         predicted=_predicted(largest),
+        plan_text=first.file.read_text(encoding="utf-8"),
     )
 
 

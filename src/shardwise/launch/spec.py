@@ -56,6 +56,7 @@ class LaunchSpec:
     reads_network: bool  # data or loggers are behind addresses outside of the cluster
     why: Mapping[str, str]  # field -> the reason of its value
     predicted: str  # a line on what is to come
+    plan_text: str  # of the first config file
 
     @property
     def world(self) -> int:
