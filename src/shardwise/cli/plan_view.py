@@ -63,9 +63,7 @@ def show(
     view.line("next", f"shardwise train {first}")
     view.line("prove", f"shardwise verify {first}")
     if made.rows[0].candidate.plan.world > made.question.cluster.per_node:
-        view.line(
-            "note", "this version trains on one machine: a layout over several is planned and proven, not yet run"
-        )
+        view.line("launch", f"shardwise launch slurm {first}   writes the job for these nodes; also k8s, ray, ssh")
 
 
 # The layouts ---------------------------------------------------------------------------------------------------------

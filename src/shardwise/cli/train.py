@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="FILE", help="plan with this machine as `doctor --out` measured it")
     parser.add_argument("--dry-run", action="store_true", help="resolve, plan and show the first sample; train nothing")
     parser.add_argument("--no-verify", action="store_true", help="do not prove a layout that was never proven here")
+    parser.add_argument("--preflight", action="store_true", help="check the nodes of a job against each other, and end")
     parser.add_argument("--resume", choices=["auto"], help="auto: go on if this run has a checkpoint, else start it")
 
 
@@ -74,7 +75,14 @@ def run(args: argparse.Namespace) -> int:
                 runs=Path(loaded.config.run.dir),
                 prepare=lambda machine: prepare(args.nproc and args.nproc * machine.nodes, machine),
                 options=("--no-verify",) if args.no_verify else (),
+                only_checks=args.preflight,
             )
+        )
+    if args.preflight:
+        raise UserError(
+            "--preflight has nothing to compare",
+            why="it checks the nodes of a job against each other, and this is one process on one machine",
+            fix="`shardwise doctor` looks at this machine; a scheduler starts the line once on each node",
         )
     found, planned = prepare(args.nproc)
     if found.state() == "finished":

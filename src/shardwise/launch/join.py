@@ -90,7 +90,14 @@ def as_rank() -> bool:
     return isinstance(place, RankPlace)
 
 
-def join(prepare: Prepare, loaded: Loaded, *, verify: bool = True, own: OwnParts | None = None) -> int:
+def join(
+    prepare: Prepare,
+    loaded: Loaded,
+    *,
+    verify: bool = True,
+    own: OwnParts | None = None,
+    from_step: int | None = None,
+) -> int:
     """Trains as one rank of a job that somebody else has started, and returns the exit code: rank 0 prepares, all agree
     on the run directory."""
     if (ranks := ranks_from_environment()).is_first:
@@ -120,7 +127,7 @@ def join(prepare: Prepare, loaded: Loaded, *, verify: bool = True, own: OwnParts
                 announced = {
                     "path": str(run.path.resolve()),
                     "sign": secrets.token_hex(8),
-                    "files": files_to_read(run, None),
+                    "files": files_to_read(run, from_step),
                 }
                 write_atomically(run.path / SHARED_SIGN, announced["sign"])
             except UserError as problem:
@@ -133,7 +140,7 @@ def join(prepare: Prepare, loaded: Loaded, *, verify: bool = True, own: OwnParts
             here = RunDir(Path(announced["path"]))
             if ranks.nodes > 1:
                 _see_run(here, announced, ranks, device, loaded.config.comm.interface, held)
-            return run_worker(here, ranks, planned, verify=verify, own=own)
+            return run_worker(here, ranks, planned, from_step, verify=verify, own=own)
         time.sleep(TIME_TO_REPORT_S)
         return int(Exit.USER_MISTAKE)
 

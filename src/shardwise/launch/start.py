@@ -25,6 +25,7 @@ from shardwise.config.write import write_config
 from shardwise.errors import UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.allocator import set_allocator
+from shardwise.launch.nodes.interfaces import local_interface
 from shardwise.optim.offload.disk import check_directory
 from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.resolve.resolve import resolve
@@ -170,7 +171,7 @@ def start(
         options = [] if from_step is None else ["--from-step", str(from_step)]
         options += [] if verify else ["--no-verify"]
         plan = planned.plan
-        return start_ranks(run, plan.world, plan.threads_per_rank, plan.interface, options)
+        return start_ranks(run, plan.world, plan.threads_per_rank, local_interface(plan.interface), options)
 
 
 def starting_line(world: int) -> str:
@@ -201,7 +202,9 @@ def _start_forked(
 
         return for_launcher(run_worker(run, ranks_from_environment(), planned, from_step, launcher, verify))
 
-    return start_ranks(run, plan.world, plan.threads_per_rank, plan.interface, body=body, attend=attend)
+    return start_ranks(
+        run, plan.world, plan.threads_per_rank, local_interface(plan.interface), body=body, attend=attend
+    )
 
 
 def continue_run(

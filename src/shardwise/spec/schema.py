@@ -348,7 +348,11 @@ class CommConfig:
     """How processes talk."""
 
     backend: str = setting("auto", "process-group backend", choices=("auto", "gloo", "nccl"))
-    interface: str | None = setting(None, "network interface; default: loopback for local runs")
+    interface: str | None = setting(
+        None,
+        "network interface of the ranks: a name, several (each node has one), or a network such as 10.0.0.0/16; "
+        "default: loopback on one node, the way to the first node on several",
+    )
     timeout: float = setting(300.0, "how long a collective may wait", unit="time", above=0)
     all_reduce: str = setting(
         "auto",

@@ -144,6 +144,10 @@ class NodeLink:
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._write, framed({"kind": kind, **words}, data))
 
+    def answer(self, words: dict[str, Any]) -> None:
+        """Sends a frame that has its kind already."""
+        self.send(**words)
+
     def _write(self, content: bytes) -> None:
         if not self.closed:
             self._writer.write(content)

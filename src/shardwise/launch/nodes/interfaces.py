@@ -103,6 +103,12 @@ def own_address(asked: str | None, heads: Sequence[str]) -> Interface:
     return _asked_for(asked, own)
 
 
+def local_interface(asked: str | None) -> str | None:
+    """Returns the name of the interface that `comm.interface` means on this node, for ranks that all run here; None
+    where it asks for none."""
+    return None if asked is None else _asked_for(asked, interfaces()).name
+
+
 def _asked_for(asked: str, own: Sequence[Interface]) -> Interface:
     words = [word.strip() for word in asked.split(",") if word.strip()]
     for word in words:

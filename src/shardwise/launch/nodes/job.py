@@ -31,3 +31,4 @@ class NodeJob:
     """Returns the run directory and the run, ready to start on all nodes together; only the head calls it."""
     options: tuple[str, ...] = ()  # for ranks: --no-verify and the like
     from_step: int | None = None
+    only_checks: bool = False  # look at the nodes, their devices too, and start nothing

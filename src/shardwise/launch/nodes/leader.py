@@ -16,12 +16,14 @@ from shardwise.errors import Exit, UserError
 from shardwise.files import write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.local import JobEnds, Share, loopback_store, next_attempt, ranks_ended
+from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Frame
 from shardwise.launch.nodes.head import JobHead
 from shardwise.launch.nodes.hello import check_nodes, hello, machine_of, named
 from shardwise.launch.nodes.interfaces import own_address
 from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
 from shardwise.launch.nodes.mirror import SHARED_SIGN, digest_of, files_to_read, piece_of, take_in
+from shardwise.launch.nodes.preflight import Preflight, Report
 from shardwise.launch.outcome import Failure, RanksEnded, exit_code
 from shardwise.launch.start import PlannedRun, write_run
 from shardwise.private_names import check_private_names
@@ -49,10 +51,15 @@ class Leader:
                 raise
 
     def _work(self) -> int:
-        self._meet()
-        hellos = {0: hello(0, self.job.asked, self.place.attempt), **self.head.hellos}
+        hellos = self._meet()
+        report = self._check_nodes(hellos)
+        if self.job.only_checks:
+            verdict = Exit.HARDWARE if report.findings else Exit.DONE
+            self.head.tell("exit", code=int(verdict))
+            return verdict
         run, planned = self.job.prepare(machine_of(hellos))
-        if run.state() == "finished":
+        is_done = max(run.steps(), default=0) >= planned.plan.num_steps and self.job.from_step is None
+        if run.state() == "finished" and is_done:
             say(f"run      {run.path} is finished; nothing to do")
             self.head.tell("exit", code=int(Exit.DONE))
             return Exit.DONE
@@ -105,8 +112,23 @@ class Leader:
         del store
         return code
 
-    def _meet(self) -> None:
-        """Waits for all other nodes and compares what they say."""
+    def _check_nodes(self, hellos: Mapping[int, Mapping[str, Any]]) -> Report:
+        """Has all nodes checked against each other and says what was found. Before a run it is a warning: who pays for
+        the nodes decides."""
+        only = self.job.only_checks
+        with patience("checking the nodes ...", 3.0):
+            checks = Checks(0, self.job.runs, self.own.address, self.head.secret, self.head.thread)
+            report = Preflight(hellos, self.head.links, checks).run(devices=only)
+        for line in report.lines() if only else report.lines()[-1:]:
+            say(line)
+        for error in report.errors():
+            say_error(error)
+        if hosts := report.excluded:
+            say(f"exclude  --exclude={','.join(hosts)}   leaves {'them' if len(hosts) > 1 else 'it'} out")
+        return report
+
+    def _meet(self) -> dict[int, dict[str, Any]]:
+        """Waits for all other nodes and returns what they say, if they go together."""
         place, began = self.place, time.monotonic()
         say(f"nodes    {place.count} by {place.scheduler}, job {place.job}; this is node 0, at {self.own}")
         with patience(f"waiting  for {place.count - 1} other node{'s' if place.count > 2 else ''} ...", 3.0):
@@ -114,7 +136,9 @@ class Leader:
                 if time.monotonic() - began > JOIN_S:
                     raise self._missing()
                 time.sleep(0.05)
-        check_nodes({0: hello(0, self.job.asked, place.attempt), **self.head.hellos})
+        hellos = {0: hello(0, self.job.asked, place.attempt), **self.head.hellos}
+        check_nodes(hellos)
+        return hellos
 
     def _missing(self) -> UserError:
         place = self.place

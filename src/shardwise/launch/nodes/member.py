@@ -19,6 +19,7 @@ from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.local import JobEnds, Share, ranks_ended
+from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Frame
 from shardwise.launch.nodes.follower import Follower
 from shardwise.launch.nodes.hello import hello
@@ -54,7 +55,11 @@ class Member:
 
     def _work(self) -> int:
         link = self.way.link
-        frame = link.receive("run", "exit", "refuse", timeout=JOIN_S + READY_S)
+        checks = Checks(self.place.index, self.job.runs, self.interface.address, self.way.secret, self.way.thread)
+        while frame := link.receive("check", "run", "exit", "refuse", timeout=JOIN_S + READY_S):
+            if frame.words["kind"] != "check":
+                break
+            link.answer(checks.answer(frame.words))
         if frame is None or frame.words["kind"] != "run":
             return self._left(frame)
         words = frame.words

@@ -1,0 +1,101 @@
+"""What every node can be asked before a job starts: its clock, what it sees of the run directory, its devices, how fast
+it reaches another node.
+
+The head asks (preflight.py); each node, the head itself too, answers here. Invariant: a question changes nothing on a
+node but one small file in the runs directory, which is removed again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster.measure.devices import measure_devices
+from shardwise.launch.nodes.connection import Background
+from shardwise.launch.nodes.stream import Receiver, send_to
+
+SHARED_MEMORY = Path("/dev/shm")
+TEST_FILE = ".preflight"
+
+
+class Checks:
+    """One node's answers."""
+
+    def __init__(self, index: int, runs: Path, address: str, secret: bytes, thread: Background):
+        self.index, self.runs, self.secret, self.thread = index, runs, secret, thread
+        self.receiver = Receiver(address, secret)
+        thread.call(self.receiver.open())
+
+    def answer(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what was found. A question that cannot be answered has a `problem`."""
+        try:
+            return {"kind": "checked", **getattr(self, f"ask_{words['what']}")(words)}
+        except Exception as error:  # whatever it is, it is a finding about this node
+            return {"kind": "checked", "problem": f"{type(error).__name__}: {error}"}
+
+    def ask_clock(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        return {"time": time.time()}
+
+    def ask_write(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes a small file into the runs directory by one rename, as checkpoints are committed."""
+        self.runs.mkdir(parents=True, exist_ok=True)
+        scratch = self.runs / f"{TEST_FILE}-{self.index}.part"
+        scratch.write_text(words["sign"])
+        scratch.rename(self.runs / f"{TEST_FILE}-{self.index}")
+        return {"free": shutil.disk_usage(self.runs).free}
+
+    def ask_read(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Says which other nodes' files are seen here."""
+        texts = {file: file.read_text() for file in self.runs.glob(f"{TEST_FILE}-*") if file.suffix != ".part"}
+        return {
+            "seen": sorted(int(file.name.rpartition("-")[2]) for file, text in texts.items() if text == words["sign"])
+        }
+
+    def ask_clean(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        for file in self.runs.glob(f"{TEST_FILE}-{self.index}*"):
+            file.unlink(missing_ok=True)
+        return {}
+
+    def ask_port(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        return {"address": self.receiver.address, "port": self.receiver.port}
+
+    def ask_send(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rate": self.thread.call(send_to(words["address"], words["port"], self.secret))}
+
+    def ask_devices(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Measures one matmul per device; says what is free on each GPU, and how large /dev/shm is."""
+        rates = measure_devices("CPU", 0)
+        chosen = [entry for entry in rates if entry.device != "cpu"] or rates
+        found = [
+            {
+                "device": entry.device,
+                "flops_per_s": max(entry.flops_per_s.values(), default=0.0),
+                **_said(entry.problems),
+            }
+            for entry in chosen
+        ]
+        shared = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+        return {"devices": found, "gpus": _gpu_memory(), "shared_memory": shared}
+
+
+def _said(problems: Mapping[str, str]) -> dict[str, str]:
+    return {"problem": "; ".join(f"{name}: {why}" for name, why in problems.items())} if problems else {}
+
+
+def _gpu_memory() -> list[dict[str, Any]]:
+    """Returns driver, memory and free memory of each GPU, in MiB, as nvidia-smi says; empty without it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+    return [
+        {"driver": row[0], "total": int(row[1]), "free": int(row[2])}
+        for row in rows
+        if len(row) == 3 and row[1].isdigit()
+    ]
