@@ -6,15 +6,14 @@ was tried: a world of one on every node, each of which trains on its own, is the
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 
 from shardwise.errors import UserError
+from shardwise.launch.nodes.interfaces import interface_towards, is_routable, numbers_of
 
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "localhost6", "ip6-localhost", "ip6-loopback")
-DISCARD_PORT = 9  # nothing is sent to it: the kernel is only asked for the way there
 
 
 def is_loopback(address: str) -> bool:
@@ -71,21 +70,16 @@ def _problem(address: str) -> str | None:
         return "is not known"
     if is_loopback(address):
         return "is loopback"
-    try:
-        infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+    numbers = numbers_of(address)
+    if not numbers:
         return "does not resolve"
-    numbers = {str(info[4][0]) for info in infos}
     return f"is loopback here ({', '.join(sorted(numbers))})" if all(map(is_loopback, numbers)) else None
 
 
 def _own_address_towards(peers: Sequence[str]) -> str | None:
     """Returns this machine's address on the way to the first of `peers` that there is a way to."""
     for peer in peers:
-        with suppress(OSError, UnicodeError):
-            for family, kind, *_, target in socket.getaddrinfo(peer, DISCARD_PORT, type=socket.SOCK_DGRAM):
-                with socket.socket(family, kind) as probe, suppress(OSError):
-                    probe.connect(target)
-                    if not is_loopback(own := str(probe.getsockname()[0])):
-                        return own
+        for number in numbers_of(peer):
+            if (way := interface_towards(number)) is not None and is_routable(way.address):
+                return way.address
     return None

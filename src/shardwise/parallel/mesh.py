@@ -113,13 +113,13 @@ def build_mesh(plan: Plan, spec: ModelSpec | None, rank: int, device: torch.devi
         device,
         dp=as_one_group(grid["replicate", "shard"], "dp") if plan.dp * plan.cp > 1 else None,
         shard=grid["shard"].get_group() if shards > 1 else None,
-        cp=_own_group(_lines(plan.world, plan.cp, plan.tp), rank) if plan.cp > 1 else None,
+        cp=own_group(_lines(plan.world, plan.cp, plan.tp), rank) if plan.cp > 1 else None,
         tp=grid["tp"].get_group() if plan.tp > 1 else None,
-        tokens=_own_group(_lines(plan.world, plan.cp * plan.tp, 1), rank) if plan.cp * plan.tp > 1 else None,
+        tokens=own_group(_lines(plan.world, plan.cp * plan.tp, 1), rank) if plan.cp * plan.tp > 1 else None,
         expert=_expert_mesh(plan, rank, device, fsdp) if plan.ep > 1 else None,
         pp=grid["pp"].get_group() if plan.pp > 1 else None,
-        same_kv=_own_group(_lines(plan.world, kv_replicas, 1), rank) if kv_replicas > 1 else None,
-        ends=_own_group(_pipeline_ends(plan), rank)
+        same_kv=own_group(_lines(plan.world, kv_replicas, 1), rank) if kv_replicas > 1 else None,
+        ends=own_group(_pipeline_ends(plan), rank)
         if spec is not None and spec.tied and plan.pp > 1 and not is_v
         else None,
         fsdp=(grid["replicate", "shard"] if has_replicas else grid["shard"]) if fsdp else None,
@@ -134,7 +134,7 @@ def _start_alone(plan: Plan, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _own_group(members: list[list[int]], rank: int) -> Group:
+def own_group(members: list[list[int]], rank: int) -> Group:
     """Collective. Returns the group that has this rank, or None. All ranks make all groups, in the same order."""
     made = [(ranks, dist.new_group(ranks)) for ranks in members]
     return next((group for ranks, group in made if rank in ranks), None)
@@ -153,8 +153,8 @@ def _lines(world: int, length: int, stride: int) -> list[list[int]]:
 def _expert_mesh(plan: Plan, rank: int, device: torch.device, fsdp: bool) -> ExpertMesh:
     replicate = plan.expert_replicas
     num_shards = plan.expert_copies // replicate
-    group = _own_group(_lines(plan.world, plan.ep, 1), rank)
-    replicas = _own_group(_lines(plan.world, plan.expert_copies, plan.ep), rank)
+    group = own_group(_lines(plan.world, plan.ep, 1), rank)
+    replicas = own_group(_lines(plan.world, plan.expert_copies, plan.ep), rank)
     states = shard = None
     if fsdp:
         grid = torch.arange(plan.world).reshape(plan.pp, replicate, num_shards, plan.ep)
@@ -173,4 +173,4 @@ def _pipeline_ends(plan: Plan) -> list[list[int]]:
 def _lanes(plan: Plan, rank: int) -> tuple[Group, ...]:
     size = plan.world // plan.pp
     pipelines = [[line + stage * size for stage in range(plan.pp)] for line in range(size)]
-    return tuple(_own_group(pipelines, rank) for _ in range(4))
+    return tuple(own_group(pipelines, rank) for _ in range(4))

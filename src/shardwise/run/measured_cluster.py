@@ -20,6 +20,7 @@ from shardwise.cluster.measure.blocks import BlockTimes
 from shardwise.kernels.timing import median_seconds
 from shardwise.model.dtypes import COMPUTED
 from shardwise.parallel.fsdp2 import all_gather_single, reduce_scatter_single
+from shardwise.parallel.mesh import Group, own_group
 from shardwise.run.block_times import block_times
 from shardwise.spec.cluster import ClusterSpec, Device, Link
 from shardwise.spec.model import ModelSpec
@@ -30,15 +31,15 @@ TURNS = 7  # runs of each measurement
 
 
 def measured_cluster(
-    spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int
+    spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int, nodes: int = 1
 ) -> tuple[ClusterSpec, BlockTimes | None]:
-    """Collective. Returns the rates and the link of this machine as measured, and the times of the model's blocks; None
-    instead of these for a model that is not ours.
+    """Collective. Returns the rates of this machine and the links of the job's `nodes` machines as measured, and the
+    times of the model's blocks; None instead of these for a model that is not ours.
 
     It leaves no trace: neither in torch's random numbers nor in the peak of a GPU's memory.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        found = _measured(spec, plan, config, device, bucket_bytes)
+        found = _measured(spec, plan, config, device, bucket_bytes, nodes)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -46,17 +47,23 @@ def measured_cluster(
 
 
 def _measured(
-    spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int
+    spec: ModelSpec, plan: Plan, config: Config, device: torch.device, bucket_bytes: int, nodes: int
 ) -> tuple[ClusterSpec, BlockTimes | None]:
-    found = this_cluster(this_machine())
+    found, per_node = this_cluster(this_machine().times(nodes)), plan.world // nodes
     here = _rated(found.device, spec, plan, device)
-    cluster = ClusterSpec("measured", 1, plan.world, here, (_link(plan, device, bucket_bytes, found.tiers[0]),))
+    tiers: tuple[Link, ...] = (_link(plan.world, device, bucket_bytes, found.tiers[-1]),)
+    if nodes > 1 and per_node > 1:
+        inside = own_group(
+            [list(range(first, first + per_node)) for first in range(0, plan.world, per_node)], dist.get_rank()
+        )
+        tiers = (_link(per_node, device, bucket_bytes, found.tiers[0], inside), *tiers)
+    cluster = ClusterSpec("measured", nodes, per_node, here, tiers)
     if not spec.is_ours:
         return cluster, None
     if plan.world > 1:
         dist.barrier()
     times = block_times(spec, plan, config.model.attention, config.optimizer, device)
-    model_s, optimizer_s = _mean([times.model_s, times.optimizer_s or 0.0], plan, device)
+    model_s, optimizer_s = _mean([times.model_s, times.optimizer_s or 0.0], device)
     return cluster, replace(times, model_s=model_s, optimizer_s=optimizer_s or None)
 
 
@@ -74,35 +81,36 @@ def _rated(known: Device, spec: ModelSpec, plan: Plan, device: torch.device) -> 
     return replace(known, flops=rates, achievable=1.0, bandwidth=copied / threads, bandwidth_share=1.0)
 
 
-def _link(plan: Plan, device: torch.device, bucket_bytes: int, known: Link) -> Link:
-    """Returns the link between the ranks with its measured latency and bandwidth. Timed are an all-reduce of one
+def _link(world: int, device: torch.device, bucket_bytes: int, known: Link, group: Group = None) -> Link:
+    """Returns the link between `world` ranks with its measured latency and bandwidth: those of this rank's `group`, or
+    all of them. Every node measures at the same time. Timed are an all-reduce of one
     gradient bucket and of one element, and the bucket's all-gather and reduce-scatter as ZeRO does them, which gloo
     does no faster than a whole all-reduce."""
-    if plan.world == 1:
+    if world == 1:
         return replace(known, span=1)
-    elements = max(1, min(bucket_bytes, 16 * 2**20) // 4 // plan.world)
+    elements = max(1, min(bucket_bytes, 16 * 2**20) // 4 // world)
     small, part = (torch.zeros(n, device=device) for n in (1, elements))
-    whole = torch.zeros(plan.world * elements, device=device)
+    whole = torch.zeros(world * elements, device=device)
     actions = (
-        lambda: dist.all_reduce(small),
-        lambda: dist.all_reduce(whole),
-        lambda: all_gather_single(whole, part),
-        lambda: reduce_scatter_single(part, whole),
+        lambda: dist.all_reduce(small, group=group),
+        lambda: dist.all_reduce(whole, group=group),
+        lambda: all_gather_single(whole, part, group=group),
+        lambda: reduce_scatter_single(part, whole, group=group),
     )
-    quick, summed, gathered, scattered = _mean([_seconds(action, device) for action in actions], plan, device)
-    hops, moved = plan.world - 1, (plan.world - 1) / plan.world * whole.nbytes
+    quick, summed, gathered, scattered = _mean([_seconds(action, device) for action in actions], device)
+    hops, moved = world - 1, (world - 1) / world * whole.nbytes
     rate = moved / max((gathered + scattered) / 2 - quick / 2, 1e-9)
     sums = 2 * moved / max(summed - quick, 1e-9)
-    return Link(known.name, plan.world, rate, quick / (2 * hops), 1.0, 0.0, summing=sums / rate)
+    return Link(known.name, world, rate, quick / (2 * hops), 1.0, 0.0, summing=sums / rate)
 
 
-def _mean(values: list[float], plan: Plan, device: torch.device) -> list[float]:
+def _mean(values: list[float], device: torch.device) -> list[float]:
     """Collective. Returns the mean of each value over all ranks."""
-    if plan.world == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor)
-    return (tensor / plan.world).tolist()
+    return (tensor / dist.get_world_size()).tolist()
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:

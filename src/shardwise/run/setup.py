@@ -41,7 +41,7 @@ class Setup:
         self.session = session
         self.engine = _build_engine(session, planner)
         plan = session.plan
-        measured = measured_cluster(spec, plan, config, device, self.engine.bucket_bytes)
+        measured = measured_cluster(spec, plan, config, device, self.engine.bucket_bytes, session.ranks.nodes)
         self.forecast = planner.forecast(plan, *measured)
         self.optimizer = self.engine.optimizer(config.optimizer, session.own.optimizer)
         peak, given = config.optimizer.peak_lr, max(float(group["lr"]) for group in self.optimizer.param_groups)
