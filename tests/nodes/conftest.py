@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from nodes import Node, make_nodes, why_none
+from commands import losses_of
+from nodes import Node, environment, make_nodes, why_none
 from slurm_cluster import Slurm, why_no_slurm
+from training import train
 
 MakeNodes = Callable[..., list[Node]]
 
@@ -63,3 +66,12 @@ def slurm_on(make: MakeNodes) -> Slurm:
     running = Slurm(compute, controller, controller.cwd / "slurm")
     running.start()
     return running
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of the small run in one process of this machine."""
+    folder = tmp_path_factory.mktemp("one")
+    done = subprocess.run(train(), cwd=folder, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses_of(folder / "runs" / "tiny")

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from ipaddress import ip_address
 from itertools import count
 from pathlib import Path
 
@@ -33,7 +34,7 @@ INIT = Path(__file__).with_name("node_init.py")
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 NETWORKS = {"eth0": 77, "fast0": 88}
 """The interfaces of every node, and the number of their network in its addresses."""
-FIRST_LINES_S = 20.0  # seconds in which a node must be there
+LISTEN = "0A"  # how /proc/net/tcp writes that state
 
 
 @cache
@@ -166,11 +167,27 @@ class Node:
         self.unplug()
         self.close()
 
-    def listens_on(self, port: int) -> list[str]:
-        """Returns the addresses, as the kernel writes them, at which this node waits for connections to a port."""
-        tables = [Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
-        places = [line.split()[1].split(":") for table in tables for line in table if line.split()[3] == "0A"]
-        return [address for address, at in places if int(at, 16) == port]
+    def listening(self) -> set[tuple[str, int]]:
+        """Returns the addresses and ports at which this node waits for connections."""
+        found = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]:
+                place, state = line.split()[1], line.split()[3]
+                if state == LISTEN:
+                    address, port = place.split(":")
+                    words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                    found.add((str(ip_address(b"".join(words))), int(port, 16)))
+        return found
+
+    def listens_on(self, port: int) -> bool:
+        """Returns whether this node waits for connections to a port."""
+        return any(at == port for _, at in self.listening())
+
+    def processes(self) -> list[str]:
+        """Returns the command lines of what runs on this node, without its first process."""
+        listing = [*self.entered(), "ps", "-e", "-o", "pid=,args="]
+        lines = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [line for line in lines if line.split()[0] != "1" and "ps -e -o" not in line]
 
     def sent_bytes(self, interface: str) -> int:
         """Returns the bytes that have left this node through an interface."""

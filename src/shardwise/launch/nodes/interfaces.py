@@ -94,13 +94,11 @@ def choose_interface(asked: str | None, heads: Sequence[str]) -> Interface:
 
 
 def own_address(asked: str | None, heads: Sequence[str]) -> Interface:
-    """Returns the address at which this node, the head, is to be found: one that the scheduler knows it by, else the
-    first one of `comm.interface`."""
+    """Returns the address at which this node, the head, is to be found: one of those at which the other nodes look for
+    it, whatever interface the ranks use; else the first one of `comm.interface`."""
     own = [found for found in interfaces() if is_routable(found.address)]
-    if asked is None:
-        known = [found for head in reachable(heads) for found in own if _same(found.address, head)]
-        return known[0] if known else choose_interface(None, heads)
-    return _asked_for(asked, own)
+    known = [found for head in reachable(heads) for found in own if _same(found.address, head)]
+    return known[0] if known else choose_interface(asked, heads)
 
 
 def local_interface(asked: str | None) -> str | None:

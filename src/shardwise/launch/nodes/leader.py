@@ -20,7 +20,7 @@ from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import Frame
 from shardwise.launch.nodes.head import JobHead
 from shardwise.launch.nodes.hello import check_nodes, hello, machine_of, named
-from shardwise.launch.nodes.interfaces import own_address
+from shardwise.launch.nodes.interfaces import choose_interface, own_address
 from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
 from shardwise.launch.nodes.mirror import SHARED_SIGN, digest_of, files_to_read, piece_of, take_in
 from shardwise.launch.nodes.preflight import Preflight, Report
@@ -36,6 +36,7 @@ class Leader:
 
     def __init__(self, job: NodeJob, secret: bytes):
         self.job, self.place = job, job.place
+        self.interface = choose_interface(job.interface, job.place.heads)
         self.own = own_address(job.interface, job.place.heads)
         self.head = JobHead(self.own.address, job.place.port, job.place.count, secret)
         self.ended: dict[int, dict[str, Any]] = {}  # how ranks of other nodes have ended
@@ -88,7 +89,7 @@ class Leader:
         if plan.device == "cuda":
             set_allocator(plan.allocator, os.environ)
         count = plan.world // self.place.count
-        share = Share(count, plan.world, interface=self.own.name, attempt=next_attempt(run))
+        share = Share(count, plan.world, interface=self.interface.name, attempt=next_attempt(run))
         options = [*self.job.options, *([] if from_step is None else ["--from-step", str(from_step)])]
         self.head.tell(
             "run",
