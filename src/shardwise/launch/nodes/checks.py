@@ -29,18 +29,27 @@ class Checks:
         self.index, self.runs, self.secret, self.thread = index, runs, secret, thread
         self.receiver = Receiver(address, secret)
         thread.call(self.receiver.open())
+        self._answers = {
+            "clock": self._clock,
+            "write": self._write,
+            "read": self._read,
+            "clean": self._clean,
+            "port": self._port,
+            "send": self._send,
+            "devices": self._devices,
+        }
 
     def answer(self, words: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what was found. A question that cannot be answered has a `problem`."""
         try:
-            return {"kind": "checked", **getattr(self, f"ask_{words['what']}")(words)}
+            return {"kind": "checked", **self._answers[str(words["what"])](words)}
         except Exception as error:  # whatever it is, it is a finding about this node
             return {"kind": "checked", "problem": f"{type(error).__name__}: {error}"}
 
-    def ask_clock(self, words: Mapping[str, Any]) -> dict[str, Any]:
+    def _clock(self, words: Mapping[str, Any]) -> dict[str, Any]:
         return {"time": time.time()}
 
-    def ask_write(self, words: Mapping[str, Any]) -> dict[str, Any]:
+    def _write(self, words: Mapping[str, Any]) -> dict[str, Any]:
         """Writes a small file into the runs directory by one rename, as checkpoints are committed."""
         self.runs.mkdir(parents=True, exist_ok=True)
         scratch = self.runs / f"{TEST_FILE}-{self.index}.part"
@@ -48,25 +57,25 @@ class Checks:
         scratch.rename(self.runs / f"{TEST_FILE}-{self.index}")
         return {"free": shutil.disk_usage(self.runs).free}
 
-    def ask_read(self, words: Mapping[str, Any]) -> dict[str, Any]:
-        """Says which other nodes' files are seen here."""
+    def _read(self, words: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns which nodes' files are seen here."""
         texts = {file: file.read_text() for file in self.runs.glob(f"{TEST_FILE}-*") if file.suffix != ".part"}
         return {
             "seen": sorted(int(file.name.rpartition("-")[2]) for file, text in texts.items() if text == words["sign"])
         }
 
-    def ask_clean(self, words: Mapping[str, Any]) -> dict[str, Any]:
+    def _clean(self, words: Mapping[str, Any]) -> dict[str, Any]:
         for file in self.runs.glob(f"{TEST_FILE}-{self.index}*"):
             file.unlink(missing_ok=True)
         return {}
 
-    def ask_port(self, words: Mapping[str, Any]) -> dict[str, Any]:
+    def _port(self, words: Mapping[str, Any]) -> dict[str, Any]:
         return {"address": self.receiver.address, "port": self.receiver.port}
 
-    def ask_send(self, words: Mapping[str, Any]) -> dict[str, Any]:
+    def _send(self, words: Mapping[str, Any]) -> dict[str, Any]:
         return {"rate": self.thread.call(send_to(words["address"], words["port"], self.secret))}
 
-    def ask_devices(self, words: Mapping[str, Any]) -> dict[str, Any]:
+    def _devices(self, words: Mapping[str, Any]) -> dict[str, Any]:
         """Measures one matmul per device; says what is free on each GPU, and how large /dev/shm is."""
         rates = measure_devices("CPU", 0)
         chosen = [entry for entry in rates if entry.device != "cpu"] or rates

@@ -143,7 +143,7 @@ class Preflight:
                 )
 
     def _directory(self) -> None:
-        """Every node writes a file by one rename, and then looks for those of all others."""
+        """Has every node write a file by one rename, and then look for those of all others."""
         nodes, sign = self._all(), secrets.token_hex(8)
         written = self._ask(nodes, "write", {node: {"sign": sign} for node in nodes})
         seen = self._ask(sorted(written), "read", {node: {"sign": sign} for node in written})
@@ -151,7 +151,7 @@ class Preflight:
         self._ask(sorted(written), "clean")
 
     def _links(self) -> None:
-        """Each node sends to some others; who is slow to all of them is measured alone once more."""
+        """Has each node send to some others, and who is slow to all of them once more, alone."""
         nodes, count = self._all(), len(self.report.hellos)
         ports = self._ask(nodes, "port")
         shifts = sorted({1 << power for power in range(MOST_SHIFTS) if 1 << power < count})
