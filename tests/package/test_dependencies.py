@@ -14,7 +14,7 @@ from shardwise.cluster.describe.versions import CORE, OPTIONAL
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = {name: listed for name, listed in PROJECT["optional-dependencies"].items() if name != "dev"}
 
-MODULE = {"flash-attn-4": "flash_attn", "liger-kernel": "liger_kernel", "lm-eval": "lm_eval"}
+MODULE = {"flash-attn-4": "flash_attn", "liger-kernel": "liger_kernel", "lm-eval": "lm_eval", "pyyaml": "yaml"}
 """Distribution -> the module that it provides, where that has another name."""
 
 NOT_YET = {"studio"}

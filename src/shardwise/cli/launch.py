@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli import launch_explain
 from shardwise.errors import Exit, UserError
 from shardwise.terminal import say, say_error
 
@@ -29,7 +30,7 @@ PREPARED = "a line of shell before the job starts, such as 'module load cuda'; r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|k8s")
+    verbs = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|k8s|explain")
     slurm = verbs.add_parser("slurm", help="a batch script for sbatch")
     _add_job(slurm, "PLAN", several=True)
     slurm.add_argument("--partition", help="the queue; checked against `sinfo` where there is one")
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     k8s.add_argument("--queue", help="the queue of Kueue that starts the job")
     k8s.add_argument("--user", type=int, default=1000, metavar="UID", help="whom pods run as (default: 1000)")
     k8s.add_argument("--node-selector", action="append", default=[], metavar="LABEL:VALUE", help="machines to use")
+    launch_explain.add_arguments(verbs.add_parser("explain", help="name the mistakes of a script"))
 
 
 def _add_job(parser: argparse.ArgumentParser, what: str, several: bool) -> None:
@@ -90,7 +92,7 @@ def _add_job(parser: argparse.ArgumentParser, what: str, several: bool) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"slurm": _slurm, "k8s": _k8s}[args.scheduler](args)
+    return {"slurm": _slurm, "k8s": _k8s, "explain": launch_explain.run}[args.scheduler](args)
 
 
 def _wanted(args: argparse.Namespace) -> Wanted:

@@ -18,6 +18,7 @@ OPTIONAL = (
     (("transformers",), "any causal LM", "pip install 'shardwise[transformers]'"),
     (("peft",), "loads adapters", "pip install peft"),
     (("lm-eval",), "eval --tasks", "pip install 'shardwise[tasks]'"),
+    (("pyyaml",), "reads manifests", "pip install 'shardwise[kubernetes]'"),
     (("liger-kernel",), "GPU kernels", "pip install liger-kernel"),
     (("tensorboard",), "logger", "pip install 'shardwise[tensorboard]'"),
     (("wandb",), "logger", "pip install 'shardwise[wandb]'"),
