@@ -82,7 +82,7 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 # Comparisons with others, what needs files of others, and what writes pages are started by hand.
-BY_HAND := same_numbers peers_cpu any_model fine_tune planner_accuracy misprints rules_of_thumb
+BY_HAND := preflight same_numbers peers_cpu any_model fine_tune planner_accuracy misprints rules_of_thumb
 
 bench: $(VENV)/.installed-dev
 	@for script in $(filter-out $(BY_HAND:%=benchmarks/%.py),$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
