@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.api.planning import plan as plan_of_the_api
 from shardwise.api.settings import for_programs, settings_of
 from shardwise.config.load import load_config
 from shardwise.errors import UserError
@@ -95,6 +97,10 @@ def test_editors_and_type_checkers_see_the_names_that_programs_get():
         if package is shardwise:
             assert shown.pop("plan") == "shardwise.api.planning", "the package that can be called calls it"
         assert shown == package._EXPORTS
+
+
+def test_help_shows_the_arguments_of_plan():
+    assert inspect.signature(shardwise.plan) == inspect.signature(plan_of_the_api)
 
 
 def test_the_package_shows_its_names_and_loads_no_torch_for_plans():

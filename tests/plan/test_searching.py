@@ -14,6 +14,9 @@ from shardwise.plan.layouts.search import explore, memory_limit, search
 from shardwise.spec.cluster import HEADROOM, HOST_HEADROOM
 from shardwise.spec.job import Job
 from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig
+
+QLORA = AdapterConfig(kind="qlora")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,8 @@ def test_every_value_that_the_winner_does_not_have_is_told_with_its_cost(result)
 def test_counts_add_up(result):
     counts = result.counts
     assert counts.considered > counts.evaluated > 0 and counts.too_slow >= 0 and counts.seconds > 0
+    few = explore(preset("llama3-70b"), read_cluster("1xrtx4090"), Job(8192, 256, adapter=QLORA)).counts
+    assert few.too_slow >= 0 < few.too_large, "nearly everything is too large"
 
 
 def test_what_does_not_fit_is_told_with_the_closest_miss_and_what_would():

@@ -73,7 +73,10 @@ def _header(view: View, made: Answer) -> None:
     question, counts = made.question, made.result.counts
     spec, cluster, job = question.spec, question.cluster, question.job
     active = f" ({format_count(spec.num_active_parameters)} active)" if spec.is_moe else ""
-    view.line("model", f"{spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers")
+    view.line(
+        "model",
+        f"{spec.name}, {format_count(spec.num_parameters)} parameters{active}, {counted(spec.num_layers, 'layer')}",
+    )
     links = "; ".join(f"{link.name} {link.bandwidth / 1e9:.3g} GB/s" for link in cluster.tiers if link.span > 1)
     cards = f"{cluster.world:,} x {format_bytes(cluster.device.memory)}"
     view.line("cluster", f"{cluster.name}: {cards}" + (f"; {links}" if links else ""))

@@ -116,7 +116,7 @@ def _dry_run(planned: PlannedRun) -> int:
     print(resolved_text(config, planned.origins))
     memory = predict_memory(spec, plan, config.optimizer.name, config.adapter)
     limit = rank_memory_limit(config, planned.machine, plan)
-    say(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {spec.num_layers} layers")
+    say(f"model    {spec.name}, {format_count(spec.num_parameters)} parameters, {counted(spec.num_layers, 'layer')}")
     say(f"plan     {plan.layout} {plan.precision}: {plan.reason}")
     say(f"batch    {plan.batch_in_words}; {counted(plan.num_steps, 'step')}")
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.items() if size)

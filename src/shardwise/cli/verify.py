@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
             same = f"the same axes but {', '.join(missing)}" if missing else "the same axes"
             say(f"proving  {small.layout}: {same}, on {small.world} processes instead of {plan.world}")
         say(
-            f"model    {spec.name} shrunk to {shape.num_layers} layers x {shape.hidden}, {shape.num_heads} heads "
-            f"({shape.num_kv_heads} of keys and values), vocabulary {shape.vocab}",
+            f"model    {spec.name} shrunk to {counted(shape.num_layers, 'layer')} x {shape.hidden}, "
+            f"{shape.num_heads} heads ({shape.num_kv_heads} of keys and values), vocabulary {shape.vocab}",
         )
         say(starting_line(small.world))
     with patience(f"proving  {args.steps} steps in this layout and in one process ...", after_s=5.0):

@@ -20,6 +20,7 @@ from shardwise.spec.model import ModelSpec
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.plan import Plan
 from shardwise.spec.schema import AdapterConfig, Config, OptimizerConfig
+from shardwise.terminal import counted
 
 LARGE = 10**9  # parameters from which on reading or drawing them takes so long that it is announced
 
@@ -50,7 +51,8 @@ def header_lines(setup: Setup) -> list[str]:
         f"machine  {nodes}{machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus} -> {backend}",
         f"corpus   {corpus.description}; tokenizer {corpus.tokenizer.name}",
         *corpus.about(plan.num_steps * plan.global_batch),
-        f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, {spec.num_layers} layers",
+        f"model    {spec.name}, {format_count(spec.num_parameters)} parameters{active}, "
+        f"{counted(spec.num_layers, 'layer')}",
         *builder_lines(spec),
         *_adapter_lines(config.adapter, spec, engine),
         f"plan     {plan.layout} {plan.precision}: {plan.reason}; {fits}",

@@ -50,11 +50,10 @@ def _base(text: str) -> ClusterSpec:
         )
     first, second, name = match.groups()
     nodes = read_setting("nodes", first if second else "1", SETTINGS["nodes"], None)
-    per_node = read_setting("per_node", second or first or "1", SETTINGS["per_node"], None)
-    kind = kind_of(name)
+    kind, per_node = kind_of(name), int(second or first or "1")
     most = known_devices()[kind]["domain"]
-    if per_node > most:
+    if most < per_node <= SETTINGS["nodes"].high:
         why = f"its fast link joins {most}; as typed, {per_node} of them would share one machine"
         fix = f"`{-(-nodes * per_node // most)}x{most}x{kind}`"
         raise UserError(f"no machine has {per_node} {kind}", why=why, fix=fix)
-    return known_cluster(kind, nodes, per_node)
+    return known_cluster(kind, nodes, read_setting("per_node", str(per_node), SETTINGS["per_node"], None))

@@ -143,7 +143,7 @@ def _not_met(question: Question, result: SearchResult, demand: Demand) -> UserEr
             why=f"the fastest, {fastest.layout} on {fastest.candidate.plan.world} GPUs, takes "
             f"{format_days(fastest.whole.seconds)}",
             fix=f"--within {fastest.whole.days * 1.01:.3g}d, or about {factor:.2g} times the GPUs, "
-            f"or {1 / factor:.0%} of the tokens",
+            f"or {100 / factor:.2g} % of the tokens",
         )
     whole = row_of(question, found).whole
     assert whole is not None and whole.cost is not None and budget is not None
@@ -151,7 +151,7 @@ def _not_met(question: Question, result: SearchResult, demand: Demand) -> UserEr
     return UserError(
         f"no layout here trains {question.job.tokens:,} tokens{when} for {budget:,.12g}",
         why=f"the cheapest, {found.plan.layout} on {found.plan.world} GPUs, costs {whole.cost:,.2f}",
-        fix=f"--budget {whole.cost * 1.01:.2f}, a lower --price, or {budget / whole.cost:.0%} of the tokens",
+        fix=f"--budget {whole.cost * 1.01:.2f}, a lower --price, or {100 * budget / whole.cost:.2g} % of the tokens",
     )
 
 

@@ -90,7 +90,7 @@ def explore(
         rejected = regions(engine, candidates[0])
         lean = [found for share in LEANER for found in engine.within(int(share * engine.limit)).best(1)]
         trade_offs = pareto([*candidates, *by_gpus.values(), *lean])
-    counts.evaluated, counts.seconds = engine.counts.evaluated, time.perf_counter() - began
+    counts.seconds = time.perf_counter() - began
     return SearchResult(candidates, engine.limit, trade_offs, by_gpus, rejected, counts=counts, engine=engine)
 
 
