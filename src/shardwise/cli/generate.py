@@ -81,7 +81,6 @@ def _check(args: argparse.Namespace) -> None:
         ("--max-tokens", args.max_tokens, args.max_tokens < 1, "1 or more"),
         ("--num", args.num, args.num < 1, "1 or more"),
         ("--batch", args.batch, args.batch < 1, "1 or more"),
-        ("--stop", '""', "" in args.stop, "a text that is not empty"),
         ("--seed", args.seed, not 0 <= args.seed < 2**63, "0 or more, below 2^63"),
     ):
         if bad:

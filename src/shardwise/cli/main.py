@@ -177,9 +177,12 @@ def _overrides(parser: argparse.ArgumentParser, words: list[str], takes_config: 
     value."""
     takes_value = {name for name, action in options_of(parser).items() if action.nargs is None}
     free = {n: word for n, word in enumerate(words) if n == 0 or words[n - 1] not in takes_value}
-    if not all(map(str.strip, free.values())) and "completion" not in parser.prog:
-        why = 'often it was a variable of the shell that is not set, as in "$CONFIG"'
-        raise UserError("an empty word", why=why, fix="leave it out, or set the variable")
+    for before, word in zip([parser.prog, *words], words, strict=False):
+        if word.startswith("--") and word.rstrip().endswith("="):  # --out=""
+            before, word = word.rstrip("= "), ""
+        if not word.strip() and before != "--prompt" and "completion" not in parser.prog:
+            why = 'often it was a variable of the shell that is not set, as in "$CONFIG"'
+            raise UserError(f"an empty word after `{before}`", why=why, fix="leave it out, or set the variable")
     if (
         takes_config
     ):  # a key without its section, often another framework's, is one too: the loader has the answer to it

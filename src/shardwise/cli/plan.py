@@ -74,9 +74,6 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.plan.answer.what_if import change, what_if
     from shardwise.plan.answer.why import why_not
 
-    for option, value in (("--as", args.framework), ("--why-not", args.why_not), ("--out", args.out)):
-        if value is not None and not value.strip():
-            raise UserError(f"{option} has no value", why="its text is empty", fix=f"give one, or leave {option} out")
     if args.framework:
         check_framework(args.framework)
     if args.top < 1:
