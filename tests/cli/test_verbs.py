@@ -281,7 +281,7 @@ def test_a_reader_that_goes_away_ends_nothing(house):
             pytest.fail("the run did not end within 180 s after its reader went away")
         errors.seek(0)
         said = errors.read()
-    assert code == Exit.DONE and said == "", said
+    assert code == Exit.DONE and said in ("", "loading  ...\n"), said  # a busy machine takes its time to load torch
     assert RunDir(house / "runs/piped").state() == "finished"
 
 
