@@ -1,4 +1,4 @@
-"""Whether the checks before a job name the slow node, and nobody else: real nodes, one link limited by `tc tbf`, or none.
+"""Whether the checks before a job name the slow node, and nobody else: real nodes, one link limited by `tc tbf` or none.
 
 Three network namespaces, as tests/nodes acts them out. In every other trial the link of a node drawn at random has a
 rate drawn at random. Needs root. `python benchmarks/preflight.py --trials 20 --out FILE.json`.
@@ -71,12 +71,10 @@ def main() -> None:
                     node.close()
             named = sorted({int(line.split()[2]) for line in output.splitlines() if line.startswith("error: node")})
             is_right = named == ([] if slow is None else [slow]) and code == (0 if slow is None else 5)
-            rows.append(
-                {"slow": slow, "rate": slow is not None and rate, "named": named, "right": is_right, "s": seconds}
-            )
-            print(
-                f"{'right' if is_right else 'WRONG'}  slow {slow} at {rate / 1e6:.0f} Mbit/s, named {named}, {seconds:.1f} s"
-            )
+            limit = None if slow is None else rate
+            rows.append({"slow": slow, "bits_per_s": limit, "named": named, "right": is_right, "s": seconds})
+            said = "no node is slow" if slow is None else f"node {slow} has {rate / 1e6:.0f} Mbit/s"
+            print(f"{'right' if is_right else 'WRONG'}  {said}; named {named}; {seconds:.1f} s", flush=True)
             if not is_right:
                 print(output)
     found = {
