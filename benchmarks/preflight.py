@@ -1,4 +1,4 @@
-"""Whether the checks before a job name the slow node, and nobody else: real nodes, one link limited by `tc tbf` or none.
+"""Whether the checks before a job name the slow node, and nobody else: real nodes, a link limited by `tc tbf`, or none.
 
 Three network namespaces, as tests/nodes acts them out. In every other trial the link of a node drawn at random has a
 rate drawn at random. Needs root. `python benchmarks/preflight.py --trials 20 --out FILE.json`.
