@@ -1,18 +1,20 @@
 """The small text, a tiny model, and the real command: in processes of its own as a user starts it, or in warm ones.
 
 A process of its own imports torch for seconds. It is for tests of processes: signals, kills, what listens, what is
-left. A test of what a command computes or says takes a warm one.
+left. A test of what a command or a program computes or says takes a warm one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager
@@ -86,6 +88,12 @@ def warm_command(
     return subprocess.CompletedProcess(["shardwise", *listed], code, out, err)
 
 
+def warm_program(ranks: RankPool, path: Path, *, cwd: Path, timeout: float = 180.0) -> subprocess.CompletedProcess[str]:
+    """Run a Python program as `python PATH` does, in a fresh process of the pool."""
+    code, out, err = ranks.run(be_program, 1, str(path), str(cwd), timeout=timeout, fresh=True)[0]
+    return subprocess.CompletedProcess(["python", str(path)], code, out, err)
+
+
 class WarmProcess:
     """A verb in a fresh process of the pool, while the test looks at it and sends it signals. Has what is used of a
     Popen here."""
@@ -127,11 +135,33 @@ def be_command(words: list[str], cwd: str, encoding: str = "utf-8") -> tuple[int
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding=encoding)  # type: ignore[union-attr]
     with caught(1, sys.stdout, encoding) as out, caught(2, sys.stderr, encoding) as err, forked_ranks():
+        code = _code_of(lambda: main(words))
+    return code, out[0], err[0]
+
+
+def be_program(path: str, cwd: str) -> tuple[int, str, str]:
+    """A job of the pool. Exit code, output and errors."""
+    from forked_python import forked_ranks
+
+    os.chdir(cwd)
+    be_no_rank()
+    sys.argv, sys.path[0:0] = [path], [cwd]
+    with caught(1, sys.stdout) as out, caught(2, sys.stderr) as err, forked_ranks():
         try:
-            code = main(words)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    return int(code), out[0], err[0]
+            code = _code_of(lambda: runpy.run_path(path, run_name="__main__"))
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    return code, out[0], err[0]
+
+
+def _code_of(call: Callable[[], Any]) -> int:
+    """The exit code of a command, or of a program, which returns none."""
+    try:
+        code = call()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return code if isinstance(code, int) else 0
 
 
 def be_no_rank() -> None:

@@ -3,7 +3,8 @@ in one empty directory, in which the Python programs of the page lie under the n
 
 Training is made short by words appended to the command: few steps of a very small model, in one process unless the
 command says how it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train`
-then stands for the command its recipe runs. Commands are warm processes; what is not `shardwise` is typed into a shell.
+then stands for the command its recipe runs. Commands and Python programs are warm processes; what is neither is typed
+into a shell.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from blocks import EXIT, SHELLS, Command, commands_of, programs_of, shells_without_prompt
-from commands import warm_command
+from commands import warm_command, warm_program
 
 if TYPE_CHECKING:
     from ranks import RankPool
@@ -66,6 +67,17 @@ def make_target(command: str) -> str | None:
     return words[1] if words[0] == "make" and len(words) == 2 else None
 
 
+def program_of(command: str, home: Path) -> Path | None:
+    """The file with the Python program that a command starts, from a file or from standard input."""
+    found = re.fullmatch(r"python3 (?:(\S+\.py)|- <<'(\w+)'\n(.*\n)\2)", command, re.DOTALL)
+    if found is None:
+        return None
+    path = home / (found[1] or "stdin.py")
+    if found[3]:
+        path.write_text(found[3])
+    return path
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
     """An environment in which `shardwise` and `python3` are the ones under test."""
@@ -97,6 +109,8 @@ def _type(command: Command, home: Path, environment: dict[str, str], ranks: Rank
     typed = shortened(command.text)
     if typed.startswith("shardwise "):
         done = warm_command(ranks, *shlex.split(typed, comments=True)[1:], cwd=home, timeout=TIMEOUT_S)
+    elif program := program_of(typed, home):
+        done = warm_program(ranks, program, cwd=home, timeout=TIMEOUT_S)
     else:
         done = subprocess.run(
             ["bash", "-c", typed],
@@ -129,12 +143,17 @@ def test_what_a_document_says_about_processes_is_kept():
 
 def test_a_documented_command_that_fails_is_noticed(ranks, tmp_path):
     shown = ["false", "exit 75   # exit 75", "shardwise watch nothing", "shardwise watch nothing  # exit 2"]
-    (tmp_path / "page.md").write_text("\n".join(["```console", *(f"$ {line}" for line in shown), "```\n"]))
-    wrong, right, unknown, expected = commands_of(tmp_path / "page.md")
+    shown += ["python3 - <<'END'", "import shardwise", "shardwise.no_such_name", "END"]
+    (tmp_path / "page.md").write_text(
+        "\n".join(["```console", *(f"$ {line}" for line in shown[:5]), *shown[5:], "```\n"])
+    )
+    wrong, right, unknown, expected, program = commands_of(tmp_path / "page.md")
     with pytest.raises(AssertionError, match=r"page.md:2: `false` ended with 1"):
         _type(wrong, tmp_path, dict(os.environ), ranks)
     with pytest.raises(AssertionError, match=r"page.md:4: `shardwise watch nothing` ended with 2"):
         _type(unknown, tmp_path, dict(os.environ), ranks)
+    with pytest.raises(AssertionError, match=r"(?s)page.md:6: .* ended with 1.*AttributeError"):
+        _type(program, tmp_path, dict(os.environ), ranks)
     for command in (right, expected):
         _type(command, tmp_path, dict(os.environ), ranks)
 
