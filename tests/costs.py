@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +21,9 @@ import pytest
 
 PROC = Path("/proc")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-PARENT, USED = 1, slice(11, 15)
-"""Fields of /proc/PID/stat after the process's name: its parent; its own user and system time and those of children
-that it has waited for."""
+USED = slice(11, 15)
+"""Fields of /proc/PID/stat after the process's name: its own user and system time and those of children that it has
+waited for."""
 NUM_SHOWN = 20
 
 
@@ -63,27 +64,23 @@ class Costs:
 
 def _ticks_by_process() -> dict[int, int]:
     """Returns the clock ticks used by this process and each of its descendants, waited-for children included."""
-    children, ticks = defaultdict(list), {}
-    for entry in PROC.iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            children[int(fields[PARENT])].append(int(entry.name))
-            ticks[int(entry.name)] = sum(map(int, fields[USED]))
-    found, open_ones = {}, [os.getpid()]
+    found: dict[int, int] = {}
+    open_ones = [os.getpid()]
     while open_ones:
         process = open_ones.pop()
-        found[process] = ticks[process]
-        open_ones += children[process]
+        with suppress(OSError):  # it has ended
+            stat = (PROC / f"{process}/stat").read_text(encoding="utf-8", errors="replace")
+            found[process] = sum(map(int, stat.rpartition(")")[2].split()[USED]))
+            for thread in os.listdir(PROC / f"{process}/task"):
+                with suppress(OSError):
+                    open_ones += map(int, (PROC / f"{process}/task/{thread}/children").read_text().split())
     return found
 
 
 def measure(config: pytest.Config) -> None:
-    """Measures the tests of this lane, if it is one."""
+    """Measures the tests of this lane, if it is one, where the kernel lists the children of a process."""
     lane, folder = config.getoption("--lane"), config.getoption("--lanes-at")
-    if lane is not None and folder is not None and (PROC / "self" / "stat").exists():
+    if lane is not None and folder is not None and (PROC / f"self/task/{os.getpid()}/children").exists():
         config.pluginmanager.register(Costs(folder.parent / f"{lane}.costs"))
 
 
