@@ -26,6 +26,7 @@ SLOW = 0.5
 SLOW_GPU, SLOW_CPU = 0.75, 0.5
 """A device likewise: GPUs of one kind differ by a few per cent, processors are shared with whatever else runs."""
 MORE_TURNS = 3  # in which a node that looks slow is measured alone
+FEW = 4
 MOST_SHIFTS = 4  # other nodes that each node sends to
 CLOCK_S = 30.0  # seconds by which clocks may differ: beyond that schedulers' keys expire and files look too new
 BUSY_SHARE = 0.05  # of a GPU's memory that somebody else may hold
@@ -159,7 +160,9 @@ class Preflight:
             pairs = {
                 node: (node + shift) % count for node in nodes if node in ports and (node + shift) % count in ports
             }
-            self._send(pairs, ports)
+            # A few nodes take turns: nothing else then uses their links, or the cores of one machine that acts as all.
+            for turn in [{node: other} for node, other in pairs.items()] if count <= FEW else [pairs]:
+                self._send(turn, ports)
         for _ in range(MORE_TURNS):
             for node in self._slow(self.report.sends, SLOW):
                 self._send({node: (node + 1) % count}, ports)
