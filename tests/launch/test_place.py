@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import UserError
-from shardwise.launch.place import NodePlace, RankPlace, own_place
+from shardwise.launch.place import NodePlace, RankPlace, idle_nodes, own_place
 
 ADDRESS = "192.0.2.7"  # kept for documentation: a number is not looked up, and nothing is sent to it
 
@@ -267,3 +267,8 @@ def test_a_task_of_pbsdsh_is_a_node_of_pbs(tmp_path):
     (tmp_path / "nodes").write_text("elsewhere\n")
     with pytest.raises(UserError, match="not in the node file"):
         own_place(environ)
+
+
+def test_nodes_that_are_left_idle_are_said():
+    assert "this job has 2 nodes" in (idle_nodes({"SLURM_JOB_NODELIST": "n[1-2]"}) or "")
+    assert idle_nodes({"SLURM_JOB_NODELIST": "n1"}) is idle_nodes({}) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import counted, is_live, patience, say
+from shardwise.terminal import counted, is_live, patience, say, say_error
 
 if TYPE_CHECKING:
     from shardwise.cluster.describe.machine import Machine
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with patience("loading  ...", 0.5):
         from shardwise.config.load import load_config
-        from shardwise.launch.place import RankPlace, own_place
+        from shardwise.launch.place import RankPlace, idle_nodes, own_place
         from shardwise.launch.start import continue_run, new_run, plan_run, start
 
     if args.nproc is not None:
@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
             why="it checks the nodes of a job against each other, and this is one process on one machine",
             fix="`shardwise doctor` looks at this machine; a scheduler starts the line once on each node",
         )
+    if place is None and (line := idle_nodes(os.environ)):
+        say_error(f"nodes    {line}")
     found, planned = prepare(args.nproc)
     if found.state() == "finished":
         say(f"run      {found.path} is finished; nothing to do")

@@ -57,6 +57,16 @@ def own_place(environ: Mapping[str, str]) -> NodePlace | RankPlace | None:
     return None
 
 
+def idle_nodes(environ: Mapping[str, str]) -> str | None:
+    """Returns a line about nodes that this job has and that a process which nobody started on each of them leaves idle;
+    None where there are none."""
+    from shardwise.launch.schedulers.slurm import nodes
+
+    if len(names := nodes(environ)) < 2:
+        return None
+    return f"this job has {len(names)} nodes, only this one is used; srun --ntasks-per-node=1 in front uses all"
+
+
 def whole_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Returns the number that a variable holds, 0 or more, or `default` where the variable is not set."""
     text = environ.get(name, "").strip()

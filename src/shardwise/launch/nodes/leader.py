@@ -81,6 +81,15 @@ class Leader:
                 fix=f"--nproc {max(1, plan.world // count)}, or a job of another number of nodes",
             )
 
+        local = plan.world // count
+        for axis, degree in (("tp", plan.tp), ("cp x tp", plan.cp * plan.tp), ("ep", plan.ep)):
+            if degree > 1 and local % degree:
+                say_error(
+                    f"nodes    {axis}={degree} goes over several nodes, which have {local} ranks each: "
+                    "its collectives take the slow links; `shardwise plan` knows layouts that do not"
+                )
+                break
+
     def _train(self, run: RunDir, planned: PlannedRun) -> int:
         """Has all nodes start their ranks and returns the exit code of the whole."""
         plan, from_step = planned.plan, self.job.from_step
