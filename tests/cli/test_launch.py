@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from shardwise.errors import UserError
+from shardwise.launch.schedulers.ray_driver import check_same
 
 PLAN = """
 [model]
@@ -50,14 +53,13 @@ def test_a_script_for_512_ranks_is_printed_within_a_second_and_without_torch(pla
         "import sys\nfrom shardwise.cli.main import main\nmain(sys.argv[1:])\nprint('LOADED', 'torch' in sys.modules)"
     )
     words = [sys.executable, "-c", program, "launch", "slurm", plan]
-    seconds = []
-    for _ in range(3):  # the machine may be busy with other things
-        begin = time.process_time(), time.monotonic()
-        done = subprocess.run(words, cwd=workdir, capture_output=True, text=True)
-        seconds.append(time.monotonic() - begin[1])
+    before = os.times()
+    done = subprocess.run(words, cwd=workdir, capture_output=True, text=True)
+    after = os.times()
     assert "#SBATCH --nodes=64" in done.stdout
     assert done.stdout.splitlines()[-1] == "LOADED False", done.stderr
-    assert min(seconds) < 1.0, seconds
+    taken = after.children_user + after.children_system - before.children_user - before.children_system
+    assert taken < 1.0, "seconds of processor time: the machine may be busy with other things"
 
 
 def test_out_writes_for_its_owner_alone_and_prints_what_comes_next(plan, run_here, workdir, capsys):
@@ -158,3 +160,47 @@ def test_mistakes_about_pods_are_answered_in_three_lines(plan, run_here, workdir
     assert run_here("launch", "k8s", plan, *words) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and what in lines[0], lines
+
+
+def test_a_driver_for_ray_says_what_the_job_needs(plan, run_here, workdir, capsys, monkeypatch):
+    assert run_here("launch", "ray", plan) == 0
+    printed = capsys.readouterr().out
+    found: dict = {}
+    exec(compile(printed, "driver.py", "exec"), found)  # its imports are there, and nothing starts
+    job = found["JOB"]
+    assert (job["nodes"], job["gpus"], job["command"][:2]) == (64, 8, ["shardwise", "train"])
+    stub(workdir / "bin", "ray", 'echo "$@" >words')
+    monkeypatch.setenv("PATH", f"{workdir}/bin:/usr/bin:/bin")
+    assert run_here("launch", "ray", plan, "--submit", "--address", "http://head:8265") == 0
+    words = (workdir / "words").read_text().split()
+    assert words[:7] == ["job", "submit", "--address", "http://head:8265", "--no-wait", "--", "python"]
+    assert Path(words[7]).read_text() == printed and Path(words[7]).stat().st_mode & 0o777 == 0o600
+
+
+def test_nodes_of_ray_with_other_versions_are_named():
+    about = [{"same": {"shardwise": "0.1.0", "Python": "3.11.2", "Ray": "2.9"}, "host": "a"}]
+    check_same(about * 2)
+    other = {"same": {**about[0]["same"], "Python": "3.12.1"}, "host": "b"}
+    with pytest.raises(UserError, match=r"b has Python 3\.12\.1, and a has 3\.11\.2"):
+        check_same([*about, other])
+
+
+def test_hosts_get_what_is_printed_and_nothing_starts_without_submit(plan, run_here, capsys, monkeypatch, workdir):
+    monkeypatch.setenv("PATH", str(workdir))
+    hosts = ",".join(f"h{number}" for number in range(64))
+    assert run_here("launch", "ssh", hosts, plan) == 0
+    said = capsys.readouterr().out
+    assert "-m shardwise train" in said and "--resume auto" in said
+    assert run_here("launch", "ssh", "h1,h2", plan) == 2
+    assert "2 hosts for 64 nodes" in capsys.readouterr().err
+    assert run_here("launch", "ssh", hosts, plan, "--submit") == 2
+    assert "there is no `ssh` here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["slurm"], ["k8s", "--image", "a/b:1"], ["ray"]])
+def test_a_preflight_checks_the_nodes_and_trains_nothing(plan, run_here, capsys, words):
+    assert run_here("launch", words[0], plan, *words[1:], "--preflight") == 0
+    said = capsys.readouterr().out
+    assert "--preflight" in said
+    if words == ["slurm"]:
+        assert "#SBATCH --time=00:10:00" in said and "#SBATCH --no-requeue" in said and "scontrol requeue" not in said

@@ -27,7 +27,7 @@ NO_TORCH = (
     "report/step_breakdown.py", "report/memory.py", "report/terminal.py",
     "launch/rank.py", "launch/start.py", "launch/verify.py", "launch/local.py", "launch/allocator.py",
     "launch/place.py", "launch/head_address.py", "launch/schedulers/", "launch/spec.py",
-    "launch/planned_job.py", "launch/submit.py", "launch/follow.py", "launch/mistakes/",
+    "launch/planned_job.py", "launch/submit.py", "launch/follow.py", "launch/by_ssh.py", "launch/mistakes/",
     "checkpoint/listing.py", "errors.py", "files.py", "foreign_json.py", "private_names.py", "terminal.py",
     "__init__.py", "__main__.py",
 )  # fmt: skip

@@ -30,7 +30,7 @@ PREPARED = "a line of shell before the job starts, such as 'module load cuda'; r
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|k8s|explain")
+    verbs = parser.add_subparsers(dest="scheduler", required=True, metavar="slurm|k8s|ray|ssh|explain")
     slurm = verbs.add_parser("slurm", help="a batch script for sbatch")
     _add_job(slurm, "PLAN", several=True)
     slurm.add_argument("--partition", help="the queue; checked against `sinfo` where there is one")
@@ -67,6 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     k8s.add_argument("--queue", help="the queue of Kueue that starts the job")
     k8s.add_argument("--user", type=int, default=1000, metavar="UID", help="whom pods run as (default: 1000)")
     k8s.add_argument("--node-selector", action="append", default=[], metavar="LABEL:VALUE", help="machines to use")
+    ray = verbs.add_parser("ray", help="a driver for `ray job submit`")
+    _add_job(ray, "PLAN", several=False)
+    ray.add_argument("--address", metavar="URL", help="of the Ray cluster's dashboard; default: Ray's own")
+    ssh = verbs.add_parser("ssh", help="one process per host over ssh; --submit starts it")
+    ssh.add_argument("hosts", metavar="HOSTS", help="h1,h2 or me@h1,me@h2: the nodes in their order, the head first")
+    _add_job(ssh, "PLAN", several=False)
+    ssh.add_argument("--head", metavar="ADDRESS", help="of the first host for the others; default: as ssh finds it")
+    ssh.add_argument("--ssh", default="ssh", metavar="COMMAND", help="such as 'ssh -F config -p 2222'")
+    ssh.add_argument("--program", metavar="COMMAND", help="shardwise on the hosts; default: this one, by its path")
+    ssh.add_argument("--folder", metavar="DIR", help="where the hosts work; default: this directory")
+    ssh.add_argument("--copy", action="store_true", help="copy the config file; nothing is copied otherwise")
+    ssh.add_argument("--detach", action="store_true", help="the job goes on when this terminal has gone")
     launch_explain.add_arguments(verbs.add_parser("explain", help="name the mistakes of a script"))
 
 
@@ -88,11 +100,12 @@ def _add_job(parser: argparse.ArgumentParser, what: str, several: bool) -> None:
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="a variable that ranks see, too")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write it there; nothing is printed")
     parser.add_argument("--submit", action="store_true", help="hand it to the scheduler")
+    parser.add_argument("--preflight", action="store_true", help="check the nodes against each other, train nothing")
     parser.add_argument("--follow", action="store_true", help="show the logs of all ranks until the job ends")
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"slurm": _slurm, "k8s": _k8s, "explain": launch_explain.run}[args.scheduler](args)
+    return {"slurm": _slurm, "k8s": _k8s, "ray": _ray, "ssh": _ssh, "explain": launch_explain.run}[args.scheduler](args)
 
 
 def _wanted(args: argparse.Namespace) -> Wanted:
@@ -125,9 +138,10 @@ def _wanted(args: argparse.Namespace) -> Wanted:
 
 
 def _spec(args: argparse.Namespace) -> LaunchSpec:
-    from shardwise.launch.planned_job import launch_spec
+    from shardwise.launch.planned_job import checking, launch_spec
 
-    return launch_spec(args.plan, args.overrides, _wanted(args))
+    spec = launch_spec(args.plan, args.overrides, _wanted(args))
+    return checking(spec) if args.preflight else spec
 
 
 def _origin(args: argparse.Namespace) -> str:
@@ -219,6 +233,65 @@ def _pods(args: argparse.Namespace) -> PodOptions:
         user=args.user,
         node_selector=tuple((name, value) for name, _, value in selectors),
     )
+
+
+def _ray(args: argparse.Namespace) -> int:
+    from shardwise.launch.schedulers.ray_script import script
+    from shardwise.launch.submit import command_of, write_script
+
+    spec = _spec(args)
+    text = script(spec, _origin(args))
+    words = ["ray", "job", "submit", *(["--address", args.address] if args.address else [])]
+    words += [] if args.follow else ["--no-wait"]
+    if not args.submit:
+        return _show(args, text, f"{' '.join(words)} -- python")
+    command = command_of("ray")
+    file = args.out or Path(spec.run_dir) / ".launch" / f"{spec.name}-ray.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_script(file, text, is_program=False)
+    return subprocess.run([command, *words[1:], "--", "python", str(file.resolve())]).returncode
+
+
+def _ssh(args: argparse.Namespace) -> int:
+    import random
+    import secrets
+    import shlex
+
+    from shardwise.launch.by_ssh import Hosts, SshOptions, check_hosts, given, head_address, script
+    from shardwise.launch.place import LOWEST_PORT, NUM_PORTS
+    from shardwise.launch.submit import command_of
+
+    spec = _spec(args)
+    options = SshOptions(
+        hosts=tuple(host.strip() for host in args.hosts.split(",") if host.strip()),
+        ssh=tuple(shlex.split(args.ssh)),
+        program=tuple(shlex.split(args.program)) if args.program else (sys.executable, "-m", "shardwise"),
+        folder=args.folder or os.getcwd(),
+        head=args.head,
+        port=random.randrange(LOWEST_PORT, LOWEST_PORT + NUM_PORTS),
+        copy=args.copy,
+        detach=args.detach,
+    )
+    check_hosts(spec, options)
+    text = script(spec, options)
+    if not args.submit:
+        return _show(args, f"# what each of {', '.join(options.hosts)} runs\n{text}", "--submit starts it; by hand: sh")
+    _keep(args, text)
+    command_of(options.ssh[0])
+    head, secret = head_address(options), secrets.token_hex(16)
+    inputs = [given(spec, options, number, head, secret, os.environ) for number in range(spec.nodes)]
+    hosts = Hosts(options, text, inputs, say)
+    try:
+        if options.detach:
+            hosts.let_go()
+        return hosts.wait()
+    except BaseException:
+        hosts.let_go()
+        try:
+            hosts.wait()
+        except BaseException:
+            hosts.kill()
+        raise
 
 
 def _keep(args: argparse.Namespace, text: str) -> None:

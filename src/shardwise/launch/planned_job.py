@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.cluster.describe.machine import Gpu, Machine
@@ -37,6 +37,9 @@ START_S = 600
 
 LEAST_START_S = 30
 """Seconds before the first step that no job does without."""
+
+CHECK_S = 600
+"""Seconds for a job that only checks its nodes."""
 
 CPUS_PER_GPU = 6
 """The main thread, the loader, autograd's, NCCL's and the checkpoint's, and one to spare."""
@@ -129,6 +132,12 @@ def launch_spec(files: Sequence[str], words: Sequence[str], wanted: Wanted) -> L
         predicted=_predicted(largest),
         plan_text=first.file.read_text(encoding="utf-8"),
     )
+
+
+def checking(spec: LaunchSpec) -> LaunchSpec:
+    """Returns the job that only checks the nodes of another."""
+    why = {**spec.why, "time": "the checks take a minute and a half at most, starting not much more"}
+    return replace(spec, is_check=True, seconds=CHECK_S, grace_s=LEAST_START_S, name=f"{spec.name}-check", why=why)
 
 
 def _read(file: Path, words: Sequence[str], wanted: Wanted) -> _Job:

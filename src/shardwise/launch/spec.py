@@ -57,15 +57,22 @@ class LaunchSpec:
     why: Mapping[str, str]  # field -> the reason of its value
     predicted: str  # a line on what is to come
     plan_text: str  # of the first config file
+    is_check: bool = False  # the nodes are checked, nothing is trained
 
     @property
     def world(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def private(self) -> list[str]:
+        """The variables of the person's shell that somebody asked for, or that a logger needs."""
+        return [name for name in self.environment if name not in ENVIRONMENT]
+
     def command(self, part: JobPart, program: tuple[str, ...] = ("shardwise",)) -> tuple[str, ...]:
         """Returns the words of the one line that every node runs, at the start and after every restart."""
-        settings = (f"run.dir={self.run_dir}", f"run.name={part.name}")
-        return (*program, "train", part.file, *settings, *self.words, "--resume", "auto")
+        settings = (f"run.dir={self.run_dir}", f"run.name={part.name}", *self.words)
+        check = ("--preflight",) if self.is_check else ()
+        return (*program, "train", part.file, *settings, "--resume", "auto", *check)
 
     def run_of(self, part: JobPart) -> Path:
         """Returns the run directory of one config."""

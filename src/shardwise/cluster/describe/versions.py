@@ -19,6 +19,7 @@ OPTIONAL = (
     (("peft",), "loads adapters", "pip install peft"),
     (("lm-eval",), "eval --tasks", "pip install 'shardwise[tasks]'"),
     (("pyyaml",), "reads manifests", "pip install 'shardwise[kubernetes]'"),
+    (("ray",), "launch ray", "pip install 'shardwise[ray]'"),
     (("liger-kernel",), "GPU kernels", "pip install liger-kernel"),
     (("tensorboard",), "logger", "pip install 'shardwise[tensorboard]'"),
     (("wandb",), "logger", "pip install 'shardwise[wandb]'"),

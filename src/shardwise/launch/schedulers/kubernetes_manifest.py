@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.config.units import format_bytes
 from shardwise.errors import Exit, UserError
 from shardwise.launch.schedulers.yaml_text import Noted, document
-from shardwise.launch.spec import ENVIRONMENT, LaunchSpec
+from shardwise.launch.spec import LaunchSpec
 
 PORT = 29_400
 PLAN_AT, SECRET_AT, OWN_SECRET_AT = "/etc/shardwise", "/run/secret-of-job", "/run/shardwise"
@@ -50,8 +50,8 @@ def manifest(spec: LaunchSpec, options: PodOptions, origin: str) -> str:
         "#   head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \\n' \\",
         f"#     | kubectl{_in_namespace(options)} create secret generic {_secret(spec)} --from-file=secret=/dev/stdin",
     ]
-    if private := private_names(spec):
-        literals = " ".join(f'--from-literal={name}="${name}"' for name in private)
+    if spec.private:
+        literals = " ".join(f'--from-literal={name}="${name}"' for name in spec.private)
         head.append(f"#   kubectl{_in_namespace(options)} create secret generic {_env_secret(spec)} {literals}")
     return "\n".join(head) + "\n" + "".join(f"---\n{document(one)}" for one in documents)
 
@@ -69,15 +69,10 @@ def in_pods(spec: LaunchSpec, options: PodOptions) -> LaunchSpec:
     return replace(spec, parts=(inside,), run_dir=options.claims[0][1])
 
 
-def private_names(spec: LaunchSpec) -> list[str]:
-    """Returns the variables of the person's shell that pods get, through a Secret of their own."""
-    return [name for name in spec.environment if name not in ENVIRONMENT]
-
-
 def secrets_of(spec: LaunchSpec, options: PodOptions, secret: str, environ: dict[str, str]) -> list[dict[str, Any]]:
     """Returns the Secrets that a manifest names, for `--submit`: they go to kubectl's standard input and nowhere
     else."""
-    values = {name: environ[name] for name in private_names(spec) if name in environ}
+    values = {name: environ[name] for name in spec.private if name in environ}
     named = [(_secret(spec), {"secret": secret}), *([(_env_secret(spec), values)] if values else [])]
     return [
         {"apiVersion": "v1", "kind": "Secret", "metadata": _meta(name, spec, options), "stringData": data}
@@ -196,8 +191,7 @@ def _container(spec: LaunchSpec, options: PodOptions, head: str, name: str, lock
         {"name": "HOME", "value": "/tmp"},
     ]
     env += [
-        {"name": one, "valueFrom": {"secretKeyRef": {"name": _env_secret(spec), "key": one}}}
-        for one in private_names(spec)
+        {"name": one, "valueFrom": {"secretKeyRef": {"name": _env_secret(spec), "key": one}}} for one in spec.private
     ]
     mebibytes = -(-(spec.memory_bytes + _shm(spec)) // 2**20)
     needs: dict[str, Any] = {

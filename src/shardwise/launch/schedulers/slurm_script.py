@@ -76,7 +76,13 @@ def _directives(spec: LaunchSpec, options: SlurmOptions) -> Iterator[tuple[str, 
         yield f"--mem={mebibytes}M", why["memory"]
     yield f"--time={clock(spec.seconds)}", why["time"]
     yield f"--signal=B:USR1@{spec.grace_s}", f"so many seconds before the end the shell below is told: {why['grace']}"
-    yield "--requeue", "SLURM starts the job again when a node is lost; `--resume auto` goes on from the newest commit"
+    if spec.is_check:
+        yield "--no-requeue", "the nodes are checked, once"
+    else:
+        yield (
+            "--requeue",
+            "SLURM starts the job again when a node is lost; `--resume auto` goes on from the newest commit",
+        )
     if options.no_kill:
         yield "--no-kill", "a lost node does not end the job, as asked: the others say what was lost, and exit with 5"
     yield "--open-mode=append", "a requeue goes on in the same file"
@@ -99,7 +105,11 @@ def _body(spec: LaunchSpec, options: SlurmOptions) -> Iterator[str]:
     yield _SECRET
     yield from _step(spec, options)
     yield _NOTICE
-    yield _END.format(
+    yield _WAIT
+    if spec.is_check:
+        yield 'echo "job $job: exit code $code${notice:+, ended by $notice}" >&2\nexit "$code"'
+        return
+    yield _AGAIN.format(
         stopped=int(Exit.STOPPED),
         hardware=int(Exit.HARDWARE),
         most_restarts=MOST_RESTARTS,
@@ -153,12 +163,13 @@ time_is_over() {
 trap time_is_over USR1
 trap 'notice=TERM' TERM"""
 
-_END = """
+_WAIT = """
 # wait returns early when a signal comes in.
 while kill -0 "$step" 2>/dev/null; do wait "$step"; done
 wait "$step"
-code=$?
+code=$?"""
 
+_AGAIN = """
 restarts=${{SLURM_RESTART_COUNT:-0}}
 again=
 if [ "$notice" != TERM ] && [ ! -e "$run_dir/$name/stop" ]; then
