@@ -1,5 +1,5 @@
-"""What `shardwise train` and `resume` do on each node of a job: they find each other, agree, start their ranks, end
-together.
+"""The agent of a node, which `shardwise train` and `resume` are where a scheduler starts them once per node. The agents
+of a job find each other, agree, start their ranks, end together.
 
     every node     the job's secret, its own address, hello to the head
     head           compares the hellos, plans, makes or finds the run directory, tells the others (leader.py)

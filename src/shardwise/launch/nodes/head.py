@@ -1,4 +1,4 @@
-"""The head of a job of several nodes: lets the other nodes in, and passes their ranks on to the store.
+"""The rendezvous of a job of several nodes: the head lets the other nodes in, and passes their ranks on to the store.
 
 It listens at one address of the job's interface. torch's store, which anybody could read and write, listens on this
 node's loopback interface alone; ranks of other nodes reach it through connections that have shown the job's secret.

@@ -1,4 +1,4 @@
-"""The head's part of a job of several nodes: it waits for the others, plans, hands out the run, and says how it ended.
+"""The head's part of a multi-node job: it waits for the others, plans, hands out the run, and says how it ended.
 
 The other side is member.py. Invariant: whatever ends the head's part, the other nodes are told and end too.
 """
