@@ -14,7 +14,7 @@ from shardwise.plan.prediction.measured_rates import scaled_cluster
 from shardwise.plan.prediction.step_time import step_seconds
 from shardwise.run.block_times import block_times
 from shardwise.run.measured_cluster import measured_cluster
-from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.cluster import ClusterSpec, Link
 from shardwise.spec.job import job_of
 from shardwise.spec.plan import Plan
 from shardwise.spec.presets import preset
@@ -100,3 +100,7 @@ def test_this_machine_is_measured():
     cluster = scaled_cluster(rates, TINY, here, job_of(Config(), here), times)
     assert cluster.world == 1 and 1e8 < cluster.device.flops["fp32"] < 1e13
     assert step_seconds(TINY, cluster, job_of(Config(), here), here)["compute"] > 0
+    links = (Link("loopback", 2, 1e9), Link("nic", 4, 1e8))
+    nodes = ClusterSpec("two nodes", 2, 2, rates.device, links)
+    scaled = scaled_cluster(nodes, TINY, here, job_of(Config(), here), times)
+    assert scaled.tiers == links and scaled.device == cluster.device, "one rank's blocks know no links"

@@ -12,14 +12,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster.describe.machine import Machine, this_machine
 from shardwise.config.load import Loaded
 from shardwise.errors import Exit, UserError
-from shardwise.files import write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.local import sockets_at
 from shardwise.launch.nodes.follower import Follower
@@ -34,12 +33,13 @@ from shardwise.launch.nodes.interfaces import (
     reachable,
 )
 from shardwise.launch.nodes.mirror import (
-    SHARED_SIGN,
     Outbox,
     fetch,
     files_to_read,
     open_mirror,
     piece_of,
+    sees,
+    shown,
     take_in,
 )
 from shardwise.launch.place import NodePlace, RankPlace, own_place
@@ -126,10 +126,9 @@ def join(
                 write_run(run, planned)
                 announced = {
                     "path": str(run.path.resolve()),
-                    "sign": secrets.token_hex(8),
+                    "sign": held.enter_context(shown(run)),
                     "files": files_to_read(run, from_step),
                 }
-                write_atomically(run.path / SHARED_SIGN, announced["sign"])
             except UserError as problem:
                 error = problem
         if ranks.world > 1:
@@ -174,9 +173,7 @@ def _see_run(
     run: RunDir, announced: dict[str, Any], ranks: Ranks, device: torch.device, interface: str | None, held: ExitStack
 ) -> None:
     """Collective. Makes sure that every node has the run directory: the shared one, or a mirror of it."""
-    shares = False
-    with suppress(OSError):
-        shares = (run.path / SHARED_SIGN).read_text() == announced["sign"]
+    shares = sees(run.path, announced["sign"])
     answers = _said_by_all({"shares": shares, "node": ranks.rank // ranks.local_world}, ranks, device)
     mirrors = sorted({said["node"] for said in answers.values() if not said["shares"]})
     if not mirrors:

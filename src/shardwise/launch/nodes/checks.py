@@ -52,20 +52,19 @@ class Checks:
     def _write(self, words: Mapping[str, Any]) -> dict[str, Any]:
         """Writes a small file into the runs directory by one rename, as checkpoints are committed."""
         self.runs.mkdir(parents=True, exist_ok=True)
-        scratch = self.runs / f"{TEST_FILE}-{self.index}.part"
-        scratch.write_text(words["sign"])
-        scratch.rename(self.runs / f"{TEST_FILE}-{self.index}")
+        scratch = self.runs / f"{TEST_FILE}-{words['sign']}-{self.index}.part"
+        scratch.touch()
+        scratch.rename(scratch.with_suffix(""))
         return {"free": shutil.disk_usage(self.runs).free}
 
     def _read(self, words: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns which nodes' files are seen here."""
-        texts = {file: file.read_text() for file in self.runs.glob(f"{TEST_FILE}-*") if file.suffix != ".part"}
-        return {
-            "seen": sorted(int(file.name.rpartition("-")[2]) for file, text in texts.items() if text == words["sign"])
-        }
+        """Returns which nodes' files are seen here. Each is asked for by its name, which is new: a network file system
+        may list what was there a while ago."""
+        named = {node: self.runs / f"{TEST_FILE}-{words['sign']}-{node}" for node in words["nodes"]}
+        return {"seen": [node for node, file in named.items() if file.exists()]}
 
     def _clean(self, words: Mapping[str, Any]) -> dict[str, Any]:
-        for file in self.runs.glob(f"{TEST_FILE}-{self.index}*"):
+        for file in self.runs.glob(f"{TEST_FILE}-*-{self.index}*"):
             file.unlink(missing_ok=True)
         return {}
 

@@ -6,14 +6,12 @@ The other side is member.py. Invariant: whatever ends the head's part, the other
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.errors import Exit, UserError
-from shardwise.files import write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.local import JobEnds, Share, loopback_store, next_attempt, ranks_ended
 from shardwise.launch.nodes.checks import Checks
@@ -22,7 +20,7 @@ from shardwise.launch.nodes.head import JobHead
 from shardwise.launch.nodes.hello import check_nodes, hello, machine_of, named
 from shardwise.launch.nodes.interfaces import choose_interface, own_address
 from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
-from shardwise.launch.nodes.mirror import SHARED_SIGN, digest_of, files_to_read, piece_of, take_in
+from shardwise.launch.nodes.mirror import digest_of, files_to_read, piece_of, shown, take_in
 from shardwise.launch.nodes.preflight import Preflight, Report
 from shardwise.launch.outcome import Failure, RanksEnded, exit_code
 from shardwise.launch.start import PlannedRun, write_run
@@ -93,27 +91,27 @@ class Leader:
     def _train(self, run: RunDir, planned: PlannedRun) -> int:
         """Has all nodes start their ranks and returns the exit code of the whole."""
         plan, from_step = planned.plan, self.job.from_step
-        files, sign = files_to_read(run, from_step), secrets.token_hex(8)
-        write_atomically(run.path / SHARED_SIGN, sign)
         if plan.device == "cuda":
             set_allocator(plan.allocator, os.environ)
         count = plan.world // self.place.count
         share = Share(count, plan.world, interface=self.interface.name, attempt=next_attempt(run))
         options = [*self.job.options, *([] if from_step is None else ["--from-step", str(from_step)])]
-        self.head.tell(
-            "run",
-            path=str(run.path.resolve()),
-            sign=sign,
-            files=files,
-            digest=digest_of(run),
-            text=planned.corpus.fingerprint,
-            options=options,
-            threads=plan.threads_per_rank,
-            device=plan.device,
-            allocator=plan.allocator,
-            share=asdict(share),
-        )
-        self._wait_until_ready(run, files)
+        files = files_to_read(run, from_step)
+        with shown(run) as sign:
+            self.head.tell(
+                "run",
+                path=str(run.path.resolve()),
+                sign=sign,
+                files=files,
+                digest=digest_of(run),
+                text=planned.corpus.fingerprint,
+                options=options,
+                threads=plan.threads_per_rank,
+                device=plan.device,
+                allocator=plan.allocator,
+                share=asdict(share),
+            )
+            self._wait_until_ready(run, files)
         store, self.head.store_port = loopback_store()  # lives as long as the ranks of all nodes do
         self.head.tell("go")
         share = replace(share, store_port=self.head.store_port)

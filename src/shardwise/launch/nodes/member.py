@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from shardwise.launch.nodes.follower import Follower
 from shardwise.launch.nodes.hello import hello
 from shardwise.launch.nodes.interfaces import choose_interface
 from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
-from shardwise.launch.nodes.mirror import SHARED_SIGN, Outbox, digest_of, fetch, open_mirror
+from shardwise.launch.nodes.mirror import Outbox, digest_of, fetch, open_mirror, sees
 from shardwise.run.build import corpus_of, model_spec
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import say_error
@@ -89,10 +88,9 @@ class Member:
         """Returns the run directory on this node: the shared one, or a mirror that is up to date. Refuses what would
         have this node's ranks compute something else."""
         shared = Path(words["path"])
-        with suppress(OSError):
-            if (shared / SHARED_SIGN).read_text() == words["sign"]:
-                self._check(RunDir(shared), words)
-                return RunDir(shared)
+        if sees(shared, words["sign"]):
+            self._check(RunDir(shared), words)
+            return RunDir(shared)
         path, files = shared, {str(name): int(size) for name, size in words["files"].items()}
         names = open_mirror(path, f"{self.way.address}:{shared}", files)
         fetch(path, files, names, self._piece)

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ from shardwise.errors import UserError
 from shardwise.files import cannot_write
 from shardwise.run.rundir import RunDir
 
-SHARED_SIGN = ".nodes"  # a file of the first node with a random text, by which others know a shared directory
+SHARED_SIGN = ".nodes-"  # begins the random name of an empty file of the first node, by which others know its directory
+SEE_S = 3.0  # seconds in which a network file system shows another node's file
 MIRROR_SIGN = ".mirror"  # marks a directory that is a mirror, and says of what
 PIECE = 4 * 2**20  # bytes that travel at once
 READ = ("config.toml", "plan.json", "own-parts.json")
@@ -29,6 +33,36 @@ WRITTEN = re.compile(r"events/rank\d+\.jsonl|log/rank\d+\.\d+\.(out|err)|crash/r
 GROWING = ("events/", "log/")  # lines are added to these; the others are written once, and anew
 
 Files = Mapping[str, int]  # path in the run directory -> bytes
+
+
+@contextmanager
+def shown(run: RunDir) -> Iterator[str]:
+    """Yields the sign by which other nodes see whether they share a run's directory; it is gone afterwards. Its name is
+    new each time: a network file system remembers for a while what an old name held, or that there was none."""
+    for old in run.path.glob(f"{SHARED_SIGN}*"):  # of a start that was killed
+        old.unlink(missing_ok=True)
+    sign = secrets.token_hex(8)
+    file = run.path / f"{SHARED_SIGN}{sign}"
+    try:
+        file.touch()
+        yield sign
+    except OSError as error:
+        raise cannot_write(run.path, error) from None
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def sees(path: Path, sign: str) -> bool:
+    """Returns whether a directory here is the one in which the first node has put its sign."""
+    deadline = time.monotonic() + SEE_S
+    while path.is_dir() and not (path / MIRROR_SIGN).exists():
+        if (path / f"{SHARED_SIGN}{sign}").exists():
+            return True
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return False
 
 
 def files_to_read(run: RunDir, from_step: int | None) -> dict[str, int]:

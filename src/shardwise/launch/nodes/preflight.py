@@ -147,7 +147,7 @@ class Preflight:
         """Has every node write a file by one rename, and then look for those of all others."""
         nodes, sign = self._all(), secrets.token_hex(8)
         written = self._ask(nodes, "write", {node: {"sign": sign} for node in nodes})
-        seen = self._ask(sorted(written), "read", {node: {"sign": sign} for node in written})
+        seen = self._ask(sorted(written), "read", {node: {"sign": sign, "nodes": sorted(written)} for node in written})
         self.report.is_shared = all(set(words["seen"]) >= set(written) for words in seen.values())
         self._ask(sorted(written), "clean")
 

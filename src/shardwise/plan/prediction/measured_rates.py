@@ -26,7 +26,7 @@ CURVE_SIZES = tuple(4.0**power for power in range(6, 18))  # bytes of passes ove
 
 def scaled_cluster(cluster: ClusterSpec, spec: ModelSpec, plan: Plan, job: Job, times: BlockTimes) -> ClusterSpec:
     """Returns the cluster whose rates predict for the blocks and the optimizer what they took."""
-    one = replace(cluster, per_node=1, tiers=(replace(cluster.tiers[0], span=1),))
+    one = replace(cluster, nodes=1, per_node=1, tiers=(replace(cluster.tiers[0], span=1),))
     alone, device, slower = replace(job, adapter=Job(1, 1).adapter), cluster.device, 1.0
     points = _optimizer_points(spec, plan, job, times)
     around = STEP_HOST if device.kind == "cuda" else 0.0  # a step has it, blocks do not
