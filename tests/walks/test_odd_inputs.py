@@ -42,6 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setattr("shardwise.run.block_times.BUDGET_S", 0.0)
         patch.setenv("COLUMNS", "400")
+        patch.setenv("RAYON_NUM_THREADS", "1")  # --workers sets it for its process, which is this one
         yield odd_files.make(tmp_path_factory.mktemp("odd"))
         os.chdir(before)
 

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cluster.describe.machine import usable_cores
 from shardwise.errors import Exit, UserError
-from shardwise.terminal import counted, say, shell_word
+from shardwise.terminal import counted, say, say_error, shell_word
 
 if TYPE_CHECKING:
     from shardwise.data.shards import TokenStore
@@ -64,8 +65,11 @@ def _prepare(args: argparse.Namespace) -> int:
             raise UserError(
                 f"--workers {args.workers} is too few", why="one core is needed at least", fix="--workers 1"
             )
-        # The tokenizers library sizes its own thread pool, once per process, by this variable alone.
-        os.environ["RAYON_NUM_THREADS"] = str(args.workers)
+        # The tokenizers library sizes its own thread pool, once per process, by this variable alone. It starts as many
+        # threads as are asked for, and thousands of them keep each other from working.
+        if args.workers > (cores := usable_cores()):
+            say_error(f"workers  {cores}: there are no more cores for {args.workers}")
+        os.environ["RAYON_NUM_THREADS"] = str(min(args.workers, cores))
     from shardwise.data.chat import open_template
     from shardwise.data.prepare import prepare
     from shardwise.data.tokenizer import open_tokenizer
