@@ -74,17 +74,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _say_row(name: str, cells: str, layout: str, style: str) -> None:
-    """Prints a row; on a terminal where the layout has no room beside it, it stands below, broken between words."""
+    """Prints a row; on a terminal where the layout has no room beside it, it stands below, broken between words. The
+    state, which comes first, has the style; of the head, which is dim, all."""
     if not is_live():
         print(f"{name}  {cells}  {layout}")
         return
     from rich.text import Text
 
     console, indent = make_console(), " " * (len(name) + 2)
-    row = Text.assemble(name, "  ", (cells, style))
+    row = Text.assemble(name, "  ", cells)
+    if style == "dim":
+        row.stylize(style)
+    else:
+        row.stylize(style, len(indent), len(indent) + len("unfinished"))
     room = max(20, console.width - len(indent))
     if len(row) + 2 + len(layout) <= console.width:
-        row.append(f"  {layout}", style if cells.startswith("state") else "")
+        row.append(f"  {layout}", "dim" if style == "dim" else "")
         console.print(row, soft_wrap=True)
         return
     console.print(row, soft_wrap=True)

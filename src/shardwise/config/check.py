@@ -19,6 +19,7 @@ from shardwise.spec.addresses import check_address, is_address
 from shardwise.spec.optimizers import OPTIMIZERS
 from shardwise.spec.precisions import PRECISIONS
 from shardwise.spec.schema import MOST_SEQUENCES, Config
+from shardwise.terminal import counted
 
 LEAST_LIMIT = 2**20  # bytes; whoever writes less has forgotten the unit
 
@@ -168,9 +169,9 @@ def _data(config: Config, origins: Origins) -> None:
     where = where_written(origins, "data.source", "data.mix")
     if len(data.mix) != len(sources):
         raise UserError(
-            f"`data.mix` has {len(data.mix)} weights for {len(sources)} sources",
+            f"`data.mix` has {counted(len(data.mix), 'weight')} for {counted(len(sources), 'source')}",
             why="there is one weight per source, in the same order",
-            fix=f"give {len(sources)} weights, or leave `data.mix` out to mix by size",
+            fix=f"give {counted(len(sources), 'weight')}, or leave `data.mix` out to mix by size",
             where=where,
         )
     if min(data.mix) < 0 or sum(data.mix) <= 0:

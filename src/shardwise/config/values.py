@@ -255,6 +255,9 @@ def _nearest_choice(choices: Sequence[str], typed: str) -> str | None:
     for choice in choices:
         if choice.endswith("-K") and typed.startswith(choice[:-1]):
             return f"K is a whole number above 0, for example `{choice[:-1]}2`"
+    if typed.lower() in ("true", "false"):  # like no choice; the value that leaves it open, or off, is meant
+        meant = "auto" if typed.lower() == "true" else "none"
+        return f"write `{meant}`" if meant in choices else None
     close = difflib.get_close_matches(typed.lower(), choices, n=1, cutoff=0.5)
     numbers = [re.findall(r"\d+", word) for word in (typed, *close)]
     if not close or (all(numbers) and numbers[0] != numbers[1]):

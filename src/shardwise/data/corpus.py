@@ -222,10 +222,11 @@ def _choose_tokenizer(
 def _check_fits(store: TokenStore, name: str, tokenizer: Tokenizer, vocab: int) -> None:
     about = store.index["tokenizer"]
     if about["digest"] != tokenizer.digest:
+        same_name = about["name"] == tokenizer.name
+        was, now = (f" ({digest[:12]})" if same_name else "" for digest in (about["digest"], tokenizer.digest))
         raise UserError(
             f"{name} was prepared with another tokenizer",
-            why=f"its ids come from {about['name']} {about['digest'][:12]}, this run uses {tokenizer.name} "
-            f"{tokenizer.digest[:12]}",
+            why=f"its ids come from {about['name']}{was}, this run uses {tokenizer.name}{now}",
             fix=f"prepare it again: shardwise data prepare SOURCE --tokenizer {tokenizer.name} --out DIR",
         )
     if store.max_token >= vocab:

@@ -73,8 +73,9 @@ def find_page(word: str) -> Page:
     names |= dict.fromkeys(SCHEDULES, pages["pipeline-schedules"])
     if wanted in names:
         return names[wanted]
-    within = {names[part].word for part in wanted.split("-") if part in names}  # `lora vs qlora`
-    if len(within) == 1:
+    parts = wanted.split("-")
+    within = {names[part].word for part in parts if part in names}  # `lora vs qlora`
+    if len(within) == 1 and len(parts) <= 3:
         return pages[within.pop()]
     close = [names[name].word for name in difflib.get_close_matches(wanted, names, n=1, cutoff=0.7)]
     meant = " or ".join(f"`shardwise explain {name}`" for name in sorted(within) or close)
