@@ -55,7 +55,8 @@ def machines(folder: Path) -> Iterator[MakeNodes]:
         for node in made:
             node.close()
             for command in node.started:
-                print(command.story())
+                if not command.is_daemon:
+                    print(command.story())
 
 
 def slurm_on(make: MakeNodes) -> Slurm:

@@ -40,16 +40,16 @@ def own_file(target: str, content: str) -> None:
 
 
 def set_up(name: str, hosts: str, kept: list[str], replaced: dict[str, str]) -> None:
-    """Makes /tmp, /run, /dev/shm and /sys the machine's own; `kept` paths stay what they are for everybody, and a
-    path of `replaced` shows another directory here."""
+    """Makes /tmp, /run, /root, /dev/shm and /sys the machine's own; `kept` paths stay what they are for everybody, and
+    a path of `replaced` shows another directory here."""
     socket.sethostname(name)
     opened = {path: os.open(path, os.O_PATH) for path in kept}
     opened |= {path: os.open(source, os.O_PATH) for path, source in replaced.items()}
     cgroups = os.open("/sys/fs/cgroup", os.O_PATH)
     mount("sysfs", "/sys", "sysfs")  # the one of the machine's own network: /sys/class/net lists its interfaces
     bind(cgroups, "/sys/fs/cgroup")
-    for path in ("/tmp", "/run", "/dev/shm"):
-        mount("tmpfs", path, "tmpfs")
+    for path in ("/tmp", "/run", "/root", "/dev/shm"):
+        mount("tmpfs", path, "tmpfs")  # of mode 1777
     for path, descriptor in opened.items():
         os.makedirs(path, exist_ok=True)
         bind(descriptor, path)

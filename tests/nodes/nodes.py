@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +55,7 @@ class Command:
 
     def __init__(self, node: Node, words: Sequence[object], log: Path, env: dict[str, str]):
         self.node, self.words, self.log = node, [str(word) for word in words], log
+        self.is_daemon = False  # of a scheduler: not shown when a test fails by something else
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [*node.entered(), "env", "--default-signal=INT", f"--chdir={node.cwd}", *self.words],
@@ -189,6 +189,10 @@ class Node:
         lines = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines()
         return [line for line in lines if line.split()[0] != "1" and "ps -e -o" not in line]
 
+    def kill_all(self) -> None:
+        """Kills every process on this node at once, as a crash of its system does; the node itself stays, empty."""
+        subprocess.run([*self.entered(), "sh", "-c", "kill -9 -1"], check=True)
+
     def sent_bytes(self, interface: str) -> int:
         """Returns the bytes that have left this node through an interface."""
         return int(self._tool("cat", f"/sys/class/net/{interface}/statistics/tx_bytes"))
@@ -212,11 +216,10 @@ class Node:
 
 def environment() -> dict[str, str]:
     """Returns the environment of a command: that of a login, with this Python and this package."""
-    home = os.environ.get("HOME", "/root")
     system = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
     return {
         "PATH": ":".join([str(Path(sys.executable).parent), *system]),
-        "HOME": home,
+        "HOME": "/root",
         "LANG": "C.UTF-8",
         "PYTHONPATH": str(ROOT / "src"),
         "PYTHONUNBUFFERED": "1",
@@ -261,8 +264,9 @@ def _first_process(
     files = work if shared else folder / f"work-{name}"
     for path in (work, files, logs):
         path.mkdir(exist_ok=True, parents=True)
-    hidden = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/run")]
-    ours = [path for path in (ROOT, Path(sys.prefix)) if any(path.is_relative_to(over) for over in hidden)]
+    hidden = ("/tmp", "/run", "/root")
+    python = (Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parents[1])
+    ours = [path for path in (ROOT, *python) if any(path.is_relative_to(over) for over in hidden)]
     given = {
         "name": name,
         "hosts": hosts,

@@ -100,7 +100,7 @@ class Slurm:
         for index in range(GPUS):
             os.mknod(self.folder / f"gpu{index}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
         lines = [
-            f"NodeName={node.name} NodeAddr={node.address} CPUs=4 RealMemory=2000 Gres=gpu:{GPUS} Feature=real"
+            f"NodeName={node.name} NodeAddr={node.address} CPUs=4 RealMemory=16000 Gres=gpu:{GPUS} Feature=real"
             for node in self.nodes
         ]
         self.conf.write_text(
@@ -119,7 +119,7 @@ class Slurm:
         (self.folder / "gres.conf").write_text(gpus)
         for node in [*self.nodes, self.controller]:
             self._start_munge(node, key)
-        self.daemons["slurmctld"] = self.controller.start("slurmctld", "-D", "-f", self.conf)
+        self._start("slurmctld", self.controller, "slurmctld", "-D", "-f", self.conf)
         for node in self.nodes:
             self.start_slurmd(node)
         self.wait_until(
@@ -131,11 +131,15 @@ class Slurm:
         node.run("install", "--directory", "--mode=755", folder)
         own = [f"--{name}-file={folder}/{name}" for name in ("pid", "log", "seed")]
         words = ["munged", "--foreground", "--force", f"--origin={node.address}", f"--key-file={key}", *own]
-        self.daemons[f"munged of {node.name}"] = node.start(*words)
+        self._start(f"munged of {node.name}", node, *words)
 
     def start_slurmd(self, node: Node) -> None:
         """Starts the daemon of a node."""
-        self.daemons[f"slurmd of {node.name}"] = node.start("slurmd", "-D", "-N", node.name, "-f", self.conf)
+        self._start(f"slurmd of {node.name}", node, "slurmd", "-D", "-N", node.name, "-f", self.conf)
+
+    def _start(self, name: str, node: Node, *words: object) -> None:
+        self.daemons[name] = node.start(*words)
+        self.daemons[name].is_daemon = True
 
     def wait_until(self, holds: object, what: str, within: float = READY_S) -> None:
         """Waits until something holds; the test fails after the deadline with what each daemon printed last."""
@@ -143,19 +147,29 @@ class Slurm:
         while not holds():  # type: ignore[operator]
             if time.monotonic() > end:
                 stories = "\n".join(f"{name}:\n{command.story()}" for name, command in self.daemons.items())
-                pytest.fail(f"not within {within:.0f} s: {what}\n{self.tool('sinfo', '-lN')}\n{stories}", pytrace=False)
+                state = self.tool("sinfo", "-lN") + self.tool("squeue", "-l")
+                pytest.fail(f"not within {within:.0f} s: {what}\n{self.said()}\n{state}\n{stories}", pytrace=False)
             time.sleep(0.2)
+
+    def bring_back(self, node: Node) -> None:
+        """Starts SLURM's daemons on a node again."""
+        self._start_munge(node, self.folder / "munge.key")
+        self.start_slurmd(node)
 
     def submit(self, script: Path | str, *options: object) -> int:
         """Submits a batch script and returns the number of its job."""
         return int(self.tool("sbatch", "--parsable", *options, script).strip())
 
-    def job(self, number: int) -> dict[str, str]:
+    def said(self) -> str:
+        """Returns what all jobs have printed into files of the shared directory."""
+        return "".join(file.read_text() for file in sorted(self.controller.files.glob("*.out")))
+
+    def job(self, number: int | str) -> dict[str, str]:
         """Returns what SLURM knows of a job."""
         text = self.tool("scontrol", "show", "job", "--oneliner", number)
         return dict(re.findall(r"(\w+)=(\S*)", text))
 
-    def wait_for(self, number: int, within: float = 90.0) -> dict[str, str]:
+    def wait_for(self, number: int | str, within: float = 90.0) -> dict[str, str]:
         """Waits until a job is over and returns what SLURM knows of it."""
         self.wait_until(lambda: self.job(number)["JobState"] in OVER, f"the end of job {number}", within)
         return self.job(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,15 @@ def train(*words: object) -> list[str]:
     return [sys.executable, "-m", "shardwise", "train", *TINY, *map(str, words), *one]
 
 
+def plan_file(path: Path, cluster: str = "2x1xcpu", *words: str) -> Path:
+    """Writes the run as a file of `shardwise plan` for a cluster, and returns its path."""
+    settings = dict(word.split("=", 1) for word in [*TINY, f"run.name={path.stem}", "parallel.dp=2", *words])
+    lines = [f"{key} = {value if value[0].isdigit() else json.dumps(value)}" for key, value in settings.items()]
+    row = f"# row 1 of 1, question 000000000000: dp=2 on 2 of {cluster}"
+    path.write_text("\n".join([row, *lines]) + "\n")
+    return path
+
+
 def places(nodes: Sequence[Node], head: str | None = None) -> list[dict[str, object]]:
     """Returns the variables of each node of a job that is started by hand. Its secret is in a file of each node."""
     secret = secrets.token_hex(16)
@@ -58,18 +68,19 @@ def start_on(nodes: Sequence[Node], *words: object, head: str | None = None) -> 
     return [node.start(*train(*words), **variables) for node, variables in placed]
 
 
-def run_of(node: Node) -> Path:
+def run_of(node: Node, name: str = "tiny") -> Path:
     """Returns the run directory as this machine sees it."""
-    return node.files / "runs" / "tiny"
+    return node.files / "runs" / name
 
 
-def steps_of(node: Node) -> int:
+def steps_of(node: Node, name: str = "tiny") -> int:
     """Returns how many steps the run on a node has trained."""
-    return max(losses_of(run_of(node)), default=0) if (run_of(node) / "metrics.jsonl").exists() else 0
+    run = run_of(node, name)
+    return max(losses_of(run), default=0) if (run / "metrics.jsonl").exists() else 0
 
 
-def check_same_losses(node: Node, reference: dict[int, float], last: int = STEPS) -> None:
+def check_same_losses(node: Node, reference: dict[int, float], last: int = STEPS, name: str = "tiny") -> None:
     """Fails unless the run has trained every step to `last`, with the losses of one process."""
-    losses = losses_of(run_of(node))
+    losses = losses_of(run_of(node, name))
     assert list(losses) == list(range(1, last + 1))
     assert losses == pytest.approx({step: reference[step] for step in losses}, abs=1e-9)

@@ -28,6 +28,8 @@ from shardwise.spec.plan import Plan
 from shardwise.spec.schema import Config
 
 TURNS = 7  # runs of each measurement
+PROBE_BYTES = 2**16
+COLLECTIVE_S = 0.15  # seconds that one measured collective may take, as far as it is longer than the probe
 
 
 def measured_cluster(
@@ -89,6 +91,9 @@ def _link(world: int, device: torch.device, bucket_bytes: int, known: Link, grou
     if world == 1:
         return replace(known, span=1)
     elements = max(1, min(bucket_bytes, 16 * 2**20) // 4 // world)
+    probe = torch.zeros(PROBE_BYTES // 4, device=device)
+    [probed] = _mean([_seconds(lambda: dist.all_reduce(probe, group=group), device)], device)
+    elements = min(elements, max(1, int(len(probe) * COLLECTIVE_S / probed) // world))  # slow links: less of it
     small, part = (torch.zeros(n, device=device) for n in (1, elements))
     whole = torch.zeros(world * elements, device=device)
     actions = (
