@@ -28,17 +28,14 @@ def hardware_assumptions(cluster: ClusterSpec, precision: str) -> list[Assumptio
     def of(*names: str) -> str:
         return next((origins[name] for name in names if name in origins), "data sheet")
 
+    cpu_memory = origins.get("cpu_memory", "measured" if cluster.host_memory else "assumed")
     found = [
         Assumption("memory of a device", format_bytes(device.memory), of("memory")),
         Assumption(f"peak {peak}", f"{device.flops[peak] / 1e12:,.3g} TFLOP/s", of("flops")),
         Assumption("largest share of the peak", f"{100 * device.achievable:.0f} %", of("achievable")),
         Assumption("memory bandwidth", f"{device.bandwidth / 1e9:,.4g} GB/s", of("bandwidth")),
         Assumption("to CPU memory", f"{device.host / 1e9:,.3g} GB/s", of("host")),
-        Assumption(
-            "CPU memory per device",
-            f"{cluster.host_share / 1e9:,.0f} GB",
-            origins.get("cpu_memory", "measured" if cluster.host_memory else "assumed"),
-        ),
+        Assumption("CPU memory per device", f"{cluster.host_share / 1e9:,.0f} GB", cpu_memory),
     ]
     for number, link in enumerate(cluster.tiers):
         origin = of("link") if number == 0 else of(link.name, "nic")

@@ -130,31 +130,18 @@ def ask(
     if (costs := hardware.price if per_hour is None else per_hour) is not None:
         origin = TYPED if per_hour is not None else hardware.origins.get("price", "cluster")
         assumptions["price"] = Assumption("price per GPU-hour", f"{costs:.2f}", origin)
-    constraints = constraints_of(typed)
-    check_constraints(spec, hardware, constraints, batch_tokens // seq_len, seq_len)
+    fixed, global_batch, attention = constraints_of(typed), batch_tokens // seq_len, _attention(typed, hardware)
+    check_constraints(spec, hardware, fixed, global_batch, seq_len)
     total = train.tokens or (train.steps * batch_tokens if train.steps else None)
-    job = Job(
-        seq_len,
-        batch_tokens // seq_len,
-        total,
-        precision,
-        optimizer,
-        adapter,
-        MappingProxyType(constraints),
-        per_hour,
-        _attention(typed, hardware),
-    )
-    if job.attention != "sdpa":
+    asked = MappingProxyType(fixed)
+    job = Job(seq_len, global_batch, total, precision, optimizer, adapter, asked, per_hour, attention)
+    if attention != "sdpa":
         assumptions["model.attention"] = Assumption("attention", "FlashAttention 4", TYPED)
     _check_adapter(job)
     origins = {key: one.origin for key, one in assumptions.items() if key in typed.origins and one.origin != TYPED}
-    return Question(
-        spec,
-        hardware,
-        job,
-        replace(typed, origins=typed.origins | origins),
-        (*hardware_assumptions(hardware, precision), *assumptions.values()),
-    )
+    loaded = replace(typed, origins=typed.origins | origins)
+    every = (*hardware_assumptions(hardware, precision), *assumptions.values())
+    return Question(spec, hardware, job, loaded, every)
 
 
 def _check_adapter(job: Job) -> None:
@@ -253,11 +240,8 @@ def check_batch(batch_tokens: int, seq_len: int) -> None:
 def _precision(asked: str, cluster: ClusterSpec) -> tuple[str, Assumption]:
     rates, what = cluster.device.flops, "number format"
     if asked == "auto":
-        best = (
-            next((name for name in ("bf16", "fp16") if name in rates), "fp32")
-            if cluster.device.kind == "cuda"
-            else "fp32"
-        )
+        halves = ("bf16", "fp16") if cluster.device.kind == "cuda" else ()
+        best = next((name for name in halves if name in rates), "fp32")
         return best, Assumption(what, best, f"{ASSUMED}: the fastest that {cluster.device.name} trains in without fp8")
     kind = PRECISIONS[asked].matmul
     if kind not in rates and cluster.device.kind == "cuda":

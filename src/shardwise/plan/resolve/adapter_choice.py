@@ -25,10 +25,8 @@ def settle_adapter(config: Config, spec: ModelSpec, origins: Origins) -> Config:
     if adapter.dropout and not spec.is_ours:
         raise UserError(
             f"adapter.dropout does not work with {spec.name}",
-            why=(
-                "transformers builds this model; what is dropped follows from the row of the batch, which its layers "
-                "do not know"
-            ),
+            why="transformers builds this model; what is dropped follows from the row of the batch, which its layers "
+            "do not know",
             fix="adapter.dropout=0",
             where=where_written(origins, "adapter.dropout"),
         )

@@ -205,10 +205,8 @@ def _check_whole(asked: Asked) -> None:
     fix |= {"parallel.sequence": "auto"} if parallel.sequence is True else {}
     raise Refusal(
         f"{asked.spec.name} cannot be cut over {cut[0]}={getattr(parallel, cut[0])}",
-        why=(
-            "transformers builds this model, and it is not known inside: dp, zero and replicate work, tp, pp, cp and "
-            "ep do not"
-        ),
+        why="transformers builds this model, and it is not known inside: dp, zero and replicate work, tp, pp, cp and "
+        "ep do not",
         keys=[f"parallel.{axis}" for axis in cut],
         fixes=[other for more in ({"parallel.zero": 3}, {}) for other in _with_nproc(asked, fix | more)],
     )
@@ -256,10 +254,7 @@ def _check_heads(asked: Asked, cp: int, tp: int) -> None:
         f"{asked.spec.name} cannot be shared by cp={cp} ranks the way of Ulysses",
         why=f"each rank takes the same number of whole heads: {has}, which do not divide by {cp}",
         keys=("parallel.cp", "parallel.cp_kind"),
-        fixes=[
-            {"parallel.cp_kind": "ring"},
-            *(other for n in fitting for other in _with_nproc(asked, {"parallel.cp": n})),
-        ],
+        fixes=[{"parallel.cp_kind": "ring"}, *(fix for n in fitting for fix in _with_nproc(asked, {"parallel.cp": n}))],
     )
 
 
@@ -271,10 +266,8 @@ def _check_experts(asked: Asked, said: str, ranks: int, ep: int) -> None:
     spec = asked.spec
     fixes: list[Fix] = [{"parallel.ep": n} for n in range(min(ep, ranks), 0, -1)]
     if not spec.num_experts:
-        what, why = (
-            f"ep={ep} needs experts, and {spec.name} has none",
-            "it shares out the experts of a model between ranks",
-        )
+        what = f"ep={ep} needs experts, and {spec.name} has none"
+        why = "it shares out the experts of a model between ranks"
     elif spec.num_experts % ep:
         what = f"the {spec.num_experts} experts of {spec.name} cannot be shared out over ep={ep} ranks"
         why = f"each rank takes the same number of experts, and {spec.num_experts} does not divide by {ep}"

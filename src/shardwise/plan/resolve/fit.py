@@ -125,9 +125,8 @@ def _candidates(asked: Asked, plan: Plan) -> Iterator[Fix]:
     config = asked.config
     yield from layout_changes(asked, plan)
     yield from more_ranks(asked, plan, _devices(asked))
-    yield from other_trainings(
-        plan.precision, config.optimizer.name, config.adapter.kind, config.model.path is not None
-    )
+    has_weights = config.model.path is not None
+    yield from other_trainings(plan.precision, config.optimizer.name, config.adapter.kind, has_weights)
 
 
 def _devices(asked: Asked) -> int:
