@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -33,9 +34,11 @@ def check_plain(said: str, errors: str, code: int) -> None:
 
 def type_in(words: Sequence[str], encoding: str = "utf-8") -> tuple[int, str, str]:
     """Runs a command line in this process, on streams of an encoding: exit code, output, errors. What is written below
-    Python, by torch or by ranks, is heard too."""
+    Python, by torch or by ranks, is heard too. Variables that a command sets are of its process: here they go with
+    it."""
     from shardwise.cli.main import main
 
+    environment = dict(os.environ)
     with (
         _streams(encoding) as (stdout, stderr),
         caught(1, stdout, encoding) as out,
@@ -46,6 +49,9 @@ def type_in(words: Sequence[str], encoding: str = "utf-8") -> tuple[int, str, st
             code = int(main(words))
         except SystemExit as ended:  # --help
             code = int(ended.code or 0)
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
     return code, out[0], err[0]
 
 
