@@ -1,8 +1,8 @@
 """Reads the commands out of a document: the lines that start with `$ ` inside ```console blocks.
 
 A command goes on over lines that end in a backslash, and through a here-document up to its closing word. Everything
-else in such a block is output. That of `shardwise plan` is the same on every machine, and may be shown in part:
-test_commands.py compares it, and
+else in such a block is output. That of `shardwise plan` and `launch` is the same on every machine, and may be shown in
+part: test_commands.py compares it, and
 
     python tests/docs/blocks.py     writes it anew
 
@@ -33,7 +33,7 @@ class Command:
 
     @property
     def is_same_everywhere(self) -> bool:
-        return self.text.startswith("shardwise plan ")
+        return self.text.startswith(("shardwise plan ", "shardwise launch "))
 
     def stale(self, output: str) -> str | None:
         """The first shown line that is not in the output, or not in its place. How long a search took is not
@@ -116,5 +116,5 @@ if __name__ == "__main__":
 
     root = Path(__file__).parents[2]
     with tempfile.TemporaryDirectory() as home:
-        for name in ("README.md", "docs/tutorial.md", "docs/planning.md"):
+        for name in ("README.md", "docs/tutorial.md", "docs/planning.md", "docs/launch.md"):
             renew(root / name, Path(home))

@@ -1,5 +1,5 @@
-"""Every command that README.md, the tutorial and the pages on planning, Python and data show is typed here, in order,
-in one empty directory, in which the Python programs of the page lie under the names that it gives them.
+"""Every command that README.md, the tutorial and the pages on planning, launching, Python and data show is typed here,
+in order, in one empty directory, in which the Python programs of the page lie under the names that it gives them.
 
 Training is made short by words appended to the command: few steps of a very small model, in one process unless the
 command says how it is split (the default run keeps its two). `make` lines are looked up in the Makefile; `make train`
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("tutorial", "planning", "python", "data")))
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("tutorial", "planning", "launch", "python", "data")),
+)
 TIMEOUT_S = 180
 
 FEW = 12
