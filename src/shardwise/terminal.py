@@ -58,9 +58,9 @@ WORD = re.compile(rf"[+-]?\d\S* {UNIT}\S*|\S+")
 """What is not broken: a word, and a figure with its unit."""
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, one: str, many: str = "") -> str:
     """Returns how many there are of something: `1 step`, `1,000 steps`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def shell_word(text: object) -> str:

@@ -212,7 +212,11 @@ class _Parser(argparse.ArgumentParser):
 
         if match := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
             known = [word.strip().strip("'") for word in match[2].split(",")]
-            return next(iter(difflib.get_close_matches(match[1].lower(), known, n=1)), None)
+            return next(
+                iter(difflib.get_close_matches(match[1].lower(), known, n=1)), known[0] if len(known) == 1 else None
+            )
+        if "--prompt" in options_of(self) and re.match("unrecognized arguments: [^-]", message):
+            return "--prompt TEXT"
         word = next((word for word in message.split() if word.startswith("-")), "").partition("=")[0]
         if not word or not message.startswith("unrecognized"):
             return None

@@ -14,7 +14,7 @@ WHY = "what a run does is set by config keys, written section.key=value without 
 
 
 FILES = ("--config", "--config-file", "--cfg", "-c")
-SETTERS = ("--set", "--override", "--overrides", "-o")
+SETTERS = ("--set", "--override", "--overrides")
 """What other commands have before a config file and before a setting."""
 ALMOST = re.compile(r"(\w+\.\w+)\s*(\+=|:=|=|:|$)\s*(.*)")
 

@@ -42,14 +42,15 @@ def check_world(config: Config, world: int, origins: Origins) -> None:
     if needed == world or (len(fixed) < len(degrees) and world % needed == 0):
         return
     said = [f"{name}={value}" for name, value in fixed.items() if value > 1] or ["dp=1"]
-    fixes = [needed] if len(fixed) == len(degrees) else [world // needed * needed, -(-world // needed) * needed]
+    exact = len(fixed) == len(degrees)
+    fixes = [needed] if exact else [world // needed * needed, -(-world // needed) * needed]
     words = [f"--nproc {count}" for count in fixes if count]
     without_dp = needed // fixed.get("dp", 1)
     if "dp" in fixed and world % without_dp == 0:
         words.append(f"parallel.dp={world // without_dp}")
+    many = counted(needed, "process", "processes") if exact else f"a multiple of {needed} processes"
     raise UserError(
-        f"the layout needs {needed if len(fixed) == len(degrees) else f'a multiple of {needed}'} processes, "
-        f"there are {world}",
+        f"the layout needs {many}, there are {world}",
         why=" x ".join(said)
         + (f" = {needed}" if len(said) > 1 else "")
         + "; dp x cp x tp x pp must be the number of processes",

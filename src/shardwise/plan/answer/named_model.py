@@ -12,6 +12,7 @@ from shardwise.foreign_json import read_object
 from shardwise.interop.huggingface.load_save import find_model_dir, read_spec, spec_from_config
 from shardwise.spec.model import ModelSpec
 from shardwise.spec.presets import preset, preset_names
+from shardwise.terminal import shell_word
 
 
 def read_model(text: str) -> tuple[list[str], ModelSpec]:
@@ -43,6 +44,12 @@ def _named(spec: ModelSpec, directory: Path) -> ModelSpec:
 
 
 def _spec_of_file(path: Path) -> ModelSpec:
+    if path.suffix == ".toml":
+        raise UserError(
+            f"{path} is the config of a run",
+            why="plans are made for a model, on a cluster",
+            fix=f"name the model that it trains; `shardwise train {shell_word(path)} --dry-run` shows how it would run",
+        )
     try:
         config = read_object(path)
     except (OSError, ValueError) as problem:
