@@ -72,6 +72,11 @@ PRIVATE_NAMES = (
         for kernel in ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
         for ending in ("", "_backward")
     ),
+    # rehearse
+    PrivateName("FakeTensorMode", "torch._subclasses.fake_tensor", "tensors that are sizes only", only_tested=True),
+    PrivateName("unset_fake_temporarily", "torch._subclasses.fake_tensor", "real numbers of buckets", only_tested=True),
+    PrivateName("_local_scalar_dense", "torch.ops.aten", "what is read from a tensor without values"),
+    PrivateName("_overloadpacket", "torch._ops.OpOverload", "an operation, to count its FLOPs", only_tested=True),
     # cluster, demo
     PrivateName("_sleep", "torch.cuda", "keeps a stream busy while timed work is queued", only_tested=True),
     PrivateName("_dynamo", "torch", "is loaded once, before ranks are forked", only_tested=True),

@@ -22,6 +22,7 @@ PROMISED = [
     "optimizer",
     "attention",
     "rope",
+    "rehearsal",
     "weight-tying",
     "links",
     "nodes",

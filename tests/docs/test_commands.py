@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("tutorial", "planning", "launch", "python", "data")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("tutorial", "planning", "launch", "python", "data", "rehearsal")),
 )
 TIMEOUT_S = 180
 

@@ -30,6 +30,9 @@ FOR_OTHERS = {
     "MEASURED": "the order of the bytes that run/measured_steps.py holds",
     **dict.fromkeys(("loglikelihood", "loglikelihood_rolling", "generate_until"), "lm-evaluation-harness calls them"),
     "_render_traceback_": "IPython calls it",
+    **dict.fromkeys(
+        ("allgather", "alltoall_base", "getBackendName", "group_name"), "torch calls it of a process group"
+    ),
     "ends_at": "a time limit that a scheduler sets; scripts of `launch` have it sent as a signal",
 }
 """Names that somebody else uses, and who."""

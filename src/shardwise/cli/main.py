@@ -30,6 +30,7 @@ VERBS = {
     "resume": "go on from a run's newest checkpoint",
     "plan": "the fastest layouts for a model on a cluster, predicted and explained",
     "verify": "prove that a layout computes what one process computes",
+    "rehearse": "run every class of ranks without its machines; match all messages",
     "init": "write a config file: what you name, a recipe, or every key",
     "runs": "list the runs of a directory",
     "watch": "follow a run in the terminal",

@@ -234,6 +234,11 @@ class Account(TorchDispatchMode):
         self.points.clear()
         self.first = self.peak = self.now()
 
+    def settled(self) -> Point:
+        """Returns the bytes that are held at this moment, without those of storages that are gone by now."""
+        self._settle()
+        return self.now()
+
     def fullest(self) -> dict[str, int]:
         """Returns the most bytes of each category that were held at any recorded moment."""
         moments = [self.peak, *self.points]

@@ -133,7 +133,7 @@ class _Result:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 class _DroppedTensor:

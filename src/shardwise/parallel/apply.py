@@ -16,6 +16,7 @@ that are not ours; traffic.py times the collectives of all of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import cast
 
@@ -56,19 +57,24 @@ def parallelize_decoder(
     rank: int,
     device: torch.device,
     attention: str,
-    init_weights: InitWeights,
+    init_weights: InitWeights | None,
     *,
     adapter: AdapterConfig = AdapterConfig(),  # noqa: B008  (frozen)
     seed: int = 0,
     through_fsdp: bool = False,
+    memory: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Engine:
     """Collective. Returns the model as this rank holds it, with its weights. `through_fsdp` shards by FSDP2 whatever
-    the precision is, as mixed precision would. `seed` draws the adapters' first values."""
+    the precision is, as mixed precision would. `seed` draws the adapters' first values.
+
+    `memory` is opened around everything that takes memory, and without `init_weights` nothing is written to it: a
+    rehearsal (rehearse/) has tensors that are sizes only."""
     uses_fsdp = plan.uses_fsdp or through_fsdp
     mesh = build_mesh(plan, spec, rank, device, fsdp=uses_fsdp)
     size, traffic = bucket_bytes(plan), Traffic()
     owners = stage_owners(plan.schedule, plan.pp, plan.virtual_stages)
     if isinstance(spec, TransformersSpec):
+        assert init_weights is not None, "a model of transformers has its weights from the start"
         init_weights = partial(_init_foreign, init_weights, adapter, seed, plan.precision)
         stage, float8 = _whole_stage(spec, mesh, attention, init_weights, size, traffic)
         return Engine(spec, [stage], mesh, COMPUTED[plan.precision], size, traffic, float8)
@@ -87,16 +93,19 @@ def parallelize_decoder(
         if uses_fsdp:
             num_kept = (plan.pp == 1) + (model.is_last and not spec.tied)  # the last block; the head
             wrapper = Sharded(model, decoder_groups(model), mesh, traffic, num_kept)
-        model.to_empty(device=plan.parameter_home(device.type))
-        buffers_to(model, device)
-        if wrapper is not None:
-            fix_memory(wrapper.root)
-        init_stage_weights(model, mesh, init_weights, layers, adapters)
-        if float8 is not None:
-            float8.quantize_frozen()
-        stages.append(Stage(index, model, wrapper or _replicate(model, mesh, size, traffic)))
-        transform_weights(part)
-    return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic, float8)
+        with memory():
+            model.to_empty(device=plan.parameter_home(device.type))
+            buffers_to(model, device)
+            if wrapper is not None:
+                fix_memory(wrapper.root)
+            if init_weights is not None:
+                init_stage_weights(model, mesh, init_weights, layers, adapters)
+            if float8 is not None:
+                float8.quantize_frozen()
+            stages.append(Stage(index, model, wrapper or _replicate(model, mesh, size, traffic)))
+            transform_weights(part)
+    with memory():
+        return Engine(spec, stages, mesh, COMPUTED[plan.precision], size, traffic, float8)
 
 
 def _whole_stage(

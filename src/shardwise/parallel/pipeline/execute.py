@@ -57,6 +57,10 @@ class _Pass:
     todo: Todo = field(default_factory=list)
 
 
+Passes = dict[tuple[int, int], _Pass]
+"""The passes that are under way, by stage and micro-batch."""
+
+
 @dataclass
 class Side:
     """Held-out micro-batches for the idle slots of one step. Nothing that training computes depends on them."""
@@ -118,30 +122,21 @@ class Pipeline:
         actions = table[self.mesh.at.pp]
         p2p = self.point_to_point(table, microbatches[0].tokens.shape)
         sums = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        passes: dict[tuple[int, int], _Pass] = {}
+        passes: Passes = {}
         for number, action in enumerate(actions):
             stage = self.stages[action.stage]
-            key, needed = (action.stage, action.microbatch), needed_by(action, self.num_stages)
+            needed = needed_by(action, self.num_stages)
             for following in actions[number : number + 1 + AHEAD]:  # let tensors arrive while this action computes
                 p2p.expect(needed_by(following, self.num_stages))
             received = self._receive(p2p, needed, clock, action) if needed else None
             kind = "bubble" if action.kind == "E" else "compute"  # for training, that time is idle
             with clock.span(kind, NAMES[action.kind], action.microbatch, action.stage):
-                handed_on: Tensor | None = None
                 if action.kind == "E":
                     assert side is not None
                     handed_on = self._held_out(stage, action, side, received)
-                elif action.kind == "F":
-                    done = passes[key] = self._forward(stage, action, microbatches[action.microbatch], received)
-                    sums += loss_sums(done.output)
-                    handed_on = done.output.x_BTD.detach() if isinstance(done.output, Hidden) else None
-                elif action.kind == "W":
-                    finish(passes.pop(key).todo)
-                    stage.wrapper.after_backward("W", last=action == stage.last_backward)
                 else:
-                    handed_on = self._backward(stage, action, passes[key], received, num_targets)
-                    if action.kind == "B":
-                        del passes[key]
+                    micro = microbatches[action.microbatch]
+                    handed_on = self.perform(action, micro, received, passes, sums, num_targets)
             sent = sent_by(action, self.num_stages)
             if sent:
                 assert handed_on is not None
@@ -152,6 +147,31 @@ class Pipeline:
         with clock.span("bubble", LAST_SENDS) if p2p.sending else nullcontext():
             p2p.flush()
         return sums
+
+    def perform(
+        self,
+        action: Action,
+        micro: Any,
+        received: Tensor | None,
+        passes: Passes,
+        sums: Tensor,
+        num_targets: int,
+    ) -> Tensor | None:
+        """Runs an action of training and returns what another stage needs of it. `passes` are those under way, and
+        losses are added to `sums`."""
+        stage, key = self.stages[action.stage], (action.stage, action.microbatch)
+        if action.kind == "F":
+            done = passes[key] = self._forward(stage, action, micro, received)
+            sums += loss_sums(done.output)
+            return done.output.x_BTD.detach() if isinstance(done.output, Hidden) else None
+        if action.kind == "W":
+            finish(passes.pop(key).todo)
+            stage.wrapper.after_backward("W", last=action == stage.last_backward)
+            return None
+        handed_on = self._backward(stage, action, passes[key], received, num_targets)
+        if action.kind == "B":
+            del passes[key]
+        return handed_on
 
     def _forward(self, stage: Stage, action: Action, micro: Any, received: Tensor | None) -> _Pass:
         stage.wrapper.before_forward(last=action.microbatch == self.last_microbatch)

@@ -25,6 +25,7 @@ from shardwise.spec.schema import CommConfig, Config, MemoryConfig, ParallelConf
 
 MARK = re.compile(r"# A row of `shardwise plan`, digest ([0-9a-f]{16})")
 NUMBERED = re.compile(r"\d+\.toml")
+CLUSTER = re.compile(r"# row .* on \d+ of (\S+)")
 PLANNER = "planner"
 
 DECIDED = (
@@ -96,6 +97,15 @@ def is_ours(path: Path) -> bool:
         return False
     mark = MARK.fullmatch(first)
     return mark is not None and mark[1] == _digest(body)
+
+
+def cluster_named(path: Path) -> str | None:
+    """Returns the cluster that a row was planned for, as it was typed; None where a file does not say."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()[:4]
+    except (OSError, UnicodeDecodeError):
+        return None
+    return next((match[1] for line in lines if (match := CLUSTER.match(line))), None)
 
 
 def _digest(text: str) -> str:

@@ -1,0 +1,104 @@
+"""What is to be rehearsed, from a config: the plan as the ranks will run it, its cluster, and what was predicted.
+
+The plan may be for a cluster of any size: nothing insists on this machine, which only counts where no cluster is named.
+The program is that of CPUs, whatever the devices are: torch builds without CUDA have no other, and what a GPU does
+otherwise (compiled blocks, kernels of its own, one group per direction of a pipeline) changes no call and holds no
+more. The prediction is for the real devices. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cluster.describe.here import this_cluster
+from shardwise.cluster.describe.machine import this_machine
+from shardwise.cluster.describe.read import read_cluster
+from shardwise.errors import UserError
+from shardwise.launch.verify import plan_to_prove
+from shardwise.plan.answer.plan_files import cluster_named
+from shardwise.plan.prediction.predict import predict
+from shardwise.plan.resolve.fit import rank_memory_limit
+from shardwise.plan.resolve.speed import with_speed
+from shardwise.run.build import model_spec
+from shardwise.spec.cluster import ClusterSpec
+from shardwise.spec.job import Job, job_of
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.prediction import Prediction
+from shardwise.spec.schema import Config
+
+if TYPE_CHECKING:
+    from shardwise.config.load import Loaded
+
+
+@dataclass(frozen=True)
+class RehearsalQuestion:
+    """A job that can be rehearsed."""
+
+    config: Config
+    spec: ModelSpec
+    plan: Plan  # as it is rehearsed
+    on_cluster: Plan  # as the cluster's devices run it: what is predicted
+    cluster: ClusterSpec
+    job: Job
+    prediction: Prediction
+    limit: int  # bytes of a device
+
+
+def ask_rehearsal(loaded: Loaded, path: str | None, nproc: int | None, cluster: str | None) -> RehearsalQuestion:
+    """Returns the question. `cluster`: the words of a command line; by default what a row of `plan` says it is for,
+    else this machine."""
+    spec = model_spec(loaded.config.model)
+    _check(loaded.config, spec)
+    resolved = plan_to_prove(loaded, spec, nproc)
+    config, plan = resolved.config, resolved.plan
+    words = cluster or (cluster_named(Path(path)) if path else None)
+    hardware = this_cluster(this_machine()) if words is None else read_cluster(words)
+    if words is not None and plan.world > hardware.world:
+        raise UserError(
+            f"{plan.layout} has {plan.world} ranks, {hardware.name} has {hardware.world} devices",
+            why="every rank has a device of its own",
+            fix="--cluster with as many devices, or a smaller layout",
+        )
+    on_cluster = _on(hardware, plan, config, spec)
+    limit = loaded.config.memory.limit
+    if limit != "auto":
+        most = int(limit)
+    elif words is None:
+        most = rank_memory_limit(loaded.config, this_machine(), on_cluster)
+    else:
+        most = hardware.device.memory
+    job = job_of(config, on_cluster)
+    return RehearsalQuestion(
+        config, spec, plan, on_cluster, hardware, job, predict(spec, hardware, job, on_cluster), most
+    )
+
+
+def _on(cluster: ClusterSpec, plan: Plan, config: Config, spec: ModelSpec) -> Plan:
+    """Returns the plan as the devices of a cluster run it."""
+    if cluster.device.kind == "cpu":
+        return plan
+    return with_speed(replace(plan, device="cuda"), config.speed, spec)
+
+
+def _check(config: Config, spec: ModelSpec) -> None:
+    """Refuses what has no rehearsal yet."""
+    if not spec.is_ours:
+        what = f"{spec.name} cannot be rehearsed: transformers builds it"
+        raise UserError(
+            what, why="its program reads values, and a rehearsal has none", fix="`shardwise verify` proves it"
+        )
+    if spec.is_moe:
+        raise UserError(
+            f"{spec.name} cannot be rehearsed: which expert gets which token is a matter of values",
+            why="a rehearsal has sizes only; routing that is assumed to be even is not built yet",
+            fix="`shardwise verify` proves the layout; `shardwise plan` predicts its memory",
+        )
+    if "nvme" in (config.memory.offload, config.memory.offload_to):
+        raise UserError(
+            "states on a disk cannot be rehearsed",
+            why="they would be written to this machine's disk",
+            fix="memory.offload=optimizer, which keeps them in CPU memory",
+        )

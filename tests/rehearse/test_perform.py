@@ -1,0 +1,50 @@
+"""A rehearsed rank against the same rank of a real job: every call equal, memory within 2 %."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from real_steps import real_step
+
+from shardwise.rehearse.perform import RehearsedJob, perform
+from shardwise.spec.model import ModelSpec
+from shardwise.spec.plan import Plan
+from shardwise.spec.presets import preset
+from shardwise.spec.schema import AdapterConfig, OptimizerConfig
+
+SIZES = {"num_layers": 2, "hidden": 64, "num_heads": 4, "num_kv_heads": 2, "ffn": 704}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp=2": {"dp": 2},
+    "uneven rows": {"dp": 3, "global_batch": 8, "micro_batch": 2},
+    "zero=1": {"dp": 2, "zero": 1, "replicate": 1, "precision": "bf16"},
+    "zero=2": {"dp": 3, "zero": 2, "replicate": 1},
+    "zero=3": {"dp": 4, "zero": 3, "replicate": 1, "recompute": "full"},
+    "hybrid": {"dp": 4, "zero": 3, "replicate": 2},
+    "tp sp": {"tp": 2, "sequence": True, "dp": 2, "zero": 1, "replicate": 1},
+    "tp=4": {"tp": 4},
+    "cp ring": {"cp": 2, "dp": 2, "zero": 1, "replicate": 1},
+    "cp ulysses": {"cp": 2, "cp_kind": "ulysses"},
+    "1f1b": {"pp": 2, "split": (1, 1), "dp": 2},
+    "zbv": {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "split": (1, 1, 1, 1), "dp": 2, "zero": 1, "replicate": 1},
+    "interleaved": {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "split": (1, 1, 1, 1), "tp": 2,
+                    "sequence": True, "recompute": "selective"},
+}  # fmt: skip
+
+
+def job_for(spec: ModelSpec | None = None, **layout: Any) -> RehearsedJob:
+    spec = spec or preset("tiny").with_overrides(SIZES | {"num_layers": sum(layout.get("split", (2,)))})
+    batch = {"global_batch": 8, "micro_batch": 2, "precision": "fp32", "seq_len": 64} | layout
+    plan = Plan(device="cpu", num_steps=3, threads_per_rank=1, reason="a test", **batch)
+    return RehearsedJob(spec, plan, OptimizerConfig(lr=1e-3), AdapterConfig(), 1.0, 0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_message_is_that_of_the_real_rank_and_memory_is_within_two_percent(name, ranks):
+    job = job_for(**LAYOUTS[name])
+    real = ranks.run(real_step, job.plan.world, job)
+    for rank, (calls, memory) in enumerate(real):
+        program = perform(job, rank)
+        assert Counter((m.op, m.elements, m.dtype) for m in program.calls) == calls, f"rank {rank}"
+        assert program.peak == pytest.approx(sum(memory.values()), rel=0.02), (rank, program.memory, memory)
