@@ -10,10 +10,19 @@ import pytest
 
 from shardwise.config.load import load_config
 from shardwise.errors import Exit, UserError
+from shardwise.launch.local import next_attempt
 from shardwise.launch.nodes import interfaces
 from shardwise.launch.nodes.hello import check_nodes, config_digest, hello, machine_of
 from shardwise.launch.nodes.interfaces import Interface, choose_interface, is_routable, local_interface, own_address
-from shardwise.launch.nodes.mirror import Outbox, fetch, files_to_read, open_mirror, piece_of, take_in
+from shardwise.launch.nodes.mirror import (
+    Outbox,
+    check_is_no_mirror,
+    fetch,
+    files_to_read,
+    open_mirror,
+    piece_of,
+    take_in,
+)
 from shardwise.run.rundir import RunDir
 
 HERE = [
@@ -95,7 +104,8 @@ def test_a_mirror_has_what_ranks_read_and_returns_what_they_write(tmp_path: Path
     (run.path / "metrics.jsonl").write_text("not for others")
     files = files_to_read(run, None)
     assert set(files) == {"config.toml", "plan.json"}
-    fetch(path, files, open_mirror(path, "n0", files), lambda name, offset: piece_of(run, files, name, offset))
+    open_mirror(path, "n0", files)
+    fetch(path, files, lambda name, offset: piece_of(run, files, name, offset))
     assert (path / "plan.json").read_text() == run.plan.read_text()
     assert piece_of(run, files, "metrics.jsonl", 0) == piece_of(run, files, "../secret", 0) == b""
 
@@ -125,6 +135,62 @@ def test_nothing_else_of_a_run_can_be_written_by_another_node(name: object, tmp_
     run.path.mkdir()
     take_in(run, {"name": name, "offset": 0}, b"x")
     assert [file.name for file in tmp_path.rglob("*")] == ["run"]
+
+
+def test_a_mirror_keeps_no_checkpoint_of_a_run_that_was_begun_anew_under_its_name(tmp_path: Path):
+    """Files of two checkpoints of one step have the same names and sizes; their manifests differ."""
+    asked: list[str] = []
+
+    def mirrored(weights: bytes) -> bytes:
+        run, path = RunDir(tmp_path / "run"), tmp_path / "elsewhere"
+        folder = run.checkpoints / "step-20"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "weights.safetensors").write_bytes(weights)
+        (folder / "manifest.json").write_text(f'{{"sha256": "{weights.hex()}"}}')
+        names = ("checkpoints/step-20/weights.safetensors", "checkpoints/step-20/manifest.json")
+        files = {name: (run.path / name).stat().st_size for name in names}
+        asked.clear()
+        open_mirror(path, "n0", files)
+        fetch(path, files, lambda name, offset: (asked.append(Path(name).name), piece_of(run, files, name, offset))[1])
+        return (path / names[0]).read_bytes()
+
+    assert mirrored(b"old") == b"old"
+    assert mirrored(b"old") == b"old" and asked == ["manifest.json"], "it is there already"
+    assert mirrored(b"new") == b"new"
+
+
+def test_nobody_goes_on_from_a_mirror_as_if_it_were_the_run(tmp_path: Path):
+    run = RunDir(tmp_path / "run")
+    check_is_no_mirror(run)
+    open_mirror(run.path, "n0:/disk/runs/tiny", {})
+    with pytest.raises(UserError, match="is a mirror") as error:
+        check_is_no_mirror(run)
+    assert "n0:/disk/runs/tiny" in error.value.why
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "checkpoints/step-1/../../../up"])
+def test_a_mirror_takes_no_file_outside_of_it(name: str, tmp_path: Path):
+    with pytest.raises(UserError, match="none of a run"):
+        open_mirror(tmp_path / "run", "n0", {"config.toml": 1, name: 1})
+    assert not any(tmp_path.iterdir())
+
+
+def test_each_start_has_logs_of_its_own_also_where_only_errors_were_printed(tmp_path: Path):
+    run = RunDir(tmp_path)
+    run.make_folders()
+    assert next_attempt(run) == 1
+    (run.log / "rank3.7.err").write_text("the only line")
+    assert next_attempt(run) == 8
+
+
+def test_a_log_that_is_begun_anew_is_sent_from_its_beginning(tmp_path: Path):
+    log = tmp_path / "log" / "rank1.1.err"
+    log.parent.mkdir()
+    log.write_text("of a start before, and long")
+    outbox = Outbox(tmp_path)
+    assert not list(outbox.pieces())
+    log.write_text("new")
+    assert list(outbox.pieces()) == [("log/rank1.1.err", 0, b"new")]
 
 
 def test_a_directory_that_is_no_mirror_is_left_alone(tmp_path: Path):

@@ -98,6 +98,7 @@ def _on_nodes(args: argparse.Namespace, place: NodePlace) -> int:
 
     def prepare(machine: Machine) -> tuple[RunDir, PlannedRun]:
         found = find_run(args.run, args.runs)
+        found.check_step(args.from_step)
         nproc = args.nproc and args.nproc * machine.nodes
         return found, continue_run(found, args.overrides, args.allow, nproc, machine=machine)
 

@@ -58,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(place, RankPlace):
         from shardwise.launch.join import join, take_place
 
+        if args.preflight or args.dry_run:
+            raise UserError(
+                f"{'--preflight' if args.preflight else '--dry-run'} does not go with one process per rank",
+                why=f"{place.scheduler} started this as rank {place.rank} of {place.world}, and ranks only train",
+                fix="one task per node (srun --ntasks-per-node=1) checks the nodes; --dry-run is for a shell",
+            )
         take_place(place)
         return join(prepare, loaded, verify=not args.no_verify)
     if args.dry_run:

@@ -29,7 +29,7 @@ def is_loopback(address: str) -> bool:
 def given_heads(environ: Mapping[str, str], count: int, fix: str) -> tuple[str, ...]:
     """Returns the addresses of SHARDWISE_HEAD, several with commas between, for a job of `count` nodes. Names are not
     looked up: they may be known to the network only when all nodes have started."""
-    named = [word.strip() for word in environ.get("SHARDWISE_HEAD", "").split(",") if word.strip()]
+    named = [word.strip(" []") for word in environ.get("SHARDWISE_HEAD", "").split(",") if word.strip(" []")]
     heads = tuple(word for word in named if count == 1 or not is_loopback(word))
     if not heads:
         said = f"`{', '.join(named)}`" if named else "not set"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cluster.describe.machine import Machine, this_machine
-from shardwise.config.load import Loaded
+from shardwise.config.load import Loaded, load_config
 from shardwise.errors import Exit, UserError
+from shardwise.files import refused
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.local import sockets_at
 from shardwise.launch.nodes.follower import Follower
@@ -34,6 +36,7 @@ from shardwise.launch.nodes.interfaces import (
 )
 from shardwise.launch.nodes.mirror import (
     Outbox,
+    digest_of,
     fetch,
     files_to_read,
     open_mirror,
@@ -45,6 +48,7 @@ from shardwise.launch.nodes.mirror import (
 from shardwise.launch.place import NodePlace, RankPlace, own_place
 from shardwise.launch.start import PlannedRun, starting_line, write_run
 from shardwise.private_names import check_private_names
+from shardwise.run.build import corpus_of, model_spec
 from shardwise.run.own_parts import OwnParts
 from shardwise.run.ranks import Ranks, ranks_from_environment
 from shardwise.run.rundir import RunDir
@@ -128,20 +132,24 @@ def join(
                     "path": str(run.path.resolve()),
                     "sign": held.enter_context(shown(run)),
                     "files": files_to_read(run, from_step),
+                    "digest": digest_of(run),
+                    "text": planned.corpus.fingerprint,
                 }
-            except UserError as problem:
-                error = problem
+            except (UserError, OSError) as problem:
+                error = problem if isinstance(problem, UserError) else refused(problem)
+                announced = {"exit": int(error.code)}
         if ranks.world > 1:
             announced = json.loads(_share_text(json.dumps(announced) if ranks.is_first else "", device))
         if error is not None:
             raise error
-        if announced:
+        if "path" in announced:
             here = RunDir(Path(announced["path"]))
             if ranks.nodes > 1:
                 _see_run(here, announced, ranks, device, loaded.config.comm.interface, held)
+                _check_run(here, announced, ranks, device, reads_text=own is None)
             return run_worker(here, ranks, planned, from_step, verify=verify, own=own)
         time.sleep(TIME_TO_REPORT_S)
-        return int(Exit.USER_MISTAKE)
+        return int(announced["exit"])
 
 
 def _sockets(interface: str | None, ranks: Ranks) -> dict[str, str]:
@@ -194,19 +202,41 @@ def _see_run(
             found = held.enter_context(
                 Follower([way["address"]], way["port"], bytes.fromhex(way["secret"]), said, FETCH_S)
             )
-            fetch(
-                run.path, announced["files"], open_mirror(run.path, way["address"], announced["files"]), _asking(found)
-            )
+            open_mirror(run.path, f"{way['address']}:{run.path}", announced["files"])
+            fetch(run.path, announced["files"], _asking(found))
             held.enter_context(_Sending(found, Outbox(run.path)))
         except (UserError, OSError) as error:
             problem = str(error)
     problems = [said["problem"] for said in _said_by_all({"problem": problem}, ranks, device).values()]
     if first := next(filter(None, problems), ""):
         raise UserError(
-            "a node has no room for a mirror of this run",
+            "a node cannot mirror this run",
             why=" ".join(first.split()),
             fix="a run.dir on a shared file system, or another run.name",
         )
+
+
+def _check_run(run: RunDir, announced: dict[str, Any], ranks: Ranks, device: torch.device, reads_text: bool) -> None:
+    """Collective. Refuses ranks that would execute another config or plan than the first one, or train on another
+    text; the text is read by one rank of each other node."""
+    found = {"host": socket.gethostname(), "digest": digest_of(run), "text": announced["text"]}
+    if reads_text and ranks.local_rank == 0 and not ranks.is_first:
+        config = load_config(run.config).config
+        found["text"] = corpus_of(config, model_spec(config.model), progress=False).fingerprint
+    for rank, said in _said_by_all(found, ranks, device).items():
+        if said["digest"] != announced["digest"]:
+            raise UserError(
+                f"rank {rank} ({said['host']}) has another config or plan in {run.path} than rank 0",
+                why="ranks of one job must execute the same plan",
+                fix="remove the directory on that node if it is an old mirror; else choose another run.name",
+                code=Exit.HARDWARE,
+            )
+        if said["text"] != announced["text"]:
+            raise UserError(
+                f"the text on {said['host']} is not the one on the first node",
+                why="data.source has other content or another tokenizer there",
+                fix="the same files on every node, or a data.source on a shared file system",
+            )
 
 
 def _asking(follower: Follower) -> Callable[[str, int], bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -108,7 +109,8 @@ def ranks_ended(
 
 def next_attempt(run: RunDir) -> int:
     """Returns the number of the next start of a run: a resume keeps the logs of earlier ones."""
-    return 1 + len(list(run.log.glob("rank1.*.out")))
+    found = (re.fullmatch(r"rank\d+\.(\d+)\.(out|err)", file.name) for file in run.log.glob("rank*"))
+    return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
 def _supervise(

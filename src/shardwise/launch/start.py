@@ -26,6 +26,7 @@ from shardwise.errors import UserError
 from shardwise.files import cannot_write, write_atomically
 from shardwise.launch.allocator import set_allocator
 from shardwise.launch.nodes.interfaces import local_interface
+from shardwise.launch.nodes.mirror import check_is_no_mirror
 from shardwise.optim.offload.disk import check_directory
 from shardwise.plan.prediction.memory import predict_elsewhere
 from shardwise.plan.resolve.resolve import resolve
@@ -217,6 +218,7 @@ def continue_run(
 ) -> PlannedRun:
     """Returns an existing run that is ready to start once more, with what may change changed."""
     check_own_parts(run, own or OwnParts())
+    check_is_no_mirror(run)
     if run.is_locked():
         run.lock()  # raises, naming the holder
     for key in allow:

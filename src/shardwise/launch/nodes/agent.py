@@ -13,7 +13,10 @@ Invariant: every process of a job ends with the same code, and none outlives the
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from shardwise.launch.nodes.job import NodeJob
@@ -21,16 +24,31 @@ from shardwise.launch.nodes.leader import Leader
 from shardwise.launch.nodes.member import Member
 from shardwise.launch.nodes.secret import read_secret, shared_secret
 
+MOST_FILES = 2**16
+
 
 def work_on_node(job: NodeJob) -> int:
     """Does this node's part of a job and returns the exit code, which is the same on all nodes."""
     place = job.place
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's store warns of every address without a name
+    newer: Callable[[], bytes] | None = None
     with ExitStack() as opened:
         if place.secret_file:
             secret = read_secret(Path(place.secret_file))
         else:
             file = job.runs / f".secret-{place.scheduler}-{place.job}-{place.attempt}"
             secret = shared_secret(file, is_head=place.index == 0)
-            opened.callback(file.unlink, missing_ok=True)
-        return Leader(job, secret).work() if place.index == 0 else Member(job, secret).work()
+            newer = partial(shared_secret, file, is_head=False)
+            if place.index == 0:  # the others may not have read it yet when one of them leaves
+                opened.callback(file.unlink, missing_ok=True)
+        _open_as_many_files_as_allowed()
+        return Leader(job, secret).work() if place.index == 0 else Member(job, secret, newer).work()
+
+
+def _open_as_many_files_as_allowed() -> None:
+    """Raises this process's limit of open files: every rank's way to the store takes three on the head, and a login
+    has 1024."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = MOST_FILES if allowed == resource.RLIM_INFINITY else min(allowed, MOST_FILES)
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, allowed))

@@ -40,11 +40,12 @@ class Checks:
         }
 
     def answer(self, words: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what was found. A question that cannot be answered has a `problem`."""
+        """Returns what was found, with the question's number. A question that cannot be answered has a `problem`."""
+        echo = {"kind": "checked", "number": words.get("number")}
         try:
-            return {"kind": "checked", **self._answers[str(words["what"])](words)}
+            return {**echo, **self._answers[str(words["what"])](words)}
         except Exception as error:  # whatever it is, it is a finding about this node
-            return {"kind": "checked", "problem": f"{type(error).__name__}: {error}"}
+            return {**echo, "problem": f"{type(error).__name__}: {error}"}
 
     def _clock(self, words: Mapping[str, Any]) -> dict[str, Any]:
         return {"time": time.time()}

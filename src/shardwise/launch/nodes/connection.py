@@ -30,7 +30,7 @@ from shardwise.launch.nodes.secret import holds, proof
 GREETING = b"SHARDWISE 1\n"
 CHALLENGE_BYTES, PROOF_BYTES = 16, 32
 PROVE_S = 10.0  # seconds that a stranger may hold a connection
-MOST_JSON = 2**20
+MOST_JSON = 2**24
 MOST_BYTES = 2**24
 ALIVE_EVERY_S = 2.0
 LOST_AFTER_S = 30.0
@@ -138,7 +138,7 @@ class NodeLink:
     def __init__(self, thread: Background, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._loop, self._reader, self._writer = thread.loop, reader, writer
         self.inbox: queue.Queue[Frame] = queue.Queue()
-        self.heard_at = time.monotonic()
+        self.heard_at = self._beaten_at = time.monotonic()
         self.closed = ""  # why nothing more will come
         self.ended = False  # the other side has said that it leaves
 
@@ -147,7 +147,7 @@ class NodeLink:
         """Why the other side is taken for lost; empty while it is there."""
         if self.closed:
             return self.closed
-        silence = time.monotonic() - self.heard_at
+        silence = self._beaten_at - self.heard_at  # time in which this process itself stood still is no silence
         return f"nothing was heard of it for {silence:.0f} s" if silence > LOST_AFTER_S else ""
 
     def send(self, kind: str, data: bytes = b"", **words: Any) -> None:
@@ -162,6 +162,17 @@ class NodeLink:
     def _write(self, content: bytes) -> None:
         if not self.closed:
             self._writer.write(content)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What waits here because the connection does not take it."""
+        return self._writer.transport.get_write_buffer_size()
+
+    def next(self) -> Frame | None:
+        """Returns the next frame, None if there is none yet."""
+        with suppress(queue.Empty):
+            return self.inbox.get_nowait()
+        return None
 
     def receive(self, *kinds: str, timeout: float) -> Frame | None:
         """Returns the next frame of these kinds; None when none came in time or the other side is lost. Frames of other
@@ -197,12 +208,17 @@ class NodeLink:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_EVERY_S)
+            self._beaten_at = time.monotonic()
             self._write(framed({"kind": "alive"}))
 
     def flush(self, timeout: float = 5.0) -> None:
         """Waits until what was sent has left."""
         with suppress(Exception):
-            asyncio.run_coroutine_threadsafe(self._writer.drain(), self._loop).result(timeout)
+            asyncio.run_coroutine_threadsafe(self._empty(), self._loop).result(timeout)
+
+    async def _empty(self) -> None:
+        self._writer.transport.set_write_buffer_limits(0)  # else a few kB may wait on, and nobody sends them
+        await self._writer.drain()
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

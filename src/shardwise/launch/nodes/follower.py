@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,9 +25,18 @@ STRANGER_S = 15.0  # seconds in which the head of an earlier attempt has ended
 class Follower:
     """One node's connection to the head. Used as a context: at its end nothing listens any more."""
 
-    def __init__(self, heads: Sequence[str], port: int, secret: bytes, hello: dict[str, Any], patience_s: float):
-        """Tries the head's addresses in turn for `patience_s` seconds: it may not have started yet."""
-        self.secret, self.port = secret, port
+    def __init__(
+        self,
+        heads: Sequence[str],
+        port: int,
+        secret: bytes,
+        hello: dict[str, Any],
+        patience_s: float,
+        newer: Callable[[], bytes] | None = None,
+    ):
+        """Tries the head's addresses in turn for `patience_s` seconds: it may not have started yet. `newer` returns the
+        secret anew where it is in a file that the head writes: what was read may be that of a start before."""
+        self.secret, self.port, self._newer = secret, port, newer
         self.thread = Background()
         try:
             self.address, reader, writer = self._reach(heads, patience_s)
@@ -54,6 +63,7 @@ class Follower:
                     return address, *self.thread.call(self._connect(address))
                 except Stranger as error:  # perhaps the head of an earlier attempt, which is about to end
                     stranger, said = address, str(error)
+                    self.secret = self._newer() if self._newer else self.secret
                 except (OSError, TimeoutError) as error:
                     said = f"{address} port {self.port}: {error or type(error).__name__}"
             waited = time.monotonic() - began

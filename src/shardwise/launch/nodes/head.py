@@ -10,11 +10,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import threading
+from collections import deque
 from contextlib import suppress
 from typing import Any
 
 from shardwise.errors import Exit, UserError
-from shardwise.launch.nodes.connection import Background, NodeLink, Stranger, framed, let_in, pump, read_frame
+from shardwise.launch.nodes.connection import (
+    PROVE_S,
+    Background,
+    NodeLink,
+    Stranger,
+    framed,
+    let_in,
+    pump,
+    read_frame,
+)
 
 BACKLOG = 4096  # ranks of many nodes come at once
 LOOPBACK = "127.0.0.1"
@@ -29,7 +40,7 @@ class JobHead:
         self.store_port = 0  # where this node's store listens, once there is one
         self.links: dict[int, NodeLink] = {}
         self.hellos: dict[int, dict[str, Any]] = {}
-        self.strangers: list[str] = []  # who tried without the secret
+        self.strangers: deque[str] = deque(maxlen=3)  # who tried without the secret, the last ones
         self._listener = _listen(address, port)
         self.address, self.port = self._listener.getsockname()[:2]
         self.thread = Background()
@@ -39,8 +50,11 @@ class JobHead:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for link in self.links.values():
-            link.flush()
+        flushing = [threading.Thread(target=link.flush) for link in self.links.values() if not link.lost]
+        for thread in flushing:
+            thread.start()
+        for thread in flushing:
+            thread.join()
         self.thread.close()
         with suppress(OSError):
             self._listener.close()
@@ -52,7 +66,8 @@ class JobHead:
         peer = str((writer.get_extra_info("peername") or ("?",))[0])
         try:
             await let_in(reader, writer, self.secret)
-            first = (await read_frame(reader)).words
+            async with asyncio.timeout(PROVE_S):
+                first = (await read_frame(reader)).words
         except (Stranger, OSError, ValueError, RecursionError, asyncio.IncompleteReadError) as error:
             self.strangers.append(f"{peer}: {error}")
             writer.close()

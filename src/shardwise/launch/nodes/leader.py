@@ -22,11 +22,15 @@ from shardwise.launch.nodes.interfaces import choose_interface, own_address
 from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
 from shardwise.launch.nodes.mirror import digest_of, files_to_read, piece_of, shown, take_in
 from shardwise.launch.nodes.preflight import Preflight, Report
+from shardwise.launch.nodes.refusal import refusal_of, refused_by
 from shardwise.launch.outcome import Failure, RanksEnded, exit_code
 from shardwise.launch.start import PlannedRun, write_run
 from shardwise.private_names import check_private_names
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import patience, say, say_error
+
+LOOK_EVERY_S = 0.005  # at what the other nodes ask for
+LAST_WORDS_S = 15.0  # for the nodes that are left when one is lost: their ranks are ended
 
 
 class Leader:
@@ -38,15 +42,14 @@ class Leader:
         self.own = own_address(job.interface, job.place.heads)
         self.head = JobHead(self.own.address, job.place.port, job.place.count, secret)
         self.ended: dict[int, dict[str, Any]] = {}  # how ranks of other nodes have ended
-        self.lost: tuple[int, str] | None = None  # the node that was lost first, and how
+        self.lost: UserError | None = None  # the node that was lost first, and how
 
     def work(self) -> int:
         with self.head:
             try:
                 return self._work()
             except BaseException as error:  # the others must not wait
-                code = error.code if isinstance(error, UserError) else Exit.INTERRUPTED
-                self.head.tell("refuse", text=str(error) if isinstance(error, UserError) else "", exit=int(code))
+                self.head.tell("refuse", **refusal_of(error))
                 raise
 
     def _work(self) -> int:
@@ -127,6 +130,8 @@ class Leader:
         with patience("checking the nodes ...", 3.0):
             checks = Checks(0, self.job.runs, self.own.address, self.head.secret, self.head.thread)
             report = Preflight(hellos, self.head.links, checks).run(devices=only)
+        if not only:
+            self._frames()
         for line in report.lines() if only else report.lines()[-1:]:
             say(line)
         for error in report.errors():
@@ -143,6 +148,7 @@ class Leader:
             while len(self.head.hellos) < place.count - 1:
                 if time.monotonic() - began > JOIN_S:
                     raise self._missing()
+                self._frames()
                 time.sleep(0.05)
         hellos = {0: hello(0, self.job.asked, place.attempt), **self.head.hellos}
         check_nodes(hellos)
@@ -151,7 +157,7 @@ class Leader:
     def _missing(self) -> UserError:
         place = self.place
         missing = [str(index) for index in range(1, place.count) if index not in self.head.hellos]
-        strangers = f"; turned away: {'; '.join(self.head.strangers[-3:])}" if self.head.strangers else ""
+        strangers = f"; turned away: {'; '.join(self.head.strangers)}" if self.head.strangers else ""
         return UserError(
             f"{len(missing)} of {place.count} nodes did not come within {JOIN_S:.0f} s: node {', '.join(missing[:8])}",
             why=f"this is node 0, listening at {self.own} port {self.head.port}{strangers}",
@@ -165,21 +171,34 @@ class Leader:
         deadline = time.monotonic() + READY_S
         with patience("waiting  for the other nodes to read the run ...", 3.0):
             while len(ready) < self.place.count - 1:
-                for index, link in self.head.links.items():
-                    frame = link.receive("get", "ready", "refuse", timeout=0.02)
-                    if frame is None:
-                        if index not in ready and (link.lost or time.monotonic() > deadline):
-                            raise self._gone(index, link.lost or f"it was not ready within {READY_S:.0f} s")
-                    elif frame.words["kind"] == "get":
+                if time.monotonic() > deadline:
+                    late = next(index for index in self.head.links if index not in ready)
+                    raise self._gone(late, f"it was not ready within {READY_S:.0f} s")
+                came = self._frames()
+                for index, frame in came:
+                    if frame.words.get("kind") == "get":
                         name, offset = str(frame.words.get("name")), int(frame.words.get("offset", 0))
-                        link.send("piece", piece_of(run, files, name, offset))
-                    elif frame.words["kind"] == "ready":
+                        self.head.links[index].send("piece", piece_of(run, files, name, offset))
+                    elif frame.words.get("kind") == "ready":
                         ready[index] = bool(frame.words.get("mirrors"))
-                    else:
-                        raise _refused_by(named(index, self.head.hellos[index]), frame)
+                if not came:
+                    time.sleep(LOOK_EVERY_S)
         if mirrors := [index for index, is_mirror in sorted(ready.items()) if is_mirror]:
             nodes = ", ".join(map(str, mirrors[:8])) + (" ..." if len(mirrors) > 8 else "")
             say(f"nodes    {run.path} is not shared with node {nodes}: mirrored there, logs and events come here")
+
+    def _frames(self) -> list[tuple[int, Frame]]:
+        """Returns the next frame of each node that has sent one; raises if a node refuses, or is gone."""
+        found = []
+        for index, link in list(self.head.links.items()):
+            frame = link.next()
+            if frame is None and (why := link.lost) and (frame := link.next()) is None:  # it may have come just before
+                raise self._gone(index, why)
+            if frame is not None and frame.words.get("kind") == "refuse":
+                raise refused_by(named(index, self.head.hellos[index]), frame)
+            if frame is not None:
+                found.append((index, frame))
+        return found
 
     def _gone(self, index: int, why: str) -> UserError:
         return UserError(
@@ -199,34 +218,40 @@ class Leader:
     def _hear(self, run: RunDir) -> None:
         """Takes in what the other nodes have sent."""
         for index, link in self.head.links.items():
-            while not link.inbox.empty():
-                frame = link.inbox.get()
+            why = link.lost  # before the last frames are read
+            while (frame := link.next()) is not None:
                 if frame.words.get("kind") == "written":
                     take_in(run, frame.words, frame.data)
                 elif frame.words.get("kind") == "ended":
                     self.ended[index] = frame.words
-            if index not in self.ended and link.lost and self.lost is None:
-                self.lost = (index, link.lost)
+                elif frame.words.get("kind") == "refuse":
+                    self.lost = self.lost or refused_by(named(index, self.head.hellos[index]), frame)
+            if index not in self.ended and why:
+                self.lost = self.lost or self._gone(index, why)
 
     def _settle(self, run: RunDir, own: RanksEnded) -> int:
         """Waits for the other nodes and returns the exit code of the whole."""
         if own.failures:
             self.head.tell("end")
-        deadline = time.monotonic() + END_S
-        while len(self.ended) < self.place.count - 1 and self.lost is None and time.monotonic() < deadline:
+        began, is_ending = time.monotonic(), False
+        while late := [index for index, link in self.head.links.items() if index not in self.ended and not link.lost]:
             self._hear(run)
+            if self.lost is not None and not is_ending:  # nobody waits for its ranks
+                self.head.tell("end")
+                began, is_ending = time.monotonic(), True
+            if time.monotonic() - began > (LAST_WORDS_S if is_ending else END_S):
+                break
             time.sleep(0.02)
-        late = [index for index in self.head.links if index not in self.ended]
+        self._hear(run)
         if self.lost is None and late:
-            self.lost = (late[0], f"it did not say within {END_S:.0f} s how its ranks ended")
-        if self.lost is not None:
-            index, why = self.lost
+            self.lost = self._gone(late[0], f"it did not say within {END_S:.0f} s how its ranks ended")
+        if (problem := self.lost) is not None:
             self.head.tell("end")
-            problem, event = self._gone(index, why), run.last_event() or {}
+            event = run.last_event() or {}
             if not own.failures and event.get("event") in ("finished", "stopped"):  # all ranks had come to their end
-                say_error(f"nodes    {problem.what}, after the end: {why}")
+                say_error(f"nodes    {problem.what}, after the end: {problem.why}")
                 return int(event.get("exit", Exit.DONE))
-            say_error(f"error: {problem.what}\n  why  {why}\n  fix  {run.how_to_resume()}")
+            say_error(f"error: {problem.what}\n  why  {problem.why}\n  fix  {run.how_to_resume()}")
             run.append({"event": "failed", "exit": int(problem.code), "why": problem.what, "wall_time": time.time()})
             return int(problem.code)
         return exit_code(run, _together(own, self.ended.values(), was_ended=bool(self._failed_first())))
@@ -245,15 +270,3 @@ def _together(own: RanksEnded, others: Iterable[Mapping[str, Any]], was_ended: b
     signals = tuple(signal for node in found for signal in node[0])
     first = [failure for _, failures, ended in found if not ended for failure in failures]
     return RanksEnded(signals, tuple(first or [failure for _, failures, _ in found for failure in failures]))
-
-
-def _refused_by(node: str, frame: Frame) -> UserError:
-    """Returns the error that a node has reported, with its name in front."""
-    lines = [line.strip() for line in str(frame.words.get("text", "")).splitlines()]
-    what, why, fix = [*lines, "it gave no reason", "", ""][:3] if len(lines) != 3 else lines
-    return UserError(
-        f"{node}: {what.removeprefix('error:').strip()}",
-        why=why.removeprefix("why").strip(),
-        fix=fix.removeprefix("fix").strip(),
-        code=Exit(int(frame.words.get("exit", Exit.USER_MISTAKE))),
-    )

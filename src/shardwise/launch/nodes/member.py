@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,22 +26,35 @@ from shardwise.launch.nodes.hello import hello
 from shardwise.launch.nodes.interfaces import choose_interface
 from shardwise.launch.nodes.job import END_S, JOIN_S, READY_S, NodeJob
 from shardwise.launch.nodes.mirror import Outbox, digest_of, fetch, open_mirror, sees
+from shardwise.launch.nodes.refusal import refusal_of
 from shardwise.run.build import corpus_of, model_spec
 from shardwise.run.rundir import RunDir
 from shardwise.terminal import say_error
 
 SEND_EVERY_S = 1.0
+SEND_LAST_S = 20.0  # for what ranks have written last
+MOST_UNSENT = 2**23  # bytes of it that wait in this process
+
+
+class HeadLeft(Exception):
+    """Is raised where the head ends the job, or is lost, while this node asks it for something."""
+
+    def __init__(self, frame: Frame | None):
+        super().__init__("the head has left")
+        self.frame = frame
 
 
 class Member:
     """The part of a node that is not the head."""
 
-    def __init__(self, job: NodeJob, secret: bytes):
+    def __init__(self, job: NodeJob, secret: bytes, newer: Callable[[], bytes] | None = None):
+        """`newer` returns the secret anew where the head leaves it in a file (agent.py)."""
         self.job, self.place = job, job.place
         self.interface = choose_interface(job.interface, job.place.heads)
         said = hello(self.place.index, job.asked, self.place.attempt)
-        self.way = Follower(self.place.heads, self.place.port, secret, said, JOIN_S)
+        self.way = Follower(self.place.heads, self.place.port, secret, said, JOIN_S, newer)
         self.was_ended = False
+        self.last: Frame | None = None  # the head's last word, if it came while ranks were running
         self.outbox: Outbox | None = None
         self.sent_at = 0.0
 
@@ -48,8 +62,10 @@ class Member:
         with self.way:
             try:
                 return self._work()
-            except UserError as error:
-                self.way.link.send("refuse", text=str(error), exit=int(error.code))
+            except HeadLeft as left:
+                return self._left(left.frame)
+            except BaseException as error:  # the others must not wait
+                self.way.link.send("refuse", **refusal_of(error))
                 raise
 
     def _work(self) -> int:
@@ -82,7 +98,7 @@ class Member:
         self._send(is_last=True)
         failures = [asdict(failure) for failure in ended.failures]
         link.send("ended", signals=list(ended.signals), failures=failures, was_ended=self.was_ended)
-        return self._left(link.receive("exit", "refuse", timeout=END_S))
+        return self._left(self.last or link.receive("exit", "refuse", timeout=READY_S))  # rank 0 may have more to do
 
     def _open(self, words: dict[str, Any]) -> RunDir:
         """Returns the run directory on this node: the shared one, or a mirror that is up to date. Refuses what would
@@ -92,8 +108,8 @@ class Member:
             self._check(RunDir(shared), words)
             return RunDir(shared)
         path, files = shared, {str(name): int(size) for name, size in words["files"].items()}
-        names = open_mirror(path, f"{self.way.address}:{shared}", files)
-        fetch(path, files, names, self._piece)
+        open_mirror(path, f"{self.way.address}:{shared}", files)
+        fetch(path, files, self._piece)
         self.outbox = Outbox(path)
         self._check(RunDir(path), words)
         return RunDir(path)
@@ -117,14 +133,18 @@ class Member:
 
     def _piece(self, name: str, offset: int) -> bytes:
         self.way.link.send("get", name=name, offset=offset)
-        frame = self.way.link.receive("piece", timeout=END_S)
-        return frame.data if frame else b""
+        frame = self.way.link.receive("piece", "exit", "refuse", timeout=END_S)
+        if frame is None or frame.words["kind"] != "piece":
+            raise HeadLeft(frame)
+        return frame.data
 
     def _attend(self) -> None:
         link = self.way.link
-        while not link.inbox.empty():
-            if link.inbox.get().words.get("kind") in ("end", "refuse"):
+        while (frame := link.next()) is not None:
+            if frame.words.get("kind") in ("end", "exit", "refuse"):
                 self.was_ended = True
+            if frame.words.get("kind") in ("exit", "refuse"):
+                self.last = frame
         if self.was_ended or link.lost:
             self.was_ended = True
             raise JobEnds
@@ -133,9 +153,13 @@ class Member:
     def _send(self, is_last: bool = False) -> None:
         if self.outbox is None or (not is_last and time.monotonic() - self.sent_at < SEND_EVERY_S):
             return
-        self.sent_at = time.monotonic()
+        self.sent_at, link = time.monotonic(), self.way.link
         for name, offset, piece in self.outbox.pieces(is_last):
-            self.way.link.send("written", piece, name=name, offset=offset)
+            link.send("written", piece, name=name, offset=offset)
+            while is_last and link.num_unsent_bytes > MOST_UNSENT and time.monotonic() - self.sent_at < SEND_LAST_S:
+                time.sleep(0.05)
+            if link.num_unsent_bytes > MOST_UNSENT:  # ranks print faster than the network carries: the rest later
+                break
 
     def _left(self, frame: Frame | None) -> int:
         """Returns the code with which this node leaves: the head's, or that of a node that has lost it."""

@@ -8,10 +8,12 @@ but those files of a run can be fetched or written through here.
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,11 +24,12 @@ from shardwise.checkpoint.listing import MANIFEST
 from shardwise.errors import UserError
 from shardwise.files import cannot_write
 from shardwise.run.rundir import RunDir
+from shardwise.terminal import shell_word
 
 SHARED_SIGN = ".nodes-"  # begins the random name of an empty file of the first node, by which others know its directory
 SEE_S = 3.0  # seconds in which a network file system shows another node's file
 MIRROR_SIGN = ".mirror"  # marks a directory that is a mirror, and says of what
-PIECE = 4 * 2**20  # bytes that travel at once
+PIECE = 2**20  # bytes that travel at once: a slow link must let signs of life through between two
 READ = ("config.toml", "plan.json", "own-parts.json")
 WRITTEN = re.compile(r"events/rank\d+\.jsonl|log/rank\d+\.\d+\.(out|err)|crash/rank\d+\.txt|trace/rank-\d+\.json\.gz")
 
@@ -39,15 +42,16 @@ Files = Mapping[str, int]  # path in the run directory -> bytes
 def shown(run: RunDir) -> Iterator[str]:
     """Yields the sign by which other nodes see whether they share a run's directory; it is gone afterwards. Its name is
     new each time: a network file system remembers for a while what an old name held, or that there was none."""
-    for old in run.path.glob(f"{SHARED_SIGN}*"):  # of a start that was killed
-        old.unlink(missing_ok=True)
     sign = secrets.token_hex(8)
     file = run.path / f"{SHARED_SIGN}{sign}"
     try:
+        for old in run.path.glob(f"{SHARED_SIGN}*"):  # of a start that was killed
+            old.unlink(missing_ok=True)
         file.touch()
-        yield sign
     except OSError as error:
         raise cannot_write(run.path, error) from None
+    try:
+        yield sign
     finally:
         with suppress(OSError):
             file.unlink(missing_ok=True)
@@ -89,18 +93,37 @@ def piece_of(run: RunDir, files: Files, name: str, offset: int) -> bytes:
         return file.read(PIECE)
 
 
-def open_mirror(path: Path, of: str, files: Files) -> list[str]:
-    """Makes the mirror of a run at `path`, or renews the one that is there; returns the files to fetch. `of` says
-    whose mirror it is: host and path. A checkpoint that the first node no longer has is removed."""
+def check_is_no_mirror(run: RunDir) -> None:
+    """Refuses to go on from a mirror as if it were the run: what was trained since is on the first node of then."""
+    sign = run.path / MIRROR_SIGN
+    with suppress(FileNotFoundError):
+        of = sign.read_text(encoding="utf-8", errors="replace").strip()
+        raise UserError(
+            f"{run.path} is a mirror on {socket.gethostname()}, not the run itself",
+            why=f"it mirrors {of}, which has the newest checkpoints; here are those of its last start at best",
+            fix=f"start there, or copy that directory here; `rm {shell_word(sign)}` takes what is here",
+        )
+
+
+def open_mirror(path: Path, of: str, files: Files) -> None:
+    """Makes the mirror of a run at `path`, or renews the one that is there. `of` says whose mirror it is: host and
+    path. A checkpoint that the first node no longer has is removed."""
     sign = path / MIRROR_SIGN
-    if path.exists() and any(path.iterdir()) and not sign.is_file():
+    if outside := next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None):
+        raise UserError(
+            f"the first node's run has a file {outside[:80]!r}, which is none of a run",
+            why="a mirror takes files of the run's directory alone",
+            fix="see who has changed that run",
+        )
+    is_new = not path.exists()
+    if not is_new and any(path.iterdir()) and not sign.is_file():
         raise UserError(
             f"{path} is there already, and is not a mirror of {of}",
             why="this node does not share the run's directory with the first one, and a run is never overwritten",
             fix="another run.dir or run.name, or a directory on a shared file system",
         )
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=not is_new)  # a shared directory may only just have come into sight
         sign.write_text(f"{of}\n", encoding="utf-8")
         (path / "checkpoints").mkdir(exist_ok=True)
         for folder in ("crash", "trace"):  # sent by an earlier start
@@ -111,14 +134,15 @@ def open_mirror(path: Path, of: str, files: Files) -> list[str]:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise cannot_write(path, error) from None
-    is_kept = {name for name, size in files.items() if "checkpoints/" in name and _has(path / name, size)}
-    return [name for name in files if name not in is_kept]  # a checkpoint's files never change
 
 
-def fetch(path: Path, files: Files, names: list[str], ask: Callable[[str, int], bytes]) -> None:
-    """Fetches files of a run into its mirror. `ask`: from a name and an offset to the next piece."""
-    for name in names:
+def fetch(path: Path, files: Files, ask: Callable[[str, int], bytes]) -> None:
+    """Fetches files of a run into its mirror. `ask`: from a name and an offset to the next piece. Files of a checkpoint
+    that are there already are kept if its manifest, which is fetched first and has their digests, is the same."""
+    for name in sorted(files, key=lambda name: not name.endswith(f"/{MANIFEST}")):
         target = path / name
+        if name.startswith("checkpoints/") and target.name != MANIFEST and _has(target, files[name]):
+            continue
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch, offset = target.with_name(f".{target.name}.part"), 0
         with open(scratch, "wb") as out:
@@ -128,6 +152,10 @@ def fetch(path: Path, files: Files, names: list[str], ask: Callable[[str, int], 
                     raise OSError(f"{name} ended after {offset} of {files[name]} bytes")
                 out.write(piece)
                 offset += len(piece)
+        if target.name == MANIFEST and not (target.is_file() and filecmp.cmp(scratch, target, shallow=False)):
+            for old in target.parent.iterdir():  # of a run that was begun anew under this name
+                if old != scratch:
+                    old.unlink()
         scratch.replace(target)
 
 
@@ -143,6 +171,8 @@ class Outbox:
         for name, size in _written(self.path):
             if not is_last and not name.startswith(GROWING):
                 continue
+            if self._sent.get(name, 0) > size:  # it was begun anew
+                self._sent[name] = 0
             while (offset := self._sent.get(name, 0)) < size:
                 with open(self.path / name, "rb") as file:
                     file.seek(offset)

@@ -19,6 +19,7 @@ from shardwise.config.units import format_bytes, format_seconds
 from shardwise.launch.nodes.checks import Checks
 from shardwise.launch.nodes.connection import NodeLink
 from shardwise.launch.nodes.hello import named
+from shardwise.launch.nodes.refusal import refused_by
 
 ANSWER_S = 150.0
 SLOW = 0.5
@@ -89,6 +90,8 @@ class Preflight:
     def __init__(self, hellos: Mapping[int, Mapping[str, Any]], links: Mapping[int, NodeLink], own: Checks):
         self.links, self.own = links, own
         self.report = Report(hellos)
+        self._number = 0  # of the question
+        self._silent: set[int] = set()  # nodes that did not answer: they are not asked again
 
     def run(self, *, devices: bool) -> Report:
         """Makes all checks; `devices`: a matmul on each, too, for which every node loads torch."""
@@ -103,17 +106,18 @@ class Preflight:
 
     def _ask(self, nodes: Sequence[int], what: str, each: Mapping[int, Mapping[str, Any]] = {}) -> dict[int, Any]:
         """Asks nodes at the same time; returns what each has answered. One that does not answer is a finding."""
+        self._number += 1
+        nodes = [node for node in nodes if node not in self._silent]
         with ThreadPoolExecutor(1) as here:
             mine = here.submit(self.own.answer, {"what": what, **each.get(0, {})}) if 0 in nodes else None
             for node in nodes:
                 if node:
-                    self.links[node].send("check", what=what, **each.get(node, {}))
+                    self.links[node].send("check", what=what, number=self._number, **each.get(node, {}))
             found: dict[int, Any] = {}
             deadline = time.monotonic() + ANSWER_S
             for node in nodes:
                 if node:
-                    frame = self.links[node].receive("checked", timeout=max(0.1, deadline - time.monotonic()))
-                    found[node] = frame.words if frame else {"problem": self.links[node].lost or "it did not answer"}
+                    found[node] = self._answer_of(node, deadline)
             if mine is not None:
                 found[0] = mine.result()
         for node, words in found.items():
@@ -122,6 +126,17 @@ class Preflight:
                 fix = "look at this node; until then leave it out"
                 self.report.findings.append(Finding(node, f"the check of its {what} failed", problem, fix))
         return {node: words for node, words in found.items() if not words.get("problem")}
+
+    def _answer_of(self, node: int, deadline: float) -> Mapping[str, Any]:
+        """Returns a node's answer to this question; one that comes late, to a question of before, is none."""
+        link = self.links[node]
+        while frame := link.receive("checked", "refuse", timeout=max(0.1, deadline - time.monotonic())):
+            if frame.words["kind"] == "refuse":
+                raise refused_by(named(node, self.report.hellos[node]), frame)
+            if frame.words.get("number") == self._number:
+                return frame.words
+        self._silent.add(node)
+        return {"problem": link.lost or "it did not answer"}
 
     def _all(self) -> list[int]:
         return sorted(self.report.hellos)

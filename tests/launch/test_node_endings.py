@@ -1,0 +1,164 @@
+"""Whatever ends one node's part of a job before its ranks start ends the other nodes too, at once and with its code."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import Exit, UserError
+from shardwise.launch.nodes import interfaces
+from shardwise.launch.nodes.connection import Background, NodeLink, framed
+from shardwise.launch.nodes.follower import Follower
+from shardwise.launch.nodes.head import JobHead
+from shardwise.launch.nodes.hello import hello
+from shardwise.launch.nodes.job import NodeJob
+from shardwise.launch.nodes.leader import Leader
+from shardwise.launch.nodes.member import Member
+from shardwise.launch.nodes.secret import new_secret, shared_secret
+from shardwise.launch.place import NodePlace
+
+HERE = "127.0.0.1"
+SECRET = new_secret()
+
+
+class ToldToStop(BaseException):
+    """What a signal raises."""
+
+
+@pytest.fixture(autouse=True)
+def _the_jobs_network_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "is_routable", lambda address: True)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server((HERE, 0)) as free:
+        number = free.getsockname()[1]
+    yield number
+
+
+def job_of(
+    index: int, count: int, port: int, runs: Path, prepare: Callable[..., Any] = lambda machine: None
+) -> NodeJob:
+    return NodeJob(NodePlace("ssh", "job", index, count, (HERE,), port), "asked", None, runs, prepare)
+
+
+def outcome(work: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
+    """Runs one node's part in a thread; returns what it comes back with, or raises, in a list."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("no plan fits", why="w", fix="f", code=Exit.OUT_OF_MEMORY), Exit.OUT_OF_MEMORY, "no plan fits"),
+        (OSError(28, "No space left on device", "/disk/config.toml"), Exit.USER_MISTAKE, "no room"),
+        (KeyError("layers"), Exit.BUG, "KeyError"),
+        (KeyboardInterrupt(), Exit.INTERRUPTED, "stopped by Ctrl-C"),
+        (ToldToStop(), Exit.STOPPED, "stopped by SIGTERM"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_ends_the_head_ends_the_others_with_its_code_and_words(
+    error: BaseException, code: Exit, said: str, port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def prepare(machine: object) -> Any:
+        raise error
+
+    head, raised = outcome(lambda: Leader(job_of(0, 2, port, tmp_path, prepare), SECRET).work())
+    member, codes = outcome(lambda: Member(job_of(1, 2, port, tmp_path), SECRET).work())
+    member.join(30)
+    head.join(10)
+    assert raised == [error] and codes == [code]
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [Exit.STOPPED, Exit.HARDWARE])
+def test_a_node_that_leaves_while_others_are_awaited_ends_the_wait(code: Exit, port: int, tmp_path: Path):
+    """With a word of its own, or without one: then it is gone."""
+    head, raised = outcome(lambda: Leader(job_of(0, 3, port, tmp_path), SECRET).work())
+    with Follower([HERE], port, SECRET, hello(1, "asked", 0) | {"host": "n1"}, 10) as leaving:
+        if code == Exit.STOPPED:
+            leaving.link.send("refuse", text="error: stopped by SIGTERM\n  why  w\n  fix  f", exit=int(code))
+    head.join(10)
+    assert [error.code for error in raised] == [code]
+    assert raised[0].what == ("node 1 (n1): stopped by SIGTERM" if code == Exit.STOPPED else "node 1 (n1) is gone")
+
+
+def test_a_head_that_ends_the_job_while_a_node_fetches_its_files_is_heard(port: int, tmp_path: Path):
+    with JobHead(HERE, port, 2, SECRET) as head:
+        member, codes = outcome(lambda: Member(job_of(1, 2, port, tmp_path), SECRET).work())
+        while 1 not in head.links:
+            time.sleep(0.01)
+        files = {"config.toml": 10}
+        head.links[1].send("run", path=str(tmp_path / "mirror"), sign="none", files=files, digest="", text="")
+        assert head.links[1].receive("get", timeout=10) is not None
+        head.links[1].send("refuse", text="error: the disk of node 0 is full", exit=int(Exit.OUT_OF_MEMORY))
+        member.join(10)
+    assert codes == [Exit.OUT_OF_MEMORY]
+
+
+def test_a_node_that_cannot_write_its_mirror_says_so_to_the_head(port: int, tmp_path: Path):
+    (tmp_path / "run" / "config.toml").mkdir(parents=True)  # no file can have this name
+    (tmp_path / "run" / ".mirror").write_text("n0")
+    with JobHead(HERE, port, 2, SECRET) as head:
+        member, raised = outcome(lambda: Member(job_of(1, 2, port, tmp_path), SECRET).work())
+        while 1 not in head.links:
+            time.sleep(0.01)
+        files = {"config.toml": 1}
+        head.links[1].send("run", path=str(tmp_path / "run"), sign="none", files=files, digest="", text="")
+        assert head.links[1].receive("get", timeout=10) is not None
+        head.links[1].send("piece", b"x")
+        frame = head.links[1].receive("refuse", timeout=10)
+        member.join(10)
+    assert isinstance(raised[0], OSError)
+    assert frame is not None and frame.words["exit"] == Exit.USER_MISTAKE and frame.words["text"].count("\n") == 2
+
+
+def test_a_node_that_has_read_the_secret_of_an_earlier_start_reads_the_new_one(port: int, tmp_path: Path):
+    file = tmp_path / "secret"
+    stale = shared_secret(file, is_head=True)
+    with JobHead(HERE, port, 2, shared_secret(file, is_head=True)) as head:
+        way = Follower([HERE], port, stale, hello(1, "", 0), 10, lambda: shared_secret(file, is_head=False))
+        with way:
+            deadline = time.monotonic() + 10
+            while 1 not in head.links and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert 1 in head.links
+
+
+def test_what_was_sent_last_arrives_where_the_other_side_is_slow_to_read():
+    thread, (ours, theirs) = Background(), socket.socketpair()
+    reader, writer = thread.call(asyncio.open_connection(sock=ours))
+    link, num_bytes, got = NodeLink(thread, reader, writer), 0, 0
+    while not link.num_unsent_bytes:
+        link.send("written", bytes(1000))
+        num_bytes += len(framed({"kind": "written"}, bytes(1000)))
+        thread.call(asyncio.sleep(0))
+    theirs.settimeout(1.0)
+    leaving = threading.Thread(target=lambda: (link.flush(), thread.close()))
+    leaving.start()
+    time.sleep(0.2)
+    with suppress(TimeoutError):
+        while more := theirs.recv(2**16):
+            got += len(more)
+    leaving.join()
+    assert got == num_bytes
