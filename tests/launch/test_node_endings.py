@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardwise.errors import Exit, UserError
 from shardwise.launch.nodes import interfaces
 from shardwise.launch.nodes.connection import Background, NodeLink, framed
 from shardwise.launch.nodes.follower import Follower
-from shardwise.launch.nodes.head import JobHead
+from shardwise.launch.nodes.head import MOST_KNOCKING, JobHead
 from shardwise.launch.nodes.hello import hello
 from shardwise.launch.nodes.job import NodeJob
 from shardwise.launch.nodes.leader import Leader
@@ -162,3 +162,18 @@ def test_what_was_sent_last_arrives_where_the_other_side_is_slow_to_read():
             got += len(more)
     leaving.join()
     assert got == num_bytes
+
+
+def test_a_host_that_knocks_again_and_again_keeps_no_node_out(port: int):
+    with JobHead(HERE, port, 2, SECRET) as head, ExitStack() as opened:
+        silent = [
+            opened.enter_context(socket.create_connection((HERE, port), 5, source_address=("127.0.0.2", 0)))
+            for _ in range(MOST_KNOCKING + 40)
+        ]
+        for stranger in silent[-40:]:
+            assert stranger.recv(100) == b"", "those beyond the limit are not answered"
+        with Follower([HERE], port, SECRET, hello(1, "", 0), 5):
+            deadline = time.monotonic() + 5
+            while 1 not in head.links and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert 1 in head.links

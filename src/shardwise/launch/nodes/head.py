@@ -11,7 +11,7 @@ import asyncio
 import errno
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +28,7 @@ from shardwise.launch.nodes.connection import (
 )
 
 BACKLOG = 4096  # ranks of many nodes come at once
+MOST_KNOCKING = 256  # connections of one address that have not shown the secret: a node has fewer ranks
 LOOPBACK = "127.0.0.1"
 
 
@@ -41,6 +42,7 @@ class JobHead:
         self.links: dict[int, NodeLink] = {}
         self.hellos: dict[int, dict[str, Any]] = {}
         self.strangers: deque[str] = deque(maxlen=3)  # who tried without the secret, the last ones
+        self._knocking: Counter[str] = Counter()  # connections from each address that have shown nothing yet
         self._listener = _listen(address, port)
         self.address, self.port = self._listener.getsockname()[:2]
         self.thread = Background()
@@ -64,6 +66,10 @@ class JobHead:
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = str((writer.get_extra_info("peername") or ("?",))[0])
+        if self._knocking[peer] >= MOST_KNOCKING:
+            writer.close()
+            return
+        self._knocking[peer] += 1
         try:
             await let_in(reader, writer, self.secret)
             async with asyncio.timeout(PROVE_S):
@@ -72,6 +78,8 @@ class JobHead:
             self.strangers.append(f"{peer}: {error}")
             writer.close()
             return
+        finally:
+            self._knocking[peer] -= 1
         if first.get("kind") == "store":
             await self._join_store(reader, writer)
             return
